@@ -108,7 +108,9 @@ def main() -> None:
         def save() -> None:
             waiting.append(
                 dcp.async_save(
-                    dcp_state(), checkpoint_id=str(root / f"{kind.name}-{number}"), async_checkpointer_type=kind
+                    dcp_state(),
+                    checkpoint_id=str(root / f"{kind.name}-{number}"),
+                    async_checkpointer_type=kind,
                 )
             )
 

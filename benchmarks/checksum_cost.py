@@ -44,9 +44,13 @@ def main() -> None:
     print(
         f"# {date.today()}  python benchmarks/checksum_cost.py --rounds {given.rounds} --gigabytes {given.gigabytes:g}"
     )
-    print(f"# {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; seconds per GB")
+    print(
+        f"# {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; seconds per GB"
+    )
     for name, found in times.items():
-        print(f"{name:12} median {statistics.median(found):.3f}  ({min(found):.3f} to {max(found):.3f})")
+        print(
+            f"{name:12} median {statistics.median(found):.3f}  ({min(found):.3f} to {max(found):.3f})"
+        )
 
 
 if __name__ == "__main__":

@@ -43,7 +43,9 @@ def main() -> None:
     given = asked.parse_args()
     torch.set_num_threads(1)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    shape = GPT2Config(n_embd=given.width, n_layer=12, n_head=6, vocab_size=4096, bos_token_id=0, eos_token_id=0)
+    shape = GPT2Config(
+        n_embd=given.width, n_layer=12, n_head=6, vocab_size=4096, bos_token_id=0, eos_token_id=0
+    )
     model = GPT2LMHeadModel(shape).to(device)
     ema = EMA(model, half_life=10_000.0)
     weights = [parameter.detach() for parameter in model.parameters()]

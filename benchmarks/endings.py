@@ -75,7 +75,14 @@ def command(launcher: str, config: str, *words: str) -> list[str]:
     file = str(HERE.parent / "accelerate_configs" / f"{config}.yaml")
     if launcher == "oneloop":
         return [sys.executable, "-m", "oneloop", "launch", "--config_file", file, "f.yaml", *words]
-    start = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", file]
+    start = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--config_file",
+        file,
+    ]
     return [*start, "-m", "oneloop.train", "f.yaml", *words]
 
 
@@ -90,9 +97,17 @@ def victim(process: subprocess.Popen[bytes], to: str) -> int:
     """Return the pid of the launcher, or of the last rank's training process or supervisor (its parent)."""
     if to == "launcher":
         return process.pid
-    ours = [one for one in family(process.pid) if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()]
+    ours = [
+        one
+        for one in family(process.pid)
+        if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()
+    ]
     pids = {one.pid for one in ours}
-    trainers = [one for one in ours if one.ppid() in pids and "oneloop.checkpoint.writer" not in one.cmdline()]
+    trainers = [
+        one
+        for one in ours
+        if one.ppid() in pids and "oneloop.checkpoint.writer" not in one.cmdline()
+    ]
     trainer = max(trainers, key=lambda one: int(one.environ().get("RANK", "0")))
     return trainer.pid if to == "trainer" else trainer.ppid()
 
@@ -105,7 +120,9 @@ def weights(folder: Path) -> str:
 def finished(launcher: str, config: str, folder: Path, *words: str) -> str:
     """Return the output of the undisturbed command."""
     typed = command(launcher, config, *words)
-    return subprocess.run(typed, cwd=folder, capture_output=True, timeout=200, check=False, text=True).stderr
+    return subprocess.run(
+        typed, cwd=folder, capture_output=True, timeout=200, check=False, text=True
+    ).stderr
 
 
 def measured(ending: Ending, launcher: str, config: str, folder: Path, expected: str) -> str:
@@ -114,7 +131,9 @@ def measured(ending: Ending, launcher: str, config: str, folder: Path, expected:
     words = [*ending.words, *(["--task.rank", str(ranks - 1)] if ending.words else [])]
     output = folder / "output"
     with output.open("wb") as file:
-        process = subprocess.Popen(command(launcher, config, *words), cwd=folder, stdout=file, stderr=file)
+        process = subprocess.Popen(
+            command(launcher, config, *words), cwd=folder, stdout=file, stderr=file
+        )
         mark = folder / ("once" if ending.words else "run/checkpoints/step-00000040")
         seen: dict[int, psutil.Process] = {}
         while not mark.exists() and process.poll() is None:
@@ -134,9 +153,15 @@ def measured(ending: Ending, launcher: str, config: str, folder: Path, expected:
         one.kill()
     summary = folder / "run" / "summary.json"
     code = (
-        next((line for line in summary.read_text().splitlines() if "exit_code" in line), "") if summary.exists() else ""
+        next((line for line in summary.read_text().splitlines() if "exit_code" in line), "")
+        if summary.exists()
+        else ""
     )
-    reports = [line for line in output.read_text().splitlines() if line.startswith("oneloop: ") or "results in" in line]
+    reports = [
+        line
+        for line in output.read_text().splitlines()
+        if line.startswith("oneloop: ") or "results in" in line
+    ]
     then = finished(launcher, config, folder, *words)
     same = "yes" if weights(folder) == expected else "NO"
     if same == "NO":
@@ -147,11 +172,15 @@ def measured(ending: Ending, launcher: str, config: str, folder: Path, expected:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--configs", nargs="+", default=["single", "ddp", "fsdp2"])
     parser.add_argument("--launchers", nargs="+", default=["oneloop", "accelerate"])
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--endings", nargs="+", default=[""], help="parts of the names of those that are wanted")
+    parser.add_argument(
+        "--endings", nargs="+", default=[""], help="parts of the names of those that are wanted"
+    )
     given = parser.parse_args()
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [

@@ -57,11 +57,15 @@ def needs_gpu() -> None:
         raise Skipped("needs a GPU")
 
 
-def trained(folder: Path, recipe: Any = "digits", *, steps: int = 12, precision: str = "no", **groups: Any) -> str:
+def trained(
+    folder: Path, recipe: Any = "digits", *, steps: int = 12, precision: str = "no", **groups: Any
+) -> str:
     """Train, and return a hash of the final weights."""
     save = {"every": 0, **groups.pop("save", {})}
     run = {"dir": str(folder)}
-    summary = fit(recipe, mixed_precision=precision, duration=steps, run=run, save=save, **{**QUIET, **groups})
+    summary = fit(
+        recipe, mixed_precision=precision, duration=steps, run=run, save=save, **{**QUIET, **groups}
+    )
     assert summary["step"] == steps, summary
     (weights,) = (folder / "final").glob("*.safetensors")
     return hashlib.sha256(weights.read_bytes()).hexdigest()
@@ -76,7 +80,9 @@ def texts(folder: Path) -> str:
 
 
 def loss_falls(folder: Path, precision: str, **groups: Any) -> str:
-    trained(folder, steps=40, precision=precision, log={"every": 1}, optimizer={"lr": 3e-3}, **groups)
+    trained(
+        folder, steps=40, precision=precision, log={"every": 1}, optimizer={"lr": 3e-3}, **groups
+    )
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     assert losses[-1] < losses[0], losses
@@ -98,15 +104,20 @@ def fp16_with_its_scaler(folder: Path) -> str:
 def compile_regional(folder: Path) -> str:
     needs_gpu()
     runs = [
-        trained(folder / kind, "gpt", steps=4, task=SMALL, machine={"compile": kind}) for kind in ("none", "regional")
+        trained(folder / kind, "gpt", steps=4, task=SMALL, machine={"compile": kind})
+        for kind in ("none", "regional")
     ]
-    return "trains" + ("; the same bits as without" if runs[0] == runs[1] else "; other rounding than without")
+    return "trains" + (
+        "; the same bits as without" if runs[0] == runs[1] else "; other rounding than without"
+    )
 
 
 @check
 def pinned_copies(folder: Path) -> str:
     needs_gpu()
-    one, two = (trained(folder / str(pinned), machine={"pinned": pinned}) for pinned in (True, False))
+    one, two = (
+        trained(folder / str(pinned), machine={"pinned": pinned}) for pinned in (True, False)
+    )
     assert one == two
     return "pinned or not: the same bits"
 
@@ -119,13 +130,21 @@ def attention_of_different_lengths(folder: Path) -> str:
     torch.manual_seed(0)
     cuts = torch.tensor([0, 100, 130, 256, 400, 512], dtype=torch.int32, device=DEVICE)
     query, key, value = (
-        torch.randn(2, 4, 256, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in "qkv"
+        torch.randn(2, 4, 256, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+        for _ in "qkv"
     )
     made = _of_different_lengths(query, key, value, cuts, None, None).transpose(1, 2)
     document = torch.bucketize(torch.arange(512, device=DEVICE), cuts, right=True).view(2, 1, 256)
-    mask = (document[..., None] == document[..., None, :]) & torch.ones(256, 256, device=DEVICE).tril().bool()
-    expected = F.scaled_dot_product_attention(query.float(), key.float(), value.float(), attn_mask=mask)
-    gradients = [torch.autograd.grad(each.float().square().sum(), (query, key, value)) for each in (made, expected)]
+    mask = (document[..., None] == document[..., None, :]) & torch.ones(
+        256, 256, device=DEVICE
+    ).tril().bool()
+    expected = F.scaled_dot_product_attention(
+        query.float(), key.float(), value.float(), attn_mask=mask
+    )
+    gradients = [
+        torch.autograd.grad(each.float().square().sum(), (query, key, value))
+        for each in (made, expected)
+    ]
     apart = max(float((a.float() - b.float()).abs().max()) for a, b in zip(*gradients, strict=True))
     near = float((made.float() - expected).abs().max())
     assert near < 0.03 and apart < 0.2, (near, apart)
@@ -143,7 +162,9 @@ def chunked_loss(folder: Path) -> str:
     whole = F.cross_entropy(hidden @ weight.T, target, reduction="sum")
     parts = chunked_cross_entropy(hidden, weight, target, entries=4_000).total
     expected, made = (torch.autograd.grad(each, (hidden, weight)) for each in (whole, parts))
-    apart = max(float((a - b).abs().max() / a.abs().max()) for a, b in zip(expected, made, strict=True))
+    apart = max(
+        float((a - b).abs().max() / a.abs().max()) for a, b in zip(expected, made, strict=True)
+    )
     assert apart < 1e-5, apart
     return f"gradients within {apart:.1e} of the whole logits"
 
@@ -152,7 +173,10 @@ def chunked_loss(folder: Path) -> str:
 def activation_checkpointing(folder: Path) -> str:
     modes = ("none", "full") if TOY else ("none", "full", "every:2", "selective")
     task = SMALL | {"data": texts(folder)}
-    runs = {mode: trained(folder / mode, "gpt", steps=3, task=task, machine={"recompute": mode}) for mode in modes}
+    runs = {
+        mode: trained(folder / mode, "gpt", steps=3, task=task, machine={"recompute": mode})
+        for mode in modes
+    }
     assert len(set(runs.values())) == 1, runs
     return f"{', '.join(modes)}: the same bits"
 
@@ -174,7 +198,14 @@ class Watched(ImageClassification):
 def no_host_wait_in_200_steps(folder: Path) -> str:
     needs_gpu()
     try:
-        trained(folder, Watched, steps=240, log={"every": 1000}, ema={"half_life": 500}, machine={"gc_every": 0})
+        trained(
+            folder,
+            Watched,
+            steps=240,
+            log={"every": 1000},
+            ema={"half_life": 500},
+            machine={"gc_every": 0},
+        )
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert Watched.calls >= 220
@@ -193,7 +224,9 @@ def fused_adamw(folder: Path) -> str:
             optimizer.step()
             optimizer.zero_grad()
         models.append(model)
-    assert all(torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(*(model.parameters() for model in models), strict=True)
+    )
     return "the same bits as torch's"
 
 
@@ -224,7 +257,14 @@ def lora_in_four_bits(folder: Path) -> str:
 
     base = a_base(folder / "base", dtype=torch.bfloat16)
     task = {"model": str(base), "length": 128, "lora": {"rank": 4, "quantize": "nf4"}}
-    summary = fit("sft", mixed_precision="bf16", duration=4, task=task, run={"dir": str(folder / "run")}, **QUIET)
+    summary = fit(
+        "sft",
+        mixed_precision="bf16",
+        duration=4,
+        task=task,
+        run={"dir": str(folder / "run")},
+        **QUIET,
+    )
     assert summary["step"] == 4
     return "trains"
 
@@ -254,7 +294,9 @@ def on_one_device(rank: int, port: int, sharded: bool, out: str) -> None:
         if sharded:
             from torch.distributed.fsdp import fully_shard
 
-            made: nn.Module = fully_shard(model, mesh=dist.device_mesh.init_device_mesh(DEVICE.type, (2,)))
+            made: nn.Module = fully_shard(
+                model, mesh=dist.device_mesh.init_device_mesh(DEVICE.type, (2,))
+            )
         else:
             made = nn.parallel.DistributedDataParallel(model)
         made(x.chunk(2)[rank]).square().mean().backward()
@@ -273,7 +315,9 @@ def two_processes(folder: Path, *, sharded: bool) -> str:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = folder / "said"
-    torch.multiprocessing.start_processes(on_one_device, (port, sharded, str(out)), nprocs=2, start_method="spawn")
+    torch.multiprocessing.start_processes(
+        on_one_device, (port, sharded, str(out)), nprocs=2, start_method="spawn"
+    )
     result = out.read_text()
     if result.startswith("gloo"):
         raise Skipped(result) if sharded else AssertionError(result)
@@ -308,7 +352,9 @@ def memory_snapshot(folder: Path) -> str:
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--toy", action="store_true")
     options.add_argument("--only", default=",".join(CHECKS))
     options.add_argument("--to", default="gpu_check.json", type=Path)
@@ -326,8 +372,15 @@ def main() -> None:
                 outcome = ("skipped", str(reason))
             except (Exception, SystemExit) as error:
                 outcome = ("fail", f"{type(error).__name__}: {error}")
-        found[name] = {"outcome": outcome[0], "says": outcome[1], "seconds": round(time.perf_counter() - began, 1)}
-        about = {"device": torch.cuda.get_device_name() if GPU else "cpu", "torch": torch.__version__}
+        found[name] = {
+            "outcome": outcome[0],
+            "says": outcome[1],
+            "seconds": round(time.perf_counter() - began, 1),
+        }
+        about = {
+            "device": torch.cuda.get_device_name() if GPU else "cpu",
+            "torch": torch.__version__,
+        }
         given.to.write_text(json.dumps({**about, "checks": found}, indent=1))
         print(f"{outcome[0]:8}{name:34}{found[name]['seconds']:6.1f} s  {outcome[1]}", flush=True)
     sys.exit(any(one["outcome"] == "fail" for one in found.values()))

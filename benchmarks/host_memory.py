@@ -31,7 +31,9 @@ def main() -> None:
         copy = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**20
         model.save_pretrained(folder)
         del model
-        print(f"{ranks} processes, FSDP2 on a CPU, BERT of 2048 x 5 layers: a copy of {copy:,.0f} MB in float32")
+        print(
+            f"{ranks} processes, FSDP2 on a CPU, BERT of 2048 x 5 layers: a copy of {copy:,.0f} MB in float32"
+        )
         how = {"ranks": ranks, "config": "fsdp2", "timeout": 900}
         for name, seen in (
             ("from safetensors", run(of.pretrained, folder, **how).ok()),

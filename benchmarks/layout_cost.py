@@ -28,20 +28,45 @@ def seconds(checkout: Path, config: str, steps: int) -> float:
     """Return the median seconds of a step, in a new run of this checkout's code."""
     every = steps // 20
     with tempfile.TemporaryDirectory() as scratch:
-        words = ["digits", "--duration", str(steps), "--batch.micro", "16", "--log.every", str(every)]
-        words += ["--eval.every", "0", "--save.every", "0", "--track", "none", "--run.dir", f"{scratch}/run"]
+        words = [
+            "digits",
+            "--duration",
+            str(steps),
+            "--batch.micro",
+            "16",
+            "--log.every",
+            str(every),
+        ]
+        words += [
+            "--eval.every",
+            "0",
+            "--save.every",
+            "0",
+            "--track",
+            "none",
+            "--run.dir",
+            f"{scratch}/run",
+        ]
         command = [sys.executable, "-m", "oneloop", "launch", "--config_file", config, *words]
-        environment = {**os.environ, "PYTHONPATH": str(checkout.resolve() / "src"), "OMP_NUM_THREADS": "1"}
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(checkout.resolve() / "src"),
+            "OMP_NUM_THREADS": "1",
+        }
         subprocess.run(command, env=environment, cwd=scratch, check=True, capture_output=True)
         lines = map(json.loads, Path(scratch, "run", "metrics.jsonl").read_text().splitlines())
         rates = [
-            line["samples"] / line["step"] / line["train/samples_per_second"] for line in lines if "train/lr" in line
+            line["samples"] / line["step"] / line["train/samples_per_second"]
+            for line in lines
+            if "train/lr" in line
         ]
     return statistics.median(rates[2:])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("checkouts", nargs=2, type=Path)
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--steps", type=int, default=600)
@@ -50,14 +75,18 @@ def main() -> None:
     print(
         f"# {date.today()}  python benchmarks/layout_cost.py BEFORE AFTER --pairs {given.pairs} --steps {given.steps}"
     )
-    print(f"# Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores; microseconds per step")
+    print(
+        f"# Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores; microseconds per step"
+    )
     for config in CONFIGS:
         found: dict[str, list[float]] = {"before": [], "after": [], "before again": []}
         for number in range(given.pairs):
             names = list(found)
             random.Random(number).shuffle(names)
             for name in names:
-                found[name].append(1e6 * seconds(after if name == "after" else before, config, given.steps))
+                found[name].append(
+                    1e6 * seconds(after if name == "after" else before, config, given.steps)
+                )
         for name, values in found.items():
             ratios = [value / first for value, first in zip(values, found["before"], strict=True)]
             spread = f"median {statistics.median(values):8.1f}  min {min(values):8.1f}  max {max(values):8.1f}"

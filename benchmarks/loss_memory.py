@@ -42,7 +42,9 @@ def plain(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
 
 def torchs(hidden: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     options = torch.nn.LinearCrossEntropyOptions()
-    return F.linear_cross_entropy(hidden, weight, target, reduction="sum", ignore_index=LEFT_OUT, options=options)
+    return F.linear_cross_entropy(
+        hidden, weight, target, reduction="sum", ignore_index=LEFT_OUT, options=options
+    )
 
 
 def chunked(power: int) -> Way:
@@ -60,10 +62,14 @@ def ways(less: int = 0) -> dict[str, Way]:
 WAYS = ways()
 
 
-def inputs(given: argparse.Namespace, dtype: torch.dtype, tokens: int, entries: int) -> tuple[Tensor, Tensor, Tensor]:
+def inputs(
+    given: argparse.Namespace, dtype: torch.dtype, tokens: int, entries: int
+) -> tuple[Tensor, Tensor, Tensor]:
     draw = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, given.width, generator=draw).to(given.device, dtype)
-    weight = (torch.randn(entries, given.width, generator=draw).mul_(given.width**-0.5)).to(given.device, dtype)
+    weight = (torch.randn(entries, given.width, generator=draw).mul_(given.width**-0.5)).to(
+        given.device, dtype
+    )
     target = torch.randint(0, entries, (tokens,), generator=draw).to(given.device)
     return hidden.requires_grad_(), weight.requires_grad_(), target
 
@@ -125,24 +131,42 @@ def distances(given: argparse.Namespace, dtype: torch.dtype) -> None:
             for found, expected in zip(mine, slopes, strict=True)
         ]
         kept = str(loss.dtype).removeprefix("torch.")
-        print(f"{name:16} loss {relative:.1e} ({kept})   gradient of hidden {off[0]:.1e}, of weight {off[1]:.1e}")
+        print(
+            f"{name:16} loss {relative:.1e} ({kept})   gradient of hidden {off[0]:.1e}, of weight {off[1]:.1e}"
+        )
 
 
 def alternated(given: argparse.Namespace, kind: str) -> None:
     found: dict[str, list[dict[str, float]]] = {name: [] for name in given.ways}
-    asked = ["--device", given.device, "--types", kind, "--threads", given.threads, "--times", given.times]
+    asked = [
+        "--device",
+        given.device,
+        "--types",
+        kind,
+        "--threads",
+        given.threads,
+        "--times",
+        given.times,
+    ]
     asked += ["--tokens", given.tokens, "--entries", given.entries, "--width", given.width]
     # Return large blocks to the system as soon as they are freed, so that memory in use is memory needed.
-    surroundings = os.environ | {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+    surroundings = os.environ | {
+        "MALLOC_MMAP_THRESHOLD_": "1048576",
+        "MALLOC_TRIM_THRESHOLD_": "1048576",
+    }
     for _ in range(given.rounds):
         for name in given.ways:
             command = [sys.executable, __file__, "--way", name, *map(str, asked)]
-            ran = subprocess.run(command, check=True, capture_output=True, text=True, env=surroundings)
+            ran = subprocess.run(
+                command, check=True, capture_output=True, text=True, env=surroundings
+            )
             found[name].append(json.loads(ran.stdout.splitlines()[-1]))
     base = found[given.ways[0]]
     for name, rounds in found.items():
         memory, seconds = ([one[key] for one in rounds] for key in ("megabytes", "seconds"))
-        ratio = statistics.median(one["seconds"] / other["seconds"] for one, other in zip(rounds, base, strict=True))
+        ratio = statistics.median(
+            one["seconds"] / other["seconds"] for one, other in zip(rounds, base, strict=True)
+        )
         print(
             f"{name:16} memory {statistics.median(memory):8,.0f} MB ({min(memory):,.0f} to {max(memory):,.0f})"
             f"   time {statistics.median(seconds):7.3f} s ({min(seconds):.3f} to {max(seconds):.3f})  {ratio:.2f}x",
@@ -159,27 +183,42 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--rounds", type=int, default=3, help="0: only the distances")
     parser.add_argument(
-        "--times", type=int, default=1, help="timed losses of each process, after one that is not; 0: it"
+        "--times",
+        type=int,
+        default=1,
+        help="timed losses of each process, after one that is not; 0: it",
     )
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="only these, plain first")
+    parser.add_argument(
+        "--ways", nargs="+", choices=WAYS, default=list(WAYS), help="only these, plain first"
+    )
     parser.add_argument("--way", choices=WAYS, help="measure this one here, and print JSON")
     given = parser.parse_args()
     if given.way:
         print(json.dumps(measured(given)))
         return
     print(f"# {date.today()}  {shlex.join(['python', *sys.argv])}")
-    where = torch.cuda.get_device_name() if given.device != "cpu" else f"cpu, {os.cpu_count()} cores"
-    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {where}, {given.threads} thread(s)")
-    print(f"# {given.tokens:,} tokens, {given.entries:,} entries, width {given.width:,}; {given.rounds} rounds")
+    where = (
+        torch.cuda.get_device_name() if given.device != "cpu" else f"cpu, {os.cpu_count()} cores"
+    )
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {where}, {given.threads} thread(s)"
+    )
+    print(
+        f"# {given.tokens:,} tokens, {given.entries:,} entries, width {given.width:,}; {given.rounds} rounds"
+    )
     for kind in given.types:
         size = torch.finfo(getattr(torch, kind)).bits // 8
         logits, weight = given.tokens * given.entries, given.entries * given.width * size
-        print(f"\n{kind}: all logits are {logits * size / 2**20:,.0f} MB, the weight {weight / 2**20:,.0f} MB")
+        print(
+            f"\n{kind}: all logits are {logits * size / 2**20:,.0f} MB, the weight {weight / 2**20:,.0f} MB"
+        )
         if given.rounds:
             alternated(given, kind)
     for kind in given.types:
-        print(f"\n{kind}, distance from float64 at {given.tokens // 16} tokens and {given.entries // 16:,} entries")
+        print(
+            f"\n{kind}, distance from float64 at {given.tokens // 16} tokens and {given.entries // 16:,} entries"
+        )
         distances(given, getattr(torch, kind))
 
 

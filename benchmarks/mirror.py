@@ -38,14 +38,21 @@ def trainer(folder: str, rounds: int) -> None:
 
     torch.set_num_threads(1)
     accelerator = Accelerator(cpu=True)
-    model = nn.Sequential(nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
+    model = nn.Sequential(
+        nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10)
+    )
     optimizer = torch.optim.AdamW(model.parameters())
     x, y = torch.randn(64, 1024), torch.randint(0, 10, (64,))
     checkpoints = Checkpoints(Path(folder) / "checkpoints", accelerator)
     mirrored: list[int] = []
-    checkpoints.saving._heard = lambda step=0, error=None, taken=False: mirrored.append(0 if error else step)
+    checkpoints.saving._heard = lambda step=0, error=None, taken=False: mirrored.append(
+        0 if error else step
+    )
     address = f"s3://bucket/{Path(folder).name}"
-    lease = take(Bucket(address), {"pid": os.getpid(), "host": "benchmark", "since": "now", "token": "benchmark"})
+    lease = take(
+        Bucket(address),
+        {"pid": os.getpid(), "host": "benchmark", "since": "now", "token": "benchmark"},
+    )
     checkpoints.mirror(address, lease=(lease.number, lease.about), counts=False)
     assert checkpoints.saving._process is not None
     os.sched_setaffinity(checkpoints.saving._process._process.pid, {1})  # later threads inherit it
@@ -82,9 +89,15 @@ def measured(latency: float, rounds: int) -> list[dict[str, list[float]]]:
 
         fsspec.filesystem("s3", endpoint_url=variables["AWS_ENDPOINT_URL"]).mkdir("bucket")
         proxy.latency, proxy.rate = latency, RATE
-        environment = {**os.environ, "AWS_ENDPOINT_URL": proxy.address, "PYTHONPATH": str(ROOT / "src")}
+        environment = {
+            **os.environ,
+            "AWS_ENDPOINT_URL": proxy.address,
+            "PYTHONPATH": str(ROOT / "src"),
+        }
         command = [sys.executable, __file__, "--folder", folder, "--rounds", str(rounds)]
-        output = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
+        output = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True
+        ).stdout
         return [json.loads(line) for line in output.splitlines()]
 
 
@@ -103,16 +116,25 @@ def main() -> None:
     os.sched_setaffinity(0, {1})  # also the server, which is started from here
     versions = f"torch {torch.__version__}, s3fs {s3fs.__version__}, fsspec {fsspec.__version__}"
     print(f"{date.today()}  python benchmarks/mirror.py --rounds {given.rounds}")
-    print(f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}")
-    print("latency   steps during   upload   step alone   ratio (least, most)       control (least, most)     verdict")
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+    )
+    print(
+        "latency   steps during   upload   step alone   ratio (least, most)       control (least, most)     verdict"
+    )
     for latency in LATENCIES:
         rounds = measured(latency, given.rounds)
-        pairs = [(median(one["before"]), median(one["during"]), median(one["after"])) for one in rounds]
+        pairs = [
+            (median(one["before"]), median(one["during"]), median(one["after"])) for one in rounds
+        ]
         ratios = sorted(2 * during / (before + after) for before, during, after in pairs)
         controls = sorted(after / before for before, _, after in pairs)
         void, good = abs(median(controls) - 1) > NOISE, median(ratios) <= LIMIT
         verdict = "void: the control is above 3 %" if void else "holds" if good else "does not hold"
-        number, seconds = median(len(one["during"]) for one in rounds), median(sum(one["during"]) for one in rounds)
+        number, seconds = (
+            median(len(one["during"]) for one in rounds),
+            median(sum(one["during"]) for one in rounds),
+        )
         print(
             f"{1000 * latency:4.0f} ms {number:12.0f}   {seconds:8.2f} s {1000 * median(pairs[0][:1]):9.2f} ms"
             f"   x {median(ratios):.3f} ({ratios[0]:.3f}, {ratios[-1]:.3f})"

@@ -56,7 +56,11 @@ class Case:
             if line != last:
                 print(f"  {time.monotonic() - self.began:5.0f} s  {line}", flush=True)
                 last = line
-            if act is not None and state == "RUNNING" and any(self.run.glob("checkpoints/step-*/MANIFEST.json")):
+            if (
+                act is not None
+                and state == "RUNNING"
+                and any(self.run.glob("checkpoints/step-*/MANIFEST.json"))
+            ):
                 act()
                 act = None
             if state in ENDED:
@@ -68,15 +72,21 @@ class Case:
     def tell(self) -> None:
         """Print the lines of the log that say how each start began and ended, and the summary."""
         for line in self.log.read_text().splitlines():
-            if re.search(r"resum|stopped|done;|error|unknown key|rendezvous|requeue|CANCELLED|PREEMPT", line):
+            if re.search(
+                r"resum|stopped|done;|error|unknown key|rendezvous|requeue|CANCELLED|PREEMPT", line
+            ):
                 print(f"  | {line.replace(str(self.run.parent), '…')[:160]}")
         if (file := self.run / "summary.json").exists():
             summary = json.loads(file.read_text())
-            print(f"  summary: exit code {summary['exit_code']}, {summary['exit_reason']}, step {summary['step']}")
+            print(
+                f"  summary: exit code {summary['exit_code']}, {summary['exit_reason']}, step {summary['step']}"
+            )
 
 
 def main() -> None:
-    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     options.add_argument("--folder", type=Path, required=True)
     options.add_argument("--steps", type=int, default=12000)
     given = options.parse_args()
@@ -84,36 +94,58 @@ def main() -> None:
     folder.mkdir(parents=True)
     os.chdir(folder)
     print(
-        f"{date.today()}: {shell('sinfo', '--version').strip()}, two nodes; python {sys.version.split()[0]}, ", end=""
+        f"{date.today()}: {shell('sinfo', '--version').strip()}, two nodes; python {sys.version.split()[0]}, ",
+        end="",
     )
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "accelerate", "oneloop")))
     checks: dict[str, bool] = {}
 
     plain = Case(folder, "undisturbed", steps)
-    checks["undisturbed: completed, never requeued"] = (plain.watch(), plain.restarts) == ("COMPLETED", 0)
+    checks["undisturbed: completed, never requeued"] = (plain.watch(), plain.restarts) == (
+        "COMPLETED",
+        0,
+    )
     plain.tell()
 
     timed = Case(folder, "time-limit", steps, "--time=7")
-    checks["time limit: completed after at least one requeue"] = timed.watch() == "COMPLETED" and timed.restarts > 0
+    checks["time limit: completed after at least one requeue"] = (
+        timed.watch() == "COMPLETED" and timed.restarts > 0
+    )
     timed.tell()
 
     kept: list[str] = []
 
     def preempt() -> None:
-        words = ("--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 20")
+        words = (
+            "--partition=high",
+            "--nodes=2",
+            "--exclusive",
+            "--output=/dev/null",
+            "--wrap",
+            "sleep 20",
+        )
         kept.append(shell("sbatch", "--parsable", *words).strip())
         print(f"         job {kept[0]} of partition high is submitted")
 
     early = Case(folder, "preempted", steps, "--partition=low")
-    checks["preemption: completed after one requeue"] = (early.watch(preempt), early.restarts) == ("COMPLETED", 1)
+    checks["preemption: completed after one requeue"] = (early.watch(preempt), early.restarts) == (
+        "COMPLETED",
+        1,
+    )
     early.tell()
 
     wrong = Case(folder, "bad-input", steps, more="--batch.sice 8")
-    checks["bad input: failed once, not requeued"] = (wrong.watch(), wrong.restarts) == ("FAILED", 0)
+    checks["bad input: failed once, not requeued"] = (wrong.watch(), wrong.restarts) == (
+        "FAILED",
+        0,
+    )
     wrong.tell()
 
     ended = Case(folder, "scancel", steps)
-    checks["scancel: cancelled, not requeued"] = (ended.watch(lambda: shell("scancel", ended.job)), ended.restarts) == (
+    checks["scancel: cancelled, not requeued"] = (
+        ended.watch(lambda: shell("scancel", ended.job)),
+        ended.restarts,
+    ) == (
         "CANCELLED",
         0,
     )

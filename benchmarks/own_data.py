@@ -45,8 +45,12 @@ def written(folder: Path, megabytes: int) -> None:
     draw, each = np.random.default_rng(0), megabytes * 1000 // FILES
     for number in range(FILES):
         noise = draw.integers(97, 123, (each, 950), dtype=np.uint8)
-        table = pyarrow.table({"text": [row.tobytes().decode() for row in noise], "id": range(each)})
-        parquet.write_table(table, folder / f"part-{number:03d}.parquet", row_group_size=GROUP, compression="none")
+        table = pyarrow.table(
+            {"text": [row.tobytes().decode() for row in noise], "id": range(each)}
+        )
+        parquet.write_table(
+            table, folder / f"part-{number:03d}.parquet", row_group_size=GROUP, compression="none"
+        )
 
 
 def rows_of(folder: Path, window: int) -> Parquet:
@@ -59,7 +63,9 @@ def shares(order: Ordered, size: int, ranks: int, workers: int) -> Iterator[list
     steps = np.arange(size // BATCH)[:, None]
     for rank in range(ranks):
         share = BATCH // ranks
-        own = order.at(steps * BATCH + rank * share + np.arange(share)[None, :])[1].reshape(-1, MICRO)
+        own = order.at(steps * BATCH + rank * share + np.arange(share)[None, :])[1].reshape(
+            -1, MICRO
+        )
         for worker in range(max(1, workers)):
             yield own[worker :: max(1, workers)].reshape(-1).tolist()
 
@@ -113,7 +119,8 @@ def main() -> None:
         return memory(asked.memory[0], int(asked.memory[1]))
     print(f"{date.today()}  python {' '.join(sys.argv)}")
     print(
-        f"Python {platform.python_version()}, pyarrow {pyarrow.__version__}, datasets {datasets.__version__},", end=" "
+        f"Python {platform.python_version()}, pyarrow {pyarrow.__version__}, datasets {datasets.__version__},",
+        end=" ",
     )
     print(f"{os.cpu_count()} cores, {asked.megabytes} MB in {FILES} files, groups of {GROUP} rows")
     with tempfile.TemporaryDirectory() as name:
@@ -122,11 +129,15 @@ def main() -> None:
         written(folder, asked.megabytes)
         window = max(2, asked.megabytes // 6)
         about = rows_of(folder, window)
-        print(f"\nreads / groups ({len(about.sizes)} groups, window {window} MB: {about.open_groups} groups)")
+        print(
+            f"\nreads / groups ({len(about.sizes)} groups, window {window} MB: {about.open_groups} groups)"
+        )
         print("ranks workers  with lanes  without")
         for ranks in (1, 2, 4):
             for workers in (0, 2):
-                both = [reads(folder, window, ranks, workers, lanes=lanes) for lanes in (True, False)]
+                both = [
+                    reads(folder, window, ranks, workers, lanes=lanes) for lanes in (True, False)
+                ]
                 print(f"{ranks:5} {workers:7} {both[0]:11.2f} {both[1]:8.2f}")
         print("\ndistance of neighbours / that of a full permutation, by groups in the window")
         for held in (1, 2, 4, 8, 16, 32, 64, 128, 256):
@@ -146,7 +157,9 @@ def main() -> None:
 
 def timed(folder: Path, about: Parquet, cache: Path) -> None:
     datasets.disable_progress_bars()
-    mapped = datasets.load_dataset("parquet", data_files=str(folder / "*"), split="train", cache_dir=str(cache))
+    mapped = datasets.load_dataset(
+        "parquet", data_files=str(folder / "*"), split="train", cache_dir=str(cache)
+    )
     count = min(20_000, len(about))
     orders = {
         "in windows, of parquet": about.order(seed=0, batch=BATCH)[0:count][1].tolist(),
@@ -156,7 +169,9 @@ def timed(folder: Path, about: Parquet, cache: Path) -> None:
     found: dict[str, list[float]] = {name: [] for name in orders}
     for _ in range(7):
         for name, indices in orders.items():
-            row = mapped.__getitem__ if "arrow" in name else rows_of(folder, about.window).__getitem__
+            row = (
+                mapped.__getitem__ if "arrow" in name else rows_of(folder, about.window).__getitem__
+            )
             found[name].append(speed(row, indices))
     print(f"\nrows a second, one process ({count} rows, 7 rounds: median, least, most)")
     for name, each in found.items():

@@ -50,7 +50,11 @@ def documents(count: int, length: int, entries: int) -> Spans:
     """Return documents of random tokens with log-normal lengths."""
     draw = np.random.default_rng(0)
     lengths = np.clip(draw.lognormal(np.log(120), 0.8, count).astype(np.int64), 2, length + 1)
-    return spans(Ragged(draw.integers(0, entries, lengths.sum()).astype(np.int32), np.cumsum(lengths)), length, "cut")
+    return spans(
+        Ragged(draw.integers(0, entries, lengths.sum()).astype(np.int32), np.cumsum(lengths)),
+        length,
+        "cut",
+    )
 
 
 def batches(way: str, made: Spans, tokens: int) -> Iterator[dict[str, Tensor]]:
@@ -62,7 +66,9 @@ def batches(way: str, made: Spans, tokens: int) -> Iterator[dict[str, Tensor]]:
     else:
         rows, how = Padded(made, None), {}
         each = max(1, int(tokens / made.lengths.mean()))
-        order = order_of(rows, seed=0, batch=each) if way == "in buckets" else Order(len(rows), seed=0)  # type: ignore
+        order = (
+            order_of(rows, seed=0, batch=each) if way == "in buckets" else Order(len(rows), seed=0)
+        )  # type: ignore
     indices = order[0 : len(rows)][1].tolist()
     for start in range(0, len(indices), each):
         yield collated([rows[index] for index in indices[start : start + each]], **how)
@@ -97,7 +103,13 @@ def difference(task: Random, model: nn.Module, loaded: list[dict[str, Tensor]]) 
 
 def main() -> None:
     asked = argparse.ArgumentParser()
-    for key, default in {"layers": 4, "width": 256, "heads": 4, "length": 512, "entries": 2048}.items():
+    for key, default in {
+        "layers": 4,
+        "width": 256,
+        "heads": 4,
+        "length": 512,
+        "entries": 2048,
+    }.items():
         asked.add_argument(f"--{key}", type=int, default=default)
     asked.add_argument("--documents", type=int, default=200)
     asked.add_argument("--tokens", type=int, default=4096, help="of input in a micro-batch, about")
@@ -111,7 +123,10 @@ def main() -> None:
     for way in ("packed", "in buckets", "as they come", "packed (control)"):
         task = Random(shape, given.entries, packed=way.startswith("packed"))
         model = task.model().to(device)
-        loaded = [{name: x.to(device) for name, x in one.items()} for one in batches(way, made, given.tokens)]
+        loaded = [
+            {name: x.to(device) for name, x in one.items()}
+            for one in batches(way, made, given.tokens)
+        ]
         ways[way] = (task, model, loaded)
     found: dict[str, list[float]] = {way: [] for way in ways}
     for turn in range(given.rounds + 1):
@@ -136,7 +151,9 @@ def main() -> None:
             f"  {len(loaded)} micro-batches, {100 * (1 - made.lengths.sum() / read):4.1f} % padding"
         )
     if half:
-        print(f"a token's loss in bf16 by the variable-length kernel, from float32: {difference(*ways['packed']):.2e}")
+        print(
+            f"a token's loss in bf16 by the variable-length kernel, from float32: {difference(*ways['packed']):.2e}"
+        )
 
 
 if __name__ == "__main__":

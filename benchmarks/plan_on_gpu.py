@@ -25,7 +25,10 @@ RECIPES = {
     "llama-1b, micro 1": ["llama-1b", "--batch.micro", "1"],
     "llama-1b, recompute full": ["llama-1b", "--machine.recompute", "full"],
 }
-TOY = {"digits": ["digits"], "gpt": ["gpt", "--task.width", "32", "--task.heads", "2", "--batch.size", "4"]}
+TOY = {
+    "digits": ["digits"],
+    "gpt": ["gpt", "--task.width", "32", "--task.heads", "2", "--batch.size", "4"],
+}
 PRECISION = "no" if "--toy" in sys.argv else "bf16"
 
 
@@ -56,12 +59,24 @@ def main() -> None:
     print(f"{date.today()}: {device}, " + ", ".join(f"{name} {version(name)}" for name in names))
     rows, began = [], time.monotonic()
     for name, words in recipes.items():
-        options = ["--config_file", "single", "--mixed_precision", PRECISION, "--no_changes", "--json"]
+        options = [
+            "--config_file",
+            "single",
+            "--mixed_precision",
+            PRECISION,
+            "--no_changes",
+            "--json",
+        ]
         command = [sys.executable, "-m", "oneloop", "plan", *words, *options]
-        plan = json.loads(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+        plan = json.loads(
+            subprocess.run(command, capture_output=True, text=True, check=False).stdout
+        )
         planned = plan["memory"]["step"]["peak"]
         done = subprocess.run(
-            [sys.executable, __file__, "--one", PRECISION, *words], capture_output=True, text=True, check=False
+            [sys.executable, __file__, "--one", PRECISION, *words],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         if done.returncode:
             print(f"{name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
@@ -69,7 +84,9 @@ def main() -> None:
         allocated, reserved, ledger = json.loads(done.stdout.splitlines()[-1])
         rows.append((name, planned, allocated or ledger, reserved, ledger))
         print(f"{name} after {time.monotonic() - began:.0f} s", flush=True)
-    print(f"\n{'recipe':28}{'planned':>10}{'measured':>10}{'error':>8}{'reserved':>10}{'ledger':>10}   GiB")
+    print(
+        f"\n{'recipe':28}{'planned':>10}{'measured':>10}{'error':>8}{'reserved':>10}{'ledger':>10}   GiB"
+    )
     for name, planned, real, reserved, ledger in rows:
         sizes = f"{planned / 2**30:10.3f}{real / 2**30:10.3f}{planned / real - 1:8.1%}"
         print(f"{name:28}{sizes}{reserved / 2**30:10.3f}{ledger / 2**30:10.3f}")

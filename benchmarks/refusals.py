@@ -41,12 +41,19 @@ def take(checkout: Path, to: Path) -> None:
         with tempfile.TemporaryDirectory() as scratch:
             folder = Path(scratch)
             before = laid(folder, case)
-            options = {"ranks": case.ranks, "config": case.config, "timeout": 60.0, "folder": folder}
+            options = {
+                "ranks": case.ranks,
+                "config": case.config,
+                "timeout": 60.0,
+                "folder": folder,
+            }
             found[name] = became(worlds, here, words(case), options, before)
     to.write_text(json.dumps(found | resumed(worlds)))
 
 
-def became(worlds: Any, function: Any, words: list[str], options: dict[str, Any], before: set[Path]) -> dict[str, Any]:
+def became(
+    worlds: Any, function: Any, words: list[str], options: dict[str, Any], before: set[Path]
+) -> dict[str, Any]:
     """Return exit code, the most informative line, and the written files."""
     folder = options["folder"]
     try:
@@ -54,9 +61,15 @@ def became(worlds: Any, function: Any, words: list[str], options: dict[str, Any]
         code, output = next((c for c in world.codes if c), 0), world.output
     except AssertionError as hung:
         code, output = "none in 60 s", str(hung)
-    lines = [line for line in output.splitlines() if line.strip() and not line.startswith("--- rank")]
+    lines = [
+        line for line in output.splitlines() if line.strip() and not line.startswith("--- rank")
+    ]
     marks = ("oneloop: ", "accepted: ")
-    errors = [line for line in lines if line.startswith(marks) or " is damaged" in line or " is not what " in line]
+    errors = [
+        line
+        for line in lines
+        if line.startswith(marks) or " is damaged" in line or " is not what " in line
+    ]
     last = errors[0] if errors else lines[-1] if lines else ""
     written = {path for path in folder.rglob("*") if "__pycache__" not in path.parts} - before
     top = sorted({path.relative_to(folder).parts[0] for path in written})
@@ -73,10 +86,14 @@ def resumed(worlds: Any) -> dict[str, Any]:
     from silent_cases import CHANGES, DAMAGE, WORDS, lay, unfinished
     from test_nothing_silent import here
 
-    changes: dict[str, Any] = {f"resume: {name}": (given[0], given[1], None) for name, given in CHANGES.items()}
+    changes: dict[str, Any] = {
+        f"resume: {name}": (given[0], given[1], None) for name, given in CHANGES.items()
+    }
     changes["resume: another dtype"] = ("    pass", [], "dtype")
     for file in ("recipe.yaml", "metrics.jsonl", "summary.json"):
-        changes |= {f"{file} {kind}": ("    pass", [], (file, change)) for kind, change in DAMAGE.items()}
+        changes |= {
+            f"{file} {kind}": ("    pass", [], (file, change)) for kind, change in DAMAGE.items()
+        }
     found = {}
     for name, (members, launched, damage) in changes.items():
         with tempfile.TemporaryDirectory() as scratch:
@@ -112,14 +129,18 @@ def main() -> None:
                 check=True,
             )
             tables.append(json.loads(file.read_text()))
-    print(f"python benchmarks/refusals.py BEFORE AFTER, {date.today()}, Python {platform.python_version()}\n")
+    print(
+        f"python benchmarks/refusals.py BEFORE AFTER, {date.today()}, Python {platform.python_version()}\n"
+    )
     print("| case | | exit code | last line | written |\n|---|---|---|---|---|")
     for name in tables[1]:
         for which, table in zip(("before", "now"), tables, strict=True):
             row = table[name]
             line = row["last"].replace("|", "\\|").strip()
             line = line if len(line) <= WIDTH else line[:WIDTH] + " …"
-            print(f"| {name if which == 'before' else ''} | {which} | {row['code']} | {line} | {row['written']} |")
+            print(
+                f"| {name if which == 'before' else ''} | {which} | {row['code']} | {line} | {row['written']} |"
+            )
 
 
 if __name__ == "__main__":

@@ -41,7 +41,16 @@ COMMON = [
         "--eval.every",
         "8",
     ),
-    *("--save.every", "5", "--save.keep", "99", "--schedule.name", "cosine", "--schedule.warmup", "3"),
+    *(
+        "--save.every",
+        "5",
+        "--save.keep",
+        "99",
+        "--schedule.name",
+        "cosine",
+        "--schedule.warmup",
+        "3",
+    ),
     *("--ema.half_life", "100 samples", "--track", "none"),
 ]
 RECIPES = {
@@ -53,7 +62,17 @@ RECIPES = {
 }
 STRATEGIES = {"single": 1, "ddp": 2, "fsdp2": 2}
 POLICIES = ("none bad", "stop", "skip", "rewind")
-TIMED = ("time", "seconds", "goodput", "checksum", "train/samples_per_second", "speed/", "share/", "memory/", "device/")
+TIMED = (
+    "time",
+    "seconds",
+    "goodput",
+    "checksum",
+    "train/samples_per_second",
+    "speed/",
+    "share/",
+    "memory/",
+    "device/",
+)
 
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
@@ -68,12 +87,21 @@ def drawn(folder: Path, rank: int) -> list[list[int]]:
 
 def left(folder: Path, ranks: int, code: Any) -> dict[str, Any]:
     """Return all results of a run, except times."""
-    files = [*(folder / "run" / "final").glob("*.safetensors"), *(folder / "run").glob("checkpoints/*/*.safetensors")]
-    lines = [timeless(json.loads(line)) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    files = [
+        *(folder / "run" / "final").glob("*.safetensors"),
+        *(folder / "run").glob("checkpoints/*/*.safetensors"),
+    ]
+    lines = [
+        timeless(json.loads(line))
+        for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     summary = json.loads((folder / "run" / "summary.json").read_text())
     return {
         "exit code": code,
-        **{str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)},
+        **{
+            str(file.relative_to(folder)): hashlib.sha256(file.read_bytes()).hexdigest()
+            for file in sorted(files)
+        },
         **{f"ids of rank {rank}": drawn(folder, rank) for rank in range(ranks)},
         **{f"metrics {number}": line for number, line in enumerate(lines)},
         "summary": {k: v for k, v in timeless(summary).items() if k not in NEWER},
@@ -100,17 +128,27 @@ def take(checkout: Path, to: Path) -> None:
                         argv,
                         ranks=ranks,
                         config=strategy,
-                        variables={"SAME_FOLDER": scratch, "SAME_BAD": bad, "PYTHONPATH": str(HERE)},
+                        variables={
+                            "SAME_FOLDER": scratch,
+                            "SAME_BAD": bad,
+                            "PYTHONPATH": str(HERE),
+                        },
                         timeout=600,
                     )
                     if not (folder / "run" / "summary.json").exists():
                         raise RuntimeError(f"{recipe}, {strategy}, {policy}: {world.output}")
                     found[f"{recipe}, {strategy}, {policy}"] = left(folder, ranks, world.codes)
-                    if policy == "none bad":  # one bad sample at a step without other events, one at a step that logs
+                    if (
+                        policy == "none bad"
+                    ):  # one bad sample at a step without other events, one at a step that logs
                         micros = drawn(folder, 0)
                         each = len(micros) // STEPS
                         bad = ",".join(str(micros[(step - 1) * each][0]) for step in (7, 12))
-                print(f"{recipe}, {strategy}, {policy}: codes {world.codes}", file=sys.stderr, flush=True)
+                print(
+                    f"{recipe}, {strategy}, {policy}: codes {world.codes}",
+                    file=sys.stderr,
+                    flush=True,
+                )
     to.write_text(json.dumps(found))
 
 
@@ -126,7 +164,9 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
         a, b = before[case], after[case]
         b = {name: known(value, a.get(name)) for name, value in b.items()}
         names = [name for name in {**a, **b} if a.get(name) != b.get(name)]
-        counted = f"{len(a)} things, {sum(name.endswith('.safetensors') for name in a)} of them files"
+        counted = (
+            f"{len(a)} things, {sum(name.endswith('.safetensors') for name in a)} of them files"
+        )
         yield f"{case:28} {counted}: {'the same' if not names else f'{len(names)} differ'}"
         for name in names:
             yield f"    {name}: {a.get(name)!s:.400} -> {b.get(name)!s:.400}"
@@ -144,16 +184,26 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for number, checkout in enumerate(given.checkouts):
             to = Path(scratch) / f"{number}.json"
-            own = checkout.resolve() / "benchmarks"  # each checkout is run by its own script: modules have moved
+            own = (
+                checkout.resolve() / "benchmarks"
+            )  # each checkout is run by its own script: modules have moved
             path = os.pathsep.join([str(checkout.resolve() / "src"), str(own)])
-            command = [sys.executable, str(own / Path(__file__).name), "--take", str(checkout.resolve()), str(to)]
+            command = [
+                sys.executable,
+                str(own / Path(__file__).name),
+                "--take",
+                str(checkout.resolve()),
+                str(to),
+            ]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path}, cwd=scratch)
             results.append(json.loads(to.read_text()))
     import torch
 
     lines = list(differences(*results))
     print(f"# {date.today()}  python benchmarks/same_as_before.py BEFORE AFTER")
-    print(f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {STEPS} steps each")
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {STEPS} steps each"
+    )
     print("\n".join(lines))
     return int(any("differ" in line for line in lines))
 

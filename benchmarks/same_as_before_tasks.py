@@ -16,10 +16,14 @@ from oneloop.tasks.image_classification import ImageClassification
 
 def _spoiled(loss: torch.Tensor, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     """Return the loss, or NaN if the batch has a bad sample; append the batch's ids to this rank's file."""
-    if not model.training or not BEATS.now_in.startswith(TRAINING):  # the preflight check differs between checkouts
+    if not model.training or not BEATS.now_in.startswith(
+        TRAINING
+    ):  # the preflight check differs between checkouts
         return loss
     ids = batch["index"].tolist()
-    with Path(os.environ["SAME_FOLDER"], f"ids-{os.environ.get('RANK', '0')}.jsonl").open("a") as file:
+    with Path(os.environ["SAME_FOLDER"], f"ids-{os.environ.get('RANK', '0')}.jsonl").open(
+        "a"
+    ) as file:
         file.write(json.dumps(ids) + "\n")
     bad = {int(word) for word in os.environ["SAME_BAD"].split(",") if word}
     return loss * float("nan") if bad & set(ids) else loss

@@ -37,10 +37,26 @@ COMMON = [
 ]
 RECIPES = {
     "digits, 98 K": (8, ["digits", "--task.dropout", "0.1"]),
-    "gpt, 0.8 M": (2, ["gpt", "--task.data", str(HERE.parent / "src"), "--batch.size", "16", "--eval.micro", "null"]),
+    "gpt, 0.8 M": (
+        2,
+        [
+            "gpt",
+            "--task.data",
+            str(HERE.parent / "src"),
+            "--batch.size",
+            "16",
+            "--eval.micro",
+            "null",
+        ],
+    ),
 }
 WORLDS = {"one process": (1, "single"), "DDP, 2": (2, "ddp"), "FSDP2, 2": (2, "fsdp2")}
-SENT = {"alltoall_base_": 1.0, "_allgather_base_": 1.0, "_reduce_scatter_base_": 1.0, "allreduce_": 2.0}
+SENT = {
+    "alltoall_base_": 1.0,
+    "_allgather_base_": 1.0,
+    "_reduce_scatter_base_": 1.0,
+    "allreduce_": 2.0,
+}
 """times a tensor is sent by a ring, but for a rank's own part"""
 
 
@@ -61,7 +77,9 @@ def sent(words: list[str], ranks: int) -> float:
             total[name] += SENT[name] * 4 * max(map(numel, event.input_shapes), default=0)
     if ranks > 1 and not total:
         values = words[words.index("--run.dir") + 1] + "/final/model.safetensors"
-        total["allreduce_"] = int(words[words.index("--duration") + 1]) * 2 * os.path.getsize(values)
+        total["allreduce_"] = (
+            int(words[words.index("--duration") + 1]) * 2 * os.path.getsize(values)
+        )
     return sum(total.values()) * (ranks - 1) / ranks
 
 
@@ -78,7 +96,9 @@ def metrics(folder: Path) -> tuple[float, float]:
     logged = [line for line in lines if "train/samples_per_second" in line][1:]
     size = logged[1]["samples"] - logged[0]["samples"]
     steps = logged[1]["step"] - logged[0]["step"]
-    each = statistics.median(size / steps / line["train/samples_per_second"] * 1e3 for line in logged)
+    each = statistics.median(
+        size / steps / line["train/samples_per_second"] * 1e3 for line in logged
+    )
     return each, max(line["memory/peak_gib"] for line in logged) * 1024
 
 
@@ -105,14 +125,24 @@ def main() -> None:
     def trained(words: list[str], ranks: int, config: str, steps: int, function=train, *more):
         with tempfile.TemporaryDirectory() as scratch:
             every = ["--duration", str(steps), "--log.every", "10", "--run.dir", f"{scratch}/run"]
-            done = run(function, [*words, *COMMON, *every], *more, ranks=ranks, config=config, timeout=900.0).ok()
+            done = run(
+                function,
+                [*words, *COMMON, *every],
+                *more,
+                ranks=ranks,
+                config=config,
+                timeout=900.0,
+            ).ok()
             return metrics(Path(scratch, "run")) if function is train else done[0]
 
     for recipe, (grain, words) in RECIPES.items():
         if not recipe.startswith(args.only or ""):
             continue
         for world, (ranks, config) in WORLDS.items():
-            kinds = {"without": ["--batch.micro", str(grain)], "batch.grain": ["--batch.grain", str(grain)]}
+            kinds = {
+                "without": ["--batch.micro", str(grain)],
+                "batch.grain": ["--batch.grain", str(grain)],
+            }
             if config == "fsdp2":
                 kinds["sync_each_batch"] = [*kinds["without"], "--machine.sync_each_batch", "true"]
             kinds["without again"] = kinds["without"]
@@ -122,9 +152,14 @@ def main() -> None:
                     found[kind].append(trained([*words, *more], ranks, config, args.steps))
             for kind, more in kinds.items():
                 times = [each for each, _ in found[kind]]
-                ratios = [a / b for (a, _), (b, _) in zip(found[kind], found["without"], strict=True)]
+                ratios = [
+                    a / b for (a, _), (b, _) in zip(found[kind], found["without"], strict=True)
+                ]
                 memory = statistics.median(peak for _, peak in found[kind])
-                counts = [trained([*words, *more], ranks, config, steps, sent, ranks) for steps in (10, 20)]
+                counts = [
+                    trained([*words, *more], ranks, config, steps, sent, ranks)
+                    for steps in (10, 20)
+                ]
                 print(
                     f"{recipe:14} {world:12} {kind:16} {statistics.median(times):7.1f} ({min(times):.1f} to"
                     f" {max(times):.1f}) ms  {statistics.median(ratios):5.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"

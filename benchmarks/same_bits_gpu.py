@@ -37,7 +37,18 @@ from oneloop.optim.adamw import AdamW
 from oneloop.optim.clip import clip_, global_norm
 
 LEAVES, GRAIN, STEPS, LENGTH, WORDS = 8, 4, 40, 64, 512
-QUICK = ["--track", "none", "--eval.every", "0", "--save.every", "0", "--log.every", "10", "--watch.quiet", "true"]
+QUICK = [
+    "--track",
+    "none",
+    "--eval.every",
+    "0",
+    "--save.every",
+    "0",
+    "--log.every",
+    "10",
+    "--watch.quiet",
+    "true",
+]
 RECIPES = {
     "digits": (8, ["digits", "--task.dropout", "0.1", "--duration", "100"]),
     "gpt": (4, ["gpt", "--task.dropout", "0.1", "--duration", "60", "--eval.micro", "null"]),
@@ -49,7 +60,10 @@ def model() -> nn.Module:
     """Return a model with attention, dropout, norms and a tied embedding, like a language model."""
     layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.1, batch_first=True, norm_first=True)
     return nn.ModuleDict(
-        {"table": nn.Embedding(WORDS, 128), "body": nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)}
+        {
+            "table": nn.Embedding(WORDS, 128),
+            "body": nn.TransformerEncoder(layer, 3, enable_nested_tensor=False),
+        }
     )
 
 
@@ -57,7 +71,9 @@ def loss(parts: nn.Module, words: Tensor) -> Tensor:
     mask = nn.Transformer.generate_square_subsequent_mask(words.shape[1] - 1, device=words.device)
     hidden = parts["body"](parts["table"](words[:, :-1]), mask=mask)  # type: ignore[index]
     logits = hidden @ parts["table"].weight.T  # type: ignore[index,union-attr]
-    return nn.functional.cross_entropy(logits.flatten(0, 1), words[:, 1:].flatten(), reduction="sum")
+    return nn.functional.cross_entropy(
+        logits.flatten(0, 1), words[:, 1:].flatten(), reduction="sum"
+    )
 
 
 def steps(rank: int, ranks: int, port: int, half: bool, out: str, count: int) -> None:
@@ -103,7 +119,9 @@ def several(ranks: int, half: bool, scratch: Path, count: int = STEPS) -> list[l
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     out = scratch / f"{ranks}-{half}.json"
-    processes.start_processes(steps, (ranks, port, half, str(out), count), nprocs=ranks, start_method="spawn")
+    processes.start_processes(
+        steps, (ranks, port, half, str(out), count), nprocs=ranks, start_method="spawn"
+    )
     return list(json.loads(out.read_text()))
 
 
@@ -134,8 +152,14 @@ def main() -> None:
         for half in (False, True):
             kind = "bf16" if half else "float32"
             one, two = several(1, half, scratch), several(2, half, scratch)
-            apart = next((step for step, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None)
-            said = f"the same bits over {STEPS} steps" if apart is None else f"they differ from step {apart + 1} on"
+            apart = next(
+                (step for step, (a, b) in enumerate(zip(one, two, strict=True)) if a != b), None
+            )
+            said = (
+                f"the same bits over {STEPS} steps"
+                if apart is None
+                else f"they differ from step {apart + 1} on"
+            )
             table.append(f"1 x {LEAVES} leaves against 2 x {LEAVES // 2}, {kind}: {said}")
             for name, (grain, words) in RECIPES.items() if "--leaves" not in sys.argv else ():
                 places = [scratch / f"{name}-{kind}-{number}" for number in range(2)]
@@ -147,7 +171,9 @@ def main() -> None:
                     typed([*words, "--batch.micro", str(grain)], plain, half)
                     costs["batch.micro"].append(cost(plain))
                 command = [sys.executable, "-m", "oneloop", "verify", "--same", *map(str, places)]
-                table.append(f"{name}, {kind}, twice: {subprocess.run(command, capture_output=True, text=True).stdout}")
+                table.append(
+                    f"{name}, {kind}, twice: {subprocess.run(command, capture_output=True, text=True).stdout}"
+                )
                 table += [
                     f"  {kind}: {', '.join(f'{each:.2f} ms, {peak:.2f} GiB' for each, peak in found)}"
                     for kind, found in costs.items()

@@ -48,7 +48,9 @@ class Points:
         return self.x[index], self.draw()
 
 
-def microseconds(load: Callable[[list[tuple[int, int]]], object], micro: int, batches: int) -> float:
+def microseconds(
+    load: Callable[[list[tuple[int, int]]], object], micro: int, batches: int
+) -> float:
     places = [[(0, (number * micro + at) % 4096) for at in range(micro)] for number in range(64)]
     load(places[0])
     began = time.perf_counter()
@@ -84,8 +86,13 @@ def main() -> None:
                         times[way].append(took)
             middle = {way: statistics.median(values) for way, values in times.items()}
             paid = {way: (middle[way] - middle["bare"]) / micro for way in ways}
-            shown = [f"{way} {middle[way]:7.1f} ({paid[way]:+.2f})" for way in ("keyed", "seeding always")]
-            print(f"draws {name:8} micro-batch {micro:3}   bare {middle['bare']:7.1f}   {'   '.join(shown)}")
+            shown = [
+                f"{way} {middle[way]:7.1f} ({paid[way]:+.2f})"
+                for way in ("keyed", "seeding always")
+            ]
+            print(
+                f"draws {name:8} micro-batch {micro:3}   bare {middle['bare']:7.1f}   {'   '.join(shown)}"
+            )
 
 
 if __name__ == "__main__":

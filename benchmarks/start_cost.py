@@ -23,9 +23,29 @@ from pathlib import Path
 LIBRARIES = "import torch, accelerate"
 ADAMW = "import torch, accelerate; torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])"
 LEAVES = (
-    *("ema", "evaluate", "data.groups", "optim.build", "optim.clip", "optim.guard", "machine.recompute"),
-    *("machine.compile", "machine.micro_batch", "machine.replicas", "checkpoint.checkpoints", "measure.meter"),
-    *("measure.noise_scale", "measure.profiling", "show.tracking", "tasks.image_classification", "tasks.causal_lm"),
+    *(
+        "ema",
+        "evaluate",
+        "data.groups",
+        "optim.build",
+        "optim.clip",
+        "optim.guard",
+        "machine.recompute",
+    ),
+    *(
+        "machine.compile",
+        "machine.micro_batch",
+        "machine.replicas",
+        "checkpoint.checkpoints",
+        "measure.meter",
+    ),
+    *(
+        "measure.noise_scale",
+        "measure.profiling",
+        "show.tracking",
+        "tasks.image_classification",
+        "tasks.causal_lm",
+    ),
 )
 
 
@@ -41,16 +61,39 @@ def commands(folder: str) -> dict[str, tuple[list[str], str]]:
         "import torch, accelerate again (control)": (python(LIBRARIES), "import torch, accelerate"),
         "import oneloop": (python("import oneloop"), "import torch, accelerate"),
         "oneloop.train digits --help": ([*train, "digits", "--help"], "import torch, accelerate"),
-        "oneloop.train digits --batch.siez 3": ([*train, "digits", "--batch.siez", "3"], "import torch, accelerate"),
+        "oneloop.train digits --batch.siez 3": (
+            [*train, "digits", "--batch.siez", "3"],
+            "import torch, accelerate",
+        ),
         "these and one AdamW": (python(ADAMW), "import torch, accelerate"),
         "import oneloop.train": (python("import oneloop.train"), "these and one AdamW"),
-        **{f"import oneloop.{leaf}": (python(f"import oneloop.{leaf}"), "these and one AdamW") for leaf in LEAVES},
+        **{
+            f"import oneloop.{leaf}": (python(f"import oneloop.{leaf}"), "these and one AdamW")
+            for leaf in LEAVES
+        },
         "a dry run of digits": (
-            [*train, "digits", "--debug.dry_run", "--run.dir", f"{folder}/run", "--run.resume", "auto"],
+            [
+                *train,
+                "digits",
+                "--debug.dry_run",
+                "--run.dir",
+                f"{folder}/run",
+                "--run.resume",
+                "auto",
+            ],
             "these and one AdamW",
         ),
         "a run of digits, 50 steps": (
-            [*train, "digits", "--duration", "50", "--run.dir", f"{folder}/trained", "--track", "[]"],
+            [
+                *train,
+                "digits",
+                "--duration",
+                "50",
+                "--run.dir",
+                f"{folder}/trained",
+                "--track",
+                "[]",
+            ],
             "these and one AdamW",
         ),
     }
@@ -71,7 +114,9 @@ def against(other: Path, folder: str) -> dict[str, tuple[list[str], str]]:
 
 def cost(command: list[str], folder: str) -> tuple[float, float]:
     """Return CPU seconds (user and system) and peak memory (MB) of a process with its children."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=folder
+    ) as process:
         _, status, used = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
     return used.ru_utime + used.ru_stime, used.ru_maxrss / 1e3
@@ -102,10 +147,15 @@ def main() -> None:
     )
     for name, (_, base) in timed("").items():
         times = seconds[name]
-        ratio = statistics.median(a / b for a, b in zip(times, seconds[base], strict=True)) if base else 1.0
+        ratio = (
+            statistics.median(a / b for a, b in zip(times, seconds[base], strict=True))
+            if base
+            else 1.0
+        )
         print(
             f"{name:62} median {statistics.median(times):5.2f}   min {min(times):5.2f}   max {max(times):5.2f}"
-            f"   {statistics.median(memory[name]):6.0f} MB" + (f"   {ratio:.2f}x {base}" if base else "")
+            f"   {statistics.median(memory[name]):6.0f} MB"
+            + (f"   {ratio:.2f}x {base}" if base else "")
         )
 
 

@@ -146,7 +146,9 @@ def by_oneloop(run: Run, steps: int) -> float:
         assert summary["exit_code"] == 0
         import json
 
-        lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
+        lines = [
+            json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()
+        ]
         times = [line["time"] for line in lines if "time" in line]
         folder.close()
     return (times[-1] - times[0]) / steps
@@ -185,7 +187,9 @@ def main() -> None:
     asked = argparse.ArgumentParser()
     asked.add_argument("--steps", type=int, default=2000)
     asked.add_argument("--pairs", type=int, default=8)
-    asked.add_argument("--against", type=Path, help="another checkout, whose loop is timed beside this one's")
+    asked.add_argument(
+        "--against", type=Path, help="another checkout, whose loop is timed beside this one's"
+    )
     given = asked.parse_args()
     torch.set_num_threads(1)
     run = start()
@@ -197,7 +201,10 @@ def main() -> None:
         **({"oneloop, the other checkout": other} if other else {}),
         "by hand again (control)": partial(by_hand, run),
     }
-    rounds = [{name: measure(given.steps) * 1e6 for name, measure in measures.items()} for _ in range(given.pairs + 1)]
+    rounds = [
+        {name: measure(given.steps) * 1e6 for name, measure in measures.items()}
+        for _ in range(given.pairs + 1)
+    ]
     if other:
         other.close()
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
@@ -208,12 +215,17 @@ def main() -> None:
     base, alone = "by hand, accelerate", "by hand, torch alone"
     for name in measures:
         times = [times[name] for times in rounds[1:]]
-        over = [statistics.median(times[name] - times[of] for times in rounds[1:]) for of in (base, alone)]
+        over = [
+            statistics.median(times[name] - times[of] for times in rounds[1:])
+            for of in (base, alone)
+        ]
         print(
             f"{name:28} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max {max(times):7.1f}"
             f"   over accelerate by hand {over[0]:+7.1f}   over torch alone {over[1]:+7.1f}"
         )
-    control = statistics.median(times["by hand again (control)"] / times[base] for times in rounds[1:])
+    control = statistics.median(
+        times["by hand again (control)"] / times[base] for times in rounds[1:]
+    )
     print(f"control {control:.3f}x")
 
 

@@ -22,7 +22,11 @@ from itertools import pairwise
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-RECIPES = {"digits": ["digits"], "gpt": ["gpt", "--task.data", str(HERE.parent / "src")], "snippets": ["snippets"]}
+RECIPES = {
+    "digits": ["digits"],
+    "gpt": ["gpt", "--task.data", str(HERE.parent / "src")],
+    "snippets": ["snippets"],
+}
 STEPS = 12
 
 
@@ -85,7 +89,9 @@ def measure(checkout: Path, kind: str, words: list[str]) -> tuple[float, float]:
         f"print(*worlds.run(trial_cost.timed, {words!r}, {kind!r}).ok()[0])"
     )
     env = {**os.environ, "PYTHONPATH": f"{checkout / 'src'}:{HERE}"}
-    out = subprocess.run([sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True).stdout
+    out = subprocess.run(
+        [sys.executable, "-c", code], env=env, check=True, capture_output=True, text=True
+    ).stdout
     first, step = map(float, out.split()[-2:])
     return first, step
 
@@ -101,7 +107,9 @@ def main() -> None:
     print(
         f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
     )
-    print("seconds to the end of step 1 (median, least to most); cost: with less without, pair by pair\n")
+    print(
+        "seconds to the end of step 1 (median, least to most); cost: with less without, pair by pair\n"
+    )
     kinds = ["tried", "untried", *(["before"] if given.against else [])]
     for name, recipe in RECIPES.items():
         found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in kinds}
@@ -126,8 +134,13 @@ def main() -> None:
         step = statistics.median(step for _, step in found["tried"])
         for kind in kinds:
             firsts = [first for first, _ in found[kind]]
-            print(f"{name:9} {kind:8} {statistics.median(firsts):.3f} ({min(firsts):.3f} to {max(firsts):.3f})")
-        costs = [with_ - without for (with_, _), (without, _) in zip(found["tried"], found["untried"], strict=True)]
+            print(
+                f"{name:9} {kind:8} {statistics.median(firsts):.3f} ({min(firsts):.3f} to {max(firsts):.3f})"
+            )
+        costs = [
+            with_ - without
+            for (with_, _), (without, _) in zip(found["tried"], found["untried"], strict=True)
+        ]
         cost = statistics.median(costs)
         span = f"({min(costs):.3f} to {max(costs):.3f}), {cost / step:.2f} steps"
         print(f"{name:9} a step   {step:.3f}; cost {cost:.3f} {span}\n")

@@ -30,7 +30,11 @@ def final(folder: Path) -> bytes:
 
 def summary(values: list[float]) -> str:
     """Return "median (least to most)"."""
-    return f"{statistics.median(values):6.1f} ({min(values):.1f} to {max(values):.1f})" if values else "-"
+    return (
+        f"{statistics.median(values):6.1f} ({min(values):.1f} to {max(values):.1f})"
+        if values
+        else "-"
+    )
 
 
 def main() -> None:
@@ -39,7 +43,10 @@ def main() -> None:
     options.add_argument("--repeats", type=int, default=10)
     options.add_argument("--cases", nargs="*", default=list(lab.CASES))
     given = options.parse_args()
-    print(f"{date.today()}, {platform.processor() or platform.machine()}, torch {version('torch')}", flush=True)
+    print(
+        f"{date.today()}, {platform.processor() or platform.machine()}, torch {version('torch')}",
+        flush=True,
+    )
     table = {}
     with lab.two_hosts():
         whole = Path(tempfile.mkdtemp())
@@ -58,12 +65,20 @@ def main() -> None:
                 rows.append((seen.reported, seen.ended, seen.first_step, same))
                 step = f"{seen.first_step:.1f}" if seen.first_step else "-"
                 codes = f"exit codes {seen.codes}"
-                print(f"{case} {repeat}: {seen.reported:.1f} {seen.ended:.1f} {step} same {same} {codes}", flush=True)
+                print(
+                    f"{case} {repeat}: {seen.reported:.1f} {seen.ended:.1f} {step} same {same} {codes}",
+                    flush=True,
+                )
             table[case] = rows
     print(f"\n{'case':14} {'reported':24} {'ended':24} {'first step':24} same")
     for case, rows in table.items():
-        columns = [summary([row[column] for row in rows if row[column] is not None]) for column in range(3)]
-        print(f"{case:14} " + " ".join(f"{column:24}" for column in columns), f"{sum(r[3] for r in rows)}/{len(rows)}")
+        columns = [
+            summary([row[column] for row in rows if row[column] is not None]) for column in range(3)
+        ]
+        print(
+            f"{case:14} " + " ".join(f"{column:24}" for column in columns),
+            f"{sum(r[3] for r in rows)}/{len(rows)}",
+        )
 
 
 if __name__ == "__main__":

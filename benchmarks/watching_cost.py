@@ -112,7 +112,10 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     handed: list[float] = []
     with scheduled_garbage():  # as in train.py
         for turn in range(-100, turns):
-            took = {name: seconds(kinds[name]) for name in random.Random(turn).sample(list(kinds), len(kinds))}
+            took = {
+                name: seconds(kinds[name])
+                for name in random.Random(turn).sample(list(kinds), len(kinds))
+            }
             for name, one in took.items() if turn >= 0 else ():
                 found[name].append(one)
             if turn % EVERY == EVERY - 1:
@@ -127,12 +130,16 @@ def measure(turns: int, rows: int, folder: Path) -> None:
         f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
         f" {turns} turns of three steps, {len(logged)} lines, one every {EVERY} steps"
     )
-    print(f"a bare step {middle:.0f} us; microseconds per step over it, with the 95 % interval of the median:")
+    print(
+        f"a bare step {middle:.0f} us; microseconds per step over it, with the 95 % interval of the median:"
+    )
     parts = {
         "marks and sums, every step": over(found["watched"], found["bare"], 1),
         "update ratio, read, line, terminal": over(logged[2:], [0.0] * len(logged[2:]), EVERY),
         "the step after these takes longer": over(after, [0.0] * len(after), EVERY),
-        f"TensorBoard's lines, {TOGETHER} together": over(handed[1:], [0.0] * len(handed[1:]), EVERY),
+        f"TensorBoard's lines, {TOGETHER} together": over(
+            handed[1:], [0.0] * len(handed[1:]), EVERY
+        ),
         f"a redraw of the bars every {pause:.0f} s": [drawn / 1e6 / pause * middle] * 3,
     }
     for name, (value, low, high) in parts.items():
@@ -158,7 +165,11 @@ def over(these: list[float], those: list[float], steps: int) -> list[float]:
     """Return the median difference per step in microseconds, and its 95 % interval by ranks."""
     ordered = sorted((a - b) / steps for a, b in zip(these, those, strict=True))
     middle, reach = len(ordered) // 2, round(0.98 * math.sqrt(len(ordered)))
-    return [statistics.median(ordered), ordered[max(0, middle - reach)], ordered[min(len(ordered) - 1, middle + reach)]]
+    return [
+        statistics.median(ordered),
+        ordered[max(0, middle - reach)],
+        ordered[min(len(ordered) - 1, middle + reach)],
+    ]
 
 
 def redraw() -> tuple[float, float]:

@@ -58,7 +58,9 @@ class Small:
     def embed(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         return {"x": F.normalize(model(batch["x"]), dim=1), "y": F.normalize(batch["x"], dim=1)}
 
-    def batch_loss(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def batch_loss(
+        self, parts: dict[str, Tensor], columns: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         return info_nce(parts["x"], parts["y"], 10.0), {}
 
 
@@ -107,7 +109,15 @@ def memory() -> Iterator[str]:
     for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
         peaks = []
         for kind, micro in (("Small", 64), ("OneForward", size)):
-            words = [f"{__file__}:{kind}", "--batch.size", str(size), "--batch.micro", str(micro), "--duration", "2"]
+            words = [
+                f"{__file__}:{kind}",
+                "--batch.size",
+                str(size),
+                "--batch.micro",
+                str(micro),
+                "--duration",
+                "2",
+            ]
             costs = StepCosts(*job_of(words)).step()
             peaks.append(costs.peak)
         # The inputs, the first pass's embeddings by micro-batch, those of the whole batch, and their gradients.
@@ -128,14 +138,20 @@ def timed(rounds: int) -> Iterator[str]:
     shape = ["--task.layers", "1", "--task.width", "128", "--task.length", "64"]  # of the recipe
     for dropout, size in product(("0.0", "0.2"), (64, 128, 256, 512)):
         steps, common = [], ["docstrings", *shape, "--task.dropout", dropout, "--duration", "2"]
-        for more in ([], ["--task", f"{__file__}:SingleForward"], ["--task", f"{__file__}:SingleForward"]):
+        for more in (
+            [],
+            ["--task", f"{__file__}:SingleForward"],
+            ["--task", f"{__file__}:SingleForward"],
+        ):
             job, run = job_of([*common, *more, "--batch.size", str(size), "--batch.micro", "32"])
             model = run.prepare(job.model)
             parameters = [*model.parameters()]
             made = Gradients(job, run, model, parameters, preflight(job, run, model))
             samples = [job.train_set[index] for index in range(size)]
 
-            def step(job: Any = job, run: Any = run, made: Any = made, samples: Any = samples) -> float:
+            def step(
+                job: Any = job, run: Any = run, made: Any = made, samples: Any = samples
+            ) -> float:
                 run.accelerator.gradient_accumulation_steps = job.layout.accumulate
                 group, meter = group_of(job, run, samples), Meter(run.accelerator)
                 began = time.perf_counter()
@@ -145,7 +161,10 @@ def timed(rounds: int) -> Iterator[str]:
             step()
             steps.append(step)
         times = [[step() for step in steps] for _ in range(rounds)]
-        ratios, controls = [two / one for two, one, _ in times], [again / one for _, one, again in times]
+        ratios, controls = (
+            [two / one for two, one, _ in times],
+            [again / one for _, one, again in times],
+        )
         two, one = (median(row[at] for row in times) for at in (0, 1))
         spread = f"x {median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f})"
         yield f"{size:>10,} {dropout:>8} {two:>10.3f} s {one:>11.3f} s   {spread}   x {median(controls):.3f}"
@@ -156,10 +175,18 @@ def base(folder: Path) -> Path:
 
     torch.manual_seed(0)
     task = TextPairs(layers=1, width=32, length=24, vocab=600)
-    shape = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
     task.reader.tokenizer.save_pretrained(folder)
     BertModel(BertConfig(vocab_size=len(task.reader.tokenizer), **shape)).save_pretrained(folder)
-    texts = [[task.reader.decode(text, 1, -1) for text, _ in task.train_set()[index]] for index in range(PAIRS)]
+    texts = [
+        [task.reader.decode(text, 1, -1) for text, _ in task.train_set()[index]]
+        for index in range(PAIRS)
+    ]
     (folder / "pairs.txt").write_text("\n".join("\t".join(pair) for pair in texts))
     return folder
 
@@ -178,7 +205,10 @@ def theirs(folder: Path, kind: str, micro: int, **options: Any) -> dict[str, Ten
     loss = getattr(losses, kind)(model, **options)
     parts = [mine[start : start + micro] for start in range(0, len(mine), micro)]
     for part in parts:
-        (loss([model.preprocess([*column]) for column in zip(*part)], torch.zeros(len(part))) / len(parts)).backward()
+        (
+            loss([model.preprocess([*column]) for column in zip(*part)], torch.zeros(len(part)))
+            / len(parts)
+        ).backward()
     found = {name: p.grad for name, p in model[0].model.named_parameters() if p.grad is not None}
     for gradient in found.values():
         if ranks > 1:
@@ -229,8 +259,13 @@ def ours(folder: str, micro: int) -> dict[str, Tensor]:
         position=0,
         measured=False,
     )
-    names = [name.removeprefix("module.") for name, p in model.named_parameters() if p.requires_grad]
-    return {n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for n, p in zip(names, parameters)}
+    names = [
+        name.removeprefix("module.") for name, p in model.named_parameters() if p.requires_grad
+    ]
+    return {
+        n: p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad
+        for n, p in zip(names, parameters)
+    }
 
 
 def two() -> Iterator[str]:
@@ -248,7 +283,10 @@ def two() -> Iterator[str]:
             return f"{name:<82} {apart / size:.1e}"
 
         yield f"{'gradient of 32 pairs, relative difference from one process and one forward':<82}"
-        yield line(f"{cached}, one process, mini-batches of 8", theirs(Path(folder), cached, PAIRS, **small))
+        yield line(
+            f"{cached}, one process, mini-batches of 8",
+            theirs(Path(folder), cached, PAIRS, **small),
+        )
         yield line(f"{plain}, one process, accumulation 4 x 8", theirs(Path(folder), plain, 8))
         cases = {
             f"{plain}, 2 x 16": (plain, 16, {}),
@@ -260,7 +298,12 @@ def two() -> Iterator[str]:
         world = run(on_two, folder, [*cases.values()], ranks=2, config="ddp")
         for name, found in zip(cases, world.ok()[0], strict=True):
             yield line(name, found)
-        for config, ranks, micro in (("single", 1, 32), ("single", 1, 8), ("ddp", 2, 8), ("fsdp2", 2, 8)):
+        for config, ranks, micro in (
+            ("single", 1, 32),
+            ("single", 1, 8),
+            ("ddp", 2, 8),
+            ("fsdp2", 2, 8),
+        ):
             (found, *_) = run(ours, folder, micro, ranks=ranks, config=config).ok()
             yield line(f"oneloop, {config}, {ranks} x {PAIRS // ranks // micro} x {micro}", found)
 
@@ -273,9 +316,15 @@ def main() -> None:
     import sentence_transformers
 
     torch.set_num_threads(1)
-    versions = f"torch {torch.__version__}, sentence-transformers {sentence_transformers.__version__}"
-    print(f"{date.today()}  python benchmarks/whole_batch.py --parts {given.parts} --rounds {given.rounds}")
-    print(f"{platform.machine()}, 2 cores (one thread), Python {platform.python_version()}, {versions}")
+    versions = (
+        f"torch {torch.__version__}, sentence-transformers {sentence_transformers.__version__}"
+    )
+    print(
+        f"{date.today()}  python benchmarks/whole_batch.py --parts {given.parts} --rounds {given.rounds}"
+    )
+    print(
+        f"{platform.machine()}, 2 cores (one thread), Python {platform.python_version()}, {versions}"
+    )
     parts = {"memory": memory, "time": lambda: timed(given.rounds), "two": two}
     for name in given.parts.split(","):
         print(f"\n{name}")

@@ -17,7 +17,17 @@ def pair(dtype=torch.float32) -> list[tuple[torch.nn.Module, torch.optim.Optimiz
     for kind in (AdamW, lambda groups, **options: torch.optim.AdamW(groups, fused=True, **options)):
         torch.manual_seed(0)
         net = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3)).to(dtype)
-        made.append((net, kind(parameter_groups(net.named_parameters(), 0.1), lr=0.01, betas=(0.8, 0.95), eps=1e-6)))
+        made.append(
+            (
+                net,
+                kind(
+                    parameter_groups(net.named_parameters(), 0.1),
+                    lr=0.01,
+                    betas=(0.8, 0.95),
+                    eps=1e-6,
+                ),
+            )
+        )
     return made
 
 
@@ -38,7 +48,10 @@ def alike(made) -> bool:
     same = [torch.equal(p, q) for p, q in zip(net.parameters(), other.parameters(), strict=True)]
     for p, q in zip(net.parameters(), other.parameters(), strict=True):
         mine, theirs = optimizer.state[p], torchs.state[q]
-        same += [mine.keys() == theirs.keys(), *(torch.equal(mine[name], theirs[name]) for name in theirs)]
+        same += [
+            mine.keys() == theirs.keys(),
+            *(torch.equal(mine[name], theirs[name]) for name in theirs),
+        ]
     return all(same)
 
 
@@ -56,7 +69,10 @@ def test_kept_lists_give_torchs_bits(dtype):
 def test_lists_are_not_kept_beyond_their_state():
     made = pair()
     step_both(made, seed=1), step_both(made, seed=2)
-    saved = [(copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict())) for net, optimizer in made]
+    saved = [
+        (copy.deepcopy(optimizer.state_dict()), copy.deepcopy(net.state_dict()))
+        for net, optimizer in made
+    ]
     step_both(made, seed=3)
     for (net, optimizer), (state, weights) in zip(made, saved, strict=True):
         optimizer.load_state_dict(state), net.load_state_dict(weights)

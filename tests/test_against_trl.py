@@ -20,11 +20,52 @@ from worlds import run, train
 
 pytestmark = pytest.mark.slow
 STEPS, BATCH = 40, 16
-SIZES: dict[str, Any] = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
-COMMON = ["--task.model", "llama", "--task.data", "data", "--task.length", "256", "--duration", str(STEPS)]
-COMMON += ["--batch.size", str(BATCH), "--optimizer.name", "adamw", "--optimizer.lr", "2e-3", "--optimizer.clip", "1.0"]
-COMMON += ["--optimizer.weight_decay", "0", "--schedule.name", "constant", "--schedule.warmup", "0", "--log.every", "1"]
-COMMON += ["--optimizer.betas", "[0.9,0.999]", "--eval.every", "0", "--log.noise_scale", "false", "--track", "none"]
+SIZES: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+}
+COMMON = [
+    "--task.model",
+    "llama",
+    "--task.data",
+    "data",
+    "--task.length",
+    "256",
+    "--duration",
+    str(STEPS),
+]
+COMMON += [
+    "--batch.size",
+    str(BATCH),
+    "--optimizer.name",
+    "adamw",
+    "--optimizer.lr",
+    "2e-3",
+    "--optimizer.clip",
+    "1.0",
+]
+COMMON += [
+    "--optimizer.weight_decay",
+    "0",
+    "--schedule.name",
+    "constant",
+    "--schedule.warmup",
+    "0",
+    "--log.every",
+    "1",
+]
+COMMON += [
+    "--optimizer.betas",
+    "[0.9,0.999]",
+    "--eval.every",
+    "0",
+    "--log.noise_scale",
+    "false",
+    "--track",
+    "none",
+]
 
 
 @pytest.fixture
@@ -35,12 +76,17 @@ def made(tmp_path: Path) -> Path:
         lines = [json.dumps({"messages": one}) for one in SyntheticChats(part).conversations[:800]]
         (tmp_path / "data" / f"{part}.jsonl").write_text("\n".join(lines))
     tokenizer = chat_tokenizer(
-        [message["content"] for one in SyntheticChats("train").conversations for message in one], 400
+        [message["content"] for one in SyntheticChats("train").conversations for message in one],
+        400,
     )
     tokenizer.save_pretrained(tmp_path / "llama")
     torch.manual_seed(1)
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), intermediate_size=128, max_position_embeddings=256, eos_token_id=1, **SIZES
+        vocab_size=len(tokenizer),
+        intermediate_size=128,
+        max_position_embeddings=256,
+        eos_token_id=1,
+        **SIZES,
     )
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "llama")
     return tmp_path
@@ -65,7 +111,10 @@ def test_the_losses_are_those_of_trl(made, monkeypatch):
     model.set_attn_implementation("sdpa")
     train_set = task.train_set()
     _, ids = order_of(train_set, seed=0, batch=BATCH)[0 : STEPS * BATCH]
-    rows = [SyntheticChats("train").conversations[:800][int(train_set.spans.texts[index])] for index in ids]
+    rows = [
+        SyntheticChats("train").conversations[:800][int(train_set.spans.texts[index])]
+        for index in ids
+    ]
 
     from datasets import Dataset
 
@@ -77,7 +126,11 @@ def test_the_losses_are_those_of_trl(made, monkeypatch):
             theirs.append((loss[0] if isinstance(loss, tuple) else loss).item())
             return loss
 
-    how: dict[str, Any] = {"per_device_train_batch_size": BATCH, "max_steps": STEPS, "learning_rate": 2e-3}
+    how: dict[str, Any] = {
+        "per_device_train_batch_size": BATCH,
+        "max_steps": STEPS,
+        "learning_rate": 2e-3,
+    }
     how |= {
         "lr_scheduler_type": "constant",
         "weight_decay": 0.0,
@@ -85,8 +138,18 @@ def test_the_losses_are_those_of_trl(made, monkeypatch):
         "report_to": [],
         "use_cpu": True,
     }
-    how |= {"train_sampling_strategy": "sequential", "disable_tqdm": True, "save_strategy": "no", "max_length": 257}
-    how |= {"assistant_only_loss": True, "gradient_checkpointing": False, "bf16": False, "shuffle_dataset": False}
+    how |= {
+        "train_sampling_strategy": "sequential",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "max_length": 257,
+    }
+    how |= {
+        "assistant_only_loss": True,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "shuffle_dataset": False,
+    }
     trainer = Noting(
         model=model,
         args=SFTConfig(str(made / "trl"), **how),
@@ -114,5 +177,7 @@ def test_accumulated_on_two_processes_it_is_the_big_batch(made, pack):
         found[way] = losses(made / way)
     for way in ("ddp", "fsdp2"):  # four micro-batches on each of two processes
         worst = max(abs(a - b) for a, b in zip(found[way], found["big"], strict=True))
-        print(f"{pack}, {way}: largest difference {worst:.1e}, losses {found['big'][0]:.4f} to {found['big'][-1]:.4f}")
+        print(
+            f"{pack}, {way}: largest difference {worst:.1e}, losses {found['big'][0]:.4f} to {found['big'][-1]:.4f}"
+        )
         assert worst < 1e-4

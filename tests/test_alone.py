@@ -18,11 +18,21 @@ def test_order_and_groups_feed_a_plain_loop():
     accelerator = Accelerator()
     data = [(torch.randn(3), torch.randn(1)) for _ in range(20)]
     collate = CollateWithWeight(
-        lambda pairs: {"x": torch.stack([x for x, _ in pairs]), "y": torch.stack([y for _, y in pairs])},
+        lambda pairs: {
+            "x": torch.stack([x for x, _ in pairs]),
+            "y": torch.stack([y for _, y in pairs]),
+        },
         lambda batch: torch.tensor(float(len(batch["x"]))),
     )
     stream = groups(
-        data, collate, Order(20, seed=0), BatchLayout(8, 1, 4), rank=0, seed=0, start=0, device=accelerator.device
+        data,
+        collate,
+        Order(20, seed=0),
+        BatchLayout(8, 1, 4),
+        rank=0,
+        seed=0,
+        start=0,
+        device=accelerator.device,
     )
     model = accelerator.prepare(nn.Linear(3, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,7 +77,11 @@ def test_evaluate_in_a_plain_script():
 
     accelerator = Accelerator()
     found = evaluate(
-        MeanOfSquares(), accelerator.prepare(nn.Identity()), [1.0, 2.0, 3.0], accelerator=accelerator, micro=2
+        MeanOfSquares(),
+        accelerator.prepare(nn.Identity()),
+        [1.0, 2.0, 3.0],
+        accelerator=accelerator,
+        micro=2,
     )
     assert found == {"loss": 14 / 3}
 
@@ -80,7 +94,9 @@ def test_meter_in_a_plain_loop():
         meter.step(loss=torch.tensor(value), weight=2.0, samples=2, norm=torch.tensor(value))
     metrics = meter.read()
     assert (
-        metrics["train/loss"] == 1.0 and metrics["train/grad_norm"] == 3.0 and metrics["train/samples_per_second"] > 0
+        metrics["train/loss"] == 1.0
+        and metrics["train/grad_norm"] == 3.0
+        and metrics["train/samples_per_second"] > 0
     )
 
 
@@ -92,7 +108,9 @@ def test_muon_and_learning_rate_in_a_plain_loop():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 16), nn.Tanh(), nn.Linear(16, 1))
     optimizer = build(muon, model, lr=0.05, weight_decay=0.0)
-    rate = learning_rate(cosine, 0.05, warmup=Duration("10%"), final=0.0, options={}, scale=Scale(8, 80), total=100)
+    rate = learning_rate(
+        cosine, 0.05, warmup=Duration("10%"), final=0.0, options={}, scale=Scale(8, 80), total=100
+    )
     x = torch.randn(64, 4)
     losses = []
     for step in range(100):
@@ -135,7 +153,9 @@ def test_checkpoints_in_a_plain_loop(tmp_path):
     fresh = torch.optim.AdamW(other.parameters(), lr=0.1)
     assert checkpoints.load(checkpoints.newest(), other, fresh)["step"] == 3
     assert torch.equal(other.weight, model.weight)
-    assert torch.equal(fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+    assert torch.equal(
+        fresh.state[other.weight]["exp_avg"], optimizer.state[model.weight]["exp_avg"]
+    )
 
 
 def test_ema_in_a_plain_loop():
@@ -161,7 +181,10 @@ def test_recompute_and_compile_in_a_plain_script():
     from oneloop.machine.recompute import recompute
 
     torch.manual_seed(0)
-    models = [nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3))) for _ in range(2)]
+    models = [
+        nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(3)))
+        for _ in range(2)
+    ]
     models[1].load_state_dict(models[0].state_dict())
     recompute(models[1], "full", names=["GELU"])
     compile_(models[1], "whole", backend="eager")
@@ -184,7 +207,9 @@ def test_noise_scale_in_a_plain_loop():
         with sensor.measuring():
             for _ in range(4):
                 with accelerator.accumulate(model):
-                    accelerator.backward((model.weight - 2 - torch.randn(8, 30)).square().sum() / 2 / 32 * 4)
+                    accelerator.backward(
+                        (model.weight - 2 - torch.randn(8, 30)).square().sum() / 2 / 32 * 4
+                    )
                 sensor.micro_batch(8)
         noise.add(*sensor.read(32, 32), norm=float(global_norm(model.parameters())))
         model.zero_grad()
@@ -197,11 +222,17 @@ def test_stragglers_in_a_plain_loop():
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(30, 1))
-    own, stragglers, reported = DeviceTime(model, accelerator.device), Stragglers(["here", "there"]), []
+    own, stragglers, reported = (
+        DeviceTime(model, accelerator.device),
+        Stragglers(["here", "there"]),
+        [],
+    )
     for log in range(3):
         with own.measuring():
             accelerator.backward(model(torch.ones(4, 30)).sum())
-        forward, *rest = own.read()  # gather them from all ranks; here the second one is twice as slow
+        forward, *rest = (
+            own.read()
+        )  # gather them from all ranks; here the second one is twice as slow
         reported += stragglers.judge(
             [(0.0, forward, *rest), (0.0, 2 * forward, *rest)], step_seconds=0.1, now=2.0 * log
         )
@@ -223,7 +254,9 @@ def test_policy_and_guard_skip_in_a_plain_loop():
         guard.step(global_norm(model.parameters()))
         faults.append(guard.resolve().fault)
         optimizer.zero_grad()
-    assert faults == [Fault.NONE, Fault.NONFINITE, Fault.NONE] and bad.answer(faults[1])[0] == "skip"
+    assert (
+        faults == [Fault.NONE, Fault.NONFINITE, Fault.NONE] and bad.answer(faults[1])[0] == "skip"
+    )
     assert optimizer.state[model.weight]["step"] == 2
 
 
@@ -310,8 +343,13 @@ def test_meter_clock_and_profiling_in_a_plain_loop(tmp_path):
             meter.clock.step("update")
             meter.step(loss=loss.detach(), weight=4, samples=4, norm=loss.detach())
     metrics = meter.read()
-    assert metrics["train/update_ratio"] > 0 and abs(sum(v for k, v in metrics.items() if "share/" in k) - 1) < 1e-6
-    assert (tmp_path / "trace.json.gz").exists() and " % of the time " in diagnosis(metrics, workers=0, cores=2)
+    assert (
+        metrics["train/update_ratio"] > 0
+        and abs(sum(v for k, v in metrics.items() if "share/" in k) - 1) < 1e-6
+    )
+    assert (tmp_path / "trace.json.gz").exists() and " % of the time " in diagnosis(
+        metrics, workers=0, cores=2
+    )
 
 
 def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
@@ -332,7 +370,9 @@ def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
 
     contract, model = Contract(Points()), torch.nn.Linear(1, 1)
     one, two = contract.collated([1.0]), contract.collated([1.0, 1.0])
-    contract.check_doubling("weight", contract.weight(one, samples=1), contract.weight(two, samples=2), 1e-6)
+    contract.check_doubling(
+        "weight", contract.weight(one, samples=1), contract.weight(two, samples=2), 1e-6
+    )
     losses = [float(contract.loss(model, batch)[0]) for batch in (one, two)]
     with pytest.raises(BadInput, match="that is a mean"):
         contract.check_doubling("loss", *losses, 1e-4)
@@ -365,10 +405,15 @@ def _trained_with_a_tree() -> str:
     accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=accumulation)
     data = [(torch.tensor([x / 100]), torch.tensor([x / 50 + 1])) for x in range(100)]
     collate = CollateWithWeight(
-        lambda pairs: {"x": torch.stack([x for x, _ in pairs]), "y": torch.stack([y for _, y in pairs])},
+        lambda pairs: {
+            "x": torch.stack([x for x, _ in pairs]),
+            "y": torch.stack([y for _, y in pairs]),
+        },
         lambda batch: torch.tensor(float(len(batch["x"]))),
     )
-    layout = BatchLayout(16, accelerator.num_processes, grain=2)  # eight micro-batches of two samples
+    layout = BatchLayout(
+        16, accelerator.num_processes, grain=2
+    )  # eight micro-batches of two samples
     accelerator.gradient_accumulation_steps = layout.accumulate
     model = accelerator.prepare(nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
     parameters = list(model.parameters())
@@ -380,7 +425,10 @@ def _trained_with_a_tree() -> str:
     for step, group in zip(range(100), stream, strict=False):
         for micro, batch in enumerate(group.batches):
             reseed(accelerator.device, 0, step, layout.leaf(accelerator.process_index, micro))
-            with accelerator.accumulate(model), tree:  # after the last micro-batch, .grad is the sum
+            with (
+                accelerator.accumulate(model),
+                tree,
+            ):  # after the last micro-batch, .grad is the sum
                 loss = (model(batch["x"]) - batch["y"]).square().sum()
                 accelerator.backward(loss * tree.factor / layout.size)
         clip_(parameters, 1.0, global_norm(parameters, exact=True))

@@ -36,14 +36,19 @@ same = before == random.getstate()
 def test_train_evaluate_predict_export_and_report_in_one_script(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     wanted = ("summary", "metrics", "rows", "line", "same")
-    ((summary, metrics, rows, line, same),) = run(program, "script.py", *wanted, folder=tmp_path).ok()
+    ((summary, metrics, rows, line, same),) = run(
+        program, "script.py", *wanted, folder=tmp_path
+    ).ok()
     assert metrics["eval/accuracy"] == summary["eval/accuracy"] and same
     assert rows == [json.loads(text) for text in (tmp_path / "rows.jsonl").read_text().splitlines()]
     assert len(rows) == 270 and {"row", "prediction", "confidence"} <= rows[0].keys()
     assert (tmp_path / "out" / "model.safetensors").is_file() and line == "final of run is in out"
     assert "<html" in (tmp_path / "page.html").read_text()
     typed = subprocess.run(
-        [sys.executable, "-m", "oneloop", "evaluate", "run", "--json"], cwd=tmp_path, capture_output=True, text=True
+        [sys.executable, "-m", "oneloop", "evaluate", "run", "--json"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
     )
     assert json.loads(typed.stdout) == metrics, typed.stderr
 
@@ -54,7 +59,9 @@ def test_the_functions_stay_whatever_is_imported():
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
     for name in oneloop.__all__:
-        assert callable(getattr(oneloop, name)) and getattr(oneloop, name).__module__ == "oneloop.api"
+        assert (
+            callable(getattr(oneloop, name)) and getattr(oneloop, name).__module__ == "oneloop.api"
+        )
 
 
 def test_what_is_wrong_is_raised_and_leaves_no_trace(tmp_path, monkeypatch):
@@ -72,4 +79,6 @@ def test_what_is_wrong_is_raised_and_leaves_no_trace(tmp_path, monkeypatch):
     with pytest.raises(BadInput, match="holds no run"):
         oneloop.report("nowhere")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
-    assert (random.getstate(), torch.get_rng_state().tolist()) == states and list(tmp_path.iterdir()) == []
+    assert (random.getstate(), torch.get_rng_state().tolist()) == states and list(
+        tmp_path.iterdir()
+    ) == []

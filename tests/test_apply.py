@@ -18,7 +18,18 @@ from silent_cases import unfinished
 from worlds import after, run, train
 
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
-COMMON = ["--duration", "6", "--batch.size", "8", "--eval.every", "0", "--track", "none", "--ema.half_life", "16"]
+COMMON = [
+    "--duration",
+    "6",
+    "--batch.size",
+    "8",
+    "--eval.every",
+    "0",
+    "--track",
+    "none",
+    "--ema.half_life",
+    "16",
+]
 LAYOUTS = [("single", 1), ("ddp", 2), ("ddp", 3), ("fsdp2", 2)]
 
 
@@ -27,7 +38,16 @@ def pictures(tmp_path_factory):
     """Train a BatchNorm model on a folder of images."""
     where = tmp_path_factory.mktemp("pictures")
     images(where / "data", "folders", each=20)
-    words = ["digits", "--task.data", "data", "--task.model", "timm:test_resnet", "--task.image_size", "32", *COMMON]
+    words = [
+        "digits",
+        "--task.data",
+        "data",
+        "--task.model",
+        "timm:test_resnet",
+        "--task.image_size",
+        "32",
+        *COMMON,
+    ]
     run(train, [*words, "--run.dir", "run"], folder=where).ok()
     return where
 
@@ -36,9 +56,13 @@ def pictures(tmp_path_factory):
 def test_the_metrics_are_those_of_the_run(pictures, config, ranks):
     printed = json.loads((pictures / "run" / "summary.json").read_text())
     for weights, names in (("raw", ""), ("ema", "ema/")):
-        world = after(pictures, "evaluate", "run", "--weights", weights, "--json", config=config, ranks=ranks)
+        world = after(
+            pictures, "evaluate", "run", "--weights", weights, "--json", config=config, ranks=ranks
+        )
         world.ok()
-        metrics = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
+        metrics = json.loads(
+            next(line for line in world.output.splitlines() if line.startswith("{"))
+        )
         assert metrics.pop("weights").startswith("final of run")
         assert set(metrics) >= {"eval/loss", "eval/accuracy", "test/loss"}
         for name, value in metrics.items():
@@ -49,7 +73,10 @@ def test_other_data_and_other_weights(pictures):
     world = after(pictures, "evaluate", "run", "--data", "data", "--checkpoint", "newest", "--json")
     world.ok()
     metrics = json.loads(next(line for line in world.output.splitlines() if line.startswith("{")))
-    assert metrics["weights"] == "step-00000006 of run" and set(metrics) >= {"data/loss", "data/accuracy"}
+    assert metrics["weights"] == "step-00000006 of run" and set(metrics) >= {
+        "data/loss",
+        "data/accuracy",
+    }
     assert "loss" in after(pictures, "evaluate", "run", "--checkpoint", "best").output
 
 
@@ -66,7 +93,9 @@ def test_a_row_for_each_image_in_order_whatever_the_ranks(pictures, tmp_path):
             words = ["predict", "run", "--data", str(flat), "--to", str(to), "--micro", "4"]
             after(pictures, *words, config=config, ranks=ranks).ok()
             assert made.setdefault(ending, to.read_bytes()) == to.read_bytes()
-    assert {file: file.read_bytes() for file in (pictures / "run").rglob("*") if file.is_file()} == before
+    assert {
+        file: file.read_bytes() for file in (pictures / "run").rglob("*") if file.is_file()
+    } == before
     predictions = parquet.read_table(tmp_path / "single-1.parquet").to_pylist()
     files = sorted(flat.iterdir())
     assert [row["row"] for row in predictions] == list(range(len(files)))
@@ -75,23 +104,43 @@ def test_a_row_for_each_image_in_order_whatever_the_ranks(pictures, tmp_path):
     import timm
 
     model = timm.create_model(
-        "test_resnet", num_classes=3, checkpoint_path=str(pictures / "run" / "final" / "model.safetensors")
+        "test_resnet",
+        num_classes=3,
+        checkpoint_path=str(pictures / "run" / "final" / "model.safetensors"),
     )
     from oneloop.tasks.image_classification import ImageClassification
 
     task = ImageClassification(str(pictures / "data"), "timm:test_resnet", image_size=32)
     samples = task.samples_of(str(flat), labelled=False)
     with torch.no_grad():
-        confidence, found = model.eval()(torch.stack([samples[i][0] for i in range(len(samples))])).softmax(-1).max(-1)
+        confidence, found = (
+            model.eval()(torch.stack([samples[i][0] for i in range(len(samples))]))
+            .softmax(-1)
+            .max(-1)
+        )
     assert [row["prediction"] for row in predictions] == [task.classes[number] for number in found]
-    assert [row["confidence"] for row in predictions] == pytest.approx(confidence.tolist(), abs=1e-5)
+    assert [row["confidence"] for row in predictions] == pytest.approx(
+        confidence.tolist(), abs=1e-5
+    )
 
 
 TASKS = {
-    "text_classification": ("csv", [], lambda row: row["prediction"] and 0 < row["confidence"] <= 1),
-    "text_regression": ("jsonl", ["--task.label", "number"], lambda row: isinstance(row["prediction"], float)),
+    "text_classification": (
+        "csv",
+        [],
+        lambda row: row["prediction"] and 0 < row["confidence"] <= 1,
+    ),
+    "text_regression": (
+        "jsonl",
+        ["--task.label", "number"],
+        lambda row: isinstance(row["prediction"], float),
+    ),
     "token_classification": ("parquet", [], lambda row: isinstance(row["prediction"], list)),
-    "causal_lm": ("text", ["--task.block", "8"], lambda row: row["loss"] > 0 and row["tokens"] >= 1),
+    "causal_lm": (
+        "text",
+        ["--task.block", "8"],
+        lambda row: row["loss"] > 0 and row["tokens"] >= 1,
+    ),
 }
 
 
@@ -99,27 +148,56 @@ TASKS = {
 def test_every_task_states_something_of_every_row(tmp_path, task):
     kind, more, right = TASKS[task]
     write(tmp_path / "data", kind, rows(60))
-    words = ["digits", "--task", task, *SMALL, *more, "--task.data", "data", *COMMON, "--run.dir", "run"]
+    words = [
+        "digits",
+        "--task",
+        task,
+        *SMALL,
+        *more,
+        "--task.data",
+        "data",
+        *COMMON,
+        "--run.dir",
+        "run",
+    ]
     run(train, words, folder=tmp_path).ok()
     made = []
     for ranks in (1, 3):
-        after(tmp_path, "predict", "run", "--data", "data", "--to", f"{ranks}.jsonl", ranks=ranks).ok()
+        after(
+            tmp_path, "predict", "run", "--data", "data", "--to", f"{ranks}.jsonl", ranks=ranks
+        ).ok()
         made.append((tmp_path / f"{ranks}.jsonl").read_text())
     output = [json.loads(line) for line in made[0].splitlines()]
-    assert made[0] == made[1] and [row["row"] for row in output] == list(range(len(output))) and all(map(right, output))
+    assert (
+        made[0] == made[1]
+        and [row["row"] for row in output] == list(range(len(output)))
+        and all(map(right, output))
+    )
     assert len(output) == 60 or task == "causal_lm"
     after(tmp_path, "evaluate", "run", "--data", "data").ok()
 
 
 def test_a_task_of_ones_own_states_its_outputs(tmp_path):
     (tmp_path / "r.yaml").write_text("task: tiny.Normed\n")
-    words = ["r.yaml", "--duration", "4", "--batch.size", "16", "--track", "none", "--run.dir", "run"]
+    words = [
+        "r.yaml",
+        "--duration",
+        "4",
+        "--batch.size",
+        "16",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
     run(train, words, folder=tmp_path).ok()
     world = after(tmp_path, "predict", "run", "--to", "said.jsonl", ranks=2, config="ddp")
     world.ok()
     assert "task.name tiny.Normed of run/recipe.yaml is imported from" in world.output
     predictions = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
-    assert [row["row"] for row in predictions] == list(range(len(predictions))) and set(predictions[0]) > {"row"}
+    assert [row["row"] for row in predictions] == list(range(len(predictions))) and set(
+        predictions[0]
+    ) > {"row"}
 
 
 def test_an_error_of_samples_of_names_its_line(tmp_path):
@@ -127,27 +205,62 @@ def test_an_error_of_samples_of_names_its_line(tmp_path):
         "from tiny import Normed\n\n\nclass Mine(Normed):\n    def samples_of(self, data, *, labelled):\n"
         "        return [open(data).read().split(',')[9]]\n"
     )
-    words = ["mine.py:Mine", "--duration", "4", "--batch.size", "16", "--track", "none", "--run.dir", "run"]
+    words = [
+        "mine.py:Mine",
+        "--duration",
+        "4",
+        "--batch.size",
+        "16",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
     run(train, words, folder=tmp_path).ok()
     (tmp_path / "new.csv").write_text("1,2")
     world = after(tmp_path, "evaluate", "run", "--data", "new.csv")
     assert world.codes == [2] and "Traceback" not in world.output
-    assert "--data new.csv: " in world.output and "IndexError" in world.output and "mine.py:6" in world.output
+    assert (
+        "--data new.csv: " in world.output
+        and "IndexError" in world.output
+        and "mine.py:6" in world.output
+    )
 
 
 BAD = {
     "no run": (["evaluate", "nowhere"], "nowhere holds no run (no recipe.yaml)"),
     "no such weights": (["evaluate", "run", "--weights", "mean"], "has no EMA"),
-    "no such checkpoint": (["evaluate", "run", "--checkpoint", "4"], "--checkpoint 4 not found; available steps: "),
-    "no such average": (["evaluate", "run", "--checkpoint", "6", "--weights", "mean"], "has no EMA 'mean'"),
-    "no such data": (["evaluate", "run", "--data", "nothing"], "--data nothing: 'nothing' is not a file or folder"),
+    "no such checkpoint": (
+        ["evaluate", "run", "--checkpoint", "4"],
+        "--checkpoint 4 not found; available steps: ",
+    ),
+    "no such average": (
+        ["evaluate", "run", "--checkpoint", "6", "--weights", "mean"],
+        "has no EMA 'mean'",
+    ),
+    "no such data": (
+        ["evaluate", "run", "--data", "nothing"],
+        "--data nothing: 'nothing' is not a file or folder",
+    ),
     "labels of others": (["evaluate", "run", "--data", "others"], "were never trained on"),
     "no file": (["predict", "run"], "needs a file to write to: --to"),
-    "another ending": (["predict", "run", "--to", "said.xlsx"], "must end with one of .parquet, .jsonl, .csv"),
-    "a file that is there": (["predict", "run", "--to", "there.csv"], "exists; remove it, or name another file"),
+    "another ending": (
+        ["predict", "run", "--to", "said.xlsx"],
+        "must end with one of .parquet, .jsonl, .csv",
+    ),
+    "a file that is there": (
+        ["predict", "run", "--to", "there.csv"],
+        "exists; remove it, or name another file",
+    ),
     "no folder": (["predict", "run", "--to", "no/said.csv"], "the folder no does not exist"),
-    "lists in csv": (["predict", "run", "--to", "said.csv", "--raw"], "logits hold a list for each sample"),
-    "no number": (["predict", "run", "--to", "said.csv", "--micro", "0"], "--micro: must be a positive integer, got 0"),
+    "lists in csv": (
+        ["predict", "run", "--to", "said.csv", "--raw"],
+        "logits hold a list for each sample",
+    ),
+    "no number": (
+        ["predict", "run", "--to", "said.csv", "--micro", "0"],
+        "--micro: must be a positive integer, got 0",
+    ),
     "an unknown option": (["evaluate", "run", "--to", "x"], "unrecognized arguments: --to x"),
 }
 
@@ -185,7 +298,16 @@ def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
     os.chdir(pictures)
     try:
         config = str(Path(__file__).parent.parent / "accelerate_configs" / "ddp.yaml")
-        words = ["launch", "--config_file", config, "--num_processes", "2", "predict", "run", "--to"]
+        words = [
+            "launch",
+            "--config_file",
+            config,
+            "--num_processes",
+            "2",
+            "predict",
+            "run",
+            "--to",
+        ]
         assert main([*words, str(tmp_path / "said.csv")]) == 0
         assert "rows of final of run are in" in capfd.readouterr().out
     finally:
@@ -220,10 +342,21 @@ def test_an_image_that_cannot_be_read_ends_all_ranks_with_its_name(pictures, tmp
     for number, file in enumerate(sorted((pictures / "data").rglob("*.png"))[:8]):
         shutil.copy(file, flat / f"{number}.png")
     (flat / "7.png").write_bytes(b"no image")
-    words = ["predict", "run", "--data", str(flat), "--to", str(tmp_path / "said.csv"), "--micro", "2"]
+    words = [
+        "predict",
+        "run",
+        "--data",
+        str(flat),
+        "--to",
+        str(tmp_path / "said.csv"),
+        "--micro",
+        "2",
+    ]
     world = after(pictures, *words, ranks=2, config="ddp")
     assert world.codes == [2, 2] and "7.png cannot be read as an image" in world.output
-    assert "Traceback" not in world.output and sorted(path.name for path in tmp_path.iterdir()) == ["flat"]
+    assert "Traceback" not in world.output and sorted(path.name for path in tmp_path.iterdir()) == [
+        "flat"
+    ]
 
 
 def test_other_data_than_it_was_trained_with_is_rejected(pictures, tmp_path):
@@ -255,8 +388,22 @@ def test_a_run_that_went_on_is_not_taken_for_its_older_end(pictures, tmp_path):
 def test_the_rank_correlation_is_that_of_the_run(tmp_path):
     """The answers of an untrained model hardly vary: a different micro-batch size would change their order."""
     write(tmp_path / "data", "jsonl", rows(120))
-    words = ["digits", "--task", "text_regression", *SMALL, "--task.label", "number", "--task.data", "data", *COMMON]
-    run(train, [*words, "--optimizer.lr", "1e-6", "--task.held_out", "0.3", "--run.dir", "run"], folder=tmp_path).ok()
+    words = [
+        "digits",
+        "--task",
+        "text_regression",
+        *SMALL,
+        "--task.label",
+        "number",
+        "--task.data",
+        "data",
+        *COMMON,
+    ]
+    run(
+        train,
+        [*words, "--optimizer.lr", "1e-6", "--task.held_out", "0.3", "--run.dir", "run"],
+        folder=tmp_path,
+    ).ok()
     printed = json.loads((tmp_path / "run" / "summary.json").read_text())
     world = after(tmp_path, "evaluate", "run", "--json")
     world.ok()
@@ -265,7 +412,9 @@ def test_the_rank_correlation_is_that_of_the_run(tmp_path):
         assert metrics[name] == printed[name], name
 
 
-@pytest.mark.parametrize("name", ["images", "text_classification", "text_regression", "token_classification"])
+@pytest.mark.parametrize(
+    "name", ["images", "text_classification", "text_regression", "token_classification"]
+)
 def test_predictions_do_not_need_the_training_data(pictures, tmp_path, name):
     """Only the recorded classes: the file is the same as with the training data."""
     if name == "images":
@@ -276,7 +425,18 @@ def test_predictions_do_not_need_the_training_data(pictures, tmp_path, name):
         write(tmp_path / "data", "jsonl", rows(48))
         write(tmp_path / "new", "jsonl", rows(9, first=48))
         columns = {"text_regression": ["--task.label", "number"]}.get(name, [])
-        words = ["snippets", "--task", name, "--task.data", "data", *columns, *SMALL, *COMMON, "--run.dir", "run"]
+        words = [
+            "snippets",
+            "--task",
+            name,
+            "--task.data",
+            "data",
+            *columns,
+            *SMALL,
+            *COMMON,
+            "--run.dir",
+            "run",
+        ]
         run(train, words, folder=tmp_path).ok()
     made = []
     for hidden in (False, True):
@@ -287,9 +447,23 @@ def test_predictions_do_not_need_the_training_data(pictures, tmp_path, name):
         made.append(to.read_bytes() if not any(world.codes) else world.output)
         if hidden:
             other = "text_regression" if name != "text_regression" else "text_classification"
-            world = after(folder, "predict", "run", "--data", new, "--to", str(tmp_path / "no.jsonl"), "--task", other)
-            assert world.codes == [2], world.output  # another task does not use the recorded classes
+            world = after(
+                folder,
+                "predict",
+                "run",
+                "--data",
+                new,
+                "--to",
+                str(tmp_path / "no.jsonl"),
+                "--task",
+                other,
+            )
+            assert world.codes == [2], (
+                world.output
+            )  # another task does not use the recorded classes
             world = after(folder, "evaluate", "run", "--data", new)
             (folder / "elsewhere").rename(folder / "data")
-            assert world.codes == [2], world.output  # class weights and the validation split need the data
+            assert world.codes == [2], (
+                world.output
+            )  # class weights and the validation split need the data
     assert made[0] == made[1] and b'"prediction"' in made[0]

@@ -30,7 +30,11 @@ from worlds import ROOT, here, run, train
 
 def test_machine_dtype_is_for_float32_alone():
     model = nn.ModuleDict(
-        {"narrow": nn.Linear(2, 2).bfloat16(), "single": nn.Linear(2, 2), "wide": nn.Linear(2, 2).double()}
+        {
+            "narrow": nn.Linear(2, 2).bfloat16(),
+            "single": nn.Linear(2, 2),
+            "wide": nn.Linear(2, 2).double(),
+        }
     )
     model.register_parameter("complex", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
     model.register_buffer("count", torch.zeros((), dtype=torch.int64))
@@ -39,18 +43,32 @@ def test_machine_dtype_is_for_float32_alone():
     assert {name: tensor.dtype for name, tensor in model.state_dict().items()} == before
     in_dtype(model, torch.float64)
     after = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-    expected = {name: torch.float64 if dtype is torch.float32 else dtype for name, dtype in before.items()}
+    expected = {
+        name: torch.float64 if dtype is torch.float32 else dtype for name, dtype in before.items()
+    }
     assert after == expected and isinstance(model.complex, nn.Parameter)
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp")])
 def test_complex_weights_train_are_kept_and_come_back(tmp_path, ranks, config):
     (tmp_path / "mine.py").write_text(BASE + ALL["complex weights"].task)
-    typed = ["digits", "--task", "mine.Mine", "--duration", "12", "--batch.size", "8", "--track", "none"]
+    typed = [
+        "digits",
+        "--task",
+        "mine.Mine",
+        "--duration",
+        "12",
+        "--batch.size",
+        "8",
+        "--track",
+        "none",
+    ]
     typed += ["--save.every", "6", "--save.keep", "9", "--ema.half_life", "20"]
     run(here, [*typed, "--run.dir", "a"], ranks=ranks, config=config, folder=tmp_path).ok()
     final = load_file(tmp_path / "a" / "final" / "model.safetensors")
-    assert final["w"].dtype == torch.complex64 and not torch.equal(final["w"], torch.full((8,), 0.1 + 0j))
+    assert final["w"].dtype == torch.complex64 and not torch.equal(
+        final["w"], torch.full((8,), 0.1 + 0j)
+    )
     import shutil
 
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -59,7 +77,9 @@ def test_complex_weights_train_are_kept_and_come_back(tmp_path, ranks, config):
     (tmp_path / "b" / "summary.json").unlink()
     run(here, [*typed, "--run.dir", "b"], ranks=ranks, config=config, folder=tmp_path).ok()
     for name in ("model", "ema"):
-        one, other = ((tmp_path / run / "final" / f"{name}.safetensors").read_bytes() for run in "ab")
+        one, other = (
+            (tmp_path / run / "final" / f"{name}.safetensors").read_bytes() for run in "ab"
+        )
         assert one == other
 
 
@@ -79,7 +99,17 @@ class Unused(Ragged):
 
 def test_unused_parameters_train_alike_everywhere(tmp_path):
     (tmp_path / "unused.py").write_text(UNUSED)
-    typed = ["digits", "--task", "unused.Unused", "--duration", "10", "--batch.size", "8", "--track", "none"]
+    typed = [
+        "digits",
+        "--task",
+        "unused.Unused",
+        "--duration",
+        "10",
+        "--batch.size",
+        "8",
+        "--track",
+        "none",
+    ]
     typed += ["--optimizer.weight_decay", "0.1", "--machine.find_unused_parameters", "true"]
     found = []
     for ranks, config in ((1, "single"), (2, "ddp"), (2, "fsdp2")):
@@ -123,7 +153,17 @@ def test_groups_of_an_own_optimizer_in_a_run(tmp_path):
         "    return torch.optim.AdamW([{'params': [p for p in flat if id(p) in first], 'lr': 0.0 * lr},\n"
         "        {'params': [p for p in flat if id(p) not in first]}], lr=lr, weight_decay=0.0)\n"
     )
-    typed = ["digits", "--task", "mine.Mine", "--duration", "5", "--batch.size", "8", "--track", "none"]
+    typed = [
+        "digits",
+        "--task",
+        "mine.Mine",
+        "--duration",
+        "5",
+        "--batch.size",
+        "8",
+        "--track",
+        "none",
+    ]
     typed += ["--optimizer.name", "mine.rates", "--run.dir", "run"]
     run(here, typed, folder=tmp_path).ok()
     final = load_file(tmp_path / "run" / "final" / "model.safetensors")
@@ -131,7 +171,9 @@ def test_groups_of_an_own_optimizer_in_a_run(tmp_path):
 
     torch.manual_seed(key(0))
     start = nn.Sequential(nn.Linear(1, 8), nn.Tanh(), nn.Linear(8, 1)).state_dict()
-    assert torch.equal(final["0.weight"], start["0.weight"]) and not torch.equal(final["2.weight"], start["2.weight"])
+    assert torch.equal(final["0.weight"], start["0.weight"]) and not torch.equal(
+        final["2.weight"], start["2.weight"]
+    )
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------
@@ -143,41 +185,70 @@ class Measured(Ragged):
     def loss(self, model, batch):
         loss, outputs = super().loss(model, batch)
         known = (batch["target"] != -100).sum(1)
-        metrics = {"length": (known * known).sum() / known.sum(), "squares": known.double().square().mean()}
+        metrics = {
+            "length": (known * known).sum() / known.sum(),
+            "squares": known.double().square().mean(),
+        }
         return loss, {**outputs, **metrics}
 
 
 @pytest.mark.parametrize(
-    ("ranks", "config", "micro"), [(1, "single", 8), (1, "single", 2), (2, "ddp", 2), (2, "fsdp2", 4)]
+    ("ranks", "config", "micro"),
+    [(1, "single", 8), (1, "single", 2), (2, "ddp", 2), (2, "fsdp2", 4)],
 )
 def test_metrics_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, config, micro):
     (tmp_path / "r.yaml").write_text("task: {name: test_as_they_are.Measured}\n")
-    typed = ["r.yaml", "--duration", "12", "--batch.size", "8", "--batch.micro", str(micro), "--track", "none"]
+    typed = [
+        "r.yaml",
+        "--duration",
+        "12",
+        "--batch.size",
+        "8",
+        "--batch.micro",
+        str(micro),
+        "--track",
+        "none",
+    ]
     typed += ["--log.every", "4", "--save.every", "3", "--save.keep", "9", "--run.dir", "a"]
     run(train, typed, ranks=ranks, config=config, folder=tmp_path).ok()
-    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    found = [(line["train/length"], line["train/squares"]) for line in lines if "train/loss" in line]
+    lines = [
+        json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    ]
+    found = [
+        (line["train/length"], line["train/squares"]) for line in lines if "train/loss" in line
+    ]
     import numpy as np
 
     from oneloop.data.order import Order
 
     samples, order = Ragged().train_set().samples, Order(37, seed=0)
     for number, (length, squares) in enumerate(found):
-        lengths = [len(samples[i]) - 1 for i in order.at(np.arange(32 * number, 32 * (number + 1)))[1].tolist()]
+        lengths = [
+            len(samples[i]) - 1
+            for i in order.at(np.arange(32 * number, 32 * (number + 1)))[1].tolist()
+        ]
         assert length == pytest.approx(sum(n * n for n in lengths) / sum(lengths), rel=1e-6)
         parts = [lengths[at : at + micro] for at in range(0, 32, micro)]
-        expected = sum(sum(part) * sum(n * n for n in part) / len(part) for part in parts) / sum(lengths)
+        expected = sum(sum(part) * sum(n * n for n in part) / len(part) for part in parts) / sum(
+            lengths
+        )
         assert squares == pytest.approx(expected, rel=1e-6)
     import shutil
 
     for path in (tmp_path / "a" / "checkpoints").iterdir():
-        if int(path.name[5:]) > 6:  # step 6 is between two log lines, so its checkpoint holds a partial mean
+        if (
+            int(path.name[5:]) > 6
+        ):  # step 6 is between two log lines, so its checkpoint holds a partial mean
             shutil.rmtree(path)
     shutil.rmtree(tmp_path / "a" / "final")
     (tmp_path / "a" / "summary.json").unlink()
     run(train, typed, ranks=ranks, config=config, folder=tmp_path).ok()
-    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
-    assert [(line["train/length"], line["train/squares"]) for line in lines if "train/loss" in line] == found
+    lines = [
+        json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    ]
+    assert [
+        (line["train/length"], line["train/squares"]) for line in lines if "train/loss" in line
+    ] == found
 
 
 # --- preflight check --------------------------------------------------------------------------------------------------
@@ -186,7 +257,9 @@ def test_metrics_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, confi
 def test_recompute_is_not_counted_twice():
     from oneloop.machine.recompute import recompute
 
-    task = CausalLM(str(ROOT / "docs" / "reference" / "data.md"), layers=2, width=32, heads=2, block=32)
+    task = CausalLM(
+        str(ROOT / "docs" / "reference" / "data.md"), layers=2, width=32, heads=2, block=32
+    )
     batch = task.collate([task.train_set()[i] for i in range(2)])
     counts = set()
     for kind in ("none", "full", "selective"):
@@ -217,7 +290,17 @@ TEACHER = (
 
 def test_the_loss_is_called_on_real_samples_only_and_not_often(tmp_path):
     (tmp_path / "mine.py").write_text(TEACHER)
-    typed = ["digits", "--task", "mine.Mine", "--duration", "2", "--batch.size", "8", "--run.dir", "run"]
+    typed = [
+        "digits",
+        "--task",
+        "mine.Mine",
+        "--duration",
+        "2",
+        "--batch.size",
+        "8",
+        "--run.dir",
+        "run",
+    ]
     world = run(here, [*typed, "--eval.every", "0", "--eval.samples", "0"], folder=tmp_path)
     world.ok()
     calls = [line.split()[1:] for line in world.output.splitlines() if line.startswith("CALL")]
@@ -290,8 +373,17 @@ def compare_without_preflight(tmp_path: Path, task: str, ranks: int, config: str
         run(function, [*typed, "--run.dir", name], ranks=ranks, config=config, folder=tmp_path).ok()
         last = sorted((tmp_path / name / "checkpoints").iterdir())[-1]
         ends.append([file.read_bytes() for file in sorted(last.glob("*.safetensors"))])
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        ends[-1].append([(line["train/loss"], line["train/grad_norm"]) for line in lines if "train/loss" in line])
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        ]
+        ends[-1].append(
+            [
+                (line["train/loss"], line["train/grad_norm"])
+                for line in lines
+                if "train/loss" in line
+            ]
+        )
     assert ends[0] == ends[1]
 
 
@@ -299,16 +391,29 @@ def compare_without_preflight(tmp_path: Path, task: str, ranks: int, config: str
 
 
 def test_parts_that_are_there_are_used(tmp_path):
-    for name, text in (("train-0.txt", "a" * 400), ("train-1.txt", "b" * 400), ("valid.txt", "c" * 400)):
+    for name, text in (
+        ("train-0.txt", "a" * 400),
+        ("train-1.txt", "b" * 400),
+        ("valid.txt", "c" * 400),
+    ):
         (tmp_path / name).write_text(text)
     task = CausalLM(str(tmp_path), block=16, layers=1, width=16, heads=2)
-    seen = {name: {token for sample in part for token in sample.tolist()} for name, part in task._sets.items()}
+    seen = {
+        name: {token for sample in part for token in sample.tolist()}
+        for name, part in task._sets.items()
+    }
     assert seen == {"train": {97, 98, 256}, "validation": {99, 256}}
     (tmp_path / "test").mkdir()
     (tmp_path / "test" / "one.txt").write_text("dd, dd\nd" + "d" * 30)
     task = CausalLM(str(tmp_path), block=16, layers=1, width=16, heads=2)
     assert set(task._sets) == {"train", "validation", "test"}
-    assert {token for sample in task._sets["test"] for token in sample.tolist()} <= {100, 44, 32, 10, 256}
+    assert {token for sample in task._sets["test"] for token in sample.tolist()} <= {
+        100,
+        44,
+        32,
+        10,
+        256,
+    }
 
 
 def test_a_folder_of_code_is_one_corpus(tmp_path):
@@ -324,9 +429,10 @@ def test_texts_as_other_programs_write_them(tmp_path):
     (tmp_path / "dev").mkdir()
     (tmp_path / "dev" / "b.txt").write_text("more")
     there = found(tmp_path, ["text"])
-    assert {part: [len(one.text) for one in documents(files, tmp_path)] for part, files in there.parts.items()} == {
-        "": [4, 200_000]
-    }
+    assert {
+        part: [len(one.text) for one in documents(files, tmp_path)]
+        for part, files in there.parts.items()
+    } == {"": [4, 200_000]}
 
 
 def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
@@ -339,7 +445,10 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
 
     (tmp_path / "data").mkdir()
     for name, count in (("train", 60), ("validation", 7)):
-        rows = "".join(json.dumps({"text": f"{name} {n}", "chat": [{"role": "user"}]}) + "\n" for n in range(count))
+        rows = "".join(
+            json.dumps({"text": f"{name} {n}", "chat": [{"role": "user"}]}) + "\n"
+            for n in range(count)
+        )
         (tmp_path / "data" / f"{name}.jsonl").write_text(rows)
     parts = hub(str(tmp_path / "data"), ["text"])
     assert {name: len(part) for name, part in parts.items()} == {"train": 60, "validation": 7}
@@ -354,7 +463,12 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
 
 def long_run(folder: Path, lines: int) -> Path:
     folder.mkdir()
-    names = [f"share/{name}" for name in "abcdefgh"] + ["train/grad_norm", "train/lr", "speed/mfu", "memory/peak_gib"]
+    names = [f"share/{name}" for name in "abcdefgh"] + [
+        "train/grad_norm",
+        "train/lr",
+        "speed/mfu",
+        "memory/peak_gib",
+    ]
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, lines + 1):
             value = 1.0 + math.sin(step / 1000)
@@ -376,14 +490,21 @@ def test_a_long_run_is_shown_in_little_time_and_memory(tmp_path, lines):
     record = read_record(folder)
     steps, values = record.curve("train/loss")
     assert len(steps) <= 6200 and steps == sorted(steps) and steps[0] == 1 and steps[-1] == lines
-    assert max(value for value in values if value == value) == 1000.0 and any(value != value for value in values)
+    assert max(value for value in values if value == value) == 1000.0 and any(
+        value != value for value in values
+    )
     assert len(record.events()) <= 4000
     tool = str(Path(sys.executable).with_name("oneloop"))
-    watched = "import resource,subprocess,sys,time; began=time.time(); subprocess.run(sys.argv[1:], check=True); print(\
+    watched = (
+        "import resource,subprocess,sys,time; began=time.time(); subprocess.run(sys.argv[1:], check=True); print(\
 'TOOK', time.time()-began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss/1024)"
+    )
     for typed in (["report", str(folder)], ["watch", str(folder), "--once"]):
         ended = subprocess.run(
-            [sys.executable, "-c", watched, tool, *typed], capture_output=True, text=True, check=True
+            [sys.executable, "-c", watched, tool, *typed],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         seconds, memory = map(float, ended.stdout.splitlines()[-1].split()[1:])
         print(typed[0], lines, f"{seconds:.1f} s, {memory:.0f} MiB")
@@ -403,7 +524,12 @@ def test_a_thinned_curve_keeps_what_matters():
         curve.add(step, value)
         plain.append(value)
     steps, values = curve.points()
-    assert 2000 < len(steps) < 4200 and steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == len(plain) - 1
+    assert (
+        2000 < len(steps) < 4200
+        and steps == sorted(set(steps))
+        and steps[0] == 0
+        and steps[-1] == len(plain) - 1
+    )
     assert max(values) == max(plain) and min(values) == min(plain)
     assert all(plain[step] == value for step, value in zip(steps, values, strict=True))
     window = len(plain) // 200
@@ -437,7 +563,10 @@ def test_help_shows_the_docstring_of_a_class(tmp_path):
         check=True,
     )
     shown = " ".join(ended.stdout.split())
-    assert "--task.samples INT training points." in shown and "--task.width INT of the network." in shown
+    assert (
+        "--task.samples INT training points." in shown
+        and "--task.width INT of the network." in shown
+    )
 
 
 def test_what_a_key_takes_in_words():

@@ -31,44 +31,86 @@ BAD = {
         ["batch.size 100", "micro 16", "nearest: 20"],
     ),
     "missing file": (["missing/recipe.yaml"], ["missing/recipe.yaml", "No such file"]),
-    "missing weights": (["digits", "--init.from", "nowhere"], ["init.from", "nowhere", "looked for"]),
+    "missing weights": (
+        ["digits", "--init.from", "nowhere"],
+        ["init.from", "nowhere", "looked for"],
+    ),
     "a key that is a number": (["number.yaml", "--optimizer", "sgd"], ["unknown key '1'"]),
     "an unknown group with nothing in it": (["empty.yaml"], ["unknown key 'foo'"]),
     "keys in what has none": (["nested.yaml"], ["seed"]),
     "broken YAML": (["broken.yaml"], ["broken.yaml", "not valid YAML", "line 2"]),
-    "a class that does not exist": (["digits", "--task", "mine.Missing"], ["mine.Missing", "has no 'Missing'"]),
-    "a module that does not exist": (["digits", "--task", "nowhere.Task"], ["nowhere.Task", "not found"]),
-    "a class that is no task": (["digits", "--task", "mine.NotATask"], ["NotATask", "lacks model, train_set"]),
+    "a class that does not exist": (
+        ["digits", "--task", "mine.Missing"],
+        ["mine.Missing", "has no 'Missing'"],
+    ),
+    "a module that does not exist": (
+        ["digits", "--task", "nowhere.Task"],
+        ["nowhere.Task", "not found"],
+    ),
+    "a class that is no task": (
+        ["digits", "--task", "mine.NotATask"],
+        ["NotATask", "lacks model, train_set"],
+    ),
     "a negative duration": (["digits", "--duration", "-5"], ["duration", "-5", "never negative"]),
     "an eval set that is empty": (["digits", "--task", "mine.Empty"], ["validation set is empty"]),
-    "an unwritable run folder": (["digits", "--run.dir", "/proc/oneloop/run"], ["run.dir", "/proc/oneloop/run"]),
-    "a tracker that is not installed": (["digits", "--track", "wandb"], ["track 'wandb'", "pip install wandb"]),
-    "a tracker that is none": (["digits", "--track", "tensorbored"], ["tensorbored", "tensorboard"]),
+    "an unwritable run folder": (
+        ["digits", "--run.dir", "/proc/oneloop/run"],
+        ["run.dir", "/proc/oneloop/run"],
+    ),
+    "a tracker that is not installed": (
+        ["digits", "--track", "wandb"],
+        ["track 'wandb'", "pip install wandb"],
+    ),
+    "a tracker that is none": (
+        ["digits", "--track", "tensorbored"],
+        ["tensorbored", "tensorboard"],
+    ),
     "no recipe": ([], ["no recipe given", "digits"]),
     "two recipes": (["digits", "gpt"], ["two recipes"]),
     "a group as a key": (["digits", "--batch", "3"], ["batch is a group", "batch.size"]),
     "a key without a value": (["digits", "--batch.size"], ["batch.size needs a value"]),
     "an unknown metric": (["digits", "--eval.best", "eval/acc"], ["eval.best", "eval/accuracy"]),
-    "a warm-up longer than the run": (["digits", "--duration", "5", "--schedule.warmup", "6"], ["schedule.warmup"]),
+    "a warm-up longer than the run": (
+        ["digits", "--duration", "5", "--schedule.warmup", "6"],
+        ["schedule.warmup"],
+    ),
     "a duration of none": (["digits", "--duration", "0"], ["duration 0", "the minimum is 1"]),
     "tokens of images": (["digits", "--duration", "5M tokens"], ["duration", "tokens", "samples"]),
-    "an unknown optimizer": (["digits", "--optimizer.name", "adamv"], ["optimizer.name", "did you mean 'adamw'"]),
-    "an option of another optimizer": (["digits", "--optimizer.momentum", "0.9"], ["optimizer.momentum"]),
+    "an unknown optimizer": (
+        ["digits", "--optimizer.name", "adamv"],
+        ["optimizer.name", "did you mean 'adamw'"],
+    ),
+    "an option of another optimizer": (
+        ["digits", "--optimizer.momentum", "0.9"],
+        ["optimizer.momentum"],
+    ),
     "an unknown model": (["digits", "--task.model", "resnet19"], ["task.model", "resnet18"]),
     "an unknown data set": (["digits", "--task.data", "diggits"], ["task.data", "diggits"]),
-    "a learning rate below zero": (["digits", "--optimizer.lr", "-1"], ["optimizer.lr", "at least 0"]),
-    "a micro-batch thatis not a number": (["digits", "--batch.micro", "most"], ["batch.micro", "most", "auto"]),
+    "a learning rate below zero": (
+        ["digits", "--optimizer.lr", "-1"],
+        ["optimizer.lr", "at least 0"],
+    ),
+    "a micro-batch thatis not a number": (
+        ["digits", "--batch.micro", "most"],
+        ["batch.micro", "most", "auto"],
+    ),
     "two averages that exclude each other": (
         ["digits", "--ema.half_life", "2ep", "--ema.decay", "0.9"],
         ["ema.half_life", "ema.decay", "one of them"],
     ),
-    "an average wider than any": (["digits", "--ema.power", "[0.4]"], ["ema.power 0.4", "below 0.289"]),
+    "an average wider than any": (
+        ["digits", "--ema.power", "[0.4]"],
+        ["ema.power 0.4", "below 0.289"],
+    ),
     "the same average twice": (["digits", "--ema.half_life", "[2ep,2ep]"], ["duplicate EMAs in"]),
     "the metric of an average that is not kept": (
         ["digits", "--eval.best", "ema/eval/accuracy"],
         ["eval.best", "eval/accuracy"],
     ),
-    "a way to recompute that is none": (["digits", "--machine.recompute", "most"], ["recompute 'most'", "every:K"]),
+    "a way to recompute that is none": (
+        ["digits", "--machine.recompute", "most"],
+        ["recompute 'most'", "every:K"],
+    ),
     "recompute without blocks": (
         ["digits", "--machine.recompute", "full"],
         ["CNN has no repeated blocks", "machine.blocks"],
@@ -77,8 +119,14 @@ BAD = {
         ["gpt", "--task.data", TEXT, "--machine.recompute", "budget:0.5"],
         ["recompute budget", "machine.compile"],
     ),
-    "compile without blocks": (["digits", "--machine.compile", "regional"], ["CNN has no repeated blocks", "whole"]),
-    "a block that is none": (["gpt", "--task.data", TEXT, "--machine.blocks", "[GPT3Block]"], ["not in", "GPT2Block"]),
+    "compile without blocks": (
+        ["digits", "--machine.compile", "regional"],
+        ["CNN has no repeated blocks", "whole"],
+    ),
+    "a block that is none": (
+        ["gpt", "--task.data", TEXT, "--machine.blocks", "[GPT3Block]"],
+        ["not in", "GPT2Block"],
+    ),
     "offload on a CPU": (
         ["gpt", "--task.data", TEXT, "--machine.recompute", "full", "--machine.offload"],
         ["machine.offload", "CPU"],
@@ -87,9 +135,18 @@ BAD = {
         ["gpt", "--task.data", TEXT, "--machine.channels_last", "true"],
         ["channels_last", "requires a 2-d convolution"],
     ),
-    "a policy that is none": (["digits", "--guard.nonfinite", "ignore"], ["guard.nonfinite", "ignore", "rewind"]),
-    "a K that is none": (["gpt", "--task.data", TEXT, "--machine.recompute", "every:inf"], ["recompute 'every:inf'"]),
-    "what is wrong beside a search": (["digits", "--batch.micro", "auto", "--eval.best", "eval/acc"], ["eval.best"]),
+    "a policy that is none": (
+        ["digits", "--guard.nonfinite", "ignore"],
+        ["guard.nonfinite", "ignore", "rewind"],
+    ),
+    "a K that is none": (
+        ["gpt", "--task.data", TEXT, "--machine.recompute", "every:inf"],
+        ["recompute 'every:inf'"],
+    ),
+    "what is wrong beside a search": (
+        ["digits", "--batch.micro", "auto", "--eval.best", "eval/acc"],
+        ["eval.best"],
+    ),
     "a step left out with BatchNorm": (
         ["digits", "--task.model", "resnet18", "--guard.nonfinite", "skip"],
         ["BatchNorm", "rewind"],
@@ -123,7 +180,9 @@ def here(tmp_path) -> Path:
     return tmp_path
 
 
-def check(codes: list[int | None], output: str, expected_text: list[str], here: Path, before: set[Path]) -> None:
+def check(
+    codes: list[int | None], output: str, expected_text: list[str], here: Path, before: set[Path]
+) -> None:
     assert set(codes) == {2}, output
     messages = [line for line in output.splitlines() if line.startswith("oneloop: ")]
     assert len(messages) == 1, output
@@ -150,10 +209,20 @@ def _with_path(here: str, words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "expected_text", "config", "options"),
     [
-        (["digits", "--batch.size", "1"], ["batch.size 1", "2 ranks", "nearest size: 2"], "ddp", []),
+        (
+            ["digits", "--batch.size", "1"],
+            ["batch.size 1", "2 ranks", "nearest size: 2"],
+            "ddp",
+            [],
+        ),
         (["digits", "--run.dir", "/proc/oneloop/run"], ["run.dir"], "ddp", []),
         (["digits", "--optimizer.name", "adafactor"], ["adafactor", "ddp.yaml"], "fsdp2", []),
-        (["digits", "--machine.channels_last", "true"], ["channels_last", "FSDP2", "ddp.yaml"], "fsdp2", []),
+        (
+            ["digits", "--machine.channels_last", "true"],
+            ["channels_last", "FSDP2", "ddp.yaml"],
+            "fsdp2",
+            [],
+        ),
         (["digits"], ["fp16", "CPU", "bf16"], "ddp", ["--mixed_precision", "fp16"]),
     ],
 )
@@ -194,11 +263,21 @@ def test_fp8_where_there_is_none(here):
             ["2 ranks", "nearest size: 2"],
             marks=pytest.mark.slow,
         ),
-        ([sys.executable, "-m", "oneloop", "launch", "--mixed_precision", "fp8"], ["digits"], ["fp8", "bf16"]),
-        ([sys.executable, "-m", "oneloop", "launch", "--config_file", "nowhere.yaml"], ["digits"], ["nowhere.yaml"]),
+        (
+            [sys.executable, "-m", "oneloop", "launch", "--mixed_precision", "fp8"],
+            ["digits"],
+            ["fp8", "bf16"],
+        ),
+        (
+            [sys.executable, "-m", "oneloop", "launch", "--config_file", "nowhere.yaml"],
+            ["digits"],
+            ["nowhere.yaml"],
+        ),
     ],
 )
 def test_the_commands_as_typed(here, command, words, expected_text):
     before = set(here.rglob("*"))
-    ended = subprocess.run([*command, *words], cwd=here, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [*command, *words], cwd=here, capture_output=True, text=True, timeout=120, check=False
+    )
     check([ended.returncode], ended.stdout + ended.stderr, expected_text, here, before)

@@ -24,13 +24,23 @@ def test_a_non_finite_step_changes_nothing(make, bad):
     guard.step(global_norm(net.parameters()))
     assert guard.resolve().fault is Fault.NONE
     weights = [p.detach().clone() for p in net.parameters()]
-    state = [value.clone() for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    state = [
+        value.clone()
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if torch.is_tensor(value)
+    ]
     backward(net, bad)
     guard.step(global_norm(net.parameters()))
     with pytest.raises(RuntimeError, match="resolve"):  # each step must be resolved before the next
         guard.step(global_norm(net.parameters()))
     assert guard.resolve().fault is Fault.NONFINITE and guard.resolve() is None  # reported once
-    after = [value for entry in optimizer.state.values() for value in entry.values() if torch.is_tensor(value)]
+    after = [
+        value
+        for entry in optimizer.state.values()
+        for value in entry.values()
+        if torch.is_tensor(value)
+    ]
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
 

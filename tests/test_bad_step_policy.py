@@ -64,43 +64,78 @@ class Without:
 
     def __call__(self, argv: list[str]) -> None:
         ordinary, taken = Order.at, np.array([*self.taken, *[0] * 4096])
-        Order.at = lambda order, positions: ordinary(order, taken[positions // BATCH] + positions % BATCH)
+        Order.at = lambda order, positions: ordinary(
+            order, taken[positions // BATCH] + positions % BATCH
+        )
         train(argv)
 
 
 def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
     """Read weights, EMA weights and optimizer state from disk; metrics without times; events."""
     files = {path.name: path.read_bytes() for path in (folder / "final").glob("*.safetensors")}
-    files |= {path.name: path.read_bytes() for path in Store(folder / "checkpoints").sealed()[-1].glob("*.safetensors")}
-    lines = [timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    files |= {
+        path.name: path.read_bytes()
+        for path in Store(folder / "checkpoints").sealed()[-1].glob("*.safetensors")
+    }
+    lines = [
+        timeless(json.loads(line)) for line in (folder / "metrics.jsonl").read_text().splitlines()
+    ]
     events = [line for line in lines if line.get("event") in ("skip", "rewind", "stop")]
     return files, [line for line in lines if "event" not in line], events
 
 
 @pytest.mark.parametrize(
     ("ranks", "config", "more"),
-    [(1, "single", ()), (2, "ddp", ()), (2, "fsdp2", ()), (1, "single", ("--optimizer.name", "torch.optim.RMSprop"))],
+    [
+        (1, "single", ()),
+        (2, "ddp", ()),
+        (2, "fsdp2", ()),
+        (1, "single", ("--optimizer.name", "torch.optim.RMSprop")),
+    ],
 )
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_bad_step_might_as_well_not_have_been(tmp_path, recipe, ranks, config, more, policy):
     words = [recipe, *more, "--guard.nonfinite", policy]
-    kind = "--task.infinite" if more else "--task.spoiled"  # an infinite loss with a finite gradient, or a NaN loss
-    world = run(train, [*words, kind, "5", "--run.dir", "bad"], ranks=ranks, config=config, folder=tmp_path)
+    kind = (
+        "--task.infinite" if more else "--task.spoiled"
+    )  # an infinite loss with a finite gradient, or a NaN loss
+    world = run(
+        train, [*words, kind, "5", "--run.dir", "bad"], ranks=ranks, config=config, folder=tmp_path
+    )
     world.ok()
     taken = windows(5, policy)
-    run(Without(taken), [*words, "--run.dir", "good"], ranks=ranks, config=config, folder=tmp_path).ok()
-    (files, metrics, events), (expected, expected_metrics, none) = left(tmp_path / "bad"), left(tmp_path / "good")
+    run(
+        Without(taken), [*words, "--run.dir", "good"], ranks=ranks, config=config, folder=tmp_path
+    ).ok()
+    (files, metrics, events), (expected, expected_metrics, none) = (
+        left(tmp_path / "bad"),
+        left(tmp_path / "good"),
+    )
     assert files == expected and metrics == expected_metrics and not none
-    assert len(events) >= 3 and all(event["event"] == policy and 5 in event["ids"] for event in events)
+    assert len(events) >= 3 and all(
+        event["event"] == policy and 5 in event["ids"] for event in events
+    )
     assert all(len(event["ids"]) == BATCH and "not finite" in event["why"] for event in events)
     summary = json.loads((tmp_path / "bad" / "summary.json").read_text())
-    assert summary["step"] == STEPS and summary["passed_over"] == taken[-1] + BATCH - STEPS * BATCH > 0
+    assert (
+        summary["step"] == STEPS and summary["passed_over"] == taken[-1] + BATCH - STEPS * BATCH > 0
+    )
 
 
 def test_a_killed_run_skips_the_same_steps_again(tmp_path, recipe):
     from worlds import back_to
 
-    words = [recipe, "--guard.nonfinite", "skip", "--task.spoiled", "5", "--save.keep", "9", "--run.dir", "a"]
+    words = [
+        recipe,
+        "--guard.nonfinite",
+        "skip",
+        "--task.spoiled",
+        "5",
+        "--save.keep",
+        "9",
+        "--run.dir",
+        "a",
+    ]
     run(train, words, folder=tmp_path).ok()
     first = left(tmp_path / "a")
     back_to(tmp_path / "a", 5)
@@ -109,7 +144,11 @@ def test_a_killed_run_skips_the_same_steps_again(tmp_path, recipe):
 
 
 def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
-    run(train, [recipe, "--duration", "5", "--schedule.name", "constant", "--run.dir", "first"], folder=tmp_path).ok()
+    run(
+        train,
+        [recipe, "--duration", "5", "--schedule.name", "constant", "--run.dir", "first"],
+        folder=tmp_path,
+    ).ok()
     start = str(Store(tmp_path / "first" / "checkpoints").sealed()[-1])
     words = [
         recipe,
@@ -124,20 +163,24 @@ def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
     ]
     world = run(train, [*words, "--run.resume", start, "--run.dir", "second"], folder=tmp_path)
     # Every epoch contains the bad sample, and nothing is saved in between: the run rewinds until it gives up.
-    assert world.codes == [3] and [event["event"] for event in left(tmp_path / "second")[2]] == ["rewind"] * 10 + [
-        "stop"
-    ]
+    assert world.codes == [3] and [event["event"] for event in left(tmp_path / "second")[2]] == [
+        "rewind"
+    ] * 10 + ["stop"]
 
 
 def test_an_evaluation_that_a_rewind_undid_is_made_again(tmp_path, recipe):
     words = [recipe, "--guard.nonfinite", "rewind", "--run.dir", "a"]
-    assert run(_stopped_in_evaluation, words, folder=tmp_path).codes == [75]  # at step 8, saved without the evaluation
+    assert run(_stopped_in_evaluation, words, folder=tmp_path).codes == [
+        75
+    ]  # at step 8, saved without the evaluation
     bad = int(Order(37, seed=0)[8 * BATCH : 9 * BATCH][1][0])
     more = ["--task.spoiled", str(bad), "--run.accept_changes", "true", "--duration", "10"]
     run(train, [*words, *more], folder=tmp_path).ok()
     _, metrics, events = left(tmp_path / "a")
     assert [event["step"] for event in events] == [9]
-    assert [line["step"] for line in metrics if "eval/loss" in line and line["weights"] == "raw"] == [8, 10]
+    assert [
+        line["step"] for line in metrics if "eval/loss" in line and line["weights"] == "raw"
+    ] == [8, 10]
 
 
 def _stopped_in_evaluation(words: list[str]) -> None:
@@ -155,7 +198,10 @@ def test_the_first_or_the_last_step_is_bad(tmp_path, recipe, step, policy):
     words = [recipe, "--guard.nonfinite", policy]
     run(train, [*words, "--task.spoiled", str(bad), "--run.dir", "bad"], folder=tmp_path).ok()
     run(Without(windows(bad, policy)), [*words, "--run.dir", "good"], folder=tmp_path).ok()
-    (files, metrics, events), (expected, expected_metrics, none) = left(tmp_path / "bad"), left(tmp_path / "good")
+    (files, metrics, events), (expected, expected_metrics, none) = (
+        left(tmp_path / "bad"),
+        left(tmp_path / "good"),
+    )
     assert files == expected and metrics == expected_metrics and not none
     assert step in [event["step"] for event in events]
 
@@ -196,12 +242,26 @@ def test_a_stop_at_a_bad_step_saves_what_is_good(tmp_path, recipe, policy, stops
 
 
 def test_a_skipped_step_does_not_end_a_run_that_stops_early(tmp_path, recipe):
-    bad = int(Order(37, seed=0)[3 * BATCH : 4 * BATCH][1][0])  # in step 4, when the second evaluation is due
+    bad = int(
+        Order(37, seed=0)[3 * BATCH : 4 * BATCH][1][0]
+    )  # in step 4, when the second evaluation is due
     words = [recipe, "--guard.nonfinite", "skip", "--task.spoiled", str(bad), "--optimizer.lr", "0"]
-    run(train, [*words, "--eval.every", "2", "--stop.patience", "1", "--run.dir", "a"], folder=tmp_path).ok()
+    run(
+        train,
+        [*words, "--eval.every", "2", "--stop.patience", "1", "--run.dir", "a"],
+        folder=tmp_path,
+    ).ok()
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert summary["step"] == 4 and summary["passed_over"] == BATCH and "early stop" in summary["exit_reason"]
-    evaluations = [line["step"] for line in left(tmp_path / "a")[1] if "eval/loss" in line and line["weights"] == "raw"]
+    assert (
+        summary["step"] == 4
+        and summary["passed_over"] == BATCH
+        and "early stop" in summary["exit_reason"]
+    )
+    evaluations = [
+        line["step"]
+        for line in left(tmp_path / "a")[1]
+        if "eval/loss" in line and line["weights"] == "raw"
+    ]
     assert evaluations == [2, 4]
 
 
@@ -221,9 +281,13 @@ def test_after_so_many_in_a_row_it_stops(tmp_path, recipe, policy):
     world = run(train, words, folder=tmp_path)
     assert world.codes == [3]
     folder = tmp_path / "runs" / "tiny_run"
-    assert "3 bad steps in a row" in json.loads((folder / "summary.json").read_text())["exit_reason"]
+    assert (
+        "3 bad steps in a row" in json.loads((folder / "summary.json").read_text())["exit_reason"]
+    )
     events = [
-        json.loads(line)["event"] for line in (folder / "metrics.jsonl").read_text().splitlines() if "event" in line
+        json.loads(line)["event"]
+        for line in (folder / "metrics.jsonl").read_text().splitlines()
+        if "event" in line
     ]
     assert [event for event in events if event != "save"] == [policy, policy, "stop"]
 
@@ -235,18 +299,34 @@ def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
     _, _, events = left(tmp_path / "a")
     assert [event["event"] for event in events] == ["skip"] * len(events) and len(events) >= 4
     assert all(5 in event["ids"] and "100 deviations" in event["why"] for event in events)
-    assert windows(5, "skip")[4] == 5 * BATCH == 40  # the first spike comes when the window has just filled
+    assert (
+        windows(5, "skip")[4] == 5 * BATCH == 40
+    )  # the first spike comes when the window has just filled
 
 
 def test_a_rewind_under_loss_scaling_undoes_what_was_unscaled(tmp_path, recipe):
     """A pending step is found bad after the next backward, whose gradients must be dropped before unscaling."""
-    words = [recipe, "--task.loud", "5", "--guard.sigma", "100", "--guard.window", "4", "--guard.spike", "rewind"]
+    words = [
+        recipe,
+        "--task.loud",
+        "5",
+        "--guard.sigma",
+        "100",
+        "--guard.window",
+        "4",
+        "--guard.spike",
+        "rewind",
+    ]
     run(_with_a_scaler, [*words, "--run.dir", "scaled"], folder=tmp_path).ok()
     run(train, [*words, "--run.dir", "plain"], folder=tmp_path).ok()
     (_, scaled, events), (_, plain, expected) = left(tmp_path / "scaled"), left(tmp_path / "plain")
-    assert [event["step"] for event in events] == [event["step"] for event in expected] and len(events) >= 3
+    assert [event["step"] for event in events] == [event["step"] for event in expected] and len(
+        events
+    ) >= 3
     assert [line["step"] for line in scaled] == [line["step"] for line in plain]
-    losses = [[line["train/loss"] for line in lines if "train/loss" in line] for lines in (scaled, plain)]
+    losses = [
+        [line["train/loss"] for line in lines if "train/loss" in line] for lines in (scaled, plain)
+    ]
     assert np.allclose(*losses, rtol=1e-5)
 
 
@@ -268,9 +348,22 @@ def _with_a_scaler(words: list[str]) -> None:
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
 def test_a_weightless_batch_is_named_by_its_step(tmp_path, recipe, policy):
     step = Order(37, seed=0)[0:37][1].tolist().index(5) + 1
-    words = [recipe, "--task.weightless", "5", "--batch.size", "1", "--batch.micro", "1", "--guard.nonfinite", policy]
+    words = [
+        recipe,
+        "--task.weightless",
+        "5",
+        "--batch.size",
+        "1",
+        "--batch.micro",
+        "1",
+        "--guard.nonfinite",
+        policy,
+    ]
     world = run(train, [*words, "--duration", "40"], folder=tmp_path)
-    assert world.codes == [1] and f"step {step}: the total weight of the global batch is 0" in world.output
+    assert (
+        world.codes == [1]
+        and f"step {step}: the total weight of the global batch is 0" in world.output
+    )
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip", "rewind"])
@@ -297,13 +390,20 @@ def test_what_is_not_finite_is_no_spike(bad, scaled):
     optimizer = torch.optim.AdamW(net.parameters(), fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0) if scaled else None
     guard = Guard(
-        optimizer, device=torch.device("cpu"), scaler=scaler, policy=Policy("skip", "skip", sigma=6, window=3)
+        optimizer,
+        device=torch.device("cpu"),
+        scaler=scaler,
+        policy=Policy("skip", "skip", sigma=6, window=3),
     )
     for loss in (1.0, 1.1, 0.9, bad, 1.0, 50.0):
         value = net(torch.ones(1, 2)).sum() * loss
         (scaler.scale(value) if scaler else value).backward()
         guard.unscale()
-        norm = torch.tensor(loss) if not scaled else torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+        norm = (
+            torch.tensor(loss)
+            if not scaled
+            else torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+        )
         guard.step(norm, loss=torch.tensor(loss))
         fault = guard.resolve().fault
         optimizer.zero_grad()
@@ -319,8 +419,12 @@ def test_the_window_is_mean_and_deviation_of_what_was_taken():
     values = [1.0, 2.0, 3.0, 2.0]
     assert [float(window.spike(torch.tensor([v]), known=yes)) for v in values] == [0.0] * 4
     bound = np.mean(values) + 3 * np.std(values, ddof=1)
-    assert float(window.spike(torch.tensor([bound + 0.01]), known=yes)) == 1.0  # is not added to the window
-    assert float(window.spike(torch.tensor([bound - 0.01]), known=yes)) == 0.0  # is added in place of the oldest
+    assert (
+        float(window.spike(torch.tensor([bound + 0.01]), known=yes)) == 1.0
+    )  # is not added to the window
+    assert (
+        float(window.spike(torch.tensor([bound - 0.01]), known=yes)) == 0.0
+    )  # is added in place of the oldest
     again = Window(4, 3.0, device=torch.device("cpu"))
     again.load_state_dict(json.loads(json.dumps(window.state_dict())))
     kept = [bound - 0.01, 2.0, 3.0, 2.0]
@@ -338,6 +442,9 @@ def test_what_ends_a_row():
     for bad in (skipping, rewinding):
         assert [bad.answer(Fault.NONFINITE)[0] for _ in range(2)] == [bad.policy.nonfinite] * 2
         bad.accepted()
-    assert skipping.answer(Fault.NONFINITE)[0] == "skip" and rewinding.answer(Fault.NONFINITE)[0] == "stop"
+    assert (
+        skipping.answer(Fault.NONFINITE)[0] == "skip"
+        and rewinding.answer(Fault.NONFINITE)[0] == "stop"
+    )
     rewinding.saved()
     assert rewinding.answer(Fault.NONFINITE)[0] == "rewind"

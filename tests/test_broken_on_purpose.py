@@ -61,7 +61,9 @@ def norm_of_a_shard() -> None:
     from oneloop.basics.tensors import local
     from oneloop.run import gradients
 
-    gradients.global_norm = lambda parameters, exact: torch.nn.utils.get_total_norm([local(p.grad) for p in parameters])
+    gradients.global_norm = lambda parameters, exact: torch.nn.utils.get_total_norm(
+        [local(p.grad) for p in parameters]
+    )
 
 
 def reduced_in_bf16() -> None:
@@ -109,8 +111,13 @@ def test_each_break_is_found(tmp_path, name):
         extra=("--machine.check_every", "0"),  # the replica check would find one bug first
     )
     order = Order(37, seed=0)
-    the_same = all(sorted(step) == sorted(order[n * BATCH : (n + 1) * BATCH][1].tolist()) for n, step in enumerate(ids))
-    if name == "a rank's slice":  # the drawn samples show it; the reference would train on the same ones
+    the_same = all(
+        sorted(step) == sorted(order[n * BATCH : (n + 1) * BATCH][1].tolist())
+        for n, step in enumerate(ids)
+    )
+    if (
+        name == "a rank's slice"
+    ):  # the drawn samples show it; the reference would train on the same ones
         assert not the_same
         return
     assert the_same

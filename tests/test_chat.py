@@ -48,34 +48,64 @@ def chat_of(name: str) -> Chat:
 
 # --- conversations ----------------------------------------------------------------------------------------------------
 
-BITS = ("the answer", "x", "é", "你好", "🙂🙂", "what is it?", "42", "a\n\nb", "end.", "«»", "    code()", "\tt")
+BITS = (
+    "the answer",
+    "x",
+    "é",
+    "你好",
+    "🙂🙂",
+    "what is it?",
+    "42",
+    "a\n\nb",
+    "end.",
+    "«»",
+    "    code()",
+    "\tt",
+)
 
 
 def content(draw: random.Random) -> str:
     if draw.random() < 0.15:
         return draw.choice("axé7")
     edge = ("", "", " ", "\n", "  \n\n ", "\n\n")
-    return draw.choice(edge) + " ".join(draw.choices(BITS, k=draw.randint(1, 4))) + draw.choice(edge)
+    return (
+        draw.choice(edge) + " ".join(draw.choices(BITS, k=draw.randint(1, 4))) + draw.choice(edge)
+    )
 
 
 def conversation(number: int, *, tools: bool) -> Messages:
     draw = random.Random(number)
-    messages: Messages = [{"role": "system", "content": content(draw)}] if draw.random() < 0.4 else []
+    messages: Messages = (
+        [{"role": "system", "content": content(draw)}] if draw.random() < 0.4 else []
+    )
     for _ in range(draw.randint(1, 4)):
         messages.append({"role": "user", "content": content(draw)})
         while tools and draw.random() < 0.3:
-            call = {"type": "function", "function": {"name": "look", "arguments": {"for": content(draw), "n": 3}}}
-            asked = {"role": "assistant", "content": draw.choice(["", content(draw)]), "tool_calls": [call]}
-            messages.append(asked | ({"reasoning_content": content(draw)} if draw.random() < 0.3 else {}))
+            call = {
+                "type": "function",
+                "function": {"name": "look", "arguments": {"for": content(draw), "n": 3}},
+            }
+            asked = {
+                "role": "assistant",
+                "content": draw.choice(["", content(draw)]),
+                "tool_calls": [call],
+            }
+            messages.append(
+                asked | ({"reasoning_content": content(draw)} if draw.random() < 0.3 else {})
+            )
             messages.append({"role": "tool", "name": "look", "content": content(draw)})
         answer: dict[str, Any] = {"role": "assistant", "content": content(draw)}
-        messages.append(answer | ({"reasoning_content": content(draw)} if tools and draw.random() < 0.4 else {}))
+        messages.append(
+            answer | ({"reasoning_content": content(draw)} if tools and draw.random() < 0.4 else {})
+        )
     if draw.random() < 0.1:
         messages.append({"role": "user", "content": content(draw)})
     return messages
 
 
-TOOLS = [{"type": "function", "function": {"name": "look", "description": "finds it", "parameters": {}}}]
+TOOLS = [
+    {"type": "function", "function": {"name": "look", "description": "finds it", "parameters": {}}}
+]
 
 
 # --- an independent check: the assistant's text is between two marks of its family ------------------------------------
@@ -86,7 +116,9 @@ def byte_of() -> dict[str, int]:
     """Map each letter of a byte-level vocabulary to its byte."""
     plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in plain]
-    return {chr(byte): byte for byte in plain} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | {
+        chr(256 + at): byte for at, byte in enumerate(others)
+    }
 
 
 def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[bytes]:
@@ -120,7 +152,10 @@ def marked(tokenizer: Any, values: Any) -> str:
     for value in [*values.tolist(), None]:
         trained = value is not None and value >= 0
         shown += ("«" if trained else "»") * (trained != before)
-        shown, before = shown + ("" if value is None else tokenizer.decode([value if trained else ~value])), trained
+        shown, before = (
+            shown + ("" if value is None else tokenizer.decode([value if trained else ~value])),
+            trained,
+        )
     return shown
 
 
@@ -135,7 +170,10 @@ def test_what_is_trained_is_what_the_assistant_states_and_the_end_of_its_turns(n
         tools = TOOLS if calls(messages) else None
         if family.rejects(messages):
             rejected += 1
-            with pytest.raises(ValueError, match="the chat template raised an error: .*(alternate|Cannot pass both)"):
+            with pytest.raises(
+                ValueError,
+                match="the chat template raised an error: .*(alternate|Cannot pass both)",
+            ):
                 chat.encode(messages, tools)
             continue
         found = chat.encode(messages, tools)
@@ -146,9 +184,13 @@ def test_what_is_trained_is_what_the_assistant_states_and_the_end_of_its_turns(n
         assert (found >= 0).tolist() == trained, marked(tokenizer, found)
         if chat.marked:  # then transformers can compute the mask, too
             how |= {"return_dict": True, "return_assistant_tokens_mask": True}
-            assert tokenizer.apply_chat_template(messages, **how)["assistant_masks"] == [*map(int, trained)]
+            assert tokenizer.apply_chat_template(messages, **how)["assistant_masks"] == [
+                *map(int, trained)
+            ]
         ends = [at for at, mark in enumerate(trained) if mark and not [*trained, False][at + 1]]
-        assert len(ends) == sum(one["role"] == "assistant" for one in messages), marked(tokenizer, found)
+        assert len(ends) == sum(one["role"] == "assistant" for one in messages), marked(
+            tokenizer, found
+        )
         last = [at - 1 if tokenizer.decode([tokens[at]]) == "\n" else at for at in ends]
         assert all(tokenizer.decode([tokens[at]]) in family.special for at in last)
         turns += len(ends)
@@ -234,7 +276,9 @@ def test_masks_as_they_are_written_by_hand(name):
 
 
 def test_a_token_of_header_and_answer_is_trained():
-    found = chat_of("qwen 2.5").encode([{"role": "user", "content": "?"}, {"role": "assistant", "content": "\n\nx"}])
+    found = chat_of("qwen 2.5").encode(
+        [{"role": "user", "content": "?"}, {"role": "assistant", "content": "\n\nx"}]
+    )
     assert marked(tokenizer_of("qwen 2.5"), found).endswith("assistant«\n\n\nx<|im_end|>»\n")
 
 
@@ -243,19 +287,26 @@ def test_special_tokens_that_take_the_blanks_behind_them_are_not_trained_as_head
     tokenizer = tokenizer_with(family.special, of_trl(family.template), rstrip=True)  # as in Phi 3
     chat = Chat(tokenizer)
     for inner in ("yes", " yes", "\n\n yes"):
-        found = chat.encode([{"role": "user", "content": "?"}, {"role": "assistant", "content": inner}])
+        found = chat.encode(
+            [{"role": "user", "content": "?"}, {"role": "assistant", "content": inner}]
+        )
         header, *_ = tokenizer.convert_tokens_to_ids(["<|assistant|>"])
         assert header not in found.tolist() and ~header in found.tolist(), marked(tokenizer, found)
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma 3", "glm 4", *(name for name in ("llama 3", "qwen 2.5", "qwen 3", "phi 3", "ours"))]
+    "name",
+    ["gemma 3", "glm 4", *(name for name in ("llama 3", "qwen 2.5", "qwen 3", "phi 3", "ours"))],
 )
 def test_contents_in_parts_are_their_texts(name):
-    parts = [{"role": one["role"], "content": [{"type": "text", "text": one["content"]}]} for one in turns("hi", "yo")]
+    parts = [
+        {"role": one["role"], "content": [{"type": "text", "text": one["content"]}]}
+        for one in turns("hi", "yo")
+    ]
     columns = NO_COLUMNS | {"messages": "messages"}
     found = [
-        encoded({"messages": one}, columns, tokenizer_of(name), chat_of(name)) for one in (parts, turns("hi", "yo"))
+        encoded({"messages": one}, columns, tokenizer_of(name), chat_of(name))
+        for one in (parts, turns("hi", "yo"))
     ]
     assert np.array_equal(*found)
 
@@ -263,9 +314,15 @@ def test_contents_in_parts_are_their_texts(name):
 def test_an_end_that_takes_the_blanks_behind_it_is_trained():
     template = tokenizer_of("ours").chat_template
     for inner in ("yes", "yes \n"):
-        found = Chat(tokenizer_with(CHATML, template, rstrip=True)).encode(turns("?", inner, "!", inner))
+        found = Chat(tokenizer_with(CHATML, template, rstrip=True)).encode(
+            turns("?", inner, "!", inner)
+        )
         ids = tokenizer_with(CHATML, template, rstrip=True).convert_tokens_to_ids(CHATML)
-        assert (found == ids[1]).sum() == 2 and (found == ~ids[1]).sum() == 2 and (found != ids[0]).all()
+        assert (
+            (found == ids[1]).sum() == 2
+            and (found == ~ids[1]).sum() == 2
+            and (found != ids[0]).all()
+        )
 
 
 def test_marks_in_a_block_that_is_kept_first():
@@ -284,15 +341,25 @@ def test_marks_in_a_block_that_is_kept_first():
 
 def test_prompts_that_are_written_otherwise_alone():
     family = FAMILIES["phi 3"]
-    tokenizer = tokenizer_with((*family.special[:-1], "<|end_of_this_text|>"), of_trl(family.template))
+    tokenizer = tokenizer_with(
+        (*family.special[:-1], "<|end_of_this_text|>"), of_trl(family.template)
+    )
     row, columns = {"prompt": turns("?"), "completion": turns("c", first="assistant")}, NO_COLUMNS
-    found = encoded(row, columns | {"prompt": "prompt", "completion": "completion"}, tokenizer, Chat(tokenizer))
+    found = encoded(
+        row, columns | {"prompt": "prompt", "completion": "completion"}, tokenizer, Chat(tokenizer)
+    )
     assert marked(tokenizer, found).endswith("«c<|end|>\n<|end_of_this_text|>»")
 
 
 def test_prompts_with_thoughts_that_the_template_drops_later():
-    chat, columns = chat_of("gpt-oss"), NO_COLUMNS | {"prompt": "prompt", "completion": "completion"}
-    asked = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a", "reasoning_content": "thoughts"}]
+    chat, columns = (
+        chat_of("gpt-oss"),
+        NO_COLUMNS | {"prompt": "prompt", "completion": "completion"},
+    )
+    asked = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "a", "reasoning_content": "thoughts"},
+    ]
     row = {"prompt": asked, "completion": turns("b", "c")}
     found = encoded(row, columns, tokenizer_of("gpt-oss"), chat)
     assert marked(tokenizer_of("gpt-oss"), found).endswith("<|message|>c<|return|>»")
@@ -312,13 +379,19 @@ def trained_of(task: SFT) -> list[str]:
     return [marked(task.tokenizer, rows[index]) for index in range(len(rows))]
 
 
-@pytest.mark.parametrize(("pack", "fused"), [("padded", False), ("packed", False), ("packed", True)])
+@pytest.mark.parametrize(
+    ("pack", "fused"), [("padded", False), ("packed", False), ("packed", True)]
+)
 def test_the_loss_counts_these_tokens_and_no_other(tmp_path, qwen, pack, fused):
     conversations = [conversation(number, tools=False) for number in range(40)]
     data = written(tmp_path / "data", [{"messages": one} for one in conversations])
     task = SFT(str(data), model=str(qwen), length=512, pack=pack, fused_loss=fused)
     mine, model = task.train_set(), task.model().double().eval()
-    plain = transformers.AutoModelForCausalLM.from_pretrained(qwen, attn_implementation="sdpa").double().eval()
+    plain = (
+        transformers.AutoModelForCausalLM.from_pretrained(qwen, attn_implementation="sdpa")
+        .double()
+        .eval()
+    )
     tokenizer, family = tokenizer_of("qwen 2.5"), FAMILIES["qwen 2.5"]
     reference = {}
     for messages in conversations:
@@ -326,7 +399,9 @@ def test_the_loss_counts_these_tokens_and_no_other(tmp_path, qwen, pack, fused):
         tokens, trained = by_rule(tokenizer, text, family.spoken)
         with torch.no_grad():
             logs = plain(torch.tensor([tokens])).logits[0].log_softmax(-1)
-        each = [-logs[at - 1, tokens[at]].item() if trained[at] else 0.0 for at in range(1, len(tokens))]
+        each = [
+            -logs[at - 1, tokens[at]].item() if trained[at] else 0.0 for at in range(1, len(tokens))
+        ]
         reference[tuple(tokens)] = (each, sum(trained))
     seen = 0
     for first in range(0, len(mine), 4):
@@ -342,7 +417,9 @@ def test_the_loss_counts_these_tokens_and_no_other(tmp_path, qwen, pack, fused):
             count += sum(known for _, known in row)
             seen += len(members)
         width = batch["target"].shape[1]
-        expected = torch.tensor([[*row, *[0.0] * (width - len(row))] for row in rows], dtype=torch.float64)
+        expected = torch.tensor(
+            [[*row, *[0.0] * (width - len(row))] for row in rows], dtype=torch.float64
+        )
         assert torch.equal(expected > 0, batch["target"] != IGNORE)
         each = outputs["loss"].double()
         assert (each[expected == 0] == 0).all() and (each[expected > 0] > 0).all()
@@ -363,11 +440,17 @@ def test_prompts_and_completions_as_texts():
         )
     assert with_both("x")["input_ids"][-1] == with_both.eos_token_id
     for tokenizer, begin in ((plain, ""), (with_begin, "<s>"), (with_both, "<s>")):
-        assert marked(tokenizer, completed(tokenizer, "what is it?", " 42")) == f"{begin}what is it?« 42</s>»"
+        assert (
+            marked(tokenizer, completed(tokenizer, "what is it?", " 42"))
+            == f"{begin}what is it?« 42</s>»"
+        )
         assert marked(tokenizer, completed(tokenizer, "a\n", "b</s>")) == f"{begin}a\n«b</s>»"
         if begin:
             assert marked(tokenizer, completed(tokenizer, "", "b")) == f"{begin}«b</s>»"
-    with pytest.raises(ValueError, match="the prompt is empty, so the completion's first token could not be trained"):
+    with pytest.raises(
+        ValueError,
+        match="the prompt is empty, so the completion's first token could not be trained",
+    ):
         completed(plain, "", "b")
     for tokenizer in (with_begin, with_both):  # no second <s> if the text begins with one
         assert marked(tokenizer, completed(tokenizer, "<s>what", "x")) == "<s>what«x</s>»"
@@ -383,7 +466,9 @@ def test_prompts_and_completions_as_texts():
 def test_completions_of_a_tokenizer_that_ends_texts_with_another_token():
     tokenizer = tokenizer_with(("[SEP]", "</s>"), None)
     added = [("[SEP]", tokenizer.convert_tokens_to_ids("[SEP]"))]
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="$A [SEP]", special_tokens=added)
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="$A [SEP]", special_tokens=added
+    )
     assert marked(tokenizer, completed(tokenizer, "ab", "cd")).startswith("ab«cd")
 
 
@@ -391,9 +476,16 @@ def test_prompts_and_completions_in_rows(tmp_path, qwen):
     texts = [{"prompt": f"what is {n}?", "completion": f" it is {n}"} for n in range(6)]
     task = SFT(str(written(tmp_path / "texts", texts)), model=str(qwen), pack="padded")
     assert trained_of(task) == [f"what is {n}?« it is {n}<|im_end|>»" for n in range(6)]
-    objects = [{"prompt": turns("a", "b", "c"), "completion": turns("d", "e", "f", first="assistant")}]
-    for rows in (objects, [{key: json.dumps(value) for key, value in row.items()} for row in objects]):
-        task = SFT(str(written(tmp_path / str(len(str(rows))), rows * 3)), model=str(qwen), pack="padded")
+    objects = [
+        {"prompt": turns("a", "b", "c"), "completion": turns("d", "e", "f", first="assistant")}
+    ]
+    for rows in (
+        objects,
+        [{key: json.dumps(value) for key, value in row.items()} for row in objects],
+    ):
+        task = SFT(
+            str(written(tmp_path / str(len(str(rows))), rows * 3)), model=str(qwen), pack="padded"
+        )
         shown = trained_of(task)[0].partition("<|im_start|>user\n")[2]
         assert shown == (
             "a<|im_end|>\n<|im_start|>assistant\nb<|im_end|>\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
@@ -412,7 +504,9 @@ def test_of_conversational_prompts_nothing_is_trained(name):
             row = {"prompt": messages[:given], "completion": messages[given:]}
             found = encoded(row, columns, tokenizer, chat)
             turns_of = [one["role"] == "assistant" for one in messages]
-            edges = np.flatnonzero(np.diff(np.concatenate([[0], (whole >= 0).astype(int), [0]])) == 1)
+            edges = np.flatnonzero(
+                np.diff(np.concatenate([[0], (whole >= 0).astype(int), [0]])) == 1
+            )
             skip = sum(turns_of[:given])
             border = edges[skip] if skip < len(edges) else len(whole)
             expected = np.where((np.arange(len(whole)) < border) & (whole >= 0), ~whole, whole)
@@ -423,17 +517,28 @@ def test_rows_as_people_write_them(tmp_path, qwen):
     expected = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n«yo<|im_end|>»\n"
     plain = [{"messages": turns("hi", "yo")}] * 3
     as_json = [{"messages": json.dumps(turns("hi", "yo"))}] * 3
-    shared = [{"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}] * 3
-    more = [one | {"name": "A" if one["role"] == "user" else None, "weight": 0.5} for one in turns("hi", "yo")]
+    shared = [
+        {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
+    ] * 3
+    more = [
+        one | {"name": "A" if one["role"] == "user" else None, "weight": 0.5}
+        for one in turns("hi", "yo")
+    ]
     with_more = [{"id": 3, "messages": more, "tools": None}] * 3
     for number, rows in enumerate((plain, as_json, shared, with_more)):
         key = "conversations" if rows is shared else "messages"
-        task = SFT(str(written(tmp_path / str(number), rows)), messages=key, model=str(qwen), pack="padded")
-        assert [one.partition("helpful assistant.<|im_end|>\n")[2] for one in trained_of(task)] == [expected] * 3
+        task = SFT(
+            str(written(tmp_path / str(number), rows)), messages=key, model=str(qwen), pack="padded"
+        )
+        assert [one.partition("helpful assistant.<|im_end|>\n")[2] for one in trained_of(task)] == [
+            expected
+        ] * 3
 
 
 def test_keys_that_hold_nothing_in_all_rows(tmp_path, qwen):
-    rows = [{"messages": [one | {"name": None, "tool_calls": None} for one in turns("hi", "yo")]}] * 3
+    rows = [
+        {"messages": [one | {"name": None, "tool_calls": None} for one in turns("hi", "yo")]}
+    ] * 3
     task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="padded")
     assert trained_of(task)[0].endswith("«yo<|im_end|>»\n")
 
@@ -447,7 +552,10 @@ def test_prompts_that_look_like_lists_are_texts(tmp_path, qwen, text):
 
 @pytest.mark.parametrize("indent", [None, 1])
 def test_prompts_as_json_of_messages(tmp_path, qwen, indent):
-    row = {"prompt": json.dumps(turns("a"), indent=indent), "completion": json.dumps(turns("b", first="assistant"))}
+    row = {
+        "prompt": json.dumps(turns("a"), indent=indent),
+        "completion": json.dumps(turns("b", first="assistant")),
+    }
     task = SFT(str(written(tmp_path / "data", [row] * 3)), model=str(qwen), pack="padded")
     assert trained_of(task)[0].endswith("<|im_start|>assistant\n«b<|im_end|>»\n")
 
@@ -461,14 +569,26 @@ def test_tools_are_given_to_the_template(tmp_path, qwen, kind):
     rows = [{"messages": messages, "tools": tools}, {"messages": turns("hi", "yo"), "tools": None}]
     task = SFT(str(written(tmp_path / "data", rows)), model=str(qwen), pack="padded", length=1024)
     with_tools, without = trained_of(task)
-    assert "# Tools" in with_tools and '"description": "finds it"' in with_tools and "# Tools" not in without
+    assert (
+        "# Tools" in with_tools
+        and '"description": "finds it"' in with_tools
+        and "# Tools" not in without
+    )
     trained_texts = re.findall("«(.*?)»", with_tools, re.DOTALL)
     call_text = '<tool_call>\n{"name": "look", "arguments": {"n": 1}}\n</tool_call><|im_end|>'
     assert trained_texts == [call_text, "It is 42<|im_end|>"]
 
 
 def test_padding_with_the_end_token_or_with_none_changes_nothing(tmp_path):
-    data, kept = str(written(tmp_path / "data", [{"messages": turns("hi", word)} for word in ("yo", "a b c", "x")])), []
+    data, kept = (
+        str(
+            written(
+                tmp_path / "data",
+                [{"messages": turns("hi", word)} for word in ("yo", "a b c", "x")],
+            )
+        ),
+        [],
+    )
     for pad in (None, "<|im_end|>", "<|pad|>"):
         tokenizer = tokenizer_with((*CHATML[:1], "<|pad|>", CHATML[1]), of_trl("qwen2_5"))
         tokenizer.pad_token = pad
@@ -492,11 +612,17 @@ def test_padding_with_the_end_token_or_with_none_changes_nothing(tmp_path):
 def test_long_conversations_are_cut_split_or_dropped_and_counted(tmp_path, qwen, overlong):
     length, draw = 64, random.Random(1)
     short = [turns("hi", "x" * draw.randint(1, 9), "a", "b") for _ in range(12)]
-    long = [turns("q" * draw.randint(5, 90), "z" * draw.randint(1, 200), "w", "v" * draw.randint(1, 30)) for _ in short]
+    long = [
+        turns("q" * draw.randint(5, 90), "z" * draw.randint(1, 200), "w", "v" * draw.randint(1, 30))
+        for _ in short
+    ]
     system = {"role": "system", "content": "!"}
     rows = [{"messages": [system, *one]} for pair in zip(short, long, strict=True) for one in pair]
     tokenizer, spoken = tokenizer_of("qwen 2.5"), FAMILIES["qwen 2.5"].spoken
-    each = [by_rule(tokenizer, tokenizer.apply_chat_template(row["messages"], tokenize=False), spoken) for row in rows]
+    each = [
+        by_rule(tokenizer, tokenizer.apply_chat_template(row["messages"], tokenize=False), spoken)
+        for row in rows
+    ]
     too_long = [len(tokens) > length + 1 for tokens, _ in each]
     data = str(written(tmp_path / "data", rows, held=[{"messages": [system, *short[0]]}]))
     task = SFT(data, model=str(qwen), pack="padded", length=length, overlong=overlong)
@@ -507,13 +633,19 @@ def test_long_conversations_are_cut_split_or_dropped_and_counted(tmp_path, qwen,
         if overlong == "drop" and is_long:
             continue
         starts = range(0, max(1, len(tokens) - 1), length) if overlong == "split" else [0]
-        pieces_of += [(tokens[at : at + length + 1], trained[at : at + length + 1]) for at in starts]
+        pieces_of += [
+            (tokens[at : at + length + 1], trained[at : at + length + 1]) for at in starts
+        ]
     kept = [piece for piece in pieces_of if any(piece[1][1:])]
-    assert [np.where(one < 0, ~one, one).tolist() for one in samples] == [tokens for tokens, _ in kept]
+    assert [np.where(one < 0, ~one, one).tolist() for one in samples] == [
+        tokens for tokens, _ in kept
+    ]
     assert [(one >= 0).tolist() for one in samples] == [trained for _, trained in kept]
     of_train = [note for note in task.notes if note.startswith("train: ")]
     what = {"cut": "truncated", "split": "split into several", "drop": "dropped"}[overlong]
-    wanted = [f"train: {sum(too_long)} of {len(rows)} texts are longer than {length} tokens and are {what}"]
+    wanted = [
+        f"train: {sum(too_long)} of {len(rows)} texts are longer than {length} tokens and are {what}"
+    ]
     if empty := len(pieces_of) - len(kept):
         wanted.append(f"train: {empty} samples have no token to train on and are dropped")
     assert [note for note in of_train if note in wanted] == wanted and 0 < sum(too_long) < len(rows)
@@ -552,16 +684,43 @@ OTHER = (
 @pytest.mark.parametrize("own", [False, True])
 def test_a_run_keeps_the_template_that_people_know(tmp_path, own):
     a_model(tmp_path / "qwen3", tokenizer_of("qwen 3"))
-    written(tmp_path / "data", [{"messages": turns("hi", word)} for word in ("yo", "a b c", "x", "y")])
+    written(
+        tmp_path / "data", [{"messages": turns("hi", word)} for word in ("yo", "a b c", "x", "y")]
+    )
     (tmp_path / "other.jinja").write_text(OTHER)
-    words = ["digits", "--task", "sft", "--task.data", "data", "--task.model", "qwen3", "--task.length", "64"]
-    words += ["--duration", "2", "--batch.size", "1", "--eval.every", "0", "--track", "none", "--run.dir", "run"]
-    world = run(train, [*words, *(["--task.chat_template", "other.jinja"] if own else [])], folder=tmp_path)
+    words = [
+        "digits",
+        "--task",
+        "sft",
+        "--task.data",
+        "data",
+        "--task.model",
+        "qwen3",
+        "--task.length",
+        "64",
+    ]
+    words += [
+        "--duration",
+        "2",
+        "--batch.size",
+        "1",
+        "--eval.every",
+        "0",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
+    world = run(
+        train, [*words, *(["--task.chat_template", "other.jinja"] if own else [])], folder=tmp_path
+    )
     world.ok()
     assert (PREFIXES if own else TRLS) in world.output
     kept = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "final")
     assert kept.chat_template == (OTHER if own else of_trl("qwen3"))
     assert kept.get_vocab() == tokenizer_of("qwen 3").get_vocab() and kept.eos_token == "<|im_end|>"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "final")
-    batch = kept.apply_chat_template(turns("hi"), add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    batch = kept.apply_chat_template(
+        turns("hi"), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
     assert torch.isfinite(F.log_softmax(loaded(**batch).logits, -1)).all()

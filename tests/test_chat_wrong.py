@@ -33,7 +33,12 @@ def rows(*made: Any, **keys: Any) -> Callable[[Path], dict[str, Any]]:
     """Use these rows with a valid model."""
 
     def lay(folder: Path) -> dict[str, Any]:
-        return {"data": str(written(folder / "data", made)), "model": good(folder), "length": 64, **keys}
+        return {
+            "data": str(written(folder / "data", made)),
+            "model": good(folder),
+            "length": 64,
+            **keys,
+        }
 
     return lay
 
@@ -47,7 +52,9 @@ def good(folder: Path) -> str:
     return str(a_model(folder / "model", tokenizer_with(CHATML, PLAIN)))
 
 
-def with_template(template: str | None, *special: str, data: Any = CHATS) -> Callable[[Path], dict[str, Any]]:
+def with_template(
+    template: str | None, *special: str, data: Any = CHATS
+) -> Callable[[Path], dict[str, Any]]:
     """Use a model whose tokenizer has this template."""
 
     def lay(folder: Path) -> dict[str, Any]:
@@ -84,7 +91,10 @@ def without_end(folder: Path) -> dict[str, Any]:
     tokenizer = tokenizer_with(CHATML, None)
     tokenizer.eos_token = None
     model = a_model(folder / "model", tokenizer)
-    return {"data": str(written(folder / "data", [{"prompt": "a", "completion": "b"}] * 3)), "model": str(model)}
+    return {
+        "data": str(written(folder / "data", [{"prompt": "a", "completion": "b"}] * 3)),
+        "model": str(model),
+    }
 
 
 def mamba(entries: int) -> Any:
@@ -93,29 +103,53 @@ def mamba(entries: int) -> Any:
 
 
 def gpt_neo(entries: int) -> Any:
-    sizes = {"hidden_size": 8, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 1]]}
+    sizes = {
+        "hidden_size": 8,
+        "num_layers": 2,
+        "num_heads": 2,
+        "attention_types": [[["global", "local"], 1]],
+    }
     return transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(vocab_size=entries, **sizes))
 
 
 def mixtral(entries: int) -> Any:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.MixtralConfig(vocab_size=entries, num_key_value_heads=2, num_local_experts=2, **sizes)
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = transformers.MixtralConfig(
+        vocab_size=entries, num_key_value_heads=2, num_local_experts=2, **sizes
+    )
     config.router_aux_loss_coef = 0.02
     return transformers.MixtralForCausalLM(config)
 
 
 def small_llama(entries: int) -> Any:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=entries - 7, **sizes))
 
 
 def short_llama(entries: int) -> Any:
-    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    sizes = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.LlamaConfig(vocab_size=entries, max_position_embeddings=48, **sizes)
     return transformers.LlamaForCausalLM(config)
 
 
-CHANGED = PLAIN.replace("{{ m.content }}", "{% if loop.last %}<think></think>{% endif %}{{ m.content }}")
+CHANGED = PLAIN.replace(
+    "{{ m.content }}", "{% if loop.last %}<think></think>{% endif %}{{ m.content }}"
+)
 LONGER = [{"messages": turns("hi", "yo", "and", "so")} for _ in range(3)]
 USER, IMAGE = {"role": "user", "content": "?"}, {"type": "image", "url": "a.png"}
 
@@ -123,14 +157,27 @@ USER, IMAGE = {"role": "user", "content": "?"}, {"type": "image", "url": "a.png"
 BAD = {
     "a template that changes a turn when more follows": Bad(
         with_template(CHANGED, data=LONGER),
-        ("train.jsonl, row 0", "cannot find the assistant's tokens of message 1", "{% generation %}", "--task.chat"),
+        (
+            "train.jsonl, row 0",
+            "cannot find the assistant's tokens of message 1",
+            "{% generation %}",
+            "--task.chat",
+        ),
     ),
     "a template of TRL's that is changed": Bad(
         lambda folder: with_template("{#- mine #}" + of_trl("qwen3"), data=LONGER)(folder),
-        ("train.jsonl, row 0", "cannot find the assistant's tokens of message 1", "--task.chat_template FILE"),
+        (
+            "train.jsonl, row 0",
+            "cannot find the assistant's tokens of message 1",
+            "--task.chat_template FILE",
+        ),
     ),
-    "no chat template": Bad(with_template(None), ("the tokenizer has no chat template", "--task.chat_template FILE")),
-    "a template file that is not there": Bad(with_file(None), ("task.chat_template", "mine.jinja", "cannot be read")),
+    "no chat template": Bad(
+        with_template(None), ("the tokenizer has no chat template", "--task.chat_template FILE")
+    ),
+    "a template file that is not there": Bad(
+        with_file(None), ("task.chat_template", "mine.jinja", "cannot be read")
+    ),
     "a template file that is no Jinja": Bad(
         with_file("{% for m in messages %}{{ m.content"),
         ("task.chat_template", "mine.jinja", "is not a Jinja template"),
@@ -157,7 +204,10 @@ BAD = {
     ),
     "an assistant without an answer": Bad(
         chat(USER, {"role": "assistant", "content": ""}),
-        ("train.jsonl, row 1: message 1: the assistant's answer is empty", "fill it, or remove the row"),
+        (
+            "train.jsonl, row 1: message 1: the assistant's answer is empty",
+            "fill it, or remove the row",
+        ),
     ),
     "a role that is none": Bad(
         chat({"role": "human", "content": "?"}, {"role": "assistant", "content": "x"}),
@@ -167,7 +217,8 @@ BAD = {
         ),
     ),
     "messages that are texts": Bad(
-        rows(*[{"messages": ["hi", "yo"]}] * 3), ("train.jsonl, row 0: message 0 must have role and content, got 'hi'",)
+        rows(*[{"messages": ["hi", "yo"]}] * 3),
+        ("train.jsonl, row 0: message 0 must have role and content, got 'hi'",),
     ),
     "no such columns": Bad(
         rows(*[{"text": "hi", "label": 1}] * 3),
@@ -198,17 +249,22 @@ BAD = {
         ("train.jsonl, row 1: the completion is empty; fill it, or remove the row",),
     ),
     "texts and conversations": Bad(
-        rows({"prompt": "a", "completion": "b"}, {"prompt": '[{"role": "user"}]', "completion": '[{"role": "user"}]'}),
+        rows(
+            {"prompt": "a", "completion": "b"},
+            {"prompt": '[{"role": "user"}]', "completion": '[{"role": "user"}]'},
+        ),
         ("train.jsonl, row 1", "others are texts", "separate data sets"),
     ),
     "a tokenizer without an end": Bad(
         without_end, ("the tokenizer has no end token, so the model would not learn to stop",)
     ),
     "nothing to train": Bad(
-        rows(*[{"messages": [USER]}] * 3), ("train: none of 3 texts has a token to train on: no assistant message",)
+        rows(*[{"messages": [USER]}] * 3),
+        ("train: none of 3 texts has a token to train on: no assistant message",),
     ),
     "answers behind the end": Bad(
-        rows(*[{"messages": turns("q" * 200, "yo")}] * 3), ("none of 3 texts has a token to train on within 64 tokens",)
+        rows(*[{"messages": turns("q" * 200, "yo")}] * 3),
+        ("none of 3 texts has a token to train on within 64 tokens",),
     ),
     "a model that is none": Bad(
         rows(*CHATS, model="llama"), ("task.model 'llama' is not a folder saved by transformers",)
@@ -224,7 +280,11 @@ BAD = {
     ),
     "attention of its own with packed documents": Bad(
         with_model(gpt_neo),
-        ("task.pack packed", "does not use transformers' attention interface", "use task.pack padded"),
+        (
+            "task.pack packed",
+            "does not use transformers' attention interface",
+            "use task.pack padded",
+        ),
     ),
     "experts": Bad(
         with_model(mixtral),
@@ -258,18 +318,37 @@ def test_it_is_reported(tmp_path, name):
 @pytest.mark.parametrize("name", TYPED)
 def test_it_is_reported_at_the_command_line(tmp_path, name):
     given = BAD[name].lay(tmp_path)
-    words = ["digits", "--task", "sft", "--duration", "2", "--batch.size", "2", "--track", "none", "--run.dir", "run"]
+    words = [
+        "digits",
+        "--task",
+        "sft",
+        "--duration",
+        "2",
+        "--batch.size",
+        "2",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
     for key, value in given.items():
         words += [f"--task.{key}", str(value)]
     before = sorted(tmp_path.iterdir())
     world = run(train, words, folder=tmp_path)
-    assert world.codes == [2] and all(word in world.output for word in BAD[name].expected_text), world.output
+    assert world.codes == [2] and all(word in world.output for word in BAD[name].expected_text), (
+        world.output
+    )
     assert "Traceback" not in world.output and len(world.output.splitlines()) <= 4, world.output
     assert sorted(tmp_path.iterdir()) == before
 
 
 @pytest.mark.parametrize(
-    ("make", "keys"), [(mixtral, {"router_loss": "none"}), (mamba, {"pack": "padded"}), (gpt_neo, {"pack": "padded"})]
+    ("make", "keys"),
+    [
+        (mixtral, {"router_loss": "none"}),
+        (mamba, {"pack": "padded"}),
+        (gpt_neo, {"pack": "padded"}),
+    ],
 )
 def test_what_the_messages_advise_works(tmp_path, make, keys):
     task = SFT(**with_model(make, **keys)(tmp_path))
@@ -291,14 +370,26 @@ def test_what_a_template_leaves_out_is_not_an_answer(tmp_path):
     given = BAD["a template that changes a turn when more follows"].lay(tmp_path)
     task = SFT(**given, chat_template=str(tmp_path / "marked.jinja"), pack="padded")
     sample = task.train_set()[0]
-    assert task.decode([token for token in sample.tolist() if token >= 0]) == "yo<|im_end|>so<|im_end|>"
+    assert (
+        task.decode([token for token in sample.tolist() if token >= 0])
+        == "yo<|im_end|>so<|im_end|>"
+    )
 
 
 MORE = {
-    "calls that are texts": (chat(USER, {"role": "assistant", "content": "x", "tool_calls": ["look"]}), "tool_calls"),
-    "a template that fails otherwise": (with_file(PLAIN + "{{ 1 // (messages | length - 2) }}"), "the chat template"),
+    "calls that are texts": (
+        chat(USER, {"role": "assistant", "content": "x", "tool_calls": ["look"]}),
+        "tool_calls",
+    ),
+    "a template that fails otherwise": (
+        with_file(PLAIN + "{{ 1 // (messages | length - 2) }}"),
+        "the chat template",
+    ),
     "a message that is only said": (rows(*[{"messages": "hello"}] * 3), "got 'hello'"),
-    "a number as a content": (chat(USER, {"role": "assistant", "content": {"text": "x"}}), "content"),
+    "a number as a content": (
+        chat(USER, {"role": "assistant", "content": {"text": "x"}}),
+        "content",
+    ),
     "a message without a content": (
         rows(*[{"messages": [{"from": "human"}, {"from": "gpt", "value": "x"}]}] * 3),
         "message 0 has no content",
@@ -330,7 +421,9 @@ def test_rows_without_a_sample_are_skipped_if_asked_and_listed(tmp_path):
     bad_rows = [*good_rows[:3], {"messages": silent}, *good_rows[3:], {"messages": None}]
     keys = {"model": good(tmp_path), "length": 64, "pack": "padded", "held_out": 0.2}
     given = {"data": str(written(tmp_path / "bad", bad_rows, held=good_rows)), **keys}
-    without = SFT(str(written(tmp_path / "good", good_rows, held=good_rows)), unreadable="skip", **keys)
+    without = SFT(
+        str(written(tmp_path / "good", good_rows, held=good_rows)), unreadable="skip", **keys
+    )
     with pytest.raises(ValueError, match="row 3: message 1: the assistant's answer is empty"):
         SFT(**given)
     made = SFT(**given, unreadable="skip")
@@ -338,7 +431,9 @@ def test_rows_without_a_sample_are_skipped_if_asked_and_listed(tmp_path):
     assert [one.tolist() for one in map(sets[0].__getitem__, range(12))] == [
         one.tolist() for one in map(sets[1].__getitem__, range(12))
     ]
-    assert len(sets[0]) == 12 and [row.split("bad/")[1].split(":")[0] for row in made.skipped_rows] == [
+    assert len(sets[0]) == 12 and [
+        row.split("bad/")[1].split(":")[0] for row in made.skipped_rows
+    ] == [
         "train.jsonl, row 3",
         "train.jsonl, row 13",
     ]
@@ -346,9 +441,24 @@ def test_rows_without_a_sample_are_skipped_if_asked_and_listed(tmp_path):
     with pytest.raises(ValueError, match="row 3: message 1"):
         made.samples_of(str(tmp_path / "bad" / "train.jsonl"), labelled=True)
     with pytest.raises(ValueError, match="row 0: message 1"):  # no row is left
-        SFT(**given | {"data": str(written(tmp_path / "none", [{"messages": silent}] * 3))}, unreadable="skip")
+        SFT(
+            **given | {"data": str(written(tmp_path / "none", [{"messages": silent}] * 3))},
+            unreadable="skip",
+        )
 
-    words = ["digits", "--task", "sft", "--duration", "2", "--batch.size", "4", "--track", "none", "--run.dir", "run"]
+    words = [
+        "digits",
+        "--task",
+        "sft",
+        "--duration",
+        "2",
+        "--batch.size",
+        "4",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
     for key, value in {**given, "unreadable": "skip"}.items():
         words += [f"--task.{key}", str(value)]
     world = run(train, words, ranks=2, config="ddp", folder=tmp_path)

@@ -57,7 +57,9 @@ def found(text: str) -> dict:
     return json.loads(next(line for line in text.splitlines() if line.startswith('{"rows"')))
 
 
-@pytest.mark.parametrize("words", [["photos"], ["digits", "--task", "image_classification", "--task.data", "photos"]])
+@pytest.mark.parametrize(
+    "words", [["photos"], ["digits", "--task", "image_classification", "--task.data", "photos"]]
+)
 def test_a_check_lists_all_that_cannot_be_used(photos, words):
     world = run(command, [*words, "--json"], folder=photos.parent)
     assert world.codes == [1], world.output
@@ -79,14 +81,22 @@ def test_a_run_stops_before_it_starts_or_skips_the_same_images_on_all_ranks(phot
         options = [*words, config, "--task.unreadable", "skip", "--machine.dtype", "float64"]
         run(train, options, config=config, ranks=ranks, folder=tmp_path).ok()
         weights.append(load_file(tmp_path / config / "final" / "model.safetensors"))
-        skipped.append(json.loads((tmp_path / config / "environment.json").read_text())["skipped_rows"])
+        skipped.append(
+            json.loads((tmp_path / config / "environment.json").read_text())["skipped_rows"]
+        )
     assert len(skipped[0]) == 2 and skipped[1:] == skipped[:1] * 2
     for other in weights[1:]:
-        assert all(torch.allclose(other[name], tensor, rtol=1e-10) for name, tensor in weights[0].items())
+        assert all(
+            torch.allclose(other[name], tensor, rtol=1e-10) for name, tensor in weights[0].items()
+        )
 
 
 def test_an_image_in_the_test_split_is_found_before_the_run(photos, tmp_path):
-    shutil.copytree(photos, tmp_path / "data" / "train", ignore=shutil.ignore_patterns("cut.jpg", "text.png", "bird"))
+    shutil.copytree(
+        photos,
+        tmp_path / "data" / "train",
+        ignore=shutil.ignore_patterns("cut.jpg", "text.png", "bird"),
+    )
     for split in ("validation", "test"):
         for label in ("cat", "cow", "dog"):
             (tmp_path / "data" / split / label).mkdir(parents=True)
@@ -105,20 +115,34 @@ def test_images_in_parquet_are_skipped_and_an_empty_class_is_one_of_folders(phot
     from pyarrow import parquet
 
     files = sorted(photos.rglob("*.[pj][np]g"))
-    rows = [{"image": {"bytes": file.read_bytes(), "path": file.name}, "label": file.parent.name} for file in files]
+    rows = [
+        {"image": {"bytes": file.read_bytes(), "path": file.name}, "label": file.parent.name}
+        for file in files
+    ]
     (tmp_path / "data" / "shard").mkdir(parents=True)
-    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "data" / "shard" / "a.parquet", row_group_size=10)
+    parquet.write_table(
+        pa.Table.from_pylist(rows), tmp_path / "data" / "shard" / "a.parquet", row_group_size=10
+    )
     result = found(run(command, ["data", "--json"], folder=tmp_path).output)
     assert len(result["unusable"]) == 2 and result["rows"] == 53 and result["empty"] == []
-    run(train, [*SMALL, "--task.data", "data", "--task.unreadable", "skip", "--run.dir", "run"], folder=tmp_path).ok()
+    run(
+        train,
+        [*SMALL, "--task.data", "data", "--task.unreadable", "skip", "--run.dir", "run"],
+        folder=tmp_path,
+    ).ok()
     about = json.loads((tmp_path / "run" / "environment.json").read_text())
-    assert sum(part["length"] for part in about["data"].values()) == 51 and len(about["skipped_rows"]) == 2
+    assert (
+        sum(part["length"] for part in about["data"].values()) == 51
+        and len(about["skipped_rows"]) == 2
+    )
 
 
 def test_reasons_name_the_present_path_and_keys_belong_to_recipes(photos, tmp_path):
     shutil.copytree(photos, tmp_path / "moved")
     world = run(command, ["moved"], folder=tmp_path)
-    assert "moved/cow/text.png cannot be read" in world.output and "photos/cow" not in world.output, world.output
+    assert (
+        "moved/cow/text.png cannot be read" in world.output and "photos/cow" not in world.output
+    ), world.output
     world = run(command, ["moved", "--task.width", "8"], folder=tmp_path)
     assert world.codes == [2] and "takes no keys" in world.output
     (tmp_path / "rows.jsonl").write_text('{"text": null}\n')
@@ -130,7 +154,9 @@ def test_sixteen_bits_are_divided_by_257(tmp_path):
     values = np.array([[0, 128, 129, 256], [257, 32768, 65406, 65535]], dtype=np.uint16)
     Image.fromarray(values).save(tmp_path / "wide.png")
     image = np.asarray(decoded({"bytes": None, "path": str(tmp_path / "wide.png")}, limit=100))
-    assert image[..., 0].tolist() == np.round(values / 257).astype(int).tolist() and image.shape == (2, 4, 3)
+    assert image[..., 0].tolist() == np.round(values / 257).astype(
+        int
+    ).tolist() and image.shape == (2, 4, 3)
 
 
 def test_all_rows_of_a_text_task_are_listed(tmp_path):
@@ -147,7 +173,10 @@ def test_all_rows_of_a_text_task_are_listed(tmp_path):
     lines[7] = lines[9] = "{'text'}"
     (tmp_path / "broken.jsonl").write_text("\n".join(lines))
     broken = found(run(command, ["broken.jsonl", "--json"], folder=tmp_path).output)["unusable"]
-    assert [entry["row"] for entry in broken if "not JSON:" in entry["reason"]] == ["line 8", "line 10"]
+    assert [entry["row"] for entry in broken if "not JSON:" in entry["reason"]] == [
+        "line 8",
+        "line 10",
+    ]
 
 
 BROKEN = """
@@ -182,10 +211,22 @@ def test_every_sample_of_an_own_task_is_read(tmp_path):
     assert listed["rows"] == 192
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow)]
+)
 def test_a_failing_test_set_does_not_cost_the_final_weights(tmp_path, config, ranks):
     (tmp_path / "mine.py").write_text(BASE + BROKEN.format(train="()", test="(37,)"))
-    words = ["mine.py:Mine", "--duration", "3", "--batch.size", "8", "--track", "none", "--run.dir", "run"]
+    words = [
+        "mine.py:Mine",
+        "--duration",
+        "3",
+        "--batch.size",
+        "8",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
     world = run(train, words, config=config, ranks=ranks, folder=tmp_path)
     assert world.codes == [1] * ranks and "sample 37 is damaged" in world.output, world.output
     assert load_file(tmp_path / "run" / "final" / "model.safetensors")

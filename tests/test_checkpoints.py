@@ -59,7 +59,10 @@ def everything(model, optimizer) -> dict[str, torch.Tensor]:
     from oneloop.checkpoint.state_dict import model_tensors
 
     found = model_tensors(model) | optimizer_tensors(model, optimizer)
-    return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone() for name, t in found.items()}
+    return {
+        name: (t.full_tensor() if hasattr(t, "full_tensor") else t).clone()
+        for name, t in found.items()
+    }
 
 
 def saved(root: str, make: str, sync: bool) -> dict[str, torch.Tensor]:
@@ -95,13 +98,20 @@ LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp"), (3, "fsdp2")]
 @pytest.mark.parametrize("sync", [False, True])
 def test_any_world_loads_what_any_other_wrote(tmp_path, ranks, config, sync):
     expected = run(saved, str(tmp_path), "adamw", sync, ranks=ranks, config=config).ok()[0]
-    assert [path.name for path in Store(tmp_path).sealed()] == ["step-00000001", "step-00000002"]  # the newest two
+    assert [path.name for path in Store(tmp_path).sealed()] == [
+        "step-00000001",
+        "step-00000002",
+    ]  # the newest two
     losses = []
     for other_ranks, other in LAYOUTS if sync else LAYOUTS[:3]:
-        for found, number, loss in run(loaded, str(tmp_path), "adamw", ranks=other_ranks, config=other).ok():
+        for found, number, loss in run(
+            loaded, str(tmp_path), "adamw", ranks=other_ranks, config=other
+        ).ok():
             assert number == 2 and found.keys() == expected.keys()
             for name in expected:
-                assert found[name].dtype == expected[name].dtype and torch.equal(found[name], expected[name]), name
+                assert found[name].dtype == expected[name].dtype and torch.equal(
+                    found[name], expected[name]
+                ), name
             losses.append(loss)
     assert max(losses) - min(losses) < 1e-5  # the next step is the same, too
 
@@ -119,9 +129,15 @@ def test_the_files_are_plain_safetensors(tmp_path):
 
     expected = run(saved, str(tmp_path), "adamw", False).ok()[0]
     newest = Store(tmp_path).sealed()[-1]
-    assert {path.name for path in newest.iterdir()} == {"MANIFEST.json", "rank-00000.safetensors", "state.json"}
+    assert {path.name for path in newest.iterdir()} == {
+        "MANIFEST.json",
+        "rank-00000.safetensors",
+        "state.json",
+    }
     weights = load_file(newest / "rank-00000.safetensors")
-    assert all(torch.equal(weights[name], expected[name]) for name in expected if expected[name].numel())
+    assert all(
+        torch.equal(weights[name], expected[name]) for name in expected if expected[name].numel()
+    )
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
@@ -132,7 +148,10 @@ def fill(store: Store, step: int, count: int = 3) -> Path:
 
     draft = store.draft(step)
     generator = random.Random(step)
-    files = {f"{n}.bin": write_file(draft / f"{n}.bin", generator.randbytes(1000 + n)) for n in range(count)}
+    files = {
+        f"{n}.bin": write_file(draft / f"{n}.bin", generator.randbytes(1000 + n))
+        for n in range(count)
+    }
     return store.seal(draft, step, files, {})
 
 
@@ -143,7 +162,9 @@ def damage(folder: Path, chance: random.Random) -> str:
     content = file.read_bytes()
     if kind == "flip":
         at = chance.randrange(len(content) * 8)
-        file.write_bytes(content[: at // 8] + bytes([content[at // 8] ^ (1 << at % 8)]) + content[at // 8 + 1 :])
+        file.write_bytes(
+            content[: at // 8] + bytes([content[at // 8] ^ (1 << at % 8)]) + content[at // 8 + 1 :]
+        )
     elif kind == "truncate":
         file.write_bytes(content[: chance.randrange(len(content))])
     elif kind == "remove":
@@ -240,7 +261,9 @@ def with_a_failing_save(root: str, sync: bool, rank: int):
             writing = 0 if sync else checkpoints.saving._process._process.pid
             soft = 400 if number == 1 else resource.RLIM_INFINITY
             resource.prlimit(writing, resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
-        reported.append(checkpoints.save(number, model, optimizer, {"number": number}, keep=Keep(newest=9)))
+        reported.append(
+            checkpoints.save(number, model, optimizer, {"number": number}, keep=Keep(newest=9))
+        )
     reported.append(checkpoints.finish())
     checkpoints.close()
     return [problem is not None for problem in reported]

@@ -61,15 +61,24 @@ def off(found, expected):
 def test_total_gradients_each_and_right_are_those_of_all_logits(entries, change, with_bias):
     inputs, target = tensors()
     inputs = inputs if with_bias else inputs[:2]
-    target[1] = F.linear(*(tensor.detach() for tensor in inputs))[1].argmax()  # so that at least one is right
+    target[1] = F.linear(*(tensor.detach() for tensor in inputs))[
+        1
+    ].argmax()  # so that at least one is right
     bias = inputs[2] if with_bias else None
     expected = plain(*inputs[:2], bias, target, change)
     found = chunked_cross_entropy(*inputs[:2], target, bias=bias, change=change, entries=entries)
-    assert abs(found.total - expected.total) <= 1e-12 * expected.total and found.total.dtype == torch.float64
+    assert (
+        abs(found.total - expected.total) <= 1e-12 * expected.total
+        and found.total.dtype == torch.float64
+    )
     for mine, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert off(mine, theirs) <= 1e-12
     assert off(found.each, expected.each) <= 1e-12 and not found.each.requires_grad
-    assert torch.equal(found.right, expected.right) and found.right.any() and found.right.dtype == torch.bool
+    assert (
+        torch.equal(found.right, expected.right)
+        and found.right.any()
+        and found.right.dtype == torch.bool
+    )
     assert (found.each[target == -100] == 0).all() and not found.right[target == -100].any()
 
 
@@ -78,7 +87,10 @@ def test_float32_is_as_exact_as_its_numbers(entries):
     inputs, target = tensors(torch.float32)
     expected = plain(*(tensor.detach().double().requires_grad_() for tensor in inputs), target)
     found = chunked_cross_entropy(*inputs[:2], target, bias=inputs[2], entries=entries)
-    assert found.total.dtype == torch.float32 and abs(found.total.double() - expected.total) <= 1e-6 * expected.total
+    assert (
+        found.total.dtype == torch.float32
+        and abs(found.total.double() - expected.total) <= 1e-6 * expected.total
+    )
     close = gradients(plain(*inputs, target), inputs)
     for mine, theirs in zip(gradients(found, inputs), close, strict=True):
         assert mine.dtype == torch.float32 and off(mine, theirs) <= 5e-6
@@ -95,18 +107,26 @@ def test_half_precision_is_no_further_off_than_float32_softmax_of_half_logits(au
         found = chunked_cross_entropy(*inputs[:2], target, bias=inputs[2], entries=entries)
         close = plain(*inputs, target)
     assert found.total.dtype == torch.float32
-    distance, theirs = (abs(total.double() - expected.total) for total in (found.total, close.total))
+    distance, theirs = (
+        abs(total.double() - expected.total) for total in (found.total, close.total)
+    )
     assert 0 < distance <= theirs + 1e-6 * expected.total
     true = gradients(expected, exact)
-    for given, mine, other, exactly in zip(inputs, gradients(found, inputs), gradients(close, inputs), true):
-        assert mine.dtype == given.dtype and off(mine, exactly) <= max(2 * off(other, exactly), 2**-8)
+    for given, mine, other, exactly in zip(
+        inputs, gradients(found, inputs), gradients(close, inputs), true
+    ):
+        assert mine.dtype == given.dtype and off(mine, exactly) <= max(
+            2 * off(other, exactly), 2**-8
+        )
 
 
 def test_gradients_of_a_half_weight_are_summed_in_float32():
     tokens = 2048
     hidden = torch.ones(tokens, WIDTH, dtype=torch.bfloat16)
     weight = torch.zeros(2, WIDTH, dtype=torch.bfloat16, requires_grad=True)
-    total = chunked_cross_entropy(hidden, weight, torch.zeros(tokens, dtype=torch.int64), entries=2).total
+    total = chunked_cross_entropy(
+        hidden, weight, torch.zeros(tokens, dtype=torch.int64), entries=2
+    ).total
     total.backward()  # 2,048 halves: bfloat16 sums would stop at 128
     assert weight.grad[1, 0] == tokens / 2 and weight.grad[0, 0] == -tokens / 2
 
@@ -119,7 +139,9 @@ def test_only_what_needs_a_gradient_gets_one(which):
     asked = [inputs[number] for number in which]
     found = chunked_cross_entropy(*inputs[:2], target, bias=inputs[2], entries=RAGGED)
     found.total.backward()
-    for tensor, theirs in zip(asked, torch.autograd.grad(plain(*inputs, target).total, asked), strict=True):
+    for tensor, theirs in zip(
+        asked, torch.autograd.grad(plain(*inputs, target).total, asked), strict=True
+    ):
         assert off(tensor.grad, theirs) <= 1e-12
     assert all(tensor.grad is None for number, tensor in enumerate(inputs) if number not in which)
 
@@ -134,7 +156,9 @@ class Sizes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         given = func(*args, **(kwargs or {}))
         self.products += "mm" in str(func)
-        self.largest = max([self.largest, *(leaf.numel() for leaf in tree_leaves(given) if torch.is_tensor(leaf))])
+        self.largest = max(
+            [self.largest, *(leaf.numel() for leaf in tree_leaves(given) if torch.is_tensor(leaf))]
+        )
         return given
 
 
@@ -142,7 +166,9 @@ class Sizes(TorchDispatchMode):
 def test_the_logits_of_all_tokens_never_exist(dtype):
     inputs, target = tensors(dtype, tokens=512)
     with Sizes() as sizes:
-        chunked_cross_entropy(*inputs[:2], target, bias=inputs[2], entries=32 * VOCABULARY).total.backward()
+        chunked_cross_entropy(
+            *inputs[:2], target, bias=inputs[2], entries=32 * VOCABULARY
+        ).total.backward()
     assert sizes.largest == max(32 * VOCABULARY, 512 * WIDTH)
     with Sizes() as sizes:
         plain(*inputs, target).total.backward()
@@ -160,7 +186,9 @@ def test_without_gradients_nothing_is_computed_for_them():
 @pytest.mark.parametrize("entries", [ONE, RAGGED])
 def test_no_target_counts_or_there_is_none(entries):
     inputs, target = tensors()
-    found = chunked_cross_entropy(*inputs[:2], torch.full_like(target, -100), bias=inputs[2], entries=entries)
+    found = chunked_cross_entropy(
+        *inputs[:2], torch.full_like(target, -100), bias=inputs[2], entries=entries
+    )
     assert found.total == 0 and not found.right.any() and not found.each.any()
     assert all(not gradient.any() for gradient in gradients(found, inputs))
     found = chunked_cross_entropy(inputs[0][:0], inputs[1], target[:0], entries=entries)
@@ -186,7 +214,11 @@ def test_what_is_not_finite_reaches_the_total_and_the_gradients(bad):
     with torch.no_grad():
         inputs[0][30, 2] = bad
     found = chunked_cross_entropy(*inputs[:2], target, entries=RAGGED)
-    assert found.total.isnan() and found.each.isnan().sum() == 1 and gradients(found, inputs[1:2])[0].isnan().any()
+    assert (
+        found.total.isnan()
+        and found.each.isnan().sum() == 1
+        and gradients(found, inputs[1:2])[0].isnan().any()
+    )
 
 
 def test_a_tied_weight_gets_both_gradients():
@@ -209,7 +241,9 @@ def test_in_one_compiled_graph():
     inputs, target = tensors()
 
     def act(hidden, weight, bias):
-        return chunked_cross_entropy(hidden, weight, target, bias=bias, change=capped, entries=13 * VOCABULARY)
+        return chunked_cross_entropy(
+            hidden, weight, target, bias=bias, change=capped, entries=13 * VOCABULARY
+        )
 
     found, expected = torch.compile(act, fullgraph=True, backend="aot_eager")(*inputs), act(*inputs)
     assert off(found.each, expected.each) <= 1e-12 and torch.equal(found.right, expected.right)
@@ -218,9 +252,20 @@ def test_in_one_compiled_graph():
 
 
 SHAPE = {"vocab_size": 120, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-LLAMA = SHAPE | {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
+LLAMA = SHAPE | {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+}
 LLAMA |= {"num_key_value_heads": 2, "head_dim": 8}
-MAMBA = {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_d_state": 4, "mamba_n_groups": 1}
+MAMBA = {
+    "mamba_d_ssm": 16,
+    "mamba_n_heads": 2,
+    "mamba_d_head": 8,
+    "mamba_d_state": 4,
+    "mamba_n_groups": 1,
+}
 MODELS = {
     "GPT2": SHAPE | {"n_embd": 16, "n_layer": 1, "n_head": 2},
     "Llama": LLAMA,
@@ -257,7 +302,9 @@ def test_models_give_what_their_own_logits_give(name, tied):
     weights = list(model.parameters())
     logits = model(input_ids=tokens, use_cache=False).logits
     target[1, 2] = logits[1, 2].argmax()
-    expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=-100)
+    expected = F.cross_entropy(
+        logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=-100
+    )
     slopes = torch.autograd.grad(expected.sum(), weights, allow_unused=True)
     model.train()
     without_logits(model)
@@ -281,7 +328,10 @@ def test_half_models_are_taken_and_their_modes_kept():
         model.base_model.eval()
         without_logits(model)
         assert model.training and not model.base_model.training
-        losses = model(input_ids=torch.ones(1, 4, dtype=torch.int64), target=torch.ones(1, 4, dtype=torch.int64))
+        losses = model(
+            input_ids=torch.ones(1, 4, dtype=torch.int64),
+            target=torch.ones(1, 4, dtype=torch.int64),
+        )
         assert losses.total.dtype == torch.float32 and losses.total.isfinite()
 
 
@@ -303,17 +353,29 @@ def test_losses_are_a_plain_tuple():
 def test_models_that_come_to_their_logits_in_another_way_are_rejected():
     import transformers
 
-    bert = {key: value for key, value in LLAMA.items() if key not in ("head_dim", "num_key_value_heads")}
+    bert = {
+        key: value for key, value in LLAMA.items() if key not in ("head_dim", "num_key_value_heads")
+    }
     with pytest.raises(ValueError, match="BertLMHeadModel differ from its output layer's"):
-        without_logits(transformers.BertLMHeadModel(transformers.BertConfig(**bert, is_decoder=True)))
+        without_logits(
+            transformers.BertLMHeadModel(transformers.BertConfig(**bert, is_decoder=True))
+        )
     with pytest.raises(ValueError, match="needs a linear output layer, and GPT2Model has none"):
         without_logits(transformers.GPT2Model(transformers.GPT2Config(**MODELS["GPT2"])))
 
-    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    latent = {
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 8,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 8,
+    }
     with pytest.raises(
         ValueError, match="MiniCPM3ForCausalLM differ from its output layer's"
     ):  # scales before its output layer
-        without_logits(transformers.MiniCPM3ForCausalLM(transformers.MiniCPM3Config(**LLAMA | latent)))
+        without_logits(
+            transformers.MiniCPM3ForCausalLM(transformers.MiniCPM3Config(**LLAMA | latent))
+        )
 
     class Capped(transformers.LlamaForCausalLM):
         def forward(self, *args, **kwargs):
@@ -346,5 +408,7 @@ def test_models_that_come_to_their_logits_in_another_way_are_rejected():
 
 def test_float16_is_rejected():
     hidden, weight = torch.randn(3, 4, dtype=torch.float16), torch.randn(5, 4, dtype=torch.float16)
-    with pytest.raises(ValueError, match="does not work in fp16: small gradients of the logits underflow"):
+    with pytest.raises(
+        ValueError, match="does not work in fp16: small gradients of the logits underflow"
+    ):
         chunked_cross_entropy(hidden, weight, torch.tensor([0, 1, 2]))

@@ -20,7 +20,9 @@ from worlds import run, train
 def gpt(tmp_path):
     (tmp_path / "texts").mkdir()
     for number in range(60):
-        (tmp_path / "texts" / f"{number}.txt").write_text(f"text {number}: " + "the cat sat on the mat. " * 9)
+        (tmp_path / "texts" / f"{number}.txt").write_text(
+            f"text {number}: " + "the cat sat on the mat. " * 9
+        )
     words = [
         "gpt",
         "--task.data",
@@ -65,12 +67,19 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
 
     to = gpt.parent / "out"
     assert main(["export", str(gpt), "--to", str(to)]) == 0
-    final, exported = load_file(gpt / "final" / "model.safetensors"), load_file(to / "model.safetensors")
-    assert final.keys() == exported.keys() and all(torch.equal(final[name], exported[name]) for name in final)
+    final, exported = (
+        load_file(gpt / "final" / "model.safetensors"),
+        load_file(to / "model.safetensors"),
+    )
+    assert final.keys() == exported.keys() and all(
+        torch.equal(final[name], exported[name]) for name in final
+    )
     assert not any(part in name for name in exported for part in ("module.", "_orig_mod."))
     assert GPT2LMHeadModel.from_pretrained(to).config.n_layer == 2
     assert main(["export", str(gpt), "--to", str(to), "--checkpoint", "4"]) == 0
-    assert not all(torch.equal(final[name], one) for name, one in load_file(to / "model.safetensors").items())
+    assert not all(
+        torch.equal(final[name], one) for name, one in load_file(to / "model.safetensors").items()
+    )
     assert main(["export", str(gpt), "--to", str(to), "--checkpoint=best"]) == 0
     capsys.readouterr()
     for words, expected_text in (
@@ -86,7 +95,10 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
     newest = ["export", str(gpt), "--to", str(to), "--checkpoint", "newest"]
     assert main(newest) == 2 and "is damaged" in capsys.readouterr().err
     (gpt / "final" / "model.safetensors").write_bytes(b"")
-    assert main(["export", str(gpt), "--to", str(to)]) == 2 and "final is damaged" in capsys.readouterr().err
+    assert (
+        main(["export", str(gpt), "--to", str(to)]) == 2
+        and "final is damaged" in capsys.readouterr().err
+    )
 
 
 def test_nothing_is_unpickled_in_an_export(gpt):
@@ -94,7 +106,9 @@ def test_nothing_is_unpickled_in_an_export(gpt):
         "import sys; sys.addaudithook(lambda event, _: event.startswith('pickle.find_class') and print('UNPICKLED'));"
         f"from oneloop.cli import main; sys.exit(main(['export', {str(gpt)!r}, '--to', {str(gpt.parent / 'o')!r}]))"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0 and "UNPICKLED" not in ended.stdout, ended.stderr
 
 
@@ -107,7 +121,10 @@ def test_each_command_has_a_help_page(capsys):
         assert pages[name].startswith(f"usage: oneloop {name}") and f"\n  {name} " in overview
     assert len(set(pages.values())) == len(pages) and "ddp" in pages["launch"]
     assert main([]) == 2 and main(["lunch"]) == 2
-    assert "unknown command 'lunch'; known: new, launch, doctor, plan, verify, check" in capsys.readouterr().err
+    assert (
+        "unknown command 'lunch'; known: new, launch, doctor, plan, verify, check"
+        in capsys.readouterr().err
+    )
 
 
 @pytest.mark.parametrize("recipe", ["digits", "gpt", "sft", "snippets"])
@@ -116,4 +133,8 @@ def test_help_shows_types_in_words_and_no_twins(recipe, capsys):
         read([recipe, "--help"])
     shown = capsys.readouterr().out
     assert "--duration DURATION " in shown and "--batch.micro INT|{auto,fastest}|null" in shown
-    assert not [line for line in shown.splitlines() if re.search(r"Union|Optional|Literal|<class|--[a-z_.]+\+", line)]
+    assert not [
+        line
+        for line in shown.splitlines()
+        if re.search(r"Union|Optional|Literal|<class|--[a-z_.]+\+", line)
+    ]

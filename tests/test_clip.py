@@ -25,7 +25,9 @@ def test_the_norm_is_torchs_to_the_bit():
     several = [torch.nn.Parameter(torch.randn(size)) for size in (3, 40, 500)]
     for parameter in several:
         parameter.grad = torch.randn_like(parameter)
-    assert torch.equal(global_norm(several), torch.nn.utils.get_total_norm([p.grad for p in several]))
+    assert torch.equal(
+        global_norm(several), torch.nn.utils.get_total_norm([p.grad for p in several])
+    )
     mixed = [*several, torch.nn.Parameter(torch.randn(7, dtype=torch.float64))]
     mixed[-1].grad = torch.randn_like(mixed[-1])
     assert torch.equal(global_norm(mixed), torch.nn.utils.get_total_norm([p.grad for p in mixed]))

@@ -17,13 +17,25 @@ PROGRAM = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], '
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_one_process_gets_the_variables_that_accelerate_sets(tmp_path, precision):
     (tmp_path / "program.py").write_text(PROGRAM)
-    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--mixed_precision", precision]
+    accelerate = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.accelerate_cli",
+        "launch",
+        "--mixed_precision",
+        precision,
+    ]
     own = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     words = [*accelerate, "--config_file", config_file("single"), "program.py", "found.json"]
     subprocess.run(words, check=True, cwd=tmp_path, env=own, capture_output=True)
     found = json.loads((tmp_path / "found.json").read_text())
     added = {key: value for key, value in found.items() if own.get(key) != value}
-    set_by_imports = {"TORCHINDUCTOR_CACHE_DIR", "LC_CTYPE", "KMP_DUPLICATE_LIB_OK", "KMP_INIT_AT_FORK"}
+    set_by_imports = {
+        "TORCHINDUCTOR_CACHE_DIR",
+        "LC_CTYPE",
+        "KMP_DUPLICATE_LIB_OK",
+        "KMP_INIT_AT_FORK",
+    }
     ours = _of_one_process({"config_file": "single", "mixed_precision": precision})
     assert ours == {key: value for key, value in added.items() if key not in set_by_imports} | {
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")
@@ -36,7 +48,13 @@ def test_only_plain_settings_of_one_process_do_without_accelerate(tmp_path):
     assert not _of_one_process({"config_file": "single", "num_processes": "2"})
     assert not _of_one_process({"config_file": "ddp"}) and not _of_one_process({})
     assert not _of_one_process({"config_file": "single", "mixed_precision": "fp8"})
-    for line in ("dynamo_config: {dynamo_backend: INDUCTOR}", "use_cpu: true", "gpu_ids: '1'", "debug: true", "- a"):
+    for line in (
+        "dynamo_config: {dynamo_backend: INDUCTOR}",
+        "use_cpu: true",
+        "gpu_ids: '1'",
+        "debug: true",
+        "- a",
+    ):
         file = tmp_path / "own.yaml"
         file.write_text(f"distributed_type: 'NO'\n{line}\n")
         assert not _of_one_process({"config_file": str(file)})

@@ -38,7 +38,16 @@ def losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in lines if "train/loss" in line]
 
 
-def pair(tmp_path: Path, words: list[str], scope: str, *, ranks: int, config: str, steps: int, compiled=()) -> None:
+def pair(
+    tmp_path: Path,
+    words: list[str],
+    scope: str,
+    *,
+    ranks: int,
+    config: str,
+    steps: int,
+    compiled=(),
+) -> None:
     """Train without and with compile: the losses and the tensor names must be the same."""
     common = [
         *words,
@@ -69,7 +78,10 @@ def pair(tmp_path: Path, words: list[str], scope: str, *, ranks: int, config: st
             timeout=280,
         ).ok()
     plain, found = (losses(tmp_path / f"{config}-{name}") for name in ("plain", "compiled"))
-    assert len(plain) == steps and max(abs(a - b) / a for a, b in zip(plain, found, strict=True)) < 1e-5
+    assert (
+        len(plain) == steps
+        and max(abs(a - b) / a for a, b in zip(plain, found, strict=True)) < 1e-5
+    )
     names = [
         load_file(tmp_path / f"{config}-{name}" / "final" / "model.safetensors").keys()
         for name in ("plain", "compiled")
@@ -86,7 +98,9 @@ def test_names_and_gradients_stay():
         assert compile_(model, "regional", backend="aot_eager") == 12
         found, _ = gradients(model)
         assert list(model.state_dict()) == names
-        assert all(torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, expected, strict=True)), mode
+        assert all(
+            torch.allclose(a, b, rtol=1e-5, atol=1e-7) for a, b in zip(found, expected, strict=True)
+        ), mode
 
 
 def test_samples_of_many_lengths_compile_once_more():
@@ -111,7 +125,10 @@ def test_what_cannot_be_compiled_is_an_error():
     compile_(model, "whole", backend="eager")
     with pytest.raises(Exception, match="graph|Unsupported|break"):
         model(torch.randn(2, 4, 32))
-    with pytest.raises(ValueError, match="compile regional: Linear has no repeated blocks; set machine.compile whole"):
+    with pytest.raises(
+        ValueError,
+        match="compile regional: Linear has no repeated blocks; set machine.compile whole",
+    ):
         compile_(nn.Linear(2, 2), "regional")
     with pytest.raises(ValueError, match="set regional"):
         compile_(Transformer(), "whole", sharded=True)
@@ -121,7 +138,15 @@ def test_what_cannot_be_compiled_is_an_error():
 
 @pytest.mark.slow
 def test_a_compiled_run_under_fsdp2_has_the_same_losses(tmp_path):
-    pair(tmp_path, GPT, "regional", ranks=2, config="fsdp2", steps=4, compiled=["--machine.recompute", "full"])
+    pair(
+        tmp_path,
+        GPT,
+        "regional",
+        ranks=2,
+        config="fsdp2",
+        steps=4,
+        compiled=["--machine.recompute", "full"],
+    )
 
 
 @pytest.mark.slow
@@ -137,4 +162,12 @@ def test_the_same_losses_over_40_steps(tmp_path, words, scope, ranks, config):
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "fsdp2")])
 @pytest.mark.parametrize("mode", ["full", "every:2", "selective", "budget:0.5"])
 def test_every_way_to_recompute_compiles(tmp_path, mode, ranks, config):
-    pair(tmp_path, GPT, "regional", ranks=ranks, config=config, steps=6, compiled=["--machine.recompute", mode])
+    pair(
+        tmp_path,
+        GPT,
+        "regional",
+        ranks=ranks,
+        config=config,
+        steps=6,
+        compiled=["--machine.recompute", mode],
+    )

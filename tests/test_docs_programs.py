@@ -33,7 +33,10 @@ def test_order_and_groups(tmp_path):
 
 def test_average_and_checkpoints_are_saved_and_resumed(tmp_path):
     """A run that is stopped at step 20 and resumed equals a run without a stop."""
-    first, second = on_two(tmp_path, "checkpoints.py", "averaged"), on_two(tmp_path, "checkpoints.py", "averaged")
+    first, second = (
+        on_two(tmp_path, "checkpoints.py", "averaged"),
+        on_two(tmp_path, "checkpoints.py", "averaged"),
+    )
     first.ok()
     (stopped,), _ = second.ok()
     assert "resuming from" not in first.output and "step 40" in second.output
@@ -60,7 +63,9 @@ def _connected(cpu: bool) -> int:
     from torch import distributed
 
     accelerator = Accelerator(cpu=cpu)
-    if distributed.is_initialized():  # rank 0 hosts the store: keep it until all ranks are connected
+    if (
+        distributed.is_initialized()
+    ):  # rank 0 hosts the store: keep it until all ranks are connected
         distributed.barrier()
     return accelerator.num_processes
 
@@ -76,23 +81,37 @@ def test_what_a_plain_script_needs_without_a_gpu(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks"), [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
+    ("config", "ranks"),
+    [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)],
 )
 def test_two_losses_one_of_them_warmed_up(tmp_path, config, ranks):
     name = "autoencoder.py"
     (tmp_path / name).write_text(blocks("tutorials/own-loss.md", "python")[name])
     page = (ROOT / "docs" / "tutorials" / "own-loss.md").read_text()
-    typed = next(line for line in page.splitlines() if line.startswith("oneloop") and f"{name}:" in line)
+    typed = next(
+        line for line in page.splitlines() if line.startswith("oneloop") and f"{name}:" in line
+    )
     words = [*typed.split()[4:], "--run.dir", "run", "--track", "none", "--log.every", "1"]
     run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
     ended = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert ended["best"]["metric"] == "eval/error" and ended["eval/error"] < 2.5 and ended["eval/size"] > 0
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert (
+        ended["best"]["metric"] == "eval/error"
+        and ended["eval/error"] < 2.5
+        and ended["eval/size"] > 0
+    )
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     betas = [line["train/beta"] for line in lines if "train/beta" in line]
     total = ended["step"]
-    assert betas == pytest.approx([0.1 * min(1.0, step / total / 0.3) for step in range(total)], rel=1e-5)
+    assert betas == pytest.approx(
+        [0.1 * min(1.0, step / total / 0.3) for step in range(total)], rel=1e-5
+    )
     shown = json.loads((tmp_path / "run" / "examples.json").read_text())["samples"]
-    assert all(one["image"].startswith("data:image/png") and one["text"] == "image, prediction" for one in shown)
+    assert all(
+        one["image"].startswith("data:image/png") and one["text"] == "image, prediction"
+        for one in shown
+    )
 
 
 MOVING = {
@@ -108,7 +127,9 @@ def reviews(folder: Path) -> None:
     (folder / "reviews").mkdir()
     made = [{"body": row["text"], "stars": row["label"]} for row in rows(240)]
     for part, own in (("train", made[:200]), ("validation", made[200:])):
-        (folder / "reviews" / f"{part}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
+        (folder / "reviews" / f"{part}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in own)
+        )
 
 
 @pytest.mark.parametrize("page", MOVING)
@@ -119,10 +140,14 @@ def test_both_sides_lose_the_same(tmp_path, page):
             (tmp_path / name).write_text(text)
     if page == "how-to/from-trainer.md":
         reviews(tmp_path)
-    (theirs,), *_ = run(program, "before.py", "losses", ranks=ranks, config=config, folder=tmp_path).ok()
+    (theirs,), *_ = run(
+        program, "before.py", "losses", ranks=ranks, config=config, folder=tmp_path
+    ).ok()
     common = ["after.yaml", *words, "--log.every", "1", "--track", "none", "--run.dir", "check"]
     run(train, common, ranks=ranks, config=config, folder=tmp_path).ok()
-    lines = [json.loads(line) for line in (tmp_path / "check" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "check" / "metrics.jsonl").read_text().splitlines()
+    ]
     ours = [line["train/loss"] for line in lines if "train/loss" in line]
     assert len(ours) == len(theirs) == 40 and ours[-1] < 0.9 * ours[0], (ours[0], ours[-1])
     worst = max(abs(a - b) for a, b in zip(ours, theirs, strict=True))

@@ -17,7 +17,10 @@ import lab
 from oneloop.cli import main
 from oneloop.launch.node_checks import gpu_problems, local_problems, xid_errors
 
-SMALL = shutil.disk_usage("/dev/shm").free < 512 << 20 or resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1024
+SMALL = (
+    shutil.disk_usage("/dev/shm").free < 512 << 20
+    or resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1024
+)
 healthy = pytest.mark.skipif(SMALL, reason="this machine has a small /dev/shm, or few open files")
 
 
@@ -57,7 +60,9 @@ def test_two_hosts_with_different_versions(tmp_path):
         (line,) = [line for _, line in node.lines if line.startswith("problem")][:-1]
         assert "accelerate is" in line and "0.0.1 on" in line and "use the same version" in line
         assert node.lines[-1][1] == "problems: 1" and "links: 2 ranks" in node.output
-    assert Path(os.devnull).is_char_device() and {file.name for file in tmp_path.iterdir()} == {"other"}  # nothing else
+    assert Path(os.devnull).is_char_device() and {file.name for file in tmp_path.iterdir()} == {
+        "other"
+    }  # nothing else
 
 
 @pytest.mark.slow
@@ -83,11 +88,11 @@ def test_bad_input(words, message, tmp_path, monkeypatch, capsys):
 
 
 def test_what_nvidia_reports():
-    table = "0, 0, No, Not Active\n1, 3, No, Not Active\n2, 0, Yes, Active\n3, [N/A], [N/A], [N/A]\n"
-    assert [problem[:5] for problem in gpu_problems(table)] == ["GPU 1", "GPU 2", "GPU 2"]
-    log = (
-        "[1.0] NVRM: Xid (PCI:0000:65:00): 31, pid=7\n[2.0] usb 1-1: new\n[3.0] NVRM: Xid (PCI:0000:65:00): 79, lost\n"
+    table = (
+        "0, 0, No, Not Active\n1, 3, No, Not Active\n2, 0, Yes, Active\n3, [N/A], [N/A], [N/A]\n"
     )
+    assert [problem[:5] for problem in gpu_problems(table)] == ["GPU 1", "GPU 2", "GPU 2"]
+    log = "[1.0] NVRM: Xid (PCI:0000:65:00): 31, pid=7\n[2.0] usb 1-1: new\n[3.0] NVRM: Xid (PCI:0000:65:00): 79, lost\n"
     (problem,) = xid_errors(log)
     assert "Xid 79, lost for PCI:0000:65:00" in problem
 
@@ -95,13 +100,18 @@ def test_what_nvidia_reports():
 @pytest.mark.parametrize("folder", ["file", "file/inside"])
 def test_a_run_folder_that_is_a_file(folder, tmp_path):
     (tmp_path / "file").touch()
-    assert any("file is a file; choose another run.dir" in problem for problem in local_problems(tmp_path / folder))
+    assert any(
+        "file is a file; choose another run.dir" in problem
+        for problem in local_problems(tmp_path / folder)
+    )
     list(local_problems(tmp_path / ("x" * 300)))  # a name that is too long raises nothing
 
 
 def test_an_interrupted_doctor_leaves_nothing(tmp_path):
     """The second host never comes. A stop signal ends the first at once, with its file."""
-    node = _doctor(f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} digits --run.dir run", tmp_path)
+    node = _doctor(
+        f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} digits --run.dir run", tmp_path
+    )
     lab.until_true(lambda: list(tmp_path.glob(".oneloop-*")))
     node.process.send_signal(signal.SIGINT)
     assert node.ended(20) == 130 and "Traceback" not in node.output, node.output
@@ -111,13 +121,25 @@ def test_an_interrupted_doctor_leaves_nothing(tmp_path):
 # --- two hosts, with root -----------------------------------------------------------------------------------------
 
 FAULTS = {  # what is changed on the second host, and what is reported
-    "127.0.1.1": ("mount --bind hosts /etc/hosts", "resolves to 127.0.1.1, which no other node can reach; export GLOO"),
-    "full disk": ("mount -t tmpfs -o size=512k none run", "cannot be written, flushed or renamed in: No space left"),
+    "127.0.1.1": (
+        "mount --bind hosts /etc/hosts",
+        "resolves to 127.0.1.1, which no other node can reach; export GLOO",
+    ),
+    "full disk": (
+        "mount -t tmpfs -o size=512k none run",
+        "cannot be written, flushed or renamed in: No space left",
+    ),
     "two run folders": ("mount -t tmpfs -o size=2g none run", "put run.dir on shared storage"),
-    "small /dev/shm": ("mount -t tmpfs -o size=16m none /dev/shm", "/dev/shm has 16 MiB free; data workers"),
+    "small /dev/shm": (
+        "mount -t tmpfs -o size=16m none /dev/shm",
+        "/dev/shm has 16 MiB free; data workers",
+    ),
     "another version": ("", "0.0.1 on h2"),
     "closed port": ("tcp dport 29400 drop", "check the address and the firewall"),
-    "closed ports": ("tcp dport != 29400 ct state new drop", "open all TCP ports between the hosts"),
+    "closed ports": (
+        "tcp dport != 29400 ct state new drop",
+        "open all TCP ports between the hosts",
+    ),
     "none": ("", "no problem"),
 }
 

@@ -51,11 +51,16 @@ def test_is_time_at_every_nth_step_and_the_last():
     assert [step for step in range(1, 12) if is_time(step, 0, 11)] == [11]
 
 
-@pytest.mark.parametrize(("text", "expected"), [("90s", 90), ("20min", 1200), ("3.5h", 12600), ("2d", 172800)])
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90s", 90), ("20min", 1200), ("3.5h", 12600), ("2d", 172800)]
+)
 def test_a_time_is_for_saves_only(text, expected):
     assert (Duration(text).amount, Duration(text).unit) == (expected, "seconds")
     assert recipe("digits", save={"every": text}).save.every == Duration(text)
-    with pytest.raises(ValueError, match=f"eval.every '{text}' is a time, which only save.every and stop.after accept"):
+    with pytest.raises(
+        ValueError,
+        match=f"eval.every '{text}' is a time, which only save.every and stop.after accept",
+    ):
         Duration(text).steps(SCALE, key="eval.every")
     with pytest.raises(BadInput, match=r"stop.after '5x' is not a time"):
         recipe("digits", stop={"after": "5x"})

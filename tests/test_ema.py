@@ -60,13 +60,17 @@ def closed_form(weights: list[torch.Tensor], keep) -> torch.Tensor:
 )
 def test_200_updates_are_the_closed_form(kind, keep):
     weights = walk(200)
-    assert (averaged(weights, **kind) - closed_form(weights, keep)).abs().max() / weights[-1].abs().max() < 1e-6
+    assert (averaged(weights, **kind) - closed_form(weights, keep)).abs().max() / weights[
+        -1
+    ].abs().max() < 1e-6
 
 
 def test_every_keeps_the_half_life():
     weights = walk(200)
     rare = averaged(weights, half_life=400.0, ramp=0.0, every=5)
-    assert torch.allclose(rare.double(), closed_form(weights[::5], lambda n: 0.5 ** (80 / 400)), rtol=1e-5)
+    assert torch.allclose(
+        rare.double(), closed_form(weights[::5], lambda n: 0.5 ** (80 / 400)), rtol=1e-5
+    )
 
 
 def test_the_shadow_of_half_precision_keeps_its_bits():
@@ -106,7 +110,10 @@ class Uneven(nn.Module):
 
 def given_weights(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {name: torch.randn(p.shape, generator=generator) for name, p in sorted(Uneven().named_parameters())}
+    return {
+        name: torch.randn(p.shape, generator=generator)
+        for name, p in sorted(Uneven().named_parameters())
+    }
 
 
 def on_given_weights() -> dict:
@@ -135,7 +142,11 @@ def on_given_weights() -> dict:
         for step in range(1, 6):
             put(step) if step == 5 else None
             ema.update(32)
-    sent = [event.name for event in profiled.events() if event.name.startswith("c10d") and "scatter" not in event.name]
+    sent = [
+        event.name
+        for event in profiled.events()
+        if event.name.startswith("c10d") and "scatter" not in event.name
+    ]
     x = torch.linspace(-1, 1, 15).view(3, 5)
     model.eval()
     with torch.no_grad():
@@ -143,7 +154,9 @@ def on_given_weights() -> dict:
         with ema.swapped():
             inside = model(x)
         after = model(x)
-    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in ema.tensors().items()}
+    whole = {
+        name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in ema.tensors().items()
+    }
     return {
         "ema": {n: t.tolist() for n, t in whole.items()},
         "sent": sent,
@@ -155,12 +168,20 @@ def on_given_weights() -> dict:
 
 def test_the_same_bits_under_every_strategy_and_nothing_sent():
     single = run(on_given_weights).ok()[0]
-    found = [single, *run(on_given_weights, ranks=2).ok(), *run(on_given_weights, ranks=2, config="fsdp2").ok()]
+    found = [
+        single,
+        *run(on_given_weights, ranks=2).ok(),
+        *run(on_given_weights, ranks=2, config="fsdp2").ok(),
+    ]
     assert all(one["ema"] == single["ema"] for one in found)
-    assert found[3]["shards"] != found[4]["shards"] and 0 in found[4]["shards"]  # the shards are uneven
+    assert (
+        found[3]["shards"] != found[4]["shards"] and 0 in found[4]["shards"]
+    )  # the shards are uneven
     assert all(one["raw"] and not one["sent"] for one in found)
     plain = Uneven()
-    plain.load_state_dict({name.removeprefix("ema.ema."): torch.tensor(t) for name, t in single["ema"].items()})
+    plain.load_state_dict(
+        {name.removeprefix("ema.ema."): torch.tensor(t) for name, t in single["ema"].items()}
+    )
     expected = plain(torch.linspace(-1, 1, 15).view(3, 5))
     assert all(torch.allclose(torch.tensor(one["inside"]), expected, atol=1e-6) for one in found)
 
@@ -171,22 +192,45 @@ def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
 
     (tmp_path / "r.yaml").write_text(RECIPE)
     # Saves every step, so that the closed form can use the run's own weights.
-    run(train, ["r.yaml", "--save.every", "1", "--run.dir", "a"], ranks=ranks, config=config, folder=tmp_path).ok()
-    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    run(
+        train,
+        ["r.yaml", "--save.every", "1", "--run.dir", "a"],
+        ranks=ranks,
+        config=config,
+        folder=tmp_path,
+    ).ok()
+    lines = [
+        json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["weights"] for line in lines if "eval/loss" in line] == ["raw", "ema"] * 3
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert summary["ema/eval/loss"] == [line for line in lines if line.get("weights") == "ema"][-1]["eval/loss"]
+    assert (
+        summary["ema/eval/loss"]
+        == [line for line in lines if line.get("weights") == "ema"][-1]["eval/loss"]
+    )
     assert summary["ema/eval/loss"] != summary["eval/loss"]
     final = load_file(tmp_path / "a" / "final" / "ema.safetensors")
     if config == "single":
-        assert main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "out"), "--weights", "ema"]) == 0
+        assert (
+            main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "out"), "--weights", "ema"])
+            == 0
+        )
         exported = load_file(tmp_path / "out" / "model.safetensors")
         assert all(torch.equal(exported[name], final[name]) for name in final)
-        assert main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "b"), "--weights", "emma"]) == 2
-        weights = [start_weights(), *(saved(path, tmp_path) for path in Store(tmp_path / "a" / "checkpoints").sealed())]
+        assert (
+            main(["export", str(tmp_path / "a"), "--to", str(tmp_path / "b"), "--weights", "emma"])
+            == 2
+        )
+        weights = [
+            start_weights(),
+            *(saved(path, tmp_path) for path in Store(tmp_path / "a" / "checkpoints").sealed()),
+        ]
         assert len(weights) == 25
         for name in final:
-            closed = closed_form([one[name].flatten() for one in weights], lambda n: 0.5 ** (8 / min(40, 0.05 * 8 * n)))
+            closed = closed_form(
+                [one[name].flatten() for one in weights],
+                lambda n: 0.5 ** (8 / min(40, 0.05 * 8 * n)),
+            )
             assert torch.allclose(final[name].flatten().double(), closed, atol=1e-6)
 
 
@@ -194,9 +238,22 @@ def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
 def test_a_run_of_120_steps_has_the_closed_form_of_its_weights(tmp_path, left_out):
     """The test must also detect when one update in fifty is skipped."""
     (tmp_path / "r.yaml").write_text(RECIPE)
-    words = ["r.yaml", "--duration", "120", "--save.every", "1", "--save.keep", "999", "--eval.every", "0"]
+    words = [
+        "r.yaml",
+        "--duration",
+        "120",
+        "--save.every",
+        "1",
+        "--save.keep",
+        "999",
+        "--eval.every",
+        "0",
+    ]
     run(_skipping_updates, left_out, [*words, "--run.dir", "a"], folder=tmp_path).ok()
-    weights = [start_weights(), *(saved(path, tmp_path) for path in Store(tmp_path / "a" / "checkpoints").sealed())]
+    weights = [
+        start_weights(),
+        *(saved(path, tmp_path) for path in Store(tmp_path / "a" / "checkpoints").sealed()),
+    ]
     assert len(weights) == 121
     final = load_file(tmp_path / "a" / "final" / "ema.safetensors")
     assert (apart(final, weights) < 1e-5) == (left_out is None)
@@ -208,7 +265,9 @@ def apart(average: dict[str, torch.Tensor], weights: list[dict[str, torch.Tensor
     for name, values in average.items():
         keeps = lambda n: 0.5 ** (8 / min(40, 0.05 * 8 * n))  # noqa: E731
         expected = closed_form([step[name].flatten() for step in weights], keeps)
-        largest = max(largest, float((values.flatten() - expected).abs().max() / expected.abs().max()))
+        largest = max(
+            largest, float((values.flatten() - expected).abs().max() / expected.abs().max())
+        )
     return largest
 
 
@@ -247,17 +306,25 @@ def saved(checkpoint, tmp_path) -> dict[str, torch.Tensor]:
 def test_any_width_is_mixed_after_the_run(tmp_path, capsys):
     from oneloop.cli import main
 
-    (tmp_path / "r.yaml").write_text(RECIPE.replace("{half_life: 40 samples}", "{power: [0.05, 0.1, 0.07]}"))
+    (tmp_path / "r.yaml").write_text(
+        RECIPE.replace("{half_life: 40 samples}", "{power: [0.05, 0.1, 0.07]}")
+    )
     run(train, ["r.yaml", "--duration", "60", "--run.dir", "a"], folder=tmp_path).ok()
     # The mix for width 0.085 must be less than half as far from the stored 0.1 average as the raw weights are.
     for path in Store(tmp_path / "a" / "checkpoints").sealed():
-        assert {"ema-power-0.05", "ema-power-0.1"} <= set(json.loads((path / "state.json").read_text()))
+        assert {"ema-power-0.05", "ema-power-0.1"} <= set(
+            json.loads((path / "state.json").read_text())
+        )
     words = ["export", str(tmp_path / "a"), "--to"]
     assert main([*words, str(tmp_path / "mixed"), "--weights", "power:0.085"]) == 0
     assert main([*words, str(tmp_path / "kept"), "--weights", "ema-power-0.1"]) == 0
     assert main([*words, str(tmp_path / "raw")]) == 0
-    mixed, kept, raw = (load_file(tmp_path / name / "model.safetensors") for name in ("mixed", "kept", "raw"))
-    apart = {name: (mixed[name] - kept[name]).norm() / (raw[name] - kept[name]).norm() for name in kept}
+    mixed, kept, raw = (
+        load_file(tmp_path / name / "model.safetensors") for name in ("mixed", "kept", "raw")
+    )
+    apart = {
+        name: (mixed[name] - kept[name]).norm() / (raw[name] - kept[name]).norm() for name in kept
+    }
     assert all(0 < value < 0.5 for value in apart.values())
     assert main([*words, str(tmp_path / "x"), "--weights", "power:0.5"]) == 2
     assert "below 0.289" in capsys.readouterr().err
@@ -277,7 +344,8 @@ def test_post_hoc_mixes_come_near_the_average_that_was_not_kept():
 
 
 @pytest.mark.parametrize(
-    "bad", [{}, {"half_life": 3.0, "decay": 0.9}, {"half_life": 0.0}, {"decay": 1.0}, {"power": 0.3}]
+    "bad",
+    [{}, {"half_life": 3.0, "decay": 0.9}, {"half_life": 0.0}, {"decay": 1.0}, {"power": 0.3}],
 )
 def test_what_is_no_average_is_rejected(bad):
     with pytest.raises(ValueError, match="EMA|ema"):

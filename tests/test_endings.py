@@ -17,7 +17,9 @@ from endings import LAUNCHERS, RECIPE, faulty, summary
 from worlds import CONFIGS, run, train
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
-TWENTY = pytest.mark.parametrize("repeat", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 21))])
+TWENTY = pytest.mark.parametrize(
+    "repeat", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 21))]
+)
 
 
 @pytest.fixture
@@ -39,11 +41,19 @@ OS_EXIT = "exited with code 5 and no error message: some code called os._exit"
 DEATHS = [
     ("raise:ValueError", "loss", "ValueError: the fault"),
     ("raise:ValueError", "sample", "of the train set cannot be loaded: ValueError: the fault"),
-    ("raise:StopIteration", "sample", "of the train set cannot be loaded: StopIteration: the fault"),
+    (
+        "raise:StopIteration",
+        "sample",
+        "of the train set cannot be loaded: StopIteration: the fault",
+    ),
     ("raise:MemoryError", "loss", "out of memory on cpu"),
     ("exit:3", "loss", "RuntimeError: sys.exit(3) was called"),
     ("os_exit:5", "loss", OS_EXIT),
-    ("kill:SIGKILL", "loss", "was killed by SIGKILL (the kernel does this if memory runs out, and so do schedulers)"),
+    (
+        "kill:SIGKILL",
+        "loss",
+        "was killed by SIGKILL (the kernel does this if memory runs out, and so do schedulers)",
+    ),
     ("kill:SIGSEGV", "loss", "was killed by SIGSEGV"),
 ]
 DEFAULT = {("single", 1), ("single", 2), ("ddp", 0), ("fsdp2", 4), ("ddp", 5), ("fsdp2", 6)}
@@ -65,8 +75,19 @@ DEFAULT = {("single", 1), ("single", 2), ("ddp", 0), ("fsdp2", 4), ("ddp", 5), (
     ],
 )
 @TWENTY
-def test_a_death_is_named_and_all_go(folder, config, ranks, rank, fault, where, expected_text, repeat):
-    words = ["--task.fault", fault, "--task.where", where, "--task.rank", str(rank), "--task.at", "170"]
+def test_a_death_is_named_and_all_go(
+    folder, config, ranks, rank, fault, where, expected_text, repeat
+):
+    words = [
+        "--task.fault",
+        fault,
+        "--task.where",
+        where,
+        "--task.rank",
+        str(rank),
+        "--task.at",
+        "170",
+    ]
     words += ["--task.once", str(folder / "once")]
     world = faulty(folder, *words, config=config, ranks=ranks)
     assert world.codes == [1] * ranks, world.output
@@ -74,14 +95,26 @@ def test_a_death_is_named_and_all_go(folder, config, ranks, rank, fault, where, 
     assert ended["exit_code"] == 1 and expected_text in ended["exit_reason"], ended
     assert ranks == 1 or f"rank {rank}" in ended["exit_reason"]
     if fault.startswith("raise"):
-        assert world.output.count("Traceback (most recent call last)") in (1, 2)  # of the cause, and its consequence
+        assert world.output.count("Traceback (most recent call last)") in (
+            1,
+            2,
+        )  # of the cause, and its consequence
         assert world.output.count("the fault") >= 1 and "faulty.py" in world.output
         assert "Connection" not in world.output
     resumes(folder, *words, config=config, ranks=ranks)
 
 
 def test_a_data_worker_that_goes_is_named(folder):
-    words = ["--machine.workers", "1", "--task.fault", "os_exit:4", "--task.where", "sample", "--task.at", "100"]
+    words = [
+        "--machine.workers",
+        "1",
+        "--task.fault",
+        "os_exit:4",
+        "--task.where",
+        "sample",
+        "--task.at",
+        "100",
+    ]
     world = faulty(folder, *words)
     assert world.codes == [1] and (folder / "run" / "summary.json").exists(), world.output
     assert "DataLoader worker" in summary(folder)["exit_reason"]
@@ -110,20 +143,32 @@ def live_iterators() -> list[int]:
     from oneloop.data.seeded_samples import SeededSamples
     from oneloop.data.step_batches import CollateWithWeight, end_workers, loader
 
-    collate = CollateWithWeight(lambda samples: {"x": torch.tensor(samples)}, lambda batch: torch.tensor(1.0))
+    collate = CollateWithWeight(
+        lambda samples: {"x": torch.tensor(samples)}, lambda batch: torch.tensor(1.0)
+    )
     places = [[(0, index)] for index in range(8)]
     counts = []
-    signal_handling._SIGCHLD_handler_set = True  # else torch raises in any code when the worker's exit is reported
+    signal_handling._SIGCHLD_handler_set = (
+        True  # else torch raises in any code when the worker's exit is reported
+    )
     try:
         try:
-            for _ in loader(SeededSamples(Dying(), seed=0), collate, places, workers=1, device=torch.device("cpu")):
+            for _ in loader(
+                SeededSamples(Dying(), seed=0),
+                collate,
+                places,
+                workers=1,
+                device=torch.device("cpu"),
+            ):
                 pass
         except RuntimeError as error:
             raise ValueError("what was made of it") from error
     except ValueError as error:
         for end in (lambda _: None, end_workers):
             end(error)
-            counts.append(sum(isinstance(one, _MultiProcessingDataLoaderIter) for one in gc.get_objects()))
+            counts.append(
+                sum(isinstance(one, _MultiProcessingDataLoaderIter) for one in gc.get_objects())
+            )
     return counts
 
 
@@ -133,14 +178,35 @@ def test_a_worker_that_has_gone_is_let_go_behind_another_error(folder):
 
 
 def test_a_sample_in_a_worker_is_named(folder):
-    words = ["--machine.workers", "1", "--task.fault", "raise:ValueError", "--task.where", "sample", "--task.at", "100"]
+    words = [
+        "--machine.workers",
+        "1",
+        "--task.fault",
+        "raise:ValueError",
+        "--task.where",
+        "sample",
+        "--task.at",
+        "100",
+    ]
     world = faulty(folder, *words)
     assert world.codes == [1]
-    assert "of the train set cannot be loaded by data worker 0: ValueError: the fault" in summary(folder)["exit_reason"]
+    assert (
+        "of the train set cannot be loaded by data worker 0: ValueError: the fault"
+        in summary(folder)["exit_reason"]
+    )
 
 
 def test_data_workers_go_with_their_trainer(folder):
-    words = ["--machine.workers", "1", "--task.fault", "sleep:600", "--task.where", "sample", "--task.at", "100"]
+    words = [
+        "--machine.workers",
+        "1",
+        "--task.fault",
+        "sleep:600",
+        "--task.where",
+        "sample",
+        "--task.at",
+        "100",
+    ]
     trainer = _started(folder, *words)
     deadline = time.monotonic() + 60
     while not (family := psutil.Process(trainer.pid).children(recursive=True)) or len(family) < 2:
@@ -163,18 +229,35 @@ DEFAULT_HANGS = {("ddp", 0), ("single", 1), ("fsdp2", 2)}
 @pytest.mark.parametrize(
     ("config", "ranks", "fault", "where"),
     [
-        pytest.param(config, ranks, *hang, marks=() if (config, number) in DEFAULT_HANGS else pytest.mark.slow)
+        pytest.param(
+            config,
+            ranks,
+            *hang,
+            marks=() if (config, number) in DEFAULT_HANGS else pytest.mark.slow,
+        )
         for config, ranks in LAYOUTS
         for number, hang in enumerate(HANGS)
-        if (config, number) != ("single", 0)  # a run of one process that the user stopped stays stopped
+        if (config, number)
+        != ("single", 0)  # a run of one process that the user stopped stays stopped
     ],
 )
 @TWENTY
 def test_who_hangs_is_named_and_all_go(folder, config, ranks, fault, where, repeat):
     rank = ranks - 1
-    words = ["--task.fault", fault, "--task.where", where, "--task.rank", str(rank), "--task.at", "170"]
+    words = [
+        "--task.fault",
+        fault,
+        "--task.where",
+        where,
+        "--task.rank",
+        str(rank),
+        "--task.at",
+        "170",
+    ]
     words += ["--machine.patience", "0.3", "--task.once", str(folder / "once")]
-    world = faulty(folder, *words, config=config, ranks=ranks, variables={"TORCH_FR_BUFFER_SIZE": "200"})
+    world = faulty(
+        folder, *words, config=config, ranks=ranks, variables={"TORCH_FR_BUFFER_SIZE": "200"}
+    )
     assert world.codes == [1] * ranks, world.output
     ended = summary(folder)
     assert f"rank {rank} hangs in training" in ended["exit_reason"], ended
@@ -183,9 +266,12 @@ def test_who_hangs_is_named_and_all_go(folder, config, ranks, fault, where, repe
         stacks = (folder / "run" / "stacks" / f"rank-{number:05d}.txt").read_text()
         assert "Thread 0x" in stacks and "train.py" in stacks, stacks
         assert (" in happens" in stacks) == (number == rank), stacks
-    waiting = [number for number in range(ranks) if ranks > 1 and (number != rank or "STOP" not in fault)]
+    waiting = [
+        number for number in range(ranks) if ranks > 1 and (number != rank or "STOP" not in fault)
+    ]
     last = {
-        number: _collectives(folder / "run" / "stacks" / f"rank-{number:05d}-collectives.json") for number in waiting
+        number: _collectives(folder / "run" / "stacks" / f"rank-{number:05d}-collectives.json")
+        for number in waiting
     }
     assert all("all_reduce" in name or "gather" in name for name, _ in last.values()), last
     resumes(folder, *words, config=config, ranks=ranks)
@@ -198,7 +284,16 @@ def _collectives(file: Path) -> tuple[str, int]:
 
 
 def test_a_hang_before_the_first_checkpoint_starts_over(folder):
-    words = ["--task.fault", "loop", "--task.at", "40", "--task.once", str(folder / "once"), "--save.every", "1000"]
+    words = [
+        "--task.fault",
+        "loop",
+        "--task.at",
+        "40",
+        "--task.once",
+        str(folder / "once"),
+        "--save.every",
+        "1000",
+    ]
     world = faulty(folder, *words, "--machine.patience", "0.3")
     assert world.codes == [1] and (folder / "run" / "stacks").exists(), world.output
     faulty(folder, *words).ok()
@@ -206,7 +301,16 @@ def test_a_hang_before_the_first_checkpoint_starts_over(folder):
 
 
 def test_a_worker_that_hangs_shows_its_stack(folder):
-    words = ["--machine.workers", "1", "--task.fault", "loop", "--task.where", "sample", "--task.at", "100"]
+    words = [
+        "--machine.workers",
+        "1",
+        "--task.fault",
+        "loop",
+        "--task.where",
+        "sample",
+        "--task.at",
+        "100",
+    ]
     world = faulty(folder, *words, "--machine.patience", "0.3")
     assert world.codes == [1], world.output
     stacks = (folder / "run" / "stacks" / "rank-00000.txt").read_text()
@@ -215,7 +319,16 @@ def test_a_worker_that_hangs_shows_its_stack(folder):
 
 def test_slow_steps_are_no_hang(folder):
     """A rank that continues is reported, and the run completes."""
-    words = ["--task.fault", "sleep:5", "--task.rank", "1", "--task.at", "100", "--task.once", str(folder / "once")]
+    words = [
+        "--task.fault",
+        "sleep:5",
+        "--task.rank",
+        "1",
+        "--task.at",
+        "100",
+        "--task.once",
+        str(folder / "once"),
+    ]
     world = faulty(folder, *words, "--machine.patience", "0.4", config="ddp", ranks=2)
     world.ok()
     assert "rank 1 hangs in training" in world.output and "rank 1 continues" in world.output
@@ -228,14 +341,21 @@ def _with_a_stuck_writer(argv: list[str]) -> None:
     train(argv)
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
+)
 def test_a_stuck_save_does_not_hold_training(folder, config, ranks):
     words = ["f.yaml", "--machine.patience", "0.1", "--duration", "60", "--save.every", "20"]
     world = run(_with_a_stuck_writer, words, config=config, ranks=ranks, folder=folder, watch=True)
     assert world.codes == [1] * ranks, world.output
-    assert "the save of step 20 did not finish within 1 s: its storage does not respond; continuing" in world.output
+    assert (
+        "the save of step 20 did not finish within 1 s: its storage does not respond; continuing"
+        in world.output
+    )
     assert "its storage does not respond" in summary(folder)["exit_reason"]
-    logged = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert max(line["step"] for line in logged if "train/loss" in line) == 60
 
 
@@ -245,7 +365,9 @@ def test_a_stuck_save_does_not_hold_training(folder, config, ranks):
 def _started(folder: Path, *words: str) -> subprocess.Popen:
     """Start ``python -m oneloop.train`` with the recipe in a new process."""
     command = [sys.executable, "-m", "oneloop.train", "f.yaml", *words]
-    return subprocess.Popen(command, cwd=folder, env=_environment(), stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        command, cwd=folder, env=_environment(), stderr=subprocess.PIPE, text=True
+    )
 
 
 def _environment() -> dict[str, str]:
@@ -318,7 +440,16 @@ def test_a_signal_before_the_run_has_begun_leaves_nothing(folder, after):
 
 def test_a_stop_is_heard_where_a_sample_blocks(folder):
     """A stop also works during the first steps, which may take minutes."""
-    words = ["--task.fault", "read", "--task.where", "sample", "--task.at", "28", "--task.once", "once"]
+    words = [
+        "--task.fault",
+        "read",
+        "--task.where",
+        "sample",
+        "--task.at",
+        "28",
+        "--task.once",
+        "once",
+    ]
     process = _started(folder, *words, "--machine.patience", "0.3")
     _until(lambda: (folder / "once").exists())
     time.sleep(1.0)
@@ -342,8 +473,17 @@ def _own_folders(argv: list[str]) -> None:
 
 
 def test_another_folder_on_each_rank_is_rejected(folder):
-    world = run(_own_folders, ["f.yaml", "--machine.patience", "0.2"], config="ddp", ranks=2, folder=folder, watch=True)
-    assert world.codes == [2, 2] and "run.dir run is another folder on rank 1" in world.output, world.output
+    world = run(
+        _own_folders,
+        ["f.yaml", "--machine.patience", "0.2"],
+        config="ddp",
+        ranks=2,
+        folder=folder,
+        watch=True,
+    )
+    assert world.codes == [2, 2] and "run.dir run is another folder on rank 1" in world.output, (
+        world.output
+    )
     assert not (folder / "rank-0" / "run").exists()
 
 
@@ -352,7 +492,10 @@ def test_another_folder_on_each_rank_is_rejected(folder):
     [
         ("shorter", "the train set has 64 samples on rank 0 and 60 on rank 1"),
         ("other", "the train set holds other samples on rank 0"),
-        ("wider", "the model differs between ranks: embedding.weight is (13, 8) float32 on rank 0 and (13, 9)"),
+        (
+            "wider",
+            "the model differs between ranks: embedding.weight is (13, 8) float32 on rank 0 and (13, 9)",
+        ),
     ],
 )
 @pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
@@ -368,20 +511,33 @@ def test_ranks_that_see_other_things_are_rejected(folder, config, fault, expecte
 @pytest.mark.parametrize(
     "words",
     [
-        ["--task.compute_pause", "8", "--task.held_out", "40", "--eval.every", "15", "--duration", "20"],
+        [
+            "--task.compute_pause",
+            "8",
+            "--task.held_out",
+            "40",
+            "--eval.every",
+            "15",
+            "--duration",
+            "20",
+        ],
         ["--task.epoch_pause", "8", "--task.samples", "400", "--duration", "70"],
     ],
     ids=["compute", "epoch"],
 )
 def test_what_a_task_does_once_per_evaluation_or_epoch_has_its_own_limit(folder, words):
-    faulty(folder, *words, "--machine.patience", "0.2", "--eval.micro", "4", "--batch.micro", "8").ok()
+    faulty(
+        folder, *words, "--machine.patience", "0.2", "--eval.micro", "4", "--batch.micro", "8"
+    ).ok()
     assert summary(folder)["exit_reason"] == "done"
 
 
 def test_garbage_on_the_supervisors_port_does_not_end_supervision(folder):
     words = ["--task.fault", "garbage", "--task.at", "170", "--machine.patience", "0.3"]
     world = faulty(folder, *words, config="ddp", ranks=2)
-    assert world.codes == [1, 1] and "rank 0 hangs in training" in summary(folder)["exit_reason"], world.output
+    assert world.codes == [1, 1] and "rank 0 hangs in training" in summary(folder)["exit_reason"], (
+        world.output
+    )
 
 
 def test_a_killed_supervisor_is_reported(folder):
@@ -395,20 +551,36 @@ def test_a_killed_supervisor_is_reported(folder):
         "--task.pause",
         "0.02",
     ]
-    process = subprocess.Popen(command, cwd=folder, env=_environment(), stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=folder, env=_environment(), stderr=subprocess.PIPE, text=True
+    )
     _until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
     family = psutil.Process(process.pid).children(recursive=True)
-    supervisor = next(one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline())
+    supervisor = next(
+        one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()
+    )
     supervisor.kill()
     output = process.communicate(timeout=60)[1]
-    assert process.returncode == 1 and "oneloop: error: a training process and its supervisor were killed" in output
+    assert (
+        process.returncode == 1
+        and "oneloop: error: a training process and its supervisor were killed" in output
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [
-        ["--task.compute_pause", "40", "--task.held_out", "40", "--eval.every", "15", "--duration", "20"],
+        [
+            "--task.compute_pause",
+            "40",
+            "--task.held_out",
+            "40",
+            "--eval.every",
+            "15",
+            "--duration",
+            "20",
+        ],
         ["--task.fault", "sleep:60", "--task.at", "4", "--task.once", "once", "--duration", "60"],
     ],
     ids=["compute of 40 s", "a first step of 60 s"],
@@ -420,7 +592,14 @@ def test_slow_work_is_no_hang_at_the_default(folder, words):
 
 @pytest.mark.slow
 def test_processes_that_are_all_stopped_for_a_minute_go_on(folder):
-    command = [*LAUNCHERS["oneloop"], "--config_file", str(CONFIGS / "ddp.yaml"), "f.yaml", "--task.pause", "0.02"]
+    command = [
+        *LAUNCHERS["oneloop"],
+        "--config_file",
+        str(CONFIGS / "ddp.yaml"),
+        "f.yaml",
+        "--task.pause",
+        "0.02",
+    ]
     process = subprocess.Popen([*command, "--duration", "600"], cwd=folder, env=_environment())
     _until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
     family = psutil.Process(process.pid).children(recursive=True)
@@ -436,13 +615,35 @@ def test_processes_that_are_all_stopped_for_a_minute_go_on(folder):
 @pytest.mark.parametrize(
     "words",
     [
-        ["--task.eval_pause", "30", "--duration", "20", "--eval.every", "20"],  # two batches: an evaluation of 60 s
+        [
+            "--task.eval_pause",
+            "30",
+            "--duration",
+            "20",
+            "--eval.every",
+            "20",
+        ],  # two batches: an evaluation of 60 s
         ["--task.fault", "sleep:30", "--task.at", "4", "--task.once", "once", "--duration", "60"],
-        ["--task.pause", "0.02", "--task.slow", "0.03", "--duration", "300"],  # 100 times slower, at random
+        [
+            "--task.pause",
+            "0.02",
+            "--task.slow",
+            "0.03",
+            "--duration",
+            "300",
+        ],  # 100 times slower, at random
     ],
     ids=["a long evaluation", "a slow first step", "steps at random 100x slower"],
 )
 def test_a_run_that_gets_on_is_left_alone(folder, words, config, ranks):
-    world = run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True, timeout=300)
+    world = run(
+        train,
+        ["f.yaml", *words],
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        watch=True,
+        timeout=300,
+    )
     world.ok()
     assert "hangs" not in world.output and summary(folder)["exit_reason"] == "done"

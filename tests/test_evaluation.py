@@ -70,7 +70,17 @@ def results() -> dict:
             assert model.training and inner.drop.training and not inner.frozen.training
             if isinstance(model, FSDPModule):
                 assert type(inner.scale).__name__ == "DTensor"  # sharded again
-    assert evaluate(Squares(), model, [1, 2], accelerator=world.accelerator, micro=1, interrupted=lambda: True) is None
+    assert (
+        evaluate(
+            Squares(),
+            model,
+            [1, 2],
+            accelerator=world.accelerator,
+            micro=1,
+            interrupted=lambda: True,
+        )
+        is None
+    )
     return found
 
 
@@ -99,7 +109,10 @@ def with_statistics() -> dict:
     for buffer in model.buffers():
         buffer += torch.tensor(rank).to(buffer.dtype)
     found = evaluate(Squares(), model, list(range(7)), accelerator=world.accelerator, micro=2)
-    return {"loss": found["loss"], **{name.removeprefix("module."): own for name, own in model.named_buffers()}}
+    return {
+        "loss": found["loss"],
+        **{name.removeprefix("module."): own for name, own in model.named_buffers()},
+    }
 
 
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
@@ -130,7 +143,9 @@ def classwise(argv: list[str], *, named: bool) -> None:
     from oneloop.tasks.image_classification import ImageClassification
 
     each = MulticlassRecall(10, average=None)
-    metrics = MetricCollection({"recall": ClasswiseWrapper(each, prefix="recall_") if named else each})
+    metrics = MetricCollection(
+        {"recall": ClasswiseWrapper(each, prefix="recall_") if named else each}
+    )
     ImageClassification.metrics = lambda self: metrics.clone()
     train(argv)
 
@@ -150,15 +165,23 @@ def test_a_metric_of_several_values_has_their_names_or_is_rejected(tmp_path, ran
         "--run.dir",
         "a",
     ]
-    rejected = run(partial(classwise, named=False), words, ranks=ranks, config=config, folder=tmp_path)
+    rejected = run(
+        partial(classwise, named=False), words, ranks=ranks, config=config, folder=tmp_path
+    )
     assert rejected.codes == [2] * ranks and not (tmp_path / "a").exists()
     assert (
         "the metric 'recall' returns 10 values without names; wrap it in torchmetrics' ClasswiseWrapper"
         in rejected.output
     )
     run(partial(classwise, named=True), words, ranks=ranks, config=config, folder=tmp_path).ok()
-    found = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    found = [
+        json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    ]
     evaluations = [line for line in found if "eval/recall_3" in line]
-    assert evaluations and all(f"eval/recall_{one}" in line for line in evaluations for one in range(10))
+    assert evaluations and all(
+        f"eval/recall_{one}" in line for line in evaluations for one in range(10)
+    )
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert summary["best"]["value"] == max(line["eval/recall_3"] for line in evaluations)  # larger is better
+    assert summary["best"]["value"] == max(
+        line["eval/recall_3"] for line in evaluations
+    )  # larger is better

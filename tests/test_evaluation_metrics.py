@@ -76,7 +76,12 @@ def both() -> list[tuple[dict, list]]:
         examples = Examples(fixed=0, worst=0)
         task = Drawn(kind)
         metrics = evaluate(
-            task, model, list(range(SAMPLES)), accelerator=world.accelerator, micro=16, examples=examples
+            task,
+            model,
+            list(range(SAMPLES)),
+            accelerator=world.accelerator,
+            micro=16,
+            examples=examples,
         )
         results.append((metrics, examples.confusion["counts"]))
     return results
@@ -101,7 +106,9 @@ def test_counts_are_those_of_torchmetrics(ranks, config):
             "macro_f1",
             "matthews",
         }
-        assert all(abs(ours[0][name] - theirs[0][name]) <= 1e-6 * abs(theirs[0][name]) for name in ours[0])
+        assert all(
+            abs(ours[0][name] - theirs[0][name]) <= 1e-6 * abs(theirs[0][name]) for name in ours[0]
+        )
 
 
 def test_of_two_classes_the_second_has_its_f1_and_what_does_not_count_is_left_out():
@@ -115,7 +122,9 @@ def test_of_two_classes_the_second_has_its_f1_and_what_does_not_count_is_left_ou
     computed, known = counts.compute(), target >= 0
     predicted = logits.argmax(1)[known]
     assert computed["f1"] == pytest.approx(float(binary_f1_score(predicted, target[known])))
-    assert computed["matthews"] == pytest.approx(float(binary_matthews_corrcoef(predicted, target[known])), abs=1e-6)
+    assert computed["matthews"] == pytest.approx(
+        float(binary_matthews_corrcoef(predicted, target[known])), abs=1e-6
+    )
     assert int(computed["confusion"].sum()) == int(known.sum())
 
 
@@ -123,7 +132,11 @@ def test_many_classes_keep_no_matrix():
     counts = ClassCounts(101)
     counts.update(torch.eye(101), torch.arange(101).flip(0))
     computed = counts.compute()
-    assert computed == {"accuracy": pytest.approx(1 / 101), "macro_f1": pytest.approx(1 / 101), "matthews": 0.0}
+    assert computed == {
+        "accuracy": pytest.approx(1 / 101),
+        "macro_f1": pytest.approx(1 / 101),
+        "matthews": 0.0,
+    }
     assert sum(tensor.numel() for tensor in counts.sums()) == 3 * 101
 
 
@@ -132,13 +145,17 @@ def test_sums_of_text_are_perplexity_and_bits_per_byte():
     for _ in range(2):
         tokens, right, text = torch.tensor(2), torch.tensor(1), torch.tensor(4)
         sums.update(torch.tensor(4 * math.log(2)), tokens, right=right, text=text)
-    assert sums.compute() == pytest.approx({"perplexity": 4.0, "accuracy": 0.5, "bits_per_byte": 1.0})
+    assert sums.compute() == pytest.approx(
+        {"perplexity": 4.0, "accuracy": 0.5, "bits_per_byte": 1.0}
+    )
 
 
 def test_texts_that_are_wholly_right_are_counted():
     sums = TextSums(by_bytes=False, whole=True)
     for whole in ([True, False, False], [True]):
-        sums.update(torch.tensor(0.0), torch.tensor(4), right=torch.tensor(2), whole=torch.tensor(whole))
+        sums.update(
+            torch.tensor(0.0), torch.tensor(4), right=torch.tensor(2), whole=torch.tensor(whole)
+        )
     assert sums.compute() == pytest.approx({"perplexity": 1.0, "accuracy": 0.5, "exact": 0.5})
 
 
@@ -155,8 +172,16 @@ def test_directions_are_known_before_anything_is_measured():
         "macro_f1": True,
         "matthews": True,
     }
-    assert directions(Task(TextSums)) == {"loss": False, "perplexity": False, "accuracy": True, "bits_per_byte": False}
-    assert directions(Task(lambda: MetricCollection({"mean": MeanMetric()}))) == {"loss": False, "mean": False}
+    assert directions(Task(TextSums)) == {
+        "loss": False,
+        "perplexity": False,
+        "accuracy": True,
+        "bits_per_byte": False,
+    }
+    assert directions(Task(lambda: MetricCollection({"mean": MeanMetric()}))) == {
+        "loss": False,
+        "mean": False,
+    }
     assert directions(object()) == {"loss": False}
     with pytest.raises(ValueError, match=r"metrics\(\) returned a list"):
         adapted([1])

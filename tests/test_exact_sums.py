@@ -19,27 +19,39 @@ def drawn(*sizes: int, spread: float = 4.0, seed: int = 0) -> list[torch.Tensor]
     """Return tensors whose values differ by many powers of two."""
     generator = torch.Generator().manual_seed(seed)
     return [
-        torch.randn(size, generator=generator) * torch.exp(spread * torch.randn(size, generator=generator))
+        torch.randn(size, generator=generator)
+        * torch.exp(spread * torch.randn(size, generator=generator))
         for size in sizes
     ]
 
 
 def exactly(tensors: list[torch.Tensor]) -> Fraction:
-    return sum((Fraction(value) ** 2 for tensor in tensors for value in tensor.flatten().tolist()), Fraction(0))
+    return sum(
+        (Fraction(value) ** 2 for tensor in tensors for value in tensor.flatten().tolist()),
+        Fraction(0),
+    )
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-3, 1.0, 1e15])
 def test_the_norm_is_the_exact_one_rounded_and_of_no_order(scale):
     parts = [part * scale for part in drawn(1, 17, 4000, 300_000)]
     found = float(exact_norm(parts))
-    assert math.isclose(found, math.sqrt(exactly(parts)), rel_tol=1e-12)  # squares are cut at 2^-60 of the largest
+    assert math.isclose(
+        found, math.sqrt(exactly(parts)), rel_tol=1e-12
+    )  # squares are cut at 2^-60 of the largest
     whole = torch.cat(parts)
     for seed in range(5):
         shuffled = whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))]
-        cuts = sorted(torch.randint(1, len(whole), (3,), generator=torch.Generator().manual_seed(seed)).tolist())
+        cuts = sorted(
+            torch.randint(
+                1, len(whole), (3,), generator=torch.Generator().manual_seed(seed)
+            ).tolist()
+        )
         assert float(exact_norm([*shuffled.tensor_split(cuts)])) == found
     plain = whole / scale
-    assert len({float(plain.roll(by).square().sum()) for by in range(9)}) > 1  # plain sums do depend on the order
+    assert (
+        len({float(plain.roll(by).square().sum()) for by in range(9)}) > 1
+    )  # plain sums do depend on the order
 
 
 def test_a_norm_of_nothing_and_of_what_is_not_finite():
@@ -53,20 +65,31 @@ def test_a_norm_of_nothing_and_of_what_is_not_finite():
 
 
 def test_squares_of_parts_come_together_in_any_order():
-    parts = [*drawn(3, 1000, 5), *(part * 1e-12 for part in drawn(400)), torch.zeros(7), torch.empty(0)]
+    parts = [
+        *drawn(3, 1000, 5),
+        *(part * 1e-12 for part in drawn(400)),
+        torch.zeros(7),
+        torch.empty(0),
+    ]
     rows = [row for part in parts for row in digit_rows([part]).tolist()]
     found = square_sum(rows)
     assert math.isclose(found, exactly(parts), rel_tol=1e-15)
     assert square_sum(rows[::-1]) == found == square_sum(digit_rows([torch.cat(parts)]).tolist())
-    assert square_sum([]) == 0.0 and math.isnan(square_sum(digit_rows([torch.tensor([torch.inf])]).tolist()))
+    assert square_sum([]) == 0.0 and math.isnan(
+        square_sum(digit_rows([torch.tensor([torch.inf])]).tolist())
+    )
     assert square_ratio(rows, rows) == 1.0 and math.isnan(square_ratio(rows, []))
-    assert math.isclose(square_ratio(rows, digit_rows([2 * torch.cat(parts)]).tolist()), 0.25, rel_tol=1e-15)
+    assert math.isclose(
+        square_ratio(rows, digit_rows([2 * torch.cat(parts)]).tolist()), 0.25, rel_tol=1e-15
+    )
 
 
 def test_the_tree_adds_neighbours_first():
     a, b, c, d = drawn(9, 9, 9, 9)
     assert torch.equal(tree_sum(torch.stack([a, b, c, d])), (a + b) + (c + d))
-    assert torch.equal(tree_sum(a[None]), a) and torch.equal(tree_sum(torch.stack([a, b, c])), (a + b) + c)
+    assert torch.equal(tree_sum(a[None]), a) and torch.equal(
+        tree_sum(torch.stack([a, b, c])), (a + b) + c
+    )
 
 
 LENGTHS = [*range(1, 40), 63, 64, 65, 127, 1000]
@@ -75,7 +98,9 @@ OURS = {
     "sgd": lambda p: SGD(p, lr=0.01, momentum=0.9, weight_decay=0.1),
     "nesterov": lambda p: SGD(p, lr=0.01, momentum=0.9, nesterov=True),
     "plain sgd": lambda p: SGD(p, lr=0.01),
-    "muon's rest": lambda p: Muon([{"params": p, "muon": False}], lr=0.01, betas=(0.9, 0.999), weight_decay=0.1),
+    "muon's rest": lambda p: Muon(
+        [{"params": p, "muon": False}], lr=0.01, betas=(0.9, 0.999), weight_decay=0.1
+    ),
 }
 TORCHS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1, foreach=True),
@@ -86,26 +111,37 @@ TORCHS = {
 }
 
 
-def stepped(make, values: list[torch.Tensor], *, bad: tuple[int, ...] = (), steps: int = 6) -> list[torch.Tensor]:
+def stepped(
+    make, values: list[torch.Tensor], *, bad: tuple[int, ...] = (), steps: int = 6
+) -> list[torch.Tensor]:
     """Return parameters and state after some steps; in ``bad`` steps gradients are NaN and ``found_inf`` is 1."""
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     optimizer = make(parameters)
     if hasattr(optimizer, "elementwise"):
         optimizer.elementwise = True
     for step in range(steps):
-        for parameter, gradient in zip(parameters, drawn(*map(len, values), seed=step + 1), strict=True):
+        for parameter, gradient in zip(
+            parameters, drawn(*map(len, values), seed=step + 1), strict=True
+        ):
             parameter.grad = gradient * torch.nan if step in bad else gradient
         if bad:
             optimizer.found_inf = torch.tensor(float(step in bad))
         optimizer.step()
-    state = [value for p in parameters for _, value in sorted(optimizer.state[p].items()) if torch.is_tensor(value)]
+    state = [
+        value
+        for p in parameters
+        for _, value in sorted(optimizer.state[p].items())
+        if torch.is_tensor(value)
+    ]
     return [*map(torch.Tensor.detach, parameters), *state]
 
 
 @pytest.mark.parametrize("kind", OURS)
 def test_an_update_has_the_bits_of_torchs_foreach(kind):
     values = drawn(*LENGTHS)
-    for mine, theirs in zip(stepped(OURS[kind], values), stepped(TORCHS[kind], values), strict=True):
+    for mine, theirs in zip(
+        stepped(OURS[kind], values), stepped(TORCHS[kind], values), strict=True
+    ):
         assert torch.equal(mine, theirs)
 
 
@@ -134,20 +170,34 @@ def test_a_bad_step_changes_no_bit(kind):
     for mine, theirs in zip(whole, stepped(OURS[kind], values), strict=True):
         assert torch.equal(mine.view(torch.int32), theirs.view(torch.int32))
     first = stepped(OURS[kind], values, bad=(0,), steps=1)
-    assert all(torch.equal(a.view(torch.int32), b.view(torch.int32)) for a, b in zip(first, values, strict=False))
+    assert all(
+        torch.equal(a.view(torch.int32), b.view(torch.int32))
+        for a, b in zip(first, values, strict=False)
+    )
     assert all(not state.any() for state in first[len(values) :])
 
 
 def test_a_fingerprint_sees_each_bit_and_each_place():
-    tensors = {"b": drawn(70_000)[0], "a": drawn(3)[0].double(), "c": torch.arange(5), "d": torch.zeros(0)}
-    tensors |= {"e": torch.randn(9).to(torch.bfloat16), "f": torch.tensor([True, False]), "g": torch.zeros(4)}
+    tensors = {
+        "b": drawn(70_000)[0],
+        "a": drawn(3)[0].double(),
+        "c": torch.arange(5),
+        "d": torch.zeros(0),
+    }
+    tensors |= {
+        "e": torch.randn(9).to(torch.bfloat16),
+        "f": torch.tensor([True, False]),
+        "g": torch.zeros(4),
+    }
     found = fingerprint(tensors)
     assert found == fingerprint(dict(reversed(tensors.items()))) and len(found["bits"]) == 16
     for name in "abcefg":
         for place in (0, tensors[name].numel() - 1):
             changed = tensors[name].clone()
             view = changed.view(
-                {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[changed.element_size()]
+                {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[
+                    changed.element_size()
+                ]
             )
             view[place] ^= 1
             assert fingerprint({**tensors, name: changed})["bits"] != found["bits"]

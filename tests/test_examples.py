@@ -28,7 +28,14 @@ def looked_at() -> dict:
     world, task, examples = start(), ImageClassification(width=8), Examples(fixed=4, worst=5)
     torch.manual_seed(0)
     model = world.prepare(task.model())
-    evaluate(task, model, task.eval_sets()["validation"], accelerator=world.accelerator, micro=7, examples=examples)
+    evaluate(
+        task,
+        model,
+        task.eval_sets()["validation"],
+        accelerator=world.accelerator,
+        micro=7,
+        examples=examples,
+    )
     return examples.plain()
 
 
@@ -41,7 +48,14 @@ def written() -> list[tuple[str, str]]:
     )
     torch.manual_seed(0)
     model = world.prepare(task.model())
-    evaluate(task, model, task.eval_sets()["validation"], accelerator=world.accelerator, micro=16, examples=examples)
+    evaluate(
+        task,
+        model,
+        task.eval_sets()["validation"],
+        accelerator=world.accelerator,
+        micro=16,
+        examples=examples,
+    )
     return [(one["prompt"], one["continuation"]) for one in examples.samples if "prompt" in one]
 
 
@@ -54,17 +68,30 @@ def by_hand() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     images, labels = zip(*[samples[index] for index in range(len(samples))], strict=True)
     with torch.no_grad():
         logits = model(torch.stack(images))
-    return F.cross_entropy(logits, torch.tensor(labels), reduction="none"), logits.argmax(-1), torch.tensor(labels)
+    return (
+        F.cross_entropy(logits, torch.tensor(labels), reduction="none"),
+        logits.argmax(-1),
+        torch.tensor(labels),
+    )
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
 def test_the_worst_are_the_worst_and_the_confusion_is_counted(ranks, config):
     losses, predictions, labels = by_hand()
     for found in run(looked_at, ranks=ranks, config=config).ok():
-        worst, fixed = ([one for one in found["samples"] if one["worst"] == kind] for kind in (True, False))
+        worst, fixed = (
+            [one for one in found["samples"] if one["worst"] == kind] for kind in (True, False)
+        )
         assert [one["index"] for one in worst] == losses.topk(5).indices.tolist()
-        assert [one["loss"] for one in worst] == pytest.approx(losses.topk(5).values.tolist(), rel=1e-5)
-        assert [one["index"] for one in fixed] == [0, len(labels) // 4, len(labels) // 2, 3 * len(labels) // 4]
+        assert [one["loss"] for one in worst] == pytest.approx(
+            losses.topk(5).values.tolist(), rel=1e-5
+        )
+        assert [one["index"] for one in fixed] == [
+            0,
+            len(labels) // 4,
+            len(labels) // 2,
+            3 * len(labels) // 4,
+        ]
         for one in (*worst, *fixed):
             assert one["target"] == str(labels[one["index"]].item())
             assert one["prediction"] == str(predictions[one["index"]].item())
@@ -72,7 +99,10 @@ def test_the_worst_are_the_worst_and_the_confusion_is_counted(ranks, config):
         counts = torch.zeros(10, 10, dtype=torch.int64)
         for label, prediction in zip(labels, predictions, strict=True):
             counts[label, prediction] += 1
-        assert found["confusion"] == {"classes": [str(digit) for digit in range(10)], "counts": counts.tolist()}
+        assert found["confusion"] == {
+            "classes": [str(digit) for digit in range(10)],
+            "counts": counts.tolist(),
+        }
 
 
 def test_a_model_writes_the_same_on_every_split():
@@ -98,11 +128,16 @@ def test_a_model_continues_from_half_of_the_text():
 
     outputs = task.generate(Next(), batch)
     for row, (sample, length) in enumerate(zip(samples, (32, 8), strict=True)):
-        shown = task.show(sample, {"loss": torch.ones(32), **{name: value[row] for name, value in outputs.items()}})
+        shown = task.show(
+            sample,
+            {"loss": torch.ones(32), **{name: value[row] for name, value in outputs.items()}},
+        )
         assert shown["prompt"] == bytes(sample[: length // 2].tolist()).decode()
         last = ord(shown["prompt"][-1])
         written = [(last + 1 + n) % 257 for n in range(16)]
-        assert shown["continuation"] == bytes(token for token in written if token < 256).decode(errors="replace")
+        assert shown["continuation"] == bytes(token for token in written if token < 256).decode(
+            errors="replace"
+        )
         assert "".join(text for text, _ in shown["tokens"]) == bytes(sample.tolist()).decode()
 
 
@@ -124,7 +159,9 @@ def test_a_run_leaves_them_in_its_folder_and_in_tensorboard(tmp_path, config, ra
     run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
     found = json.loads((tmp_path / "run" / "examples.json").read_text())
     assert found["step"] == 8 and len(found["samples"]) == 16
-    assert sum(map(sum, found["confusion"]["counts"])) == len(ImageClassification().eval_sets()["validation"])
+    assert sum(map(sum, found["confusion"]["counts"])) == len(
+        ImageClassification().eval_sets()["validation"]
+    )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "digits"))
@@ -145,7 +182,9 @@ def test_a_run_leaves_them_in_its_folder_and_in_tensorboard(tmp_path, config, ra
         if "tfevents" in file.name and file.parent.name != "digits"
     ]
     assert any("_hparams_/session_start_info" in one.summary_metadata for one in hparams)
-    assert any("batch.size: '64'" in file.read_text() for file in kept if file.name == "hparams.yml")
+    assert any(
+        "batch.size: '64'" in file.read_text() for file in kept if file.name == "hparams.yml"
+    )
 
 
 def test_texts_in_tensorboard(tmp_path):
@@ -175,7 +214,10 @@ def test_texts_in_tensorboard(tmp_path):
 
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard" / "gpt"))
     events.Reload()
-    texts = {tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode() for tag in events.Tags()["tensors"]}
+    texts = {
+        tag: events.Tensors(tag)[-1].tensor_proto.string_val[0].decode()
+        for tag in events.Tags()["tensors"]
+    }
     assert "generated text after the arrow" in texts["fixed/0/text_summary"]
     assert any(tag.startswith("worst/") for tag in texts)
 
@@ -201,14 +243,30 @@ def test_a_task_that_cannot_show_leaves_nothing(tmp_path):
 
 
 def test_none_are_shown_where_none_are_asked_for_and_few_at_once(tmp_path):
-    words = ["digits", "--duration", "2", "--task.width", "8", "--track", "none", "--log.every", "1"]
+    words = [
+        "digits",
+        "--duration",
+        "2",
+        "--task.width",
+        "8",
+        "--track",
+        "none",
+        "--log.every",
+        "1",
+    ]
     run(train, [*words, "--eval.samples", "0", "--run.dir", "none"], folder=tmp_path).ok()
     found = json.loads((tmp_path / "none" / "examples.json").read_text())
     assert found["samples"] == [] and found["confusion"]
-    run(train, [*words, "--eval.samples", "4", "--eval.micro", "3", "--run.dir", "few"], folder=tmp_path).ok()
+    run(
+        train,
+        [*words, "--eval.samples", "4", "--eval.micro", "3", "--run.dir", "few"],
+        folder=tmp_path,
+    ).ok()
     found = json.loads((tmp_path / "few" / "examples.json").read_text())["samples"]
     assert [one["worst"] for one in found] == [True] * 4 + [False] * 4
-    assert [one["loss"] for one in found[:4]] == sorted((one["loss"] for one in found[:4]), reverse=True)
+    assert [one["loss"] for one in found[:4]] == sorted(
+        (one["loss"] for one in found[:4]), reverse=True
+    )
 
 
 class Odd(ImageClassification):
@@ -236,13 +294,19 @@ class Odd(ImageClassification):
 
 
 @pytest.mark.parametrize(
-    ("how", "worst", "fixed"), [("scalar", 0, 8), ("number", 8, 8), ("none", 0, 8), ("raises", 0, 0), ("nothing", 0, 0)]
+    ("how", "worst", "fixed"),
+    [("scalar", 0, 8), ("number", 8, 8), ("none", 0, 8), ("raises", 0, 0), ("nothing", 0, 0)],
 )
 def test_what_cannot_be_shown_stops_nothing(how, worst, fixed):
     world, task, examples = start(), Odd(width=8), Examples()
     task.how = how
     found = evaluate(
-        task, task.model(), task.eval_sets()["validation"], accelerator=world.accelerator, micro=64, examples=examples
+        task,
+        task.model(),
+        task.eval_sets()["validation"],
+        accelerator=world.accelerator,
+        micro=64,
+        examples=examples,
     )
     assert found["mean"] == 1.0
     shown = json.loads(json.dumps(examples.plain()))["samples"]
@@ -262,19 +326,33 @@ def test_a_model_gone_bad_still_writes():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
     found = evaluate(
-        task, model, task.eval_sets()["validation"], accelerator=world.accelerator, micro=64, examples=examples
+        task,
+        model,
+        task.eval_sets()["validation"],
+        accelerator=world.accelerator,
+        micro=64,
+        examples=examples,
     )
     assert found["loss"] != found["loss"] and len(examples.samples) == 16
 
 
 def test_a_matrix_is_no_metric_for_a_decision(tmp_path):
-    assert directions(ImageClassification()) == {"loss": False, "accuracy": True, "macro_f1": True, "matthews": True}
+    assert directions(ImageClassification()) == {
+        "loss": False,
+        "accuracy": True,
+        "macro_f1": True,
+        "matthews": True,
+    }
 
 
 def test_pictures():
     image = torch.linspace(-1, 1, 64).reshape(1, 8, 8)
     drawn = picture(image)
-    assert drawn.size == (160, 160) and drawn.getpixel((0, 0)) == 0 and drawn.getpixel((159, 159)) == 255
+    assert (
+        drawn.size == (160, 160)
+        and drawn.getpixel((0, 0)) == 0
+        and drawn.getpixel((159, 159)) == 255
+    )
     assert picture(torch.rand(3, 400, 200)).size == (80, 160)
     read = Image.open(io.BytesIO(base64.b64decode(data_url(image).partition(",")[2])))
     assert np.array_equal(np.asarray(read), np.asarray(drawn))
@@ -311,12 +389,20 @@ def test_the_page_shows_them(tmp_path):
     ]
     (folder / "examples.json").write_text(
         json.dumps(
-            {"step": 4, "samples": samples, "confusion": {"classes": ["<!--<script>", "b"], "counts": [[1, 0], [0, 1]]}}
+            {
+                "step": 4,
+                "samples": samples,
+                "confusion": {"classes": ["<!--<script>", "b"], "counts": [[1, 0], [0, 1]]},
+            }
         )
     )
     page = report([folder])
-    assert 'alt="sample 3: is cat, predicted dog"' in page and "✗ prediction dog" in page and "is cat" in page
-    assert "say </span><mark>&lt;/pre&gt;</mark>" in page and "<b>" not in page.split("</style>")[1].split("<script>")[
-        0
-    ].replace("<b class", "")
+    assert (
+        'alt="sample 3: is cat, predicted dog"' in page
+        and "✗ prediction dog" in page
+        and "is cat" in page
+    )
+    assert "say </span><mark>&lt;/pre&gt;</mark>" in page and "<b>" not in page.split("</style>")[
+        1
+    ].split("<script>")[0].replace("<b class", "")
     assert "<!--<script>" not in page.split('id="charts">')[1].split("</script>")[0]

@@ -103,7 +103,18 @@ class Columns(Annealed):
     def predicted(self, batch, outputs):
         return {"one": outputs["said"].sum()}
 '''
-COMMON = ["--batch.size", "16", "--duration", "20", "--track", "none", "--log.every", "1", "--optimizer.lr", "0.02"]
+COMMON = [
+    "--batch.size",
+    "16",
+    "--duration",
+    "20",
+    "--track",
+    "none",
+    "--log.every",
+    "1",
+    "--optimizer.lr",
+    "0.02",
+]
 
 
 @pytest.fixture
@@ -130,18 +141,33 @@ def test_a_loss_that_changes_along_the_run_is_the_same_for_any_split(folder):
         words = ["mine.py:Annealed", *COMMON, *words, "--run.dir", f"run-{number}"]
         run(train, words, ranks=ranks, config=config, folder=folder).ok()
         trained = [line for line in lines(folder / f"run-{number}") if "train/beta" in line]
-        assert [line["train/beta"] for line in trained] == pytest.approx([min(1.0, 0.1 * step) for step in range(20)])
+        assert [line["train/beta"] for line in trained] == pytest.approx(
+            [min(1.0, 0.1 * step) for step in range(20)]
+        )
         found.append([line["train/loss"] for line in trained])
     assert all(one == pytest.approx(found[0], rel=1e-5) for one in found[1:])
     ended = json.loads((folder / "run-0" / "summary.json").read_text())
     evaluated = after(folder, "evaluate", "run-0", "--json")
     evaluated.ok()
-    metrics = json.loads(next(line for line in evaluated.output.splitlines() if line.startswith("{")))
-    assert metrics["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)  # at the end of the run, beta is 1
+    metrics = json.loads(
+        next(line for line in evaluated.output.splitlines() if line.startswith("{"))
+    )
+    assert metrics["eval/loss"] == pytest.approx(
+        ended["eval/loss"], rel=1e-5
+    )  # at the end of the run, beta is 1
 
 
 def test_it_continues_where_it_was_and_not_on_a_longer_run(folder):
-    words = ["mine.py:Annealed", *COMMON, "--save.every", "5", "--save.keep", "9", "--run.dir", "run"]
+    words = [
+        "mine.py:Annealed",
+        *COMMON,
+        "--save.every",
+        "5",
+        "--save.keep",
+        "9",
+        "--run.dir",
+        "run",
+    ]
     run(train, words, folder=folder).ok()
     whole = load_file(folder / "run" / "final" / "model.safetensors")
     unfinished(folder / "run", 10)
@@ -155,7 +181,9 @@ def test_it_continues_where_it_was_and_not_on_a_longer_run(folder):
 
 def test_a_model_that_is_not_called_is_reported_where_it_is_wrapped(folder):
     run(train, ["mine.py:Inside", *COMMON, "--run.dir", "one"], folder=folder).ok()
-    rejected = run(train, ["mine.py:Inside", *COMMON, "--run.dir", "two"], ranks=2, config="ddp", folder=folder)
+    rejected = run(
+        train, ["mine.py:Inside", *COMMON, "--run.dir", "two"], ranks=2, config="ddp", folder=folder
+    )
     assert rejected.codes == [2, 2] and "has no 'decoder': call model(...)" in rejected.output
     assert not (folder / "two").exists()
 
@@ -169,28 +197,53 @@ def test_what_generates(folder, config, ranks):
     world = run(train, ["mine.py:Failing", *COMMON, "--run.dir", "failing"], **how)
     world.ok()
     assert (
-        world.output.count("generation failed (Failing.generate: KeyError: 'no such thing'); training continues") == 1
+        world.output.count(
+            "generation failed (Failing.generate: KeyError: 'no such thing'); training continues"
+        )
+        == 1
     )
 
 
 def test_columns_may_be_tensors_and_texts(folder):
     run(train, ["mine.py:Annealed", *COMMON, "--run.dir", "run"], folder=folder).ok()
-    after(folder, "predict", "run", "--data", "any", "--to", "said.jsonl", ranks=2, config="ddp").ok()
+    after(
+        folder, "predict", "run", "--data", "any", "--to", "said.jsonl", ranks=2, config="ddp"
+    ).ok()
     rows = [json.loads(line) for line in (folder / "said.jsonl").read_text().splitlines()]
-    assert [row["row"] for row in rows] == list(range(64)) and all(len(row["said"]) == 4 for row in rows)
+    assert [row["row"] for row in rows] == list(range(64)) and all(
+        len(row["said"]) == 4 for row in rows
+    )
     assert all(row["largest"] == max(row["said"]) and isinstance(row["name"], str) for row in rows)
-    rejected = after(folder, "predict", "run", "--data", "any", "--to", "no.jsonl", "--task", "mine.py:Columns")
-    assert rejected.codes == [2] and "Columns.predicted returned a float as 'one' for 16 samples" in rejected.output
+    rejected = after(
+        folder, "predict", "run", "--data", "any", "--to", "no.jsonl", "--task", "mine.py:Columns"
+    )
+    assert (
+        rejected.codes == [2]
+        and "Columns.predicted returned a float as 'one' for 16 samples" in rejected.output
+    )
 
 
 def test_the_metrics_are_those_of_the_weights_in_final(folder):
     """With save.final best, the table, the summary, the examples and export belong to the weights in final/."""
-    words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.every", "0"]
+    words = [
+        "mine.py:Constant",
+        *COMMON,
+        "--eval.every",
+        "5",
+        "--save.final",
+        "best",
+        "--save.every",
+        "0",
+    ]
     world = run(train, [*words, "--run.dir", "run"], folder=folder)
     world.ok()
     ended = json.loads((folder / "run" / "summary.json").read_text())
     best = ended["best"]["step"]
-    assert best < 20 and ended["final"]["step"] == best and ended["eval/loss"] == pytest.approx(ended["best"]["value"])
+    assert (
+        best < 20
+        and ended["final"]["step"] == best
+        and ended["eval/loss"] == pytest.approx(ended["best"]["value"])
+    )
     assert f"weights (best, of step {best})" in world.output
     written = lines(folder / "run")
     assert [line["step"] for line in written if "eval/loss" in line] == [5, 10, 15, 20]
@@ -200,8 +253,12 @@ def test_the_metrics_are_those_of_the_weights_in_final(folder):
     final = load_file(folder / "run" / "final" / "model.safetensors")
     out = load_file(folder / "out" / "model.safetensors")
     assert all(torch.equal(final[name], out[name]) for name in final)
-    assert run(cli.main, ["export", "run", "--to", "new", "--checkpoint", "newest"], folder=folder).ok() == [0]
-    assert not torch.equal(load_file(folder / "new" / "model.safetensors")["encoder.weight"], final["encoder.weight"])
+    assert run(
+        cli.main, ["export", "run", "--to", "new", "--checkpoint", "newest"], folder=folder
+    ).ok() == [0]
+    assert not torch.equal(
+        load_file(folder / "new" / "model.safetensors")["encoder.weight"], final["encoder.weight"]
+    )
 
 
 def test_masks_are_pictures():
@@ -233,7 +290,13 @@ def test_what_is_judged():
 def test_names_with_a_slash_and_large_metrics():
     from rich.console import Console
 
-    metrics = {"train/loss": 1.0, "eval/iou/sky": 0.5, "ema/eval/iou/sky": 0.75, "eval/mae": 50491.26, "samples": 3}
+    metrics = {
+        "train/loss": 1.0,
+        "eval/iou/sky": 0.5,
+        "ema/eval/iou/sky": 0.75,
+        "eval/mae": 50491.26,
+        "samples": 3,
+    }
     console = Console(width=100, file=open("/dev/null", "w"), record=True)  # noqa: SIM115
     console.print(summary_table(metrics))
     rows = [line.split() for line in console.export_text().replace("│", " ").splitlines()]
@@ -248,7 +311,16 @@ def test_names_with_a_slash_and_large_metrics():
 
 @pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("fsdp2", 2)])
 def test_a_damaged_best_checkpoint_is_reported_and_not_taken(folder, config, ranks):
-    words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.every", "5"]
+    words = [
+        "mine.py:Constant",
+        *COMMON,
+        "--eval.every",
+        "5",
+        "--save.final",
+        "best",
+        "--save.every",
+        "5",
+    ]
     words += ["--save.keep", "9", "--run.dir", "run"]
     how = {"ranks": ranks, "config": config, "folder": folder}
     run(train, words, **how).ok()
@@ -267,7 +339,16 @@ def test_a_damaged_best_checkpoint_is_reported_and_not_taken(folder, config, ran
 
 
 def test_a_best_of_another_folder_is_reported(folder):
-    words = ["mine.py:Constant", *COMMON, "--eval.every", "5", "--save.final", "best", "--save.keep", "9"]
+    words = [
+        "mine.py:Constant",
+        *COMMON,
+        "--eval.every",
+        "5",
+        "--save.final",
+        "best",
+        "--save.keep",
+        "9",
+    ]
     run(train, [*words, "--save.every", "5", "--run.dir", "one"], folder=folder).ok()
     resume = ["--run.dir", "two", "--run.resume", "one/checkpoints/step-00000010"]
     world = run(train, [*words, *resume], folder=folder)
@@ -282,14 +363,23 @@ def test_another_file_of_the_same_name_is_another_task(folder):
     (folder / "there" / "mine.py").write_text(TASK + "# another\n")
     words = ["mine.py:Annealed", *COMMON, "--run.dir", str(folder / "run")]
     rejected = run(train, words, folder=folder / "there")
-    assert rejected.codes == [2] and f"was trained with the task of {folder / 'mine.py'}" in rejected.output
+    assert (
+        rejected.codes == [2]
+        and f"was trained with the task of {folder / 'mine.py'}" in rejected.output
+    )
     (folder / "there" / "mine.py").write_text(TASK)  # an identical copy
     run(train, words, folder=folder / "there").ok()
 
 
 WRONG = {
-    "progress that cannot be set": ("    progress = property(lambda self: None)\n", "its progress cannot be set"),
-    "a file that ends the interpreter": ("    pass\n\nraise SystemExit(0)\n", "calls sys.exit when it is imported"),
+    "progress that cannot be set": (
+        "    progress = property(lambda self: None)\n",
+        "its progress cannot be set",
+    ),
+    "a file that ends the interpreter": (
+        "    pass\n\nraise SystemExit(0)\n",
+        "calls sys.exit when it is imported",
+    ),
 }
 
 
@@ -298,7 +388,9 @@ def test_wrong_files(folder, case):
     members, expected_text = WRONG[case]
     (folder / "wrong.py").write_text(f"import mine\n\nclass Wrong(mine.Annealed):\n{members}")
     rejected = run(train, ["wrong.py:Wrong", *COMMON, "--run.dir", "run"], folder=folder)
-    assert rejected.codes == [2] and expected_text in rejected.output and not (folder / "run").exists()
+    assert (
+        rejected.codes == [2] and expected_text in rejected.output and not (folder / "run").exists()
+    )
 
 
 def _again_in_a_notebook() -> None:
@@ -310,7 +402,9 @@ def _again_in_a_notebook() -> None:
     module = sys.modules["__main__"]
 
     def cell(number: int, width: int) -> None:
-        text = TASK.replace("nn.Linear(4, 2), nn.Linear(2, 4)", f"nn.Linear(4, {width}), nn.Linear({width}, 4)")
+        text = TASK.replace(
+            "nn.Linear(4, 2), nn.Linear(2, 4)", f"nn.Linear(4, {width}), nn.Linear({width}, 4)"
+        )
         name = f"/tmp/cell-{number}.py"
         linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
         exec(compile(text, name, "exec"), vars(module))
@@ -323,17 +417,22 @@ def _again_in_a_notebook() -> None:
     assert fit(module.Annealed, **how) == first  # nothing to do
     vars(module)["Annealed"].loss, before = module.Inside.loss, module.Annealed.loss
     with pytest.raises(
-        BadInput, match=r"the source of its task \(Annealed\) has changed since: choose another run.dir"
+        BadInput,
+        match=r"the source of its task \(Annealed\) has changed since: choose another run.dir",
     ):
         fit(module.Annealed, **how)
     module.Annealed.loss = before
     with pytest.raises(BadInput, match="batch.micro auto needs a second process"):
         fit(module.Annealed, **{**how, "run": {"dir": "auto"}}, batch={"micro": "auto"})
-    with pytest.raises(BadInput, match="fit takes a recipe or the class of a task, got <.*pass its arguments"):
+    with pytest.raises(
+        BadInput, match="fit takes a recipe or the class of a task, got <.*pass its arguments"
+    ):
         fit(module.Annealed())
     with pytest.raises(BadInput) as rejected:
         fit(module.Annealed, task={"width": "wide"})
-    assert rejected.value.__cause__ is None and rejected.value.__suppress_context__  # no chained traceback
+    assert (
+        rejected.value.__cause__ is None and rejected.value.__suppress_context__
+    )  # no chained traceback
 
 
 def test_a_class_of_a_notebook_that_was_changed(tmp_path):
@@ -343,14 +442,22 @@ def test_a_class_of_a_notebook_that_was_changed(tmp_path):
 @pytest.mark.slow
 def test_a_script_without_a_guard_is_not_trained_by_evaluate(folder):
     """evaluate imports the class from the script, which would call fit again."""
-    script = TASK + "\n\nfrom oneloop import fit\n\nfit(Annealed, duration=3, track='none', run={'dir': 'run'})\n"
+    script = (
+        TASK
+        + "\n\nfrom oneloop import fit\n\nfit(Annealed, duration=3, track='none', run={'dir': 'run'})\n"
+    )
     (folder / "script.py").write_text(script)
     done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     rejected = after(folder, "evaluate", "run")
-    assert rejected.codes == [2] and 'put the call under if __name__ == "__main__":' in rejected.output
+    assert (
+        rejected.codes == [2] and 'put the call under if __name__ == "__main__":' in rejected.output
+    )
     repeat = (folder / "run" / "report.html").read_text()
-    assert "oneloop launch --config_file single" in repeat and "script.py:Annealed --duration 3" in repeat
+    assert (
+        "oneloop launch --config_file single" in repeat
+        and "script.py:Annealed --duration 3" in repeat
+    )
 
 
 def test_a_changed_file_is_reported_when_its_run_has_ended(folder):
@@ -359,7 +466,10 @@ def test_a_changed_file_is_reported_when_its_run_has_ended(folder):
     (folder / "mine.py").write_text(TASK + "# more\n")
     again = run(train, words, folder=folder)
     again.ok()
-    assert "nothing to do; the source of its task" in again.output and "has changed since" in again.output
+    assert (
+        "nothing to do; the source of its task" in again.output
+        and "has changed since" in again.output
+    )
 
 
 def test_predictions_as_csv_keep_texts(folder):
@@ -370,6 +480,8 @@ def test_predictions_as_csv_keep_texts(folder):
         "import mine\n\nclass Flat(mine.Annealed):\n    def predicted(self, batch, outputs):\n"
         "        return {'name': batch['name'], 'first': outputs['said'][:, 0]}\n"
     )
-    after(folder, "predict", "run", "--data", "any", "--to", "said.csv", "--task", "flat.py:Flat").ok()
+    after(
+        folder, "predict", "run", "--data", "any", "--to", "said.csv", "--task", "flat.py:Flat"
+    ).ok()
     rows = list(csv.DictReader((folder / "said.csv").open()))
     assert len(rows) == 64 and {row["name"] for row in rows} == {"16"}

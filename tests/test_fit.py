@@ -73,17 +73,26 @@ def left() -> dict[str, object]:
     """Return all process state that a run could change."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
-    children = subprocess.run(["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True).stdout
+    children = subprocess.run(
+        ["ps", "--ppid", str(os.getpid()), "-o", "args="], capture_output=True, text=True
+    ).stdout
     return {
-        "accelerate": [dict(state._shared_state) for state in (PartialState, AcceleratorState, GradientState)],
+        "accelerate": [
+            dict(state._shared_state) for state in (PartialState, AcceleratorState, GradientState)
+        ],
         "group": torch.distributed.is_initialized(),
-        "signals": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)],
+        "signals": [
+            signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        ],
         "threads": [thread.name for thread in threading.enumerate()],
         "children": [line for line in children.splitlines() if not line.startswith("ps ")],
         "files": len(os.listdir("/proc/self/fd")),
         "environment": dict(os.environ),
         "random": [random.getstate(), torch.get_rng_state().tolist()],
-        "switches": [torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled()],
+        "switches": [
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        ],
     }
 
 
@@ -92,18 +101,43 @@ def _one_interpreter() -> None:
 
     from oneloop import fit
 
-    fit("digits", duration=1, run={"dir": "warm"}, **QUIET)  # in the first run, libraries open their own files
+    fit(
+        "digits", duration=1, run={"dir": "warm"}, **QUIET
+    )  # in the first run, libraries open their own files
     before = left()
-    plain = fit("digits", duration=6, run={"dir": "plain"}, machine={"deterministic": True, "matmul": "high"}, **QUIET)
+    plain = fit(
+        "digits",
+        duration=6,
+        run={"dir": "plain"},
+        machine={"deterministic": True, "matmul": "high"},
+        **QUIET,
+    )
     assert plain["exit_code"] == 0 and plain["step"] == 6 and "eval/accuracy" in plain
     assert left() == before
-    again = fit("digits", duration=6, run={"dir": "plain"}, machine={"deterministic": True}, **QUIET)
+    again = fit(
+        "digits", duration=6, run={"dir": "plain"}, machine={"deterministic": True}, **QUIET
+    )
     assert again == json.loads(json.dumps(plain))  # finished: nothing to do
     half = fit("digits", duration=6, run={"dir": "half"}, mixed_precision="bf16", **QUIET)
-    assert half["train/loss"] != plain["train/loss"] and abs(half["train/loss"] - plain["train/loss"]) < 0.05
-    assert json.loads(Path("half/environment.json").read_text())["accelerate"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
+    assert (
+        half["train/loss"] != plain["train/loss"]
+        and abs(half["train/loss"] - plain["train/loss"]) < 0.05
+    )
+    assert (
+        json.loads(Path("half/environment.json").read_text())["accelerate"][
+            "ACCELERATE_MIXED_PRECISION"
+        ]
+        == "bf16"
+    )
     with pytest.raises(Diverged, match="step 4: the (loss|gradient) is not finite"):
-        fit(Points, task={"nan_after": 10}, batch={"size": 8}, duration=20, run={"dir": "nan"}, **QUIET)
+        fit(
+            Points,
+            task={"nan_after": 10},
+            batch={"size": 8},
+            duration=20,
+            run={"dir": "nan"},
+            **QUIET,
+        )
     assert json.loads(Path("nan/summary.json").read_text())["exit_code"] == 3
     with pytest.raises(BadInput, match="did you mean batch="):
         fit("digits", batch={"siz": 3})
@@ -115,10 +149,20 @@ def _one_interpreter() -> None:
 
     threading.Thread(target=_interrupt, args=("long", signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
-        fit(Points, duration=10**6, save={"every": 10**6}, run={"dir": "long"}, eval={"every": 0}, **QUIET)
+        fit(
+            Points,
+            duration=10**6,
+            save={"every": 10**6},
+            run={"dir": "long"},
+            eval={"every": 0},
+            **QUIET,
+        )
     stopped = json.loads(Path("long/summary.json").read_text())
     assert (stopped["exit_code"], stopped["exit_reason"]) == (75, "stopped by SIGINT")
-    assert Path(f"long/checkpoints/step-{stopped['step']:08d}/MANIFEST.json").exists() and left() == before
+    assert (
+        Path(f"long/checkpoints/step-{stopped['step']:08d}/MANIFEST.json").exists()
+        and left() == before
+    )
 
     notebook_launcher(_in_two, num_processes=2, mixed_precision="bf16", use_port=str(_free_port()))
     there = json.loads(Path("two/environment.json").read_text())
@@ -152,10 +196,24 @@ def test_the_weights_are_those_of_the_command_line(tmp_path):
         run(train, [*words, "--run.dir", f"{config}-typed"], **how).ok()
         summaries = run(_fitted, f"{config}-called", **how).ok()
         assert all(summary == summaries[0] for summary in summaries[1:]), "every rank returns it"
-        typed, called = (tmp_path / f"{config}-{way}" / "final" / "model.safetensors" for way in ("typed", "called"))
+        typed, called = (
+            tmp_path / f"{config}-{way}" / "final" / "model.safetensors"
+            for way in ("typed", "called")
+        )
         assert typed.read_bytes() == called.read_bytes()
-        assert json.loads((tmp_path / f"{config}-called/environment.json").read_text())["command"] == [
-            *("oneloop.fit", "digits", "--batch.size", "32", "--duration", "6", "--run.dir", f"{config}-called"),
+        assert json.loads((tmp_path / f"{config}-called/environment.json").read_text())[
+            "command"
+        ] == [
+            *(
+                "oneloop.fit",
+                "digits",
+                "--batch.size",
+                "32",
+                "--duration",
+                "6",
+                "--run.dir",
+                f"{config}-called",
+            ),
             *("--track", "none", "--watch.quiet", "true"),
         ]
 
@@ -165,7 +223,11 @@ def _fitted(folder: str) -> dict:
 
     fit("digits", duration=2, batch={"size": 32}, run={"dir": f"{folder}-before"}, **QUIET)
     summary = fit("digits", duration=6, batch={"size": 32}, run={"dir": folder}, **QUIET)
-    return {name: value for name, value in summary.items() if name not in ("seconds", "time", "goodput", "noise_scale")}
+    return {
+        name: value
+        for name, value in summary.items()
+        if name not in ("seconds", "time", "goodput", "noise_scale")
+    }
 
 
 def _beside_another() -> None:
@@ -176,10 +238,15 @@ def _beside_another() -> None:
     own = Accelerator(mixed_precision="no", gradient_accumulation_steps=3)
     layer = own.prepare(torch.nn.Linear(2, 2))
     before, group = left()["accelerate"], torch.distributed.is_initialized()
-    assert fit("digits", duration=2, run={"dir": "run"}, mixed_precision="bf16", **QUIET)["step"] == 2
+    assert (
+        fit("digits", duration=2, run={"dir": "run"}, mixed_precision="bf16", **QUIET)["step"] == 2
+    )
     assert left()["accelerate"] == before and torch.distributed.is_initialized() is group
     own.backward(layer(torch.ones(1, 2)).sum())
-    assert own.mixed_precision == "no" and float(own.reduce(torch.ones(()), "sum")) == own.num_processes
+    assert (
+        own.mixed_precision == "no"
+        and float(own.reduce(torch.ones(()), "sum")) == own.num_processes
+    )
 
 
 @pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2)])
@@ -195,8 +262,18 @@ def _fails() -> None:
     for where in ({"fails_at": 41}, {}):
         task = Points if where else Unlucky
         with pytest.raises((SampleError, ZeroDivisionError)) as raised:
-            fit(task, task=where, duration=40, batch={"size": 8}, machine={"workers": 1}, run={"dir": "run"}, **QUIET)
-        assert raised.value.__traceback__ is not None and not isinstance(raised.value, BadInput)  # still held
+            fit(
+                task,
+                task=where,
+                duration=40,
+                batch={"size": 8},
+                machine={"workers": 1},
+                run={"dir": "run"},
+                **QUIET,
+            )
+        assert raised.value.__traceback__ is not None and not isinstance(
+            raised.value, BadInput
+        )  # still held
         ended = json.loads(Path("run/summary.json").read_text())
         assert ended["exit_code"] == 1 and type(raised.value).__name__ in ended["exit_reason"]
         now = left()
@@ -204,7 +281,8 @@ def _fails() -> None:
         assert now["threads"] == before["threads"]
         assert (
             not where
-            or "sample 41 of the train set cannot be loaded by data worker 0: KeyError" in ended["exit_reason"]
+            or "sample 41 of the train set cannot be loaded by data worker 0: KeyError"
+            in ended["exit_reason"]
         )
         subprocess.run(["rm", "-r", "run"], check=True)
 
@@ -223,14 +301,24 @@ def _terminated() -> None:
     from oneloop import fit
 
     threading.Thread(target=_interrupt, args=("run", signal.SIGTERM)).start()
-    fit(Points, duration=10**6, save={"every": 10**6}, eval={"every": 0}, run={"dir": "run"}, **QUIET)
+    fit(
+        Points,
+        duration=10**6,
+        save={"every": 10**6},
+        eval={"every": 0},
+        run={"dir": "run"},
+        **QUIET,
+    )
     os._exit(0)  # not reached: fit sends the signal again
 
 
 def test_another_signal_is_passed_on_after_saving(tmp_path):
     assert run(_terminated, folder=tmp_path).codes == [-signal.SIGTERM]
     ended = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert ended["exit_code"] == 75 and (tmp_path / f"run/checkpoints/step-{ended['step']:08d}").is_dir()
+    assert (
+        ended["exit_code"] == 75
+        and (tmp_path / f"run/checkpoints/step-{ended['step']:08d}").is_dir()
+    )
 
 
 def _interrupted_twice() -> None:
@@ -254,7 +342,9 @@ def _interrupted_twice() -> None:
     with pytest.raises(KeyboardInterrupt):
         fit(Slow, duration=100, run={"dir": "run"}, **QUIET)
     assert time.monotonic() - began < 40 and not Path("run/owner.json").exists()
-    assert left()["children"] == [] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert (
+        left()["children"] == [] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path):
@@ -281,7 +371,9 @@ def _in_a_thread() -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [summary["step"] for summary in found] == [2] and "another call of oneloop is under way" in rejected[0]
+    assert [summary["step"] for summary in found] == [
+        2
+    ] and "another call of oneloop is under way" in rejected[0]
     for wrong in ({"name": "other.py:T"}, "other.py:T"):
         with pytest.raises(BadInput, match="two tasks given"):
             fit(Points, task=wrong)
@@ -306,7 +398,9 @@ if __name__ == "__main__":
 def test_a_class_of_the_script_that_runs_is_found_again(tmp_path):
     """The class is found by the script's file. A notebook's class cannot be found again; the error reports it."""
     (tmp_path / "script.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True
+    )
     assert done.returncode == 0 and done.stdout.splitlines()[-1] == "3", done.stderr
     assert "script.py:Mine" in (tmp_path / "run" / "recipe.yaml").read_text()
     from worlds import after
@@ -339,14 +433,19 @@ def test_recipes_from_python():
     from oneloop.basics.duration import Duration
 
     made = recipe(
-        "digits", optimizer={"name": "muon", "lr": 3e-3}, duration=Duration("10%"), ema={"half_life": ("1ep", "2ep")}
+        "digits",
+        optimizer={"name": "muon", "lr": 3e-3},
+        duration=Duration("10%"),
+        ema={"half_life": ("1ep", "2ep")},
     )
     assert made == read(typed)
     assert recipe({"task": {"name": "causal_lm"}, "batch": {"size": 8}}).batch.size == 8
     assert recipe(made, batch={"size": 16}).optimizer.name == "muon"
     assert recipe("digits", run={"dir": Path("here")}).run.dir == "here"
     groups = {"backbone": {"lr_factor": 0.1}}
-    assert recipe("digits", optimizer={"groups": groups}) == read(["digits", "--optimizer.groups", json.dumps(groups)])
+    assert recipe("digits", optimizer={"groups": groups}) == read(
+        ["digits", "--optimizer.groups", json.dumps(groups)]
+    )
     assert recipe(task=Points).task.name == "test_fit.Points"
     assert recipe(task={"name": Points, "nan_after": 3}).name == "test_fit"
 

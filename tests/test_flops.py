@@ -29,11 +29,15 @@ TEXT = str(ROOT / "docs" / "reference" / "data.md")
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_counted_operations_are_the_formula(architecture):
     layers, width, block = 4, 256, 128
-    task = CausalLM(data=TEXT, layers=layers, width=width, heads=4, block=block, architecture=architecture)
+    task = CausalLM(
+        data=TEXT, layers=layers, width=width, heads=4, block=block, architecture=architecture
+    )
     batch = task.collate([task.train_set()[i] for i in range(2)])
     outside = ("wte", "wpe", "embed")
     matrices = sum(
-        p.numel() for n, p in task.model().named_parameters() if p.ndim == 2 and not any(o in n for o in outside)
+        p.numel()
+        for n, p in task.model().named_parameters()
+        if p.ndim == 2 and not any(o in n for o in outside)
     )
     if architecture == "gpt2":
         matrices += 257 * width  # tied to the input embedding, but counted as output layer
@@ -45,7 +49,10 @@ def test_resnet18_has_its_known_count():
     from torchvision import models
 
     batch = {"x": torch.zeros(2, 3, 224, 224)}
-    found = training_flops(models.resnet18(), lambda model, batch: (model(batch["x"]).sum(), {}), batch) / 2
+    found = (
+        training_flops(models.resnet18(), lambda model, batch: (model(batch["x"]).sum(), {}), batch)
+        / 2
+    )
     # 1.814 G multiply-adds forward, and twice as many backward, except for the input of the first layer.
     assert abs(found / (2 * (3 * 1.814e9 - 0.118e9)) - 1) < 0.03
 
@@ -121,7 +128,13 @@ COMMON = [
     ("words", "phase", "calls", "before", "expected_text"),
     [
         (["--task", "test_flops.SlowToLoad"], "share/data", 8, 4, "the device waits for data"),
-        (["--optimizer.name", "test_flops.SlowSGD"], "share/update", 1, 0, "goes into the optimizer's update"),
+        (
+            ["--optimizer.name", "test_flops.SlowSGD"],
+            "share/update",
+            1,
+            0,
+            "goes into the optimizer's update",
+        ),
     ],
 )
 def test_what_is_slow_is_named_with_its_share(tmp_path, words, phase, calls, before, expected_text):
@@ -129,10 +142,19 @@ def test_what_is_slow_is_named_with_its_share(tmp_path, words, phase, calls, bef
     taken = run(spent, ["r.yaml", *words, *COMMON], folder=tmp_path).ok()[0][before:]
     for number, line in enumerate(lines(tmp_path / "a")[:3]):
         shares = {name: value for name, value in line.items() if name.startswith("share/")}
-        assert abs(sum(shares.values()) - 1) < 1e-6 and max(shares, key=lambda name: shares[name]) == phase
+        assert (
+            abs(sum(shares.values()) - 1) < 1e-6
+            and max(shares, key=lambda name: shares[name]) == phase
+        )
         if number:  # within 5 points of the measured time of the slow calls; the first 20 steps include start-up work
             seconds = 160 / line["train/samples_per_second"]
-            assert abs(line[phase] - sum(taken[20 * calls * number : 20 * calls * (number + 1)]) / seconds) < 0.05
+            assert (
+                abs(
+                    line[phase]
+                    - sum(taken[20 * calls * number : 20 * calls * (number + 1)]) / seconds
+                )
+                < 0.05
+            )
     sentence = json.loads((tmp_path / "a" / "summary.json").read_text())["time"]
     assert expected_text in sentence and ": " not in sentence  # too short a run for advice
 
@@ -167,7 +189,12 @@ def measured() -> dict[str, float]:
     model = world.prepare(torch.nn.Linear(4, 1, bias=False))
     meter = Meter(world.accelerator, list(model.parameters()))
     for number in range(3):
-        meter.step(loss=torch.tensor(1.0 + number + 10 * world.rank), weight=2.0, samples=2, norm=torch.tensor(0.5))
+        meter.step(
+            loss=torch.tensor(1.0 + number + 10 * world.rank),
+            weight=2.0,
+            samples=2,
+            norm=torch.tensor(0.5),
+        )
     meter.before_update()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -181,7 +208,10 @@ def measured() -> dict[str, float]:
 def test_the_update_is_measured_where_a_rank_holds_no_weights(ranks, config):
     for metrics in run(measured, ranks=ranks, config=config).ok():
         assert metrics["train/update_ratio"] == pytest.approx(0.1, rel=1e-5)
-        assert metrics["train/loss"] == (6.0 if ranks == 1 else 6.0 + 36.0) / 6.0 and metrics["train/grad_norm"] == 0.5
+        assert (
+            metrics["train/loss"] == (6.0 if ranks == 1 else 6.0 + 36.0) / 6.0
+            and metrics["train/grad_norm"] == 0.5
+        )
 
 
 def test_the_update_of_a_large_model_is_that_of_all_its_weights():
@@ -201,12 +231,16 @@ def test_the_update_of_a_large_model_is_that_of_all_its_weights():
         one += 1e-3 * torch.randn_like(one)
     moved, size = ratio.values(torch.zeros(()))
     change = torch.cat([one.flatten() for one in parameters]) - before
-    assert float((moved / size).sqrt()) == pytest.approx(float(change.norm() / before.norm()), rel=0.05)
+    assert float((moved / size).sqrt()) == pytest.approx(
+        float(change.norm() / before.norm()), rel=0.05
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_the_update_of_any_layout_and_type(dtype):
-    model = torch.nn.Sequential(torch.nn.Conv2d(8, 16, 3), torch.nn.Conv1d(4, 4, 1), torch.nn.Linear(7, 1)).to(dtype)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(8, 16, 3), torch.nn.Conv1d(4, 4, 1), torch.nn.Linear(7, 1)
+    ).to(dtype)
     model[0].to(memory_format=torch.channels_last)
     parameters = [one.detach() for one in model.parameters()]
     ratio = UpdateRatio(parameters)
@@ -216,8 +250,12 @@ def test_the_update_of_any_layout_and_type(dtype):
         one *= 1 - 2**-7
     moved, size = ratio.values(torch.zeros(()))
     change = torch.cat([one.flatten() for one in parameters]).double() - before
-    assert float(size) == pytest.approx(float(before.norm() ** 2), rel=1e-6)  # all weights count: the model is small
-    assert float(moved) == pytest.approx(float(change.norm() ** 2), rel=1e-6 if dtype != torch.bfloat16 else 1e-5)
+    assert float(size) == pytest.approx(
+        float(before.norm() ** 2), rel=1e-6
+    )  # all weights count: the model is small
+    assert float(moved) == pytest.approx(
+        float(change.norm() ** 2), rel=1e-6 if dtype != torch.bfloat16 else 1e-5
+    )
 
 
 def test_a_resume_in_mid_window_counts_its_own_samples_only():
@@ -233,7 +271,9 @@ def test_a_resume_in_mid_window_counts_its_own_samples_only():
     time.sleep(0.2)
     metrics = second.read()
     assert metrics["train/loss"] == 1.9
-    assert metrics["train/samples_per_second"] == pytest.approx(100 / (time.perf_counter() - began), rel=0.1)
+    assert metrics["train/samples_per_second"] == pytest.approx(
+        100 / (time.perf_counter() - began), rel=0.1
+    )
 
 
 def test_a_cpu_has_no_driver_to_ask(tmp_path):
@@ -246,8 +286,13 @@ def test_tokens_per_second_by_hand(tmp_path):
     first, second = lines(tmp_path / "a")[:2]
     assert first["train/epoch"] == 160 / 37 and second["train/epoch"] == 320 / 37
     by_hand = (second["tokens"] - first["tokens"]) / (second["time"] - first["time"])
-    assert abs(second["speed/tokens_per_second"] / by_hand - 1) < 0.05  # same interval, except for the logging itself
-    assert abs(second["train/samples_per_second"] / (160 / (second["time"] - first["time"])) - 1) < 0.05
+    assert (
+        abs(second["speed/tokens_per_second"] / by_hand - 1) < 0.05
+    )  # same interval, except for the logging itself
+    assert (
+        abs(second["train/samples_per_second"] / (160 / (second["time"] - first["time"])) - 1)
+        < 0.05
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,18 +303,28 @@ def test_tokens_per_second_by_hand(tmp_path):
             2,
             "31 % of the time the device waits for data: raise machine.workers from 2 to 4",
         ),
-        ({"share/evaluate": 0.5}, 0, "50 % of the time goes into evaluation: raise eval.every from 100 steps to 1000"),
+        (
+            {"share/evaluate": 0.5},
+            0,
+            "50 % of the time goes into evaluation: raise eval.every from 100 steps to 1000",
+        ),
         (
             {"share/save": 0.2},
             0,
             "20 % of the time training waits for checkpoints: raise save.every from 50 steps to 500",
         ),
-        ({"share/compute": 0.9, "share/data": 0.1}, 0, "90 % of the time goes into forward and backward, as it should"),
+        (
+            {"share/compute": 0.9, "share/data": 0.1},
+            0,
+            "90 % of the time goes into forward and backward, as it should",
+        ),
         ({"share/data": 0.9}, 8, "all cores load already"),
     ],
 )
 def test_what_the_shares_mean(shares, workers, expected_text):
-    assert expected_text in diagnosis(shares, workers=workers, cores=8, eval_every=100, save_every=50)
+    assert expected_text in diagnosis(
+        shares, workers=workers, cores=8, eval_every=100, save_every=50
+    )
 
 
 @dataclass
@@ -285,7 +340,9 @@ class Raising:
         def fail(*_, **__):
             raise ConnectionError("no tracker today")
 
-        TensorBoardTracker.log = TensorBoardTracker.store_init_configuration = TensorBoardTracker.finish = fail
+        TensorBoardTracker.log = TensorBoardTracker.store_init_configuration = (
+            TensorBoardTracker.finish
+        ) = fail
         TensorBoardTracker.log_images = FileWriter.add_summary = FileWriter.add_graph = fail
         if self.start:
             TensorBoardTracker.start = fail
@@ -328,7 +385,10 @@ def test_what_was_logged_before_an_error_or_a_checkpoint_is_in_tensorboard(tmp_p
 
     def in_tensorboard():
         (folder,) = (tmp_path / "a" / "tensorboard").iterdir()
-        return [(one.step, one.value) for one in EventAccumulator(str(folder)).Reload().Scalars("train/loss")]
+        return [
+            (one.step, one.value)
+            for one in EventAccumulator(str(folder)).Reload().Scalars("train/loss")
+        ]
 
     def in_metrics():
         return [
@@ -337,8 +397,12 @@ def test_what_was_logged_before_an_error_or_a_checkpoint_is_in_tensorboard(tmp_p
             if "train/loss" in line
         ]
 
-    assert run(train, words, folder=tmp_path, watch=False).codes == [1 if end == "error" else -signal.SIGKILL]
-    assert in_tensorboard() == (in_metrics() if end == "error" else in_metrics()[: len(in_tensorboard())])
+    assert run(train, words, folder=tmp_path, watch=False).codes == [
+        1 if end == "error" else -signal.SIGKILL
+    ]
+    assert in_tensorboard() == (
+        in_metrics() if end == "error" else in_metrics()[: len(in_tensorboard())]
+    )
     assert len(in_tensorboard()) >= (8 if end == "error" else 4)
     run(train, words, folder=tmp_path).ok()
     assert in_tensorboard() == in_metrics() and len(in_metrics()) == 12
@@ -382,7 +446,11 @@ class FullDisk:
 )
 def test_an_error_of_what_is_written_is_reported_once(tmp_path, how, track, expected_text):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
-    world = run(how, ["r.yaml", *COMMON[:-4], "--track", track, "--run.dir", "a", "--log.every", "10"], folder=tmp_path)
+    world = run(
+        how,
+        ["r.yaml", *COMMON[:-4], "--track", track, "--run.dir", "a", "--log.every", "10"],
+        folder=tmp_path,
+    )
     world.ok()
     assert world.output.count(expected_text) == world.output.count("cannot be written") == 1
     assert json.loads((tmp_path / "a" / "summary.json").read_text())["step"] == 60

@@ -19,7 +19,19 @@ from worlds import run, train
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 FROZEN = ["embedding.weight", "inner.bias", "inner.weight", "norm.norm.bias", "norm.norm.weight"]
 RULES = {"norm": {"freeze": True}, "inner": {"freeze": True}, "embedding": {"freeze": True}}
-WORDS = ["r.yaml", "--duration", "16", "--batch.size", "16", "--track", "none", "--run.dir", "run", "--eval.every", "0"]
+WORDS = [
+    "r.yaml",
+    "--duration",
+    "16",
+    "--batch.size",
+    "16",
+    "--track",
+    "none",
+    "--run.dir",
+    "run",
+    "--eval.every",
+    "0",
+]
 WORDS += ["--save.every", "8", "--ema.half_life", "16"]
 
 
@@ -44,7 +56,10 @@ def test_they_are_in_base_once_whatever_the_split(tmp_path):
         world = trained(tmp_path / config, config=config, ranks=ranks)
         world.ok()
         here = tmp_path / config / "run"
-        sizes = {name: tensor.numel() for name, tensor in load_file(here / "final" / "model.safetensors").items()}
+        sizes = {
+            name: tensor.numel()
+            for name, tensor in load_file(here / "final" / "model.safetensors").items()
+        }
         count = sum(sizes[name] for name in FROZEN)
         assert f"frozen: {count:,} of " in world.output
         assert names(here / "base") == {f"model.{name}" for name in FROZEN}
@@ -52,7 +67,11 @@ def test_they_are_in_base_once_whatever_the_split(tmp_path):
         for path in (here / "checkpoints").glob("step-*"):
             held = names(path)
             assert not any(name.split(".", 1)[1].startswith(tuple(FROZEN)) for name in held), held
-            assert {"model.norm.norm.running_mean", "model.head.weight", "ema.ema.head.weight"} <= held
+            assert {
+                "model.norm.norm.running_mean",
+                "model.head.weight",
+                "ema.ema.head.weight",
+            } <= held
         bases[config] = (here / "base" / "frozen.safetensors").read_bytes()
         assert main(["verify", str(here)]) == 0
     assert bases["single"] == bases["ddp"] == bases["fsdp2"]
@@ -83,12 +102,18 @@ def test_what_is_damaged_is_rebuilt_or_rejected(tmp_path, config, ranks):
     words = ["--init.from", str(tmp_path / "mine.safetensors")]
     trained(tmp_path, *words, config=config, ranks=ranks).ok()
     here = tmp_path / "run"
-    last, base = load_file(here / "final" / "model.safetensors"), (here / "base" / "frozen.safetensors").read_bytes()
+    last, base = (
+        load_file(here / "final" / "model.safetensors"),
+        (here / "base" / "frozen.safetensors").read_bytes(),
+    )
     unfinished(here)
     shutil.rmtree(here / "base")
     world = trained(tmp_path, *words, config=config, ranks=ranks)
     world.ok()
-    assert "run/base was damaged" in world.output and "rewriting it from the initial model" in world.output
+    assert (
+        "run/base was damaged" in world.output
+        and "rewriting it from the initial model" in world.output
+    )
     again = load_file(here / "final" / "model.safetensors")
     assert all(torch.equal(last[name], again[name]) for name in last)
     assert (here / "base" / "frozen.safetensors").read_bytes() == base
@@ -98,12 +123,22 @@ def test_what_is_damaged_is_rebuilt_or_rejected(tmp_path, config, ranks):
     spoiled[-1] ^= 1
     (here / "base" / "frozen.safetensors").write_bytes(spoiled)
     save_file({name: tensor + 1 for name, tensor in last.items()}, tmp_path / "mine.safetensors")
-    before = {path: path.stat().st_mtime_ns for path in here.rglob("*") if path.name not in (".lock", "owner.json")}
+    before = {
+        path: path.stat().st_mtime_ns
+        for path in here.rglob("*")
+        if path.name not in (".lock", "owner.json")
+    }
     world = trained(tmp_path, *words, config=config, ranks=ranks)
     assert set(world.codes) == {2}, world.output
     assert "the new model has others; restore the folder from a copy" in world.output
-    kept = {path: path.stat().st_mtime_ns for path in here.rglob("*") if path.name not in (".lock", "owner.json")}
-    assert {path for path in before.keys() | kept.keys() if before.get(path) != kept.get(path)} <= {here}
+    kept = {
+        path: path.stat().st_mtime_ns
+        for path in here.rglob("*")
+        if path.name not in (".lock", "owner.json")
+    }
+    assert {path for path in before.keys() | kept.keys() if before.get(path) != kept.get(path)} <= {
+        here
+    }
 
 
 def test_others_get_a_folder_of_their_own(tmp_path):
@@ -126,7 +161,12 @@ def test_their_type_may_be_another(tmp_path, config, ranks):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     rules = {"embedding": {"freeze": True}, "inner": {"freeze": True}}
     words = [*WORDS, "--optimizer.groups", json.dumps(rules), "--machine.base_dtype", "bfloat16"]
-    how = {"ranks": ranks, "config": config, "folder": tmp_path, "options": ("--mixed_precision", "bf16")}
+    how = {
+        "ranks": ranks,
+        "config": config,
+        "folder": tmp_path,
+        "options": ("--mixed_precision", "bf16"),
+    }
     run(train, words, **how).ok()
     here = tmp_path / "run"
     last = load_file(here / "final" / "model.safetensors")
@@ -139,7 +179,9 @@ def test_their_type_may_be_another(tmp_path, config, ranks):
     assert main(["verify", str(here)]) == 0
     assert main(["export", str(here), "--to", str(tmp_path / "out")]) == 0
     out = load_file(tmp_path / "out" / "model.safetensors")
-    assert all(torch.equal(last[name], out[name]) and last[name].dtype is out[name].dtype for name in last)
+    assert all(
+        torch.equal(last[name], out[name]) and last[name].dtype is out[name].dtype for name in last
+    )
 
 
 def test_another_type_needs_mixed_precision(tmp_path):
@@ -152,7 +194,10 @@ def test_another_type_needs_mixed_precision(tmp_path):
 def test_parts_of_other_weights_are_left_out(tmp_path):
     other = {name: tensor + 1 for name, tensor in Normed().model().state_dict().items()}
     other["head.weight"] = torch.zeros(3, 3)
-    save_file({name: tensor for name, tensor in other.items() if name != "head.bias"}, tmp_path / "other.safetensors")
+    save_file(
+        {name: tensor for name, tensor in other.items() if name != "head.bias"},
+        tmp_path / "other.safetensors",
+    )
     words = ["--init.from", str(tmp_path / "other.safetensors"), "--init.leave_out"]
     world = trained(tmp_path, *words, '["head"]')
     world.ok()
@@ -171,9 +216,18 @@ def test_parts_of_other_weights_are_left_out(tmp_path):
 
 def test_a_mixed_average_leaves_frozen_parameters_alone(tmp_path):
     trained(tmp_path, "--ema.half_life", "[]", "--ema.power", "[0.1]", "--save.keep", "10").ok()
-    words = ["export", str(tmp_path / "run"), "--to", str(tmp_path / "out"), "--weights", "power:0.15"]
+    words = [
+        "export",
+        str(tmp_path / "run"),
+        "--to",
+        str(tmp_path / "out"),
+        "--weights",
+        "power:0.15",
+    ]
     assert main(words) == 0
-    mixed, last = (load_file(tmp_path / place / "model.safetensors") for place in ("out", "run/final"))
+    mixed, last = (
+        load_file(tmp_path / place / "model.safetensors") for place in ("out", "run/final")
+    )
     assert all(torch.equal(mixed[name], last[name]) for name in FROZEN)
     assert not torch.equal(mixed["head.weight"], last["head.weight"])
 
@@ -182,12 +236,28 @@ def test_a_mixed_average_leaves_frozen_parameters_alone(tmp_path):
 def test_the_average_of_what_was_frozen_begins_with_its_weights(tmp_path, config, ranks):
     slow = ["--ema.half_life", "1000000", "--ema.ramp", "0", "--optimizer.lr", "1e-6"]
     one = torch.ones(())
-    moved = {name: tensor + one.to(tensor.dtype) for name, tensor in Normed().model().state_dict().items()}
+    moved = {
+        name: tensor + one.to(tensor.dtype)
+        for name, tensor in Normed().model().state_dict().items()
+    }
     save_file(moved, tmp_path / "mine.safetensors")
-    trained(tmp_path, *slow, "--init.from", str(tmp_path / "mine.safetensors"), config=config, ranks=ranks).ok()
+    trained(
+        tmp_path,
+        *slow,
+        "--init.from",
+        str(tmp_path / "mine.safetensors"),
+        config=config,
+        ranks=ranks,
+    ).ok()
     unfinished(tmp_path / "run")
     rules = {"norm": {"freeze": True}}
     more = [*slow, "--run.accept_changes", "true"]
     trained(tmp_path, *more, rules=rules, config=config, ranks=ranks).ok()
-    last, average = (load_file(tmp_path / "run" / "final" / name) for name in ("model.safetensors", "ema.safetensors"))
-    assert all((last[name] - average[name]).abs().max() < 1e-3 for name in ("embedding.weight", "inner.weight"))
+    last, average = (
+        load_file(tmp_path / "run" / "final" / name)
+        for name in ("model.safetensors", "ema.safetensors")
+    )
+    assert all(
+        (last[name] - average[name]).abs().max() < 1e-3
+        for name in ("embedding.weight", "inner.weight")
+    )

@@ -41,8 +41,12 @@ def test_a_resume_rejects_what_has_changed(tmp_path, name):
     assert {path.name for path in before.keys() ^ after.keys()} <= {".lock"}
     assert all(after[path] == content for path, content in before.items())
     if name != "a frozen layer":  # has a different optimizer state
-        accepted = run(here, [*WORDS, "--run.accept_changes", "true"], options=options, folder=tmp_path)
-        assert accepted.codes == [0] and f"accepted: {expected_text}" in accepted.output, accepted.output
+        accepted = run(
+            here, [*WORDS, "--run.accept_changes", "true"], options=options, folder=tmp_path
+        )
+        assert accepted.codes == [0] and f"accepted: {expected_text}" in accepted.output, (
+            accepted.output
+        )
 
 
 def test_another_type_of_weights_is_rejected_and_changed_source_is_reported(tmp_path):
@@ -64,13 +68,20 @@ def test_samples_that_are_others_each_time_have_no_checksum(tmp_path):
         "    def train_set(self):\n        import numpy\n        own = numpy.random.default_rng()\n"
         "        return [(self.x[i], torch.tensor([own.random()])) for i in range(64)]",
     )
-    run(here, WORDS, folder=tmp_path).ok()  # drawn at each start: the samples differ at the next one
+    run(
+        here, WORDS, folder=tmp_path
+    ).ok()  # drawn at each start: the samples differ at the next one
     unfinished(tmp_path / "run")
     assert "some of 16" in run(here, WORDS, folder=tmp_path).output
 
 
 def test_durations_are_compared_as_durations():
-    old = {"duration": "2ep", "schedule": {"warmup": "100"}, "ema": {"half_life": ["1ep", "2ep"]}, "task": {"a": "1ep"}}
+    old = {
+        "duration": "2ep",
+        "schedule": {"warmup": "100"},
+        "ema": {"half_life": ["1ep", "2ep"]},
+        "task": {"a": "1ep"},
+    }
     new = {
         "duration": "2epochs",
         "schedule": {"warmup": 100},
@@ -106,9 +117,14 @@ def test_damaged_books_are_reported_and_the_run_continues(tmp_path, whole, name,
     world.ok()
     assert f"run/{name} " in world.output, world.output
     for end in ("model.safetensors",):
-        assert (tmp_path / "run" / "final" / end).read_bytes() == (whole / "run" / "final" / end).read_bytes()
+        assert (tmp_path / "run" / "final" / end).read_bytes() == (
+            whole / "run" / "final" / end
+        ).read_bytes()
     assert b"\0" not in (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    steps = [line["step"] for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())]
+    steps = [
+        line["step"]
+        for line in map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines())
+    ]
     assert steps == sorted(steps) and steps[-1] == 12
     if name == "recipe.yaml":
         assert (tmp_path / "run" / name).read_text() == (whole / "run" / name).read_text()
@@ -144,7 +160,9 @@ def test_a_folder_in_place_of_a_file_is_put_aside(tmp_path, whole):
         (tmp_path / "run" / name / "inside").mkdir(parents=True)
     world = run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=tmp_path)
     world.ok()
-    assert (tmp_path / "run" / "metrics.jsonl").is_file() and (tmp_path / "run" / "recipe.yaml").is_file()
+    assert (tmp_path / "run" / "metrics.jsonl").is_file() and (
+        tmp_path / "run" / "recipe.yaml"
+    ).is_file()
     assert list((tmp_path / "run").glob("bad-*"))
 
 
@@ -153,7 +171,11 @@ def hurt(content: bytes, draw: random.Random) -> bytes:
     kind = draw.choice(["flip", "cut", "noise", "zeros", "grown", "lines"])
     at = draw.randrange(max(1, len(content)))
     if kind == "flip":
-        return content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :] if content else b"x"
+        return (
+            content[:at] + bytes([content[at] ^ (1 << draw.randrange(8))]) + content[at + 1 :]
+            if content
+            else b"x"
+        )
     if kind == "cut":
         return content[:at]
     if kind == "noise":
@@ -207,10 +229,16 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
             continue
         (source / name).write_bytes(bad)
         try:
-            finished = Folder(source, say=messages.append).inspect(resolved)  # must not reject the run's own recipe
+            finished = Folder(source, say=messages.append).inspect(
+                resolved
+            )  # must not reject the run's own recipe
             read_record(source)
             if name in ("summary.json", "final/model.safetensors", f"final/{MANIFEST}"):
-                same = name == "summary.json" and messages == [] and json.loads(bad) == json.loads(content)
+                same = (
+                    name == "summary.json"
+                    and messages == []
+                    and json.loads(bad) == json.loads(content)
+                )
                 assert (finished is None and messages) or same, (name, bad[:200])
             else:
                 assert finished is not None
@@ -219,7 +247,9 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
             (source / name).write_bytes(content)
     print(detected)
     share = times / 2000
-    assert detected["final/model.safetensors"] > 280 * share and detected["summary.json"] > 250 * share
+    assert (
+        detected["final/model.safetensors"] > 280 * share and detected["summary.json"] > 250 * share
+    )
     assert detected["metrics.jsonl"] > 130 * share and detected["recipe.yaml"] > 50 * share
 
 
@@ -250,7 +280,9 @@ def without_rows(path: Path, manifest: dict) -> None:
     content = file.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
-    name = next(name for name, entry in header.items() if name != "__metadata__" and len(entry["shape"]) > 1)
+    name = next(
+        name for name, entry in header.items() if name != "__metadata__" and len(entry["shape"]) > 1
+    )
     del header[name]
     text = json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
@@ -258,7 +290,10 @@ def without_rows(path: Path, manifest: dict) -> None:
 
 @pytest.mark.parametrize(
     ("change", "expected_text"),
-    [(relabelled, "is I32 in rank-00000.safetensors, and F32"), (without_rows, "is not whole: 0 of")],
+    [
+        (relabelled, "is I32 in rank-00000.safetensors, and F32"),
+        (without_rows, "is not whole: 0 of"),
+    ],
 )
 def test_forged_files_are_rejected(tmp_path, whole, change, expected_text):
     shutil.copytree(whole / "cut", tmp_path / "run")
@@ -302,24 +337,46 @@ def test_final_holds_what_it_states(tmp_path, ranks, config):
     lay(tmp_path, OVER_FITTED)
     words = [*WORDS, "--eval.every", "1", "--optimizer.lr", "0.05", "--ema.half_life", "16"]
     run(here, words, ranks=ranks, config=config, folder=tmp_path).ok()
-    run(here, [*words, "--run.dir", "best", "--save.final", "best"], ranks=ranks, config=config, folder=tmp_path).ok()
-    last, best = (json.loads((tmp_path / name / "final" / MANIFEST).read_text())["about"] for name in ("run", "best"))
+    run(
+        here,
+        [*words, "--run.dir", "best", "--save.final", "best"],
+        ranks=ranks,
+        config=config,
+        folder=tmp_path,
+    ).ok()
+    last, best = (
+        json.loads((tmp_path / name / "final" / MANIFEST).read_text())["about"]
+        for name in ("run", "best")
+    )
     assert last == {"weights": "last", "step": 12, "end": 12}
-    assert best["weights"] == "best" and best["step"] < 12 == best["end"] and best["metric"] == "eval/loss"
+    assert (
+        best["weights"] == "best"
+        and best["step"] < 12 == best["end"]
+        and best["metric"] == "eval/loss"
+    )
     ended = json.loads((tmp_path / "best" / "summary.json").read_text())
     assert ended["final"] == best and ended["best"]["step"] == best["step"] and ended["step"] == 12
     out = str(tmp_path / "out")
     os.chdir(tmp_path)
     assert main(["export", "best", "--to", out, "--checkpoint", "best"]) == 0
     for name, average in (("model.safetensors", "raw"), ("ema.safetensors", "ema")):
-        assert main(["export", "best", "--to", out, "--checkpoint", "best", "--weights", average]) == 0
-        exported, final = load_file(f"{out}/model.safetensors"), load_file(tmp_path / "best" / "final" / name)
+        assert (
+            main(["export", "best", "--to", out, "--checkpoint", "best", "--weights", average]) == 0
+        )
+        exported, final = (
+            load_file(f"{out}/model.safetensors"),
+            load_file(tmp_path / "best" / "final" / name),
+        )
         assert all(torch.equal(exported[key], final[key]) for key in final)
     assert (tmp_path / "run" / "final" / "own.txt").read_text() == "[(8, 1), (8,), (1, 8), (1,)]"
     own = torch.load(tmp_path / "run" / "final" / "own.pt")
     final = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert all(torch.equal(own[name], final[name]) for name in final)
-    modes = {stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    modes = {
+        stat.S_IMODE(path.stat().st_mode)
+        for path in (tmp_path / "run").rglob("*")
+        if path.is_file()
+    }
     assert modes <= {0o644}, modes
 
 
@@ -350,7 +407,9 @@ def test_metrics_are_on_the_disk_before_a_checkpoint_that_refers_to_them(tmp_pat
 def test_a_home_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     lay(tmp_path)
-    run(here, [*WORDS, "--run.dir", "~/there"], folder=tmp_path, variables={"HOME": str(tmp_path)}).ok()
+    run(
+        here, [*WORDS, "--run.dir", "~/there"], folder=tmp_path, variables={"HOME": str(tmp_path)}
+    ).ok()
     assert (tmp_path / "there" / "final").is_dir() and not (tmp_path / "~").exists()
 
 
@@ -378,7 +437,10 @@ ODD = [
     ("recipe.yaml", "[" * 100_000),
     ("summary.json", "[" * 100_000),
     ("metrics.jsonl", "[" * 100_000 + "\n"),
-    ("metrics.jsonl", '{"step": ' + "9" * 400 + ', "train/loss": 1.0}\n{"step": 1, "train/loss": 1e999}\n'),
+    (
+        "metrics.jsonl",
+        '{"step": ' + "9" * 400 + ', "train/loss": 1.0}\n{"step": 1, "train/loss": 1e999}\n',
+    ),
     ("examples.json", "[" * 100_000),
 ]
 
@@ -388,7 +450,11 @@ def test_odd_files_end_in_no_traceback(tmp_path, whole, name, content, capsys):
     folder = tmp_path / "run"
     shutil.copytree(whole / "cut", folder)
     (folder / name).write_text(content)
-    for words in (["watch", str(folder), "--once"], ["report", str(folder)], ["verify", str(folder)]):
+    for words in (
+        ["watch", str(folder), "--once"],
+        ["report", str(folder)],
+        ["verify", str(folder)],
+    ):
         assert main(words) == 0
     world = run(train, [*WORDS[:1], *WORDS[3:], "--task.width", "8"], folder=tmp_path)
     assert world.codes == [0] and "Traceback" not in world.output, world.output
@@ -447,7 +513,9 @@ def test_an_unchanged_run_continues_whatever_its_repr_and_its_samples(tmp_path):
 
 def test_a_run_in_float64_is_exported_as_it_is(tmp_path):
     lay(tmp_path)
-    run(here, [*WORDS, "--machine.dtype", "float64", "--ema.power", "[0.05,0.1]"], folder=tmp_path).ok()
+    run(
+        here, [*WORDS, "--machine.dtype", "float64", "--ema.power", "[0.05,0.1]"], folder=tmp_path
+    ).ok()
     os.chdir(tmp_path)
     sys.modules.pop("mine", None)
     for weights in ("raw", "ema-power-0.05", "power:0.07"):
@@ -456,7 +524,10 @@ def test_a_run_in_float64_is_exported_as_it_is(tmp_path):
 
 
 def test_a_run_that_saved_nothing_binds_nobody(tmp_path):
-    lay(tmp_path, "    def loss(self, model, batch):\n        return (model(batch['x']) * float('nan')).sum(), {}")
+    lay(
+        tmp_path,
+        "    def loss(self, model, batch):\n        return (model(batch['x']) * float('nan')).sum(), {}",
+    )
     diverged = run(here, [*WORDS, "--save.best", "false"], folder=tmp_path)
     assert diverged.codes == [3] and not Store(tmp_path / "run" / "checkpoints").sealed()
     lay(tmp_path)
@@ -475,14 +546,18 @@ def on_a_disk(folder: Path, options: str, fill: str = "true") -> subprocess.Comp
     train_it = " ".join([sys.executable, "-m", "oneloop.train", *WORDS[:-1], "disk/run"])
     script = f"mount -t tmpfs -o {options} none {disk} && {fill} && ({train_it}; echo code $?; ls -A {disk})"
     words = ["unshare", "-Urm", "sh", "-c", script]
-    ended = subprocess.run(words, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
     if "code" not in ended.stdout:
         pytest.skip(f"no disk can be mounted here: {ended.stderr[-200:]}")
     return ended
 
 
 def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path):
-    ended = on_a_disk(tmp_path, "size=256k", "dd if=/dev/zero of=disk/full bs=1k count=240 2>/dev/null")
+    ended = on_a_disk(
+        tmp_path, "size=256k", "dd if=/dev/zero of=disk/full bs=1k count=240 2>/dev/null"
+    )
     assert ended.stdout.split()[-3:] == ["code", "2", "full"], ended.stdout + ended.stderr
     assert "the run needs about" in ended.stderr and "are free there" in ended.stderr
 
@@ -497,7 +572,9 @@ def test_a_disk_that_cannot_be_written_is_reported(tmp_path):
 
 def test_a_run_folder_runs_no_program(tmp_path, whole, capsys):
     os.chdir(tmp_path)
-    for number, (name, options) in enumerate([("subprocess.Popen", {"args": ["touch", "ran"]}), ("os.system", {})]):
+    for number, (name, options) in enumerate(
+        [("subprocess.Popen", {"args": ["touch", "ran"]}), ("os.system", {})]
+    ):
         folder = tmp_path / str(number)
         shutil.copytree(whole / "run", folder)
         (folder / "recipe.yaml").write_text(json.dumps({"task": {"name": name, **options}}))
@@ -506,7 +583,9 @@ def test_a_run_folder_runs_no_program(tmp_path, whole, capsys):
         assert main(["export", str(folder), "--to", "out"]) == 2
         assert "standard library" in capsys.readouterr().err
         assert main(["export", str(folder), "--to", "out", "--weights", "ema"]) == 2
-        assert run(train, [str(folder / "recipe.yaml"), "--run.dir", "again"], folder=tmp_path).codes == [2]
+        assert run(
+            train, [str(folder / "recipe.yaml"), "--run.dir", "again"], folder=tmp_path
+        ).codes == [2]
         assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
@@ -520,10 +599,17 @@ def test_only_export_imports_what_a_recipe_names_and_reports_it(tmp_path):
         subprocess.run([tool, *words], cwd=tmp_path, check=True, capture_output=True)
     assert not (tmp_path / "imported").exists()
     ended = subprocess.run(
-        [tool, "export", "run", "--to", "out"], cwd=tmp_path, capture_output=True, text=True, check=False
+        [tool, "export", "run", "--to", "out"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     assert ended.returncode == 0, ended.stderr
-    assert f"task.name mine.Mine of run/recipe.yaml is imported from {tmp_path / 'mine.py'}" in ended.stderr
+    assert (
+        f"task.name mine.Mine of run/recipe.yaml is imported from {tmp_path / 'mine.py'}"
+        in ended.stderr
+    )
     assert (tmp_path / "imported").exists() and (tmp_path / "out" / "model.safetensors").exists()
 
 
@@ -531,8 +617,13 @@ def test_control_characters_never_reach_a_terminal(tmp_path, whole):
     evil = "\x1b]0;owned\x07\x1b[2J\u202e"
     folder = tmp_path / f"run{evil}"
     shutil.copytree(whole / "run", folder)
-    lines = [{"step": 1, f"train/{evil}": 1.0, "train/loss": 1.0}, {"step": 2, "event": evil, f"eval/{evil}": 2.0}]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    lines = [
+        {"step": 1, f"train/{evil}": 1.0, "train/loss": 1.0},
+        {"step": 2, "event": evil, f"eval/{evil}": 2.0},
+    ]
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+    )
     newest = Store(folder / "checkpoints").sealed()[-1]
     (newest / evil).touch()
     tool = str(Path(sys.executable).with_name("oneloop"))
@@ -542,19 +633,34 @@ def test_control_characters_never_reach_a_terminal(tmp_path, whole):
         ["report", str(folder)],
     ):
         ended = subprocess.run([tool, *words], capture_output=True, text=True, check=False)
-        assert not any(bad in ended.stdout + ended.stderr for bad in ("\x1b]", "\x1b[2J", "\x07", "\u202e")), words
-    typed = run(train, ["digits", "--task.data", evil, "--run.dir", str(tmp_path / "new")], folder=tmp_path)
+        assert not any(
+            bad in ended.stdout + ended.stderr for bad in ("\x1b]", "\x1b[2J", "\x07", "\u202e")
+        ), words
+    typed = run(
+        train, ["digits", "--task.data", evil, "--run.dir", str(tmp_path / "new")], folder=tmp_path
+    )
     assert typed.codes == [2] and "\x1b" not in typed.output and "\\x1b[2J" in typed.output
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_goodput_counts_a_kill_its_repeated_steps_and_the_time_until_the_next_start(ranks, tmp_path):
+def test_goodput_counts_a_kill_its_repeated_steps_and_the_time_until_the_next_start(
+    ranks, tmp_path
+):
     (tmp_path / "f.yaml").write_text(RECIPE)
-    words = ["--task.fault", "kill:SIGKILL", "--task.at", "135", "--task.once", str(tmp_path / "once")]
+    words = [
+        "--task.fault",
+        "kill:SIGKILL",
+        "--task.at",
+        "135",
+        "--task.once",
+        str(tmp_path / "once"),
+    ]
     words += ["--save.every", "40", "--log.every", "1", "--task.rank", str(ranks - 1)]
     began = time.time()
     faulty(tmp_path, *words, ranks=ranks, config="single" if ranks == 1 else "ddp")
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     newest = Store(tmp_path / "run" / "checkpoints").sealed()[-1]
     kept = json.loads((newest / "state.json").read_text())["counters"]["seconds"]
     last = [line["time"] for line in lines if "time" in line][-1]
@@ -564,25 +670,47 @@ def test_goodput_counts_a_kill_its_repeated_steps_and_the_time_until_the_next_st
     found = summary(tmp_path)
     goodput, lost = found["goodput"], found["goodput"]["lost"]
     assert lost["repeated"] == last - kept
-    assert lost["start"] > 2 and lost.keys() == {"start", "repeated", "data", "save"} and min(lost.values()) >= 0
+    assert (
+        lost["start"] > 2
+        and lost.keys() == {"start", "repeated", "data", "save"}
+        and min(lost.values()) >= 0
+    )
     assert goodput["seconds"] <= time.time() - began
-    assert goodput["seconds"] == pytest.approx(found["seconds"] + lost["start"] + lost["repeated"], abs=0.5)
-    assert goodput["share"] == pytest.approx(1 - sum(lost.values()) / goodput["seconds"]) and 0 < goodput["share"] < 1
+    assert goodput["seconds"] == pytest.approx(
+        found["seconds"] + lost["start"] + lost["repeated"], abs=0.5
+    )
+    assert (
+        goodput["share"] == pytest.approx(1 - sum(lost.values()) / goodput["seconds"])
+        and 0 < goodput["share"] < 1
+    )
     assert "of 2 starts" in goodput["about"] in (tmp_path / "run" / "report.html").read_text()
 
 
 STARTS = ['{"starts": {"first": null, "number": "a"}}', "{", '{"starts": {"before": 1e9}}', "5"]
 
 
-@pytest.mark.parametrize("damage", ["[1]", *(pytest.param(one, marks=pytest.mark.slow) for one in STARTS)])
+@pytest.mark.parametrize(
+    "damage", ["[1]", *(pytest.param(one, marks=pytest.mark.slow) for one in STARTS)]
+)
 def test_goodput_survives_a_damaged_environment_and_another_folders_checkpoint(damage, tmp_path):
     (tmp_path / "f.yaml").write_text(RECIPE)
     more = ["--run.accept_changes", "true", "--duration", "230", "--run.dir", "next"]
     faulty(tmp_path).ok()
     other = Store(tmp_path / "run" / "checkpoints").sealed()[-1]
-    killed = faulty(tmp_path, *more, "--run.resume", str(other), "--task.fault", "kill:SIGKILL", "--task.at", "8")
+    killed = faulty(
+        tmp_path,
+        *more,
+        "--run.resume",
+        str(other),
+        "--task.fault",
+        "kill:SIGKILL",
+        "--task.at",
+        "8",
+    )
     assert killed.codes == [1], killed.output
     (tmp_path / "next" / "environment.json").write_text(damage)
     faulty(tmp_path, *more).ok()
     goodput = json.loads((tmp_path / "next" / "summary.json").read_text())["goodput"]
-    assert 0 <= goodput["share"] <= 1 and all(0 <= lost <= goodput["seconds"] for lost in goodput["lost"].values())
+    assert 0 <= goodput["share"] <= 1 and all(
+        0 <= lost <= goodput["seconds"] for lost in goodput["lost"].values()
+    )

@@ -11,7 +11,10 @@ from oneloop.supervise.hangs import RankStatus, describe_hang, hung_ranks
 
 
 def status(rank: int, **about) -> RankStatus:
-    return RankStatus(rank, **({"phase": TRAINING, "since": 11.0, "limit": 10.0, "where": "task.py:3 in loss"} | about))
+    return RankStatus(
+        rank,
+        **({"phase": TRAINING, "since": 11.0, "limit": 10.0, "where": "task.py:3 in loss"} | about),
+    )
 
 
 CASES = [
@@ -20,13 +23,22 @@ CASES = [
     ([status(0, waits=True), status(1, waits=True, silent=6.0)], [1]),
     ([status(0), status(1, silent=6.0)], [1]),  # of two that do not wait, the silent one
     ([status(0, waits=True, count=9), status(1, waits=True, count=8)], [1]),  # the furthest behind
-    ([status(0, waits=True, count=9), status(1, waits=True, count=9)], [0, 1]),  # they wait for each other
+    (
+        [status(0, waits=True, count=9), status(1, waits=True, count=9)],
+        [0, 1],
+    ),  # they wait for each other
     ([status(0, held=True), status(1)], []),  # a debugger holds one
     ([status(0, silent=11.0, stopped=True)], []),  # the user stopped a run of one process
     ([status(0, waits=True), status(1, silent=11.0, stopped=True)], [1]),
     ([status(0, limit=600.0)], []),
-    ([status(0, limit=600.0, stop_requested=True)], [0]),  # a stop is requested: ten seconds for the step
-    ([status(0, limit=600.0, stop_requested=True), status(1, limit=600.0, waits=True)], [0]),  # same for two
+    (
+        [status(0, limit=600.0, stop_requested=True)],
+        [0],
+    ),  # a stop is requested: ten seconds for the step
+    (
+        [status(0, limit=600.0, stop_requested=True), status(1, limit=600.0, waits=True)],
+        [0],
+    ),  # same for two
     ([status(0, limit=600.0, stop_requested=True, phase=SAVING)], []),
     ([status(0, limit=1800.0, stop_requested=True, phase=ENDING)], []),
     ([status(0, limit=600.0, stop_requested=True, patience=2.0)], []),
@@ -44,8 +56,12 @@ def test_what_is_reported():
         "rank 1 hangs in training for 11 s (median step: 0.5 s): it is at task.py:3 in loss"
     )
     assert describe_hang(status(1, stopped=True, silent=9.0)).endswith("it is stopped (SIGSTOP)")
-    assert describe_hang(status(1, silent=9.0)).endswith("it does not respond, last seen at task.py:3 in loss")
-    assert describe_hang(status(1, waits=True)).endswith("it waits for other ranks at task.py:3 in loss")
+    assert describe_hang(status(1, silent=9.0)).endswith(
+        "it does not respond, last seen at task.py:3 in loss"
+    )
+    assert describe_hang(status(1, waits=True)).endswith(
+        "it waits for other ranks at task.py:3 in loss"
+    )
     assert describe_exit(2, -9, stopped_by="SIGTERM").startswith(
         "rank 2 was killed by SIGKILL, after a stop request by SIG"
     )

@@ -30,14 +30,37 @@ class Many(Ragged):
 @pytest.mark.parametrize(("config", "ranks"), [("ddp", 3), ("fsdp2", 2)])
 def test_models_made_in_turn_are_the_same_to_the_bit(tmp_path, config, ranks):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
-    words = ["r.yaml", "--duration", "6", "--batch.size", "12", "--track", "none", "--eval.every", "0", "--run.dir"]
+    words = [
+        "r.yaml",
+        "--duration",
+        "6",
+        "--batch.size",
+        "12",
+        "--track",
+        "none",
+        "--eval.every",
+        "0",
+        "--run.dir",
+    ]
     (tmp_path / "scratch").mkdir()
-    how = {"ranks": ranks, "config": config, "folder": tmp_path, "variables": {"TMPDIR": str(tmp_path / "scratch")}}
+    how = {
+        "ranks": ranks,
+        "config": config,
+        "folder": tmp_path,
+        "variables": {"TMPDIR": str(tmp_path / "scratch")},
+    }
     run(train, [*words, "together"], **how).ok()
     run(train, [*words, "in_turn", "--machine.in_turn", "true"], **how).ok()
-    one, other = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("together", "in_turn"))
+    one, other = (
+        load_file(tmp_path / name / "final" / "model.safetensors")
+        for name in ("together", "in_turn")
+    )
     assert all(torch.equal(one[name], other[name]) for name in one)
-    assert not [path for path in (tmp_path / "scratch").iterdir() if path.is_dir() and "oneloop" in path.name]
+    assert not [
+        path
+        for path in (tmp_path / "scratch").iterdir()
+        if path.is_dir() and "oneloop" in path.name
+    ]
 
 
 Samples = list[tuple[float, float]]
@@ -71,7 +94,9 @@ def most(seen: Samples) -> float:
 def at_once(several: list[Samples]) -> float:
     """Return the peak of the sum over all ranks."""
     largest, now = 0.0, [0.0] * len(several)
-    for _, rank, value in sorted((when, rank, value) for rank, seen in enumerate(several) for when, value in seen):
+    for _, rank, value in sorted(
+        (when, rank, value) for rank, seen in enumerate(several) for when, value in seen
+    ):
         now[rank] = value
         largest = max(largest, sum(now))
     return largest
@@ -132,8 +157,13 @@ def test_four_processes_need_little_more_than_one_copy_of_a_pretrained_model(tmp
     copy = sum(parameter.numel() for parameter in model.parameters()) * 4 / 2**20
     model.save_pretrained(tmp_path / "bert")
     del model
-    peaks = [most(seen) for seen, _ in run(pretrained, str(tmp_path / "bert"), ranks=4, config="fsdp2").ok()]
-    print(f"a copy of {copy:.0f} MB; peaks {[round(peak) for peak in peaks]}, {sum(peaks) / copy:.3f} copies in all")
+    peaks = [
+        most(seen)
+        for seen, _ in run(pretrained, str(tmp_path / "bert"), ranks=4, config="fsdp2").ok()
+    ]
+    print(
+        f"a copy of {copy:.0f} MB; peaks {[round(peak) for peak in peaks]}, {sum(peaks) / copy:.3f} copies in all"
+    )
     assert copy > 1000 and sum(peaks) < 1.3 * copy
 
 
@@ -145,15 +175,38 @@ def test_models_made_in_turn_leave_nothing_of_them_in_memory():
     assert min(after for _, after in together) > 500  # each keeps a whole copy
     assert max(after for _, after in turns) < 50  # the weights are memory-mapped
     copy = max(map(most, (seen for seen, _ in together)))
-    assert at_once([seen for seen, _ in together]) > 2 * copy and at_once([seen for seen, _ in turns]) < 1.3 * copy
+    assert (
+        at_once([seen for seen, _ in together]) > 2 * copy
+        and at_once([seen for seen, _ in turns]) < 1.3 * copy
+    )
 
 
 @pytest.mark.slow
 def test_what_many_processes_need_is_reported(tmp_path):
     (tmp_path / "r.yaml").write_text("task: test_host_memory.Many\n")
-    words = ["r.yaml", "--debug.dry_run", "true", "--batch.size", "8", "--track", "none", "--run.dir", "run"]
-    world = run(train, words, ranks=2, config="fsdp2", folder=tmp_path, variables={"ROWS": "32000"}, timeout=300)
+    words = [
+        "r.yaml",
+        "--debug.dry_run",
+        "true",
+        "--batch.size",
+        "8",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
+    world = run(
+        train,
+        words,
+        ranks=2,
+        config="fsdp2",
+        folder=tmp_path,
+        variables={"ROWS": "32000"},
+        timeout=300,
+    )
     world.ok()
-    assert "2 processes of this host each allocated 0.5 GB of weights before sharding" in world.output
+    assert (
+        "2 processes of this host each allocated 0.5 GB of weights before sharding" in world.output
+    )
     assert "--machine.in_turn true has one copy at a time in memory" in world.output
     assert Path(tmp_path / "run" / "base" / "frozen.safetensors").stat().st_size > 4 * 4096 * 32000

@@ -23,15 +23,49 @@ from oneloop.tasks.image_classification import ImageClassification
 from own_files import images
 from worlds import run, train
 
-ALL = ["--task.mixup", "0.4", "--task.cutmix", "1.0", "--task.crop", "0.5", "--task.randaugment", "9"]
-ALL += ["--task.erasing", "0.5", "--task.smoothing", "0.1", "--task.class_weights", "balanced", "--task.top_k", "3"]
+ALL = [
+    "--task.mixup",
+    "0.4",
+    "--task.cutmix",
+    "1.0",
+    "--task.crop",
+    "0.5",
+    "--task.randaugment",
+    "9",
+]
+ALL += [
+    "--task.erasing",
+    "0.5",
+    "--task.smoothing",
+    "0.1",
+    "--task.class_weights",
+    "balanced",
+    "--task.top_k",
+    "3",
+]
 LAYOUTS = [("single", 1, 4), ("ddp", 2, 2), ("fsdp2", 2, 1)]
 
 
-def gradients(folder: Path, dtype: str, *, config: str = "single", ranks: int = 1, accumulate: int = 1, steps: int = 1):
+def gradients(
+    folder: Path,
+    dtype: str,
+    *,
+    config: str = "single",
+    ranks: int = 1,
+    accumulate: int = 1,
+    steps: int = 1,
+):
     """Return the weights after plain SGD with learning rate 1: one step subtracts the gradient."""
     folder.mkdir()
-    words = ["digits", "--duration", str(steps), "--batch.size", "16", "--batch.micro", str(16 // ranks // accumulate)]
+    words = [
+        "digits",
+        "--duration",
+        str(steps),
+        "--batch.size",
+        "16",
+        "--batch.micro",
+        str(16 // ranks // accumulate),
+    ]
     words += [
         "--optimizer.name",
         "sgd",
@@ -42,7 +76,16 @@ def gradients(folder: Path, dtype: str, *, config: str = "single", ranks: int = 
         "--schedule.name",
         "constant",
     ]
-    words += ["--schedule.warmup", "0", "--optimizer.weight_decay", "0", "--eval.every", "0", "--track", "none"]
+    words += [
+        "--schedule.warmup",
+        "0",
+        "--optimizer.weight_decay",
+        "0",
+        "--eval.every",
+        "0",
+        "--track",
+        "none",
+    ]
     words += ["--machine.dtype", dtype, *ALL, "--run.dir", str(folder / "run")]
     run(train, words, ranks=ranks, config=config).ok()
     return load_file(folder / "run" / "final" / "model.safetensors")
@@ -59,7 +102,9 @@ def test_the_gradients_are_those_of_any_split(tmp_path, dtype, bound):
     largest = max((whole[name] - first[name]).abs().max() for name in whole)
     assert largest > 1e-3
     for config, ranks, accumulate in LAYOUTS:
-        split = gradients(tmp_path / config, dtype, config=config, ranks=ranks, accumulate=accumulate)
+        split = gradients(
+            tmp_path / config, dtype, config=config, ranks=ranks, accumulate=accumulate
+        )
         worst = max((whole[name] - split[name]).abs().max() for name in whole)
         assert worst / largest < bound, (config, worst / largest)
 
@@ -82,8 +127,14 @@ def test_mixup_is_what_its_paper_states_and_a_function_of_the_place():
     for index in range(50):
         (_, (image, label)), (_, (again, label_again)) = mixed[2, index], mixed[2, index]
         assert torch.equal(image, again) and torch.equal(label, label_again)
-        assert label.sum() == pytest.approx(1, abs=1e-6) and (label > 0).sum() <= 2 and image.std() < 1e-5
-        assert torch.allclose(image, label @ torch.arange(50.0), atol=1e-4)  # each class is one image's value
+        assert (
+            label.sum() == pytest.approx(1, abs=1e-6)
+            and (label > 0).sum() <= 2
+            and image.std() < 1e-5
+        )
+        assert torch.allclose(
+            image, label @ torch.arange(50.0), atol=1e-4
+        )  # each class is one image's value
     shares = torch.stack([mixed[epoch, 0][1][1][0] for epoch in range(400)])
     assert len(shares.unique()) > 300  # a different partner and share in every epoch
     assert not torch.equal(mixed[0, 7][1][0], SeededSamples(mixed.dataset, seed=4)[0, 7][1][0])
@@ -97,7 +148,9 @@ def test_cutmix_shares_are_those_of_the_areas():
         own = (image == index).float().mean().item()
         assert len(image.unique()) <= 2
         other = next((int(value) for value in image.unique() if value != index), index)
-        expected = F.one_hot(torch.tensor(index % 5), 5) * own + F.one_hot(torch.tensor(other % 5), 5) * (1 - own)
+        expected = F.one_hot(torch.tensor(index % 5), 5) * own + F.one_hot(
+            torch.tensor(other % 5), 5
+        ) * (1 - own)
         assert torch.allclose(label, expected, atol=1e-6)
         shares.append(own)
     assert 0.4 < np.mean(shares) < 0.8 and min(shares) < 0.3
@@ -132,17 +185,23 @@ def test_class_weights_are_those_of_torch():
     torch.manual_seed(0)
     model = task.model()
     loss, _ = task.loss(model, batch)
-    expected = F.cross_entropy(model(batch["image"]), batch["label"], torch.tensor(weights), label_smoothing=0.1)
+    expected = F.cross_entropy(
+        model(batch["image"]), batch["label"], torch.tensor(weights), label_smoothing=0.1
+    )
     assert (loss / task.weight(batch)).item() == pytest.approx(expected.item(), rel=1e-6)
     soft = {**batch, "label": F.one_hot(batch["label"], 10).float()}
-    assert (task.loss(model, soft)[0] / task.weight(soft)).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert (task.loss(model, soft)[0] / task.weight(soft)).item() == pytest.approx(
+        expected.item(), rel=1e-6
+    )
 
 
 def test_balanced_weights_make_all_classes_weigh_the_same(tmp_path):
     images(tmp_path / "data", "folders", each=20)
     for file in sorted((tmp_path / "data" / "alpha").iterdir())[5:]:
         file.unlink()
-    task = ImageClassification(str(tmp_path / "data"), class_weights="balanced", image_size=8, held_out=0.1)
+    task = ImageClassification(
+        str(tmp_path / "data"), class_weights="balanced", image_size=8, held_out=0.1
+    )
     train_set = task.train_set()
     labels = torch.tensor([train_set[index][1] for index in range(len(train_set))])
     totals = [float(task.class_weights[labels[labels == label]].sum()) for label in range(3)]
@@ -162,7 +221,14 @@ def test_top_k_is_that_of_torchmetrics():
 
 def test_the_test_size_and_what_is_random_are_of_their_parts(tmp_path):
     images(tmp_path / "data", "folders", each=12)
-    how = {"crop": 0.3, "randaugment": 9, "erasing": 1.0, "image_size": 16, "test_size": 20, "held_out": 0.2}
+    how = {
+        "crop": 0.3,
+        "randaugment": 9,
+        "erasing": 1.0,
+        "image_size": 16,
+        "test_size": 20,
+        "held_out": 0.2,
+    }
     task = ImageClassification(str(tmp_path / "data"), **how)
     trained = SeededSamples(task.train_set(), seed=0)
     assert trained[0, 0][1][0].shape == (3, 16, 16)
@@ -180,7 +246,9 @@ def test_pixels_are_those_of_torchvisions_older_transforms():
     image = Image.fromarray(draw.integers(0, 255, (37, 21, 3), dtype=np.uint8))
     mean, std = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
     steps = [transforms.Resize((16, 16)), transforms.ToTensor(), transforms.Normalize(mean, std)]
-    assert torch.allclose(prepared(16, mean, std)(image), transforms.Compose(steps)(image), rtol=0, atol=1e-6)
+    assert torch.allclose(
+        prepared(16, mean, std)(image), transforms.Compose(steps)(image), rtol=0, atol=1e-6
+    )
     grey = prepared(16, [0.5], [0.5], Augmentation(mirror=True))(image)
     assert grey.shape == (1, 16, 16)
 
@@ -203,23 +271,58 @@ def shares(folder: Path, count: int = 60, *, spoil: dict | None = None) -> Path:
 @pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
 def test_shares_of_classes_are_trained_on(tmp_path, config, ranks):
     shares(tmp_path / "data")
-    words = ["images", "--task.data", "data", "--task.image_size", "8", "--task.crop", "0", "--duration", "60"]
-    words += ["--batch.size", "8", "--task.width", "8", "--eval.every", "0", "--track", "none", "--run.dir", "run"]
+    words = [
+        "images",
+        "--task.data",
+        "data",
+        "--task.image_size",
+        "8",
+        "--task.crop",
+        "0",
+        "--duration",
+        "60",
+    ]
+    words += [
+        "--batch.size",
+        "8",
+        "--task.width",
+        "8",
+        "--eval.every",
+        "0",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
     run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval/accuracy"] > 0.8
     least = -(np.array([0.8, 0.1, 0.1]) * np.log([0.8, 0.1, 0.1])).sum()
-    assert summary["eval/loss"] > 0.6 * least  # it cannot fall far below the entropy of the soft labels
+    assert (
+        summary["eval/loss"] > 0.6 * least
+    )  # it cannot fall far below the entropy of the soft labels
 
 
 BAD = {
-    "a share below 0": ({"label": [1.2, -0.2, 0.0]}, {}, r"row 5: \[1.2, -0.2, 0.0\] in 'label' are not shares"),
+    "a share below 0": (
+        {"label": [1.2, -0.2, 0.0]},
+        {},
+        r"row 5: \[1.2, -0.2, 0.0\] in 'label' are not shares",
+    ),
     "too few shares": ({"label": [0.5, 0.5]}, {}, "are not shares of 3 classes"),
     "shares above 1": ({"label": [0.5, 0.5, 0.5]}, {}, "which are 0 or more and sum to 1"),
-    "balanced shares": ({}, {"class_weights": "balanced"}, "balanced needs one label for each sample"),
+    "balanced shares": (
+        {},
+        {"class_weights": "balanced"},
+        "balanced needs one label for each sample",
+    ),
     "two weights": ({}, {"class_weights": [1.0, 2.0]}, "3 weights > 0, for 0, 1, 2"),
     "a weight of 0": ({}, {"class_weights": [1.0, 2.0, 0.0]}, "weights > 0, for"),
-    "as many as there are": ({}, {"top_k": 3}, "task.top_k 3 must be below the number of classes, 3"),
+    "as many as there are": (
+        {},
+        {"top_k": 3},
+        "task.top_k 3 must be below the number of classes, 3",
+    ),
     "a crop above 1": ({}, {"crop": 1.5}, "task.crop 1.5 must be between 0 and 1"),
     "a negative mixup": ({}, {"mixup": -0.1}, "task.mixup -0.1 must be between 0 and 100"),
     "a magnitude": ({}, {"randaugment": 31}, "task.randaugment 31 must be between 0 and 30"),

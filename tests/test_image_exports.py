@@ -13,8 +13,27 @@ import pytest
 from own_files import images
 from worlds import apply, run, train
 
-WORDS = ["digits", "--task", "image_classification", "--task.data", "data", "--task.image_size", "40"]
-WORDS += ["--task.held_out", "0.2", "--duration", "4", "--batch.size", "8", "--track", "none", "--run.dir", "run"]
+WORDS = [
+    "digits",
+    "--task",
+    "image_classification",
+    "--task.data",
+    "data",
+    "--task.image_size",
+    "40",
+]
+WORDS += [
+    "--task.held_out",
+    "0.2",
+    "--duration",
+    "4",
+    "--batch.size",
+    "8",
+    "--track",
+    "none",
+    "--run.dir",
+    "run",
+]
 
 TIMM = """
 import sys, timm, torch
@@ -54,21 +73,35 @@ def export(words: list[str]) -> None:
 
 @pytest.mark.parametrize(
     ("model", "script"),
-    [("timm:resnet10t", TIMM), pytest.param("mobilenet_v3_small", TORCHVISION, marks=pytest.mark.slow)],
+    [
+        ("timm:resnet10t", TIMM),
+        pytest.param("mobilenet_v3_small", TORCHVISION, marks=pytest.mark.slow),
+    ],
 )
 def test_a_script_without_oneloop_gives_the_numbers_of_predict(tmp_path, model, script):
     images(tmp_path / "data", "folders", each=12)
     run(train, [*WORDS, "--task.model", model], folder=tmp_path).ok()
-    files = [str(file.relative_to(tmp_path)) for file in sorted((tmp_path / "data").rglob("*.png"))[:7]]
+    files = [
+        str(file.relative_to(tmp_path)) for file in sorted((tmp_path / "data").rglob("*.png"))[:7]
+    ]
     flat = tmp_path / "flat"
     flat.mkdir()
     for number, file in enumerate(files):
         (flat / f"{number}.png").write_bytes((tmp_path / file).read_bytes())
     run(apply, ["predict", "run", "--data", "flat", "--to", "rows.csv"], folder=tmp_path).ok()
-    expected = [(row["prediction"], float(row["confidence"])) for row in csv.DictReader((tmp_path / "rows.csv").open())]
-    subprocess.run([sys.executable, "-m", "oneloop", "export", "run", "--to", "out"], cwd=tmp_path, check=True)
+    expected = [
+        (row["prediction"], float(row["confidence"]))
+        for row in csv.DictReader((tmp_path / "rows.csv").open())
+    ]
+    subprocess.run(
+        [sys.executable, "-m", "oneloop", "export", "run", "--to", "out"], cwd=tmp_path, check=True
+    )
     served = subprocess.run(
-        [sys.executable, "-c", script, *files], cwd=tmp_path, check=True, capture_output=True, text=True
+        [sys.executable, "-c", script, *files],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+        text=True,
     )
     lines = [line.rsplit(" ", 1) for line in served.stdout.splitlines()]
     assert [(label, pytest.approx(float(value), abs=1e-5)) for label, value in lines] == expected
@@ -78,12 +111,16 @@ def test_a_script_without_oneloop_gives_the_numbers_of_predict(tmp_path, model, 
 
 
 def test_an_export_replaces_no_file_of_the_user(tmp_path):
-    run(train, ["digits", "--duration", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path).ok()
+    run(
+        train, ["digits", "--duration", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path
+    ).ok()
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "README.md").write_text("my own")
     ended = run(export, ["run", "--to", "mine"], folder=tmp_path)
-    assert ended.codes == [2] and "README.md, which an export would replace" in ended.output, ended.output
+    assert ended.codes == [2] and "README.md, which an export would replace" in ended.output, (
+        ended.output
+    )
     assert (mine / "README.md").read_text() == "my own" and len(list(mine.iterdir())) == 1
     for _ in range(2):  # a second export replaces the first
         assert run(export, ["run", "--to", "out"], folder=tmp_path).codes == [0]
@@ -93,14 +130,24 @@ def test_files_of_transformers_and_of_the_packaged_cnn(tmp_path):
     from oneloop.tasks.image_models import described
     from oneloop.tasks.transformers_models import is_transformers
 
-    run(train, ["digits", "--duration", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path).ok()
+    run(
+        train, ["digits", "--duration", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path
+    ).ok()
     config = json.loads((tmp_path / "run" / "final" / "config.json").read_text())
-    assert config["classes"] == [str(digit) for digit in range(10)] and config["input_size"] == [1, 8, 8]
+    assert config["classes"] == [str(digit) for digit in range(10)] and config["input_size"] == [
+        1,
+        8,
+        8,
+    ]
     assert config["mean"] == [0.5] and config["model"] == "cnn"
     assert not is_transformers(str(tmp_path / "run" / "final"))
     about = described("hf:some/vit", ["a", "b"], (3, 32, 32), [0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
     processor = about["preprocessor_config.json"]
-    assert Path("preprocessor_config.json").name in about and processor["image_mean"] == [0.1, 0.2, 0.3]
+    assert Path("preprocessor_config.json").name in about and processor["image_mean"] == [
+        0.1,
+        0.2,
+        0.3,
+    ]
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor))
     from transformers import AutoImageProcessor
 

@@ -21,8 +21,28 @@ from small_models import vit
 from worlds import run, train
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
-COMMON = ["--duration", "6", "--batch.size", "8", "--save.every", "3", "--eval.every", "0", "--track", "none"]
-COMMON += ["--task.augment", "false", "--task.held_out", "0.2", "--optimizer.lr", "1e-3", "--ema.half_life", "16"]
+COMMON = [
+    "--duration",
+    "6",
+    "--batch.size",
+    "8",
+    "--save.every",
+    "3",
+    "--eval.every",
+    "0",
+    "--track",
+    "none",
+]
+COMMON += [
+    "--task.augment",
+    "false",
+    "--task.held_out",
+    "0.2",
+    "--optimizer.lr",
+    "1e-3",
+    "--ema.half_life",
+    "16",
+]
 
 
 def made_by_transformers(where: Path):
@@ -35,7 +55,9 @@ def made_by_transformers(where: Path):
 def made_by_timm(where: Path):
     import timm
 
-    model = timm.create_model("test_resnet", num_classes=3, checkpoint_path=str(where / "model.safetensors")).eval()
+    model = timm.create_model(
+        "test_resnet", num_classes=3, checkpoint_path=str(where / "model.safetensors")
+    ).eval()
     return model, model
 
 
@@ -55,19 +77,35 @@ def weights_of(name: str, folder: Path) -> list[str]:
     named = {"timm": "timm:test_resnet", "torchvision": "mobilenet_v3_small"}[name]
     model, _ = image_model(named, list("abcde"))
     save_file(model.state_dict(), folder / "five.safetensors")
-    return ["--task.model", named, "--task.pretrained", str(folder / "five.safetensors"), "--task.image_size", "32"]
+    return [
+        "--task.model",
+        named,
+        "--task.pretrained",
+        str(folder / "five.safetensors"),
+        "--task.image_size",
+        "32",
+    ]
 
 
 FROZEN = {
     "transformers": ({"vit.embeddings": {"freeze": True}}, "0.5", made_by_transformers),
-    "timm": ({"conv1": {"freeze": True}, "bn1": {"freeze": True}, "layer1": {"freeze": True}}, "1", made_by_timm),
-    "torchvision": ({"features.[0-3]": {"freeze": True}, "*.bias": {"lr_factor": 2}}, "1", made_by_torchvision),
+    "timm": (
+        {"conv1": {"freeze": True}, "bn1": {"freeze": True}, "layer1": {"freeze": True}},
+        "1",
+        made_by_timm,
+    ),
+    "torchvision": (
+        {"features.[0-3]": {"freeze": True}, "*.bias": {"lr_factor": 2}},
+        "1",
+        made_by_torchvision,
+    ),
 }
 
 
 BOTH = [
     (name, *split)
-    if (name, split[0]) not in {("timm", "single"), ("timm", "fsdp2"), ("torchvision", "ddp"), ("torchvision", "fsdp2")}
+    if (name, split[0])
+    not in {("timm", "single"), ("timm", "fsdp2"), ("torchvision", "ddp"), ("torchvision", "fsdp2")}
     else pytest.param(name, *split, marks=pytest.mark.slow)
     for name in FROZEN
     for split in LAYOUTS
@@ -75,11 +113,20 @@ BOTH = [
 
 
 @pytest.mark.parametrize(("name", "config", "ranks"), BOTH)
-def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from(tmp_path, name, config, ranks):
+def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_from(
+    tmp_path, name, config, ranks
+):
     groups, decay, load = FROZEN[name]
     images(tmp_path / "data", "folders", each=20)
     words = ["digits", "--task.data", str(tmp_path / "data"), *weights_of(name, tmp_path), *COMMON]
-    words += ["--optimizer.groups", json.dumps(groups), "--optimizer.layer_decay", decay, "--run.dir", "run"]
+    words += [
+        "--optimizer.groups",
+        json.dumps(groups),
+        "--optimizer.layer_decay",
+        decay,
+        "--run.dir",
+        "run",
+    ]
     world = run(train, words, ranks=ranks, config=config, folder=tmp_path)
     world.ok()
     assert "is re-initialized: the classes differ" in world.output
@@ -93,7 +140,9 @@ def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_fr
     assert {tensor for tensor in last if not torch.equal(last[tensor], again[tensor])} == set()
 
     named, size = (words[words.index(f"--task.{key}") + 1] for key in ("model", "image_size"))
-    task = ImageClassification(str(tmp_path / "data"), named, augment=False, held_out=0.2, image_size=int(size))
+    task = ImageClassification(
+        str(tmp_path / "data"), named, augment=False, held_out=0.2, image_size=int(size)
+    )
     forward, model = load(tmp_path / "run" / "final")
     validation = task.eval_sets()["validation"]
     batch = task.collate([validation[index] for index in range(len(validation))])
@@ -110,20 +159,33 @@ def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_fr
         for tensor in last
         if any(matches(pattern, tensor) for pattern, own in groups.items() if own.get("freeze"))
     }
-    assert frozen and all(torch.equal(first[tensor], last[tensor]) for tensor in frozen)  # BatchNorm statistics, too
+    assert frozen and all(
+        torch.equal(first[tensor], last[tensor]) for tensor in frozen
+    )  # BatchNorm statistics, too
     for tensor in {tensor for tensor in last if tensor.endswith(".weight")} - frozen:
-        assert first[tensor].shape != last[tensor].shape or not torch.equal(first[tensor], last[tensor]), tensor
+        assert first[tensor].shape != last[tensor].shape or not torch.equal(
+            first[tensor], last[tensor]
+        ), tensor
 
 
 BAD = {
-    "an unknown timm name": (["timm:resnet19"], "timm:resnet19 is not one of timm's .* similar names: .*resnet"),
+    "an unknown timm name": (
+        ["timm:resnet19"],
+        "timm:resnet19 is not one of timm's .* similar names: .*resnet",
+    ),
     "an unknown name": (["resnet19"], "'resnet19' is unknown; use cnn, a folder"),
     "pickled weights": (
         ["mobilenet_v3_small", "PICKLE"],
         "weights.pth is not a .safetensors file; oneloop never loads pickled weights",
     ),
-    "public weights of torchvision": (["mobilenet_v3_small", True], "are pickles, which are never loaded"),
-    "weights of another model": (["timm:test_resnet", "OTHER"], "the weights do not fit this model \\(missing: "),
+    "public weights of torchvision": (
+        ["mobilenet_v3_small", True],
+        "are pickles, which are never loaded",
+    ),
+    "weights of another model": (
+        ["timm:test_resnet", "OTHER"],
+        "the weights do not fit this model \\(missing: ",
+    ),
     "no weights": (["timm:test_resnet", "NOWHERE"], "no .*model.safetensors"),
     "a class of the standard library": (["json.JSONDecoder"], "is in Python's standard library"),
     "a class that is no model": (["own_files.bulk"], "cannot be built with num_classes=3"),
@@ -135,7 +197,11 @@ def test_models_that_are_none_are_reported(tmp_path, name):
     (model, *pretrained), expected_text = BAD[name]
     torch.save({}, tmp_path / "weights.pth")
     save_file({"a": torch.zeros(2)}, tmp_path / "other.safetensors")
-    places = {"PICKLE": tmp_path / "weights.pth", "OTHER": tmp_path / "other.safetensors", "NOWHERE": tmp_path}
+    places = {
+        "PICKLE": tmp_path / "weights.pth",
+        "OTHER": tmp_path / "other.safetensors",
+        "NOWHERE": tmp_path,
+    }
     given = [str(places[one]) if isinstance(one, str) else one for one in pretrained]
     with pytest.raises(ValueError, match=expected_text):
         image_model(model, list("abc"), pretrained=given[0] if given else None)
@@ -146,10 +212,14 @@ def test_a_head_that_does_not_fit_is_new_and_nothing_else_may_be():
     other, _ = image_model("timm:test_resnet", list("abcde"))
     weights = other.state_dict()
     before = model.get_classifier().weight.clone()
-    assert fitted(model, weights, 3) == ["the last layer (fc) is re-initialized: the classes differ"]
+    assert fitted(model, weights, 3) == [
+        "the last layer (fc) is re-initialized: the classes differ"
+    ]
     assert torch.equal(model.get_classifier().weight, before)
     own = model.state_dict()
-    assert all(torch.equal(own[tensor], weights[tensor]) for tensor in own if not tensor.startswith("fc."))
+    assert all(
+        torch.equal(own[tensor], weights[tensor]) for tensor in own if not tensor.startswith("fc.")
+    )
     spoiled = {**weights, next(iter(weights)): torch.zeros(1)}
     with pytest.raises(ValueError, match="shape mismatch"):
         fitted(model, spoiled, 3)
@@ -161,7 +231,9 @@ def test_pixels_are_as_the_model_wants_them(tmp_path):
     plain = ImageClassification(**own).train_set()[0][0]
     by_model = ImageClassification(**own, model=str(vit(tmp_path / "vit", 3))).train_set()[0][0]
     raw = ImageClassification(**own, mean=[0.0] * 3, std=[1.0] * 3).train_set()[0][0]
-    assert torch.allclose(plain, raw * 2 - 1) and torch.allclose(by_model, (raw - 0.4) / 0.3, atol=1e-6)
+    assert torch.allclose(plain, raw * 2 - 1) and torch.allclose(
+        by_model, (raw - 0.4) / 0.3, atol=1e-6
+    )
 
 
 class HeadFirst(nn.Module):
@@ -176,9 +248,13 @@ class HeadFirst(nn.Module):
 
 def test_the_head_is_what_differs_and_nothing_else_may():
     model = HeadFirst(3)
-    weights = {name: tensor + 1 for name, tensor in HeadFirst(5).state_dict().items() if name != "scale"}
+    weights = {
+        name: tensor + 1 for name, tensor in HeadFirst(5).state_dict().items() if name != "scale"
+    }
     weights["scale"] = torch.zeros(3)
-    assert fitted(model, weights, 3) == ["the last layer (head) is re-initialized: the classes differ"]
+    assert fitted(model, weights, 3) == [
+        "the last layer (head) is re-initialized: the classes differ"
+    ]
     assert torch.equal(model.body[1].weight, weights["body.1.weight"])
     for wrong in ("body.1.weight", "scale"):
         with pytest.raises(ValueError, match=f"missing: {wrong}"):
@@ -195,14 +271,21 @@ def test_several_heads_and_tied_weights_are_known():
         assert note.count(",") == (1 if name.startswith("timm") else 2), note
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False), nn.Linear(4, 3))
     model[1].weight = model[0].weight
-    weights = {name: tensor + 1 for name, tensor in model.state_dict().items() if name != "1.weight"}
+    weights = {
+        name: tensor + 1 for name, tensor in model.state_dict().items() if name != "1.weight"
+    }
     assert fitted(model, weights, 3) == [] and torch.equal(model[1].weight, weights["0.weight"])
 
 
 def test_a_layer_of_the_base_is_no_head_whatever_the_base_is_called(tmp_path):
     from transformers import SiglipConfig, SiglipForImageClassification
 
-    shape = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+    shape = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 32,
+    }
     config = SiglipConfig(vision_config={**shape, "image_size": 16, "patch_size": 8}, num_labels=3)
     SiglipForImageClassification(config).save_pretrained(tmp_path / "siglip")
     weights = load_file(tmp_path / "siglip" / "model.safetensors")
@@ -218,5 +301,7 @@ def test_weights_for_the_small_network_and_odd_statistics_are_rejected(tmp_path)
     images(tmp_path / "data", "folders", each=8)
     with pytest.raises(ValueError, match="must both have 3 channels, or both 1"):
         ImageClassification(str(tmp_path / "data"), mean=[0.5], held_out=0.2)
-    with pytest.raises(ValueError, match="is not a folder saved by transformers: ./nothere/config.json is missing"):
+    with pytest.raises(
+        ValueError, match="is not a folder saved by transformers: ./nothere/config.json is missing"
+    ):
         image_model("./nothere", list("abc"))

@@ -17,7 +17,18 @@ from oneloop.recipe.key_parser import parser
 from oneloop.recipe.key_rules import NEEDS
 from worlds import CONFIGS, ROOT, run, train
 
-SHORT = ["--duration", "6", "--batch.size", "32", "--eval.every", "3", "--save.every", "3", "--track", "none"]
+SHORT = [
+    "--duration",
+    "6",
+    "--batch.size",
+    "32",
+    "--eval.every",
+    "3",
+    "--save.every",
+    "3",
+    "--track",
+    "none",
+]
 BASE = ["digits", *SHORT, "--log.every", "1", "--ema.half_life", "64", "--machine.workers", "0"]
 MASKED = r"[-+]?\d[\d.,]*(e-?\d+)?|task \w+|\S+/s"
 DDP, SHARDED = {"ranks": 2, "config": "ddp"}, {"ranks": 2, "config": "fsdp2"}
@@ -104,12 +115,21 @@ LISTED = {
     "machine.matmul": "needs a GPU",
     "machine.cudnn_benchmark": "needs a GPU",
 }
-TASKS = ("image_classification", "causal_lm", "sft", "text_classification", "text_regression", "token_classification")
+TASKS = (
+    "image_classification",
+    "causal_lm",
+    "sft",
+    "text_classification",
+    "text_regression",
+    "token_classification",
+)
 TASKS += ("text_pairs",)
 UNREAD = {"task.download": "a flag of torchvision's constructors"}
 
 
-def keys_of(task: str = "image_classification", optimizer: str = "adamw", schedule: str = "cosine") -> set[str]:
+def keys_of(
+    task: str = "image_classification", optimizer: str = "adamw", schedule: str = "cosine"
+) -> set[str]:
     made = parser(task, optimizer, schedule)
     return {action.dest for action in made._actions if action.dest != "help"}
 
@@ -128,13 +148,21 @@ def test_the_tables_hold_every_key():
 def test_every_argument_of_a_task_is_read(task):
     """It is read by name in the constructor of the task or of a base class. ``needs`` names only known arguments."""
     kind = resolve("task", task)
-    mine = {key.removeprefix("task.") for key in keys_of(task) if key.startswith("task.")} - {"name"}
+    mine = {key.removeprefix("task.") for key in keys_of(task) if key.startswith("task.")} - {
+        "name"
+    }
     mine = {key.partition(".")[0] for key in mine}
     read: set[str] = set()
     for one in kind.__mro__[:-1]:
         if "__init__" in vars(one) and one.__module__.startswith("oneloop."):
-            (tree,) = ast.parse(inspect.cleandoc("\n" + inspect.getsource(one.__init__)).strip()).body
-            read |= {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+            (tree,) = ast.parse(
+                inspect.cleandoc("\n" + inspect.getsource(one.__init__)).strip()
+            ).body
+            read |= {
+                n.id
+                for n in ast.walk(tree)
+                if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)
+            }
     assert mine <= read, mine - read
     needs = getattr(kind, "needs", {})
     assert needs.keys() <= mine and set(re.findall(r"(\w+)!?=", " ".join(needs.values()))) <= mine
@@ -144,11 +172,20 @@ def seen_of(folder: Path, words: list[str], how: dict) -> tuple:
     """Return exit codes, files, weights, metrics without times, and output lines without numbers."""
     world = run(train, [*words, "--run.dir", "run"], folder=folder, **how)
     there = folder / "run"
-    files = {path.relative_to(there).as_posix() for path in there.rglob("*") if "tfevents" not in path.name}
+    files = {
+        path.relative_to(there).as_posix()
+        for path in there.rglob("*")
+        if "tfevents" not in path.name
+    }
     weights = [
-        hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((there / "final").glob("*.safetensors"))
+        hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted((there / "final").glob("*.safetensors"))
     ]
-    lines = (there / "metrics.jsonl").read_text().splitlines() if (there / "metrics.jsonl").exists() else []
+    lines = (
+        (there / "metrics.jsonl").read_text().splitlines()
+        if (there / "metrics.jsonl").exists()
+        else []
+    )
     metrics = [
         {
             key: value
@@ -157,7 +194,11 @@ def seen_of(folder: Path, words: list[str], how: dict) -> tuple:
         }
         for line in lines
     ]
-    printed = {re.sub(MASKED, "#", line) for line in world.output.splitlines() if not line.lstrip().startswith("step")}
+    printed = {
+        re.sub(MASKED, "#", line)
+        for line in world.output.splitlines()
+        if not line.lstrip().startswith("step")
+    }
     return world.codes, files, weights, metrics, printed
 
 
@@ -177,7 +218,10 @@ def test_every_key_has_an_effect(tmp_path, key):
 
 LAUNCHER = "read by accelerate's launcher, before oneloop"
 ACCELERATE = {
-    **dict.fromkeys(("compute_environment", "num_machines", "num_processes", "main_process_port", "use_cpu"), LAUNCHER),
+    **dict.fromkeys(
+        ("compute_environment", "num_machines", "num_processes", "main_process_port", "use_cpu"),
+        LAUNCHER,
+    ),
     **dict.fromkeys(("machine_rank", "main_process_ip", "rdzv_backend", "same_network"), LAUNCHER),
     "distributed_type": "one process, DDP or FSDP2: the start line names it",
     "mixed_precision": "the start line names it: tests/test_same_weights.py",
@@ -208,8 +252,14 @@ def test_the_table_holds_every_key_of_the_packaged_accelerate_configs():
     [
         (["--fsdp_version", "1"], "fsdp_version 1 is not supported"),
         (["--fsdp_offload_params", "true"], "fsdp_offload_params true is not supported"),
-        (["--fsdp_state_dict_type", "FULL_STATE_DICT"], "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT has no effect"),
-        (["--fsdp_cpu_ram_efficient_loading", "true"], "FSDP_CPU_RAM_EFFICIENT_LOADING=true has no effect"),
+        (
+            ["--fsdp_state_dict_type", "FULL_STATE_DICT"],
+            "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT has no effect",
+        ),
+        (
+            ["--fsdp_cpu_ram_efficient_loading", "true"],
+            "FSDP_CPU_RAM_EFFICIENT_LOADING=true has no effect",
+        ),
         (["--fsdp_activation_checkpointing", "true"], ""),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor, context or sequence"),
         ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "tensor, context or sequence"),

@@ -23,7 +23,9 @@ from silent_cases import unfinished
 from worlds import after
 
 
-def on_each(layouts, folder: Path, words: list[str], expected_text: str = "") -> dict[str, dict[str, torch.Tensor]]:
+def on_each(
+    layouts, folder: Path, words: list[str], expected_text: str = ""
+) -> dict[str, dict[str, torch.Tensor]]:
     """Train adapters with these options on each layout, each in its own folder, and return them."""
     for config, ranks in layouts:
         (folder / config).mkdir()
@@ -58,7 +60,9 @@ def peft_alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("peft")
     base = a_base(folder / "base")
     torch.manual_seed(3)
-    config = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
+    config = LoraConfig(
+        r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = get_peft_model(plain, config)
     model.save_pretrained(folder / "start")
@@ -66,7 +70,10 @@ def peft_alone(tmp_path_factory) -> Path:
     samples = task.train_set()
     order = order_of(samples, seed=0, batch=8)
     optimizer = torch.optim.AdamW(
-        [p for p in model.parameters() if p.requires_grad], lr=0.01, weight_decay=0.0, betas=(0.9, 0.95)
+        [p for p in model.parameters() if p.requires_grad],
+        lr=0.01,
+        weight_decay=0.0,
+        betas=(0.9, 0.95),
     )
     for step in range(40):
         each = [losses(model, samples[int(index)]) for index in order[step * 8 : step * 8 + 8][1]]
@@ -89,11 +96,20 @@ def names_in(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(("config", "ranks"), SPLITS)
 def test_forty_steps_are_those_of_plain_peft(peft_alone, tmp_path, config, ranks):
     before = {file.name: file.read_bytes() for file in (peft_alone / "base").iterdir()}
-    words = ["--task.model", str(peft_alone / "start"), "--duration", "40", "--optimizer.weight_decay", "0"]
+    words = [
+        "--task.model",
+        str(peft_alone / "start"),
+        "--duration",
+        "40",
+        "--optimizer.weight_decay",
+        "0",
+    ]
     words += ["--optimizer.clip", "0", "--optimizer.name", "adamw", "--optimizer.lr", "0.01"]
     world = of_words(tmp_path, *words, config=config, ranks=ranks)
     world.ok()
-    worst = furthest(adapters_of(tmp_path), load_file(peft_alone / "wanted" / "adapter_model.safetensors"))
+    worst = furthest(
+        adapters_of(tmp_path), load_file(peft_alone / "wanted" / "adapter_model.safetensors")
+    )
     print(f"{config}: furthest from plain peft after 40 steps: {worst:.1e}")
     assert worst < 1e-5
     assert {file.name: file.read_bytes() for file in (peft_alone / "base").iterdir()} == before
@@ -124,8 +140,12 @@ def as_others_load_it(folder: Path, base: Path) -> None:
     assert main(["export", str(folder / "run"), "--to", str(folder / "merged"), "--merged"]) == 0
     merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
     by_transformers = mean_loss(merged, samples)
-    print(f"printed {printed:.6f}, peft {by_peft:.6f}, merged {by_transformers:.6f}, without adapters {alone:.6f}")
-    assert by_peft == pytest.approx(printed, abs=1e-5) and by_transformers == pytest.approx(printed, abs=1e-5)
+    print(
+        f"printed {printed:.6f}, peft {by_peft:.6f}, merged {by_transformers:.6f}, without adapters {alone:.6f}"
+    )
+    assert by_peft == pytest.approx(printed, abs=1e-5) and by_transformers == pytest.approx(
+        printed, abs=1e-5
+    )
     assert alone > printed + 0.3
     assert transformers.AutoTokenizer.from_pretrained(folder / "merged").chat_template
     assert not (folder / "merged" / "adapter_config.json").exists()
@@ -156,8 +176,26 @@ def same(one: Path, other: Path) -> None:
     ],
 )
 def test_a_resumed_run_is_the_run_left_alone(base, tmp_path, config, ranks, optimizer):
-    words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.dropout", "0.1", "--duration", "8"]
-    words += ["--save.every", "4", "--optimizer.name", optimizer, "--ema.half_life", "16", "--task.pack", "packed"]
+    words = [
+        "--task.model",
+        str(base),
+        "--task.lora.rank",
+        "4",
+        "--task.lora.dropout",
+        "0.1",
+        "--duration",
+        "8",
+    ]
+    words += [
+        "--save.every",
+        "4",
+        "--optimizer.name",
+        optimizer,
+        "--ema.half_life",
+        "16",
+        "--task.pack",
+        "packed",
+    ]
     of_words(tmp_path, *words, config=config, ranks=ranks).ok()
     shutil.copytree(tmp_path / "run" / "final", tmp_path / "final")
     shutil.copytree(tmp_path / "run" / "checkpoints" / "step-00000008", tmp_path / "eight")
@@ -171,7 +209,16 @@ def test_a_resumed_run_is_the_run_left_alone(base, tmp_path, config, ranks, opti
 
 @pytest.mark.slow
 def test_muon_trains_adapters_alike_on_every_split(base, tmp_path):
-    words = ["--task.model", str(base), "--task.lora.rank", "4", "--optimizer.name", "muon", "--duration", "40"]
+    words = [
+        "--task.model",
+        str(base),
+        "--task.lora.rank",
+        "4",
+        "--optimizer.name",
+        "muon",
+        "--duration",
+        "40",
+    ]
     found = on_each(SPLITS, tmp_path, words)
     for config in ("ddp", "fsdp2"):
         print(f"muon, 40 steps, {config}: {furthest(found[config], found['single']):.1e}")
@@ -181,7 +228,16 @@ def test_muon_trains_adapters_alike_on_every_split(base, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [SPLITS[:2], [SPLITS[0], SPLITS[2]]])
 def test_a_base_in_four_bits(base, tmp_path, splits):
-    words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.quantize", "nf4", "--duration", "40"]
+    words = [
+        "--task.model",
+        str(base),
+        "--task.lora.rank",
+        "4",
+        "--task.lora.quantize",
+        "nf4",
+        "--duration",
+        "40",
+    ]
     words += ["--save.every", "20", "--eval.every", "20"]
     found = on_each(splits, tmp_path, words, "in 4 bits (nf4)")
     other = splits[1][0]
@@ -204,10 +260,20 @@ def test_a_base_in_four_bits(base, tmp_path, splits):
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks"), [SPLITS[0], *(pytest.param(*split, marks=pytest.mark.slow) for split in SPLITS[1:])]
+    ("config", "ranks"),
+    [SPLITS[0], *(pytest.param(*split, marks=pytest.mark.slow) for split in SPLITS[1:])],
 )
 def test_metrics_afterwards_are_those_of_the_run(base, tmp_path, config, ranks):
-    words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "4", "--task.lora.quantize", "fp4"]
+    words = [
+        "--task.model",
+        str(base),
+        "--task.lora.rank",
+        "4",
+        "--duration",
+        "4",
+        "--task.lora.quantize",
+        "fp4",
+    ]
     of_words(tmp_path, *words, config=config, ranks=ranks).ok()
     printed = json.loads((tmp_path / "run" / "summary.json").read_text())["eval/loss"]
     for more in ([], ["--checkpoint", "newest"]):
@@ -220,36 +286,58 @@ def test_metrics_afterwards_are_those_of_the_run(base, tmp_path, config, ranks):
 @pytest.mark.slow
 def test_a_base_in_bfloat16_stays_so_under_adapters_in_float32(tmp_path):
     base = a_base(tmp_path / "half", dtype=torch.bfloat16)
-    words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "6", "--eval.every", "3"]
+    words = [
+        "--task.model",
+        str(base),
+        "--task.lora.rank",
+        "4",
+        "--duration",
+        "6",
+        "--eval.every",
+        "3",
+    ]
     found = on_each(SPLITS, tmp_path, words, "the frozen model computes in bfloat16")
     assert {tensor.dtype for made in found.values() for tensor in made.values()} == {torch.float32}
     for config in ("ddp", "fsdp2"):
         assert furthest(found[config], found["single"]) < 1e-2
-    wide = of_words(tmp_path / "single", *words, "--machine.base_dtype", "float32", "--run.dir", "wide")
+    wide = of_words(
+        tmp_path / "single", *words, "--machine.base_dtype", "float32", "--run.dir", "wide"
+    )
     wide.ok()
     assert "the frozen model is in" not in wide.output
     losses = [
-        json.loads((tmp_path / "single" / name / "summary.json").read_text())["eval/loss"] for name in ("run", "wide")
+        json.loads((tmp_path / "single" / name / "summary.json").read_text())["eval/loss"]
+        for name in ("run", "wide")
     ]
     assert 0 < abs(losses[0] - losses[1]) < 0.02
     samples = SFT(model=str(base), length=96, pack="padded").eval_sets()["validation"]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    by_peft = mean_loss(PeftModel.from_pretrained(plain, tmp_path / "single" / "wide" / "final").eval(), samples)
+    by_peft = mean_loss(
+        PeftModel.from_pretrained(plain, tmp_path / "single" / "wide" / "final").eval(), samples
+    )
     assert by_peft == pytest.approx(losses[1], abs=1e-5)
 
 
 def an_adapter(folder: Path, base: Path, **how) -> Path:
     torch.manual_seed(5)
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
-    get_peft_model(plain, LoraConfig(**({"r": 4, "target_modules": "all-linear"} | how))).save_pretrained(folder)
+    get_peft_model(
+        plain, LoraConfig(**({"r": 4, "target_modules": "all-linear"} | how))
+    ).save_pretrained(folder)
     return folder
 
 
 WRONG = [
-    (["--task.lora.rank", "0"], "task.lora.rank 0 must be at least 1 (common: 16; null: train all parameters)"),
+    (
+        ["--task.lora.rank", "0"],
+        "task.lora.rank 0 must be at least 1 (common: 16; null: train all parameters)",
+    ),
     (["--task.lora.alpha", "8"], "task.lora.alpha requires task.lora.rank (common: 16)"),
     (["--task.lora.quantize", "nf4"], "task.lora.quantize requires task.lora.rank"),
-    (["--task.lora.rank", "4", "--task.lora.dropout", "1"], "task.lora.dropout 1.0 must be at least 0 and below 1"),
+    (
+        ["--task.lora.rank", "4", "--task.lora.dropout", "1"],
+        "task.lora.dropout 1.0 must be at least 0 and below 1",
+    ),
     (
         ["--task.lora.rank", "4", "--task.lora.targets", '["q_proj", "query"]'],
         "task.lora.targets 'query' matches no layer of the model; its linear layers are q_proj, k_proj, v_proj, o_proj",
@@ -258,7 +346,10 @@ WRONG = [
         ["--task.lora.rank", "4", "--task.lora.targets", '["self_attn"]'],
         "task.lora.targets 'self_attn' matches LlamaAttention, which supports no adapters",
     ),
-    (["--task.lora.rank", "4", "--task.lora.targets", '["lm_head"]'], "task.lora.targets 'lm_head' matches Linear"),
+    (
+        ["--task.lora.rank", "4", "--task.lora.targets", '["lm_head"]'],
+        "task.lora.targets 'lm_head' matches Linear",
+    ),
     (["--task.lora.rank", "4", "--task.pretrained", "false"], "requires a trained model"),
     (
         ["--task.lora.rank", "4", "--init.from", "BASE"],
@@ -267,9 +358,18 @@ WRONG = [
     (["--init.from", "ADAPTER"], "contains adapters, but the model has none; set it as task.model"),
     (["--task.lora.rank", "8", "--init.from", "ADAPTER"], "is of another model (other shape: "),
     (["--task.lora.rank", "4", "--init.from", "OTHER"], "its adapters are for "),
-    (["--task.lora.rank", "4", "--init.from", "ADAPTER"], "have another scale (lora_alpha 8, expected 32)"),
-    (["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"], "nothing is in 4 bits; see task.lora.quantize"),
-    (["--task.model", "ADAPTER", "--task.lora.rank", "4"], "holds adapters, which continue training as they are"),
+    (
+        ["--task.lora.rank", "4", "--init.from", "ADAPTER"],
+        "have another scale (lora_alpha 8, expected 32)",
+    ),
+    (
+        ["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"],
+        "nothing is in 4 bits; see task.lora.quantize",
+    ),
+    (
+        ["--task.model", "ADAPTER", "--task.lora.rank", "4"],
+        "holds adapters, which continue training as they are",
+    ),
     (["--task.model", "DORA"], "unsupported adapter settings (use_dora True)"),
 ]
 
@@ -287,7 +387,9 @@ def places(base, tmp_path_factory) -> dict[str, str]:
     return {name: str(place) for name, place in made.items()}
 
 
-@pytest.mark.parametrize(("words", "expected_text"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
+@pytest.mark.parametrize(
+    ("words", "expected_text"), WRONG, ids=[" ".join(words) for words, _ in WRONG]
+)
 def test_wrong_inputs_are_reported(base, places, tmp_path, words, expected_text):
     given = [places.get(word, word) for word in words]
     world = of_words(tmp_path, "--task.model", str(base), *given)
@@ -297,21 +399,44 @@ def test_wrong_inputs_are_reported(base, places, tmp_path, words, expected_text)
 
 
 def test_a_storage_that_does_not_shard_is_rejected_under_fsdp2(base, tmp_path):
-    words = ["--task.model", str(base), "--task.lora.rank", "4", "--task.lora.quantize", "nf4", "--duration", "2"]
+    words = [
+        "--task.model",
+        str(base),
+        "--task.lora.rank",
+        "4",
+        "--task.lora.quantize",
+        "nf4",
+        "--duration",
+        "2",
+    ]
     world = of_words(tmp_path, *words, "--machine.quant_storage", "uint8", config="fsdp2", ranks=2)
-    assert world.codes == [2, 2] and "FSDP2 would not shard it; set float32 or remove it" in world.output
+    assert (
+        world.codes == [2, 2]
+        and "FSDP2 would not shard it; set float32 or remove it" in world.output
+    )
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_a_base_that_has_changed_since_is_rejected(tmp_path):
     base = a_base(tmp_path / "base")
-    words = ["--task.model", str(base), "--task.lora.rank", "4", "--duration", "4", "--save.every", "2"]
+    words = [
+        "--task.model",
+        str(base),
+        "--task.lora.rank",
+        "4",
+        "--duration",
+        "4",
+        "--save.every",
+        "2",
+    ]
     of_words(tmp_path, *words).ok()
     unfinished(tmp_path / "run", 2)
     a_base(base, seed=1)
     world = of_words(tmp_path, *words)
-    assert world.codes == [2] and "step-00000002 needs the base model " in world.output, world.output
+    assert world.codes == [2] and "step-00000002 needs the base model " in world.output, (
+        world.output
+    )
     assert "set task.model to the model that it was trained with" in world.output
     world = after(tmp_path, "evaluate", "run", "--checkpoint", "newest")
     assert world.codes == [2] and "restore it at the path in task.model" in world.output
@@ -332,10 +457,15 @@ def test_adapters_are_taken_on_where_they_were_left(base, tmp_path):
     still = ["--duration", "1", "--optimizer.lr", "0", "--run.dir", "again"]
     final = str(tmp_path / "run" / "final")
     for number, words in enumerate(
-        (["--task.model", final], ["--task.model", str(base), "--task.lora.rank", "4", "--init.from", "run"])
+        (
+            ["--task.model", final],
+            ["--task.model", str(base), "--task.lora.rank", "4", "--init.from", "run"],
+        )
     ):
         (tmp_path / str(number)).mkdir()
         shutil.copytree(tmp_path / "run", tmp_path / str(number) / "run")
         of_words(tmp_path / str(number), *words, *still).ok()
         again = load_file(tmp_path / str(number) / "again" / "final" / "adapter_model.safetensors")
-        assert again.keys() == first.keys() and all(torch.equal(again[name], first[name]) for name in first)
+        assert again.keys() == first.keys() and all(
+            torch.equal(again[name], first[name]) for name in first
+        )

@@ -28,7 +28,15 @@ def base(tmp_path_factory) -> Path:
 def trained(base, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     of_words(
-        folder, "--task.model", str(base), "--task.lora.rank", "4", "--task.lora.alpha", "8", "--duration", "2"
+        folder,
+        "--task.model",
+        str(base),
+        "--task.lora.rank",
+        "4",
+        "--task.lora.alpha",
+        "8",
+        "--duration",
+        "2",
     ).ok()
     return folder / "run"
 
@@ -39,13 +47,15 @@ def the_task(model: Path, **lora) -> SFT:
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
 def test_transposed_layers_are_merged(base, tmp_path, quantize):
-    shutil.copytree(base, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    shutil.copytree(
+        base, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
     entries = json.loads((base / "config.json").read_text())["vocab_size"]
     torch.manual_seed(0)
     sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=entries, **sizes)).save_pretrained(
-        tmp_path / "gpt2"
-    )
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=entries, **sizes)
+    ).save_pretrained(tmp_path / "gpt2")
     task = the_task(tmp_path / "gpt2", rank=4, **({"quantize": quantize} if quantize else {}))
     model = task.model().eval()
     with torch.no_grad():
@@ -55,7 +65,9 @@ def test_transposed_layers_are_merged(base, tmp_path, quantize):
         tokens = torch.randint(0, entries, (2, 9))
         before = model(tokens).logits
         task.merge(model).save_pretrained(tmp_path / "merged")
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32).eval()
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "merged", dtype=torch.float32
+        ).eval()
         assert (loaded(tokens).logits - before).abs().max() < 1e-5 * before.abs().max()
     assert loaded.transformer.h[0].attn.c_attn.weight.shape == (64, 192)
 
@@ -69,11 +81,16 @@ OTHER = [
     ({"peft_type": "IA3"}, "(peft_type IA3)"),
     ({"lora_alpha": None}, "must say base_model_name_or_path, r and lora_alpha"),
     ({"base_model_name_or_path": None}, "must say base_model_name_or_path, r and lora_alpha"),
-    ({"base_model_name_or_path": "/gone/base"}, "its adapters are for /gone/base, which is missing; restore it"),
+    (
+        {"base_model_name_or_path": "/gone/base"},
+        "its adapters are for /gone/base, which is missing; restore it",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("changed", "expected_text"), OTHER, ids=[str(changed) for changed, _ in OTHER])
+@pytest.mark.parametrize(
+    ("changed", "expected_text"), OTHER, ids=[str(changed) for changed, _ in OTHER]
+)
 def test_adapters_of_other_kinds_are_rejected(trained, tmp_path, changed, expected_text):
     folder = shutil.copytree(trained / "final", tmp_path / "given")
     file = folder / "adapter_config.json"
@@ -81,12 +98,16 @@ def test_adapters_of_other_kinds_are_rejected(trained, tmp_path, changed, expect
     file.write_text(json.dumps(json.loads(file.read_text()) | changed))
     with pytest.raises(ValueError) as rejected:
         adapters(str(folder), {}, pretrained=True)
-    assert f"task.model {str(folder)!r}" in str(rejected.value) and expected_text in str(rejected.value)
+    assert f"task.model {str(folder)!r}" in str(rejected.value) and expected_text in str(
+        rejected.value
+    )
 
 
 def test_adapters_that_are_damaged_are_reported(trained, tmp_path):
     folder = shutil.copytree(trained / "final", tmp_path / "given")
-    (folder / "adapter_model.safetensors").write_bytes((folder / "adapter_model.safetensors").read_bytes()[:100])
+    (folder / "adapter_model.safetensors").write_bytes(
+        (folder / "adapter_model.safetensors").read_bytes()[:100]
+    )
     with pytest.raises(ValueError, match="its adapters cannot be read"):
         adapters(str(folder), {}, pretrained=True)
     (folder / "adapter_config.json").write_text("{")
@@ -97,7 +118,11 @@ def test_adapters_that_are_damaged_are_reported(trained, tmp_path):
 def test_targets_as_a_pattern_are_those_of_the_file(trained, tmp_path):
     folder = shutil.copytree(trained / "final", tmp_path / "given")
     file = folder / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"target_modules": r".*\.(q|k|v|o|gate|up|down)_proj"}))
+    file.write_text(
+        json.dumps(
+            json.loads(file.read_text()) | {"target_modules": r".*\.(q|k|v|o|gate|up|down)_proj"}
+        )
+    )
     assert the_task(folder).model() is not None
 
 
@@ -133,7 +158,9 @@ def test_adapters_on_a_model_that_has_changed(tmp_path):
     final = tmp_path / "run" / "final"
     the_task(final).model()
     a_base(own, seed=1)
-    with pytest.raises(ValueError, match="its adapters were trained on .*; restore that base model"):
+    with pytest.raises(
+        ValueError, match="its adapters were trained on .*; restore that base model"
+    ):
         the_task(final).model()
 
 
@@ -155,7 +182,10 @@ def test_adapters_that_are_scaled_otherwise_since(base, trained, tmp_path):
 def test_adapters_and_a_merged_model_do_not_share_a_folder(trained, tmp_path, capsys):
     assert main(["export", str(trained), "--to", str(tmp_path / "one")]) == 0
     assert main(["export", str(trained), "--to", str(tmp_path / "two"), "--merged"]) == 0
-    for to, more, there in (("one", ["--merged"], "holds adapters"), ("two", [], "holds a whole model")):
+    for to, more, there in (
+        ("one", ["--merged"], "holds adapters"),
+        ("two", [], "holds a whole model"),
+    ):
         files = sorted(file.name for file in (tmp_path / to).iterdir())
         assert main(["export", str(trained), "--to", str(tmp_path / to), *more]) == 2
         assert there in capsys.readouterr().err
@@ -164,15 +194,23 @@ def test_adapters_and_a_merged_model_do_not_share_a_folder(trained, tmp_path, ca
 
 def test_a_model_saved_in_four_bits(base, tmp_path):
     how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    four = shutil.copytree(base, tmp_path / "four", ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
-    made = transformers.AutoModelForCausalLM.from_pretrained(base, quantization_config=how, device_map={"": "cpu"})
+    four = shutil.copytree(
+        base, tmp_path / "four", ignore=shutil.ignore_patterns("*.safetensors", "config.json")
+    )
+    made = transformers.AutoModelForCausalLM.from_pretrained(
+        base, quantization_config=how, device_map={"": "cpu"}
+    )
     made.save_pretrained(four)
     model = the_task(four, rank=4).model()
     layers = [module for module in model.modules() if hasattr(module, "quant_state")]
     assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
-    with pytest.raises(ValueError, match=r"task.lora.quantize fp4: .* is in 4 bits \(nf4\) already; remove it"):
+    with pytest.raises(
+        ValueError, match=r"task.lora.quantize fp4: .* is in 4 bits \(nf4\) already; remove it"
+    ):
         the_task(four, rank=4, quantize="fp4").model()
-    with pytest.raises(ValueError, match=r"is in 4 bits \(nf4\), which cannot be trained; give task.lora.rank 16"):
+    with pytest.raises(
+        ValueError, match=r"is in 4 bits \(nf4\), which cannot be trained; give task.lora.rank 16"
+    ):
         the_task(four).model()
 
 

@@ -58,7 +58,9 @@ def test_kubernetes_manifests_are_those_of_kubeflow_trainer(manifest):
 
 
 def test_kubernetes_restarts_by_exit_code():
-    (runtime,) = (manifest for manifest in KUBERNETES if manifest["kind"] == "ClusterTrainingRuntime")
+    (runtime,) = (
+        manifest for manifest in KUBERNETES if manifest["kind"] == "ClusterTrainingRuntime"
+    )
     jobs = runtime["spec"]["template"]["spec"]
     (rule,), (job,) = jobs["failurePolicy"]["rules"], jobs["replicatedJobs"]
     assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
@@ -77,11 +79,19 @@ def schemas(tmp_path_factory) -> tuple[dict, dict]:
     """Return SkyPilot's schemas of a task and of its resources. (The import writes to the home folder.)"""
     program = "import json; from sky.utils import schemas as s\n"
     program += "print(json.dumps([s.get_task_schema(), s.get_resources_schema()]))"
-    installed = Path(sys.prefix) / "skypilot"  # by launch/environment.sh, as it needs another transformers
+    installed = (
+        Path(sys.prefix) / "skypilot"
+    )  # by launch/environment.sh, as it needs another transformers
     if not installed.is_dir():
         pytest.skip("SkyPilot is not installed; launch/test.sh installs it")
-    home = {**os.environ, "HOME": str(tmp_path_factory.mktemp("home")), "PYTHONPATH": str(installed)}
-    done = subprocess.run([sys.executable, "-c", program], env=home, capture_output=True, text=True, check=True)
+    home = {
+        **os.environ,
+        "HOME": str(tmp_path_factory.mktemp("home")),
+        "PYTHONPATH": str(installed),
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=home, capture_output=True, text=True, check=True
+    )
     task, resources = json.loads(done.stdout.splitlines()[-1])
     recovery = resources["properties"]["job_recovery"]["anyOf"][1]
     recovery["additionalProperties"] = False  # SkyPilot ignores unknown keys here
@@ -93,7 +103,9 @@ def test_skypilot_task_is_one_of_skypilot(schemas):
     jsonschema.validate(SKYPILOT, task)
     jsonschema.validate(SKYPILOT["resources"], resources)
     recovery = SKYPILOT["resources"]["job_recovery"]
-    assert recovery["recover_on_exit_codes"] == [STOPPED] and recovery["max_restarts_on_errors"] == 0
+    assert (
+        recovery["recover_on_exit_codes"] == [STOPPED] and recovery["max_restarts_on_errors"] == 0
+    )
     for part, schema in (
         (SKYPILOT | {"num_node": 2}, task),
         (SKYPILOT["resources"] | {"spot": True}, resources),
@@ -105,7 +117,9 @@ def test_skypilot_task_is_one_of_skypilot(schemas):
 
 def _commands() -> Iterator[list[str]]:
     """Yield the words after ``oneloop launch`` (or after the script) in each file."""
-    (job,) = (manifest["spec"]["trainer"] for manifest in KUBERNETES if manifest["kind"] == "TrainJob")
+    (job,) = (
+        manifest["spec"]["trainer"] for manifest in KUBERNETES if manifest["kind"] == "TrainJob"
+    )
     yield [*job["command"], *job["args"]][2:]
     (line,) = (line for line in SKYPILOT["run"].splitlines() if line.startswith("oneloop"))
     yield shlex.split(line)[2:]

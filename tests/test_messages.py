@@ -24,7 +24,9 @@ PROSE = re.compile(
 )
 """words of the dialect that neither a page nor a docstring needs"""
 BEGINS = re.compile(r"(What|Where|Of)\b")
-PARTICIPLE = re.compile(r"(?!(embedding|training|nothing|something|string|missing|expected|need)\b)[a-z]+(ing|ed)\b")
+PARTICIPLE = re.compile(
+    r"(?!(embedding|training|nothing|something|string|missing|expected|need)\b)[a-z]+(ing|ed)\b"
+)
 
 
 def template(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> str:
@@ -49,7 +51,11 @@ def assigned(tree: ast.AST) -> Iterator[tuple[str, ast.expr]]:
         if isinstance(node, ast.Assign):
             for target in node.targets:
                 both = isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple)
-                pairs = zip(target.elts, node.value.elts, strict=False) if both else [(target, node.value)]
+                pairs = (
+                    zip(target.elts, node.value.elts, strict=False)
+                    if both
+                    else [(target, node.value)]
+                )
                 yield from ((name.id, value) for name, value in pairs if isinstance(name, ast.Name))
 
 
@@ -57,7 +63,9 @@ def messages() -> Iterator[tuple[str, str, str]]:
     """Yield (file and line, raised class, template) of every error that is raised with a text."""
     for file in sorted(PACKAGE.rglob("*.py")):
         tree = ast.parse(file.read_text())
-        top = dict(assigned(ast.Module([node for node in tree.body if isinstance(node, ast.Assign)], [])))
+        top = dict(
+            assigned(ast.Module([node for node in tree.body if isinstance(node, ast.Assign)], []))
+        )
         for function in ast.walk(tree):
             if isinstance(function, ast.FunctionDef):
                 names = top | dict(assigned(function))
@@ -98,12 +106,26 @@ def test_the_check_finds_what_it_looks_for():
 
 def prose() -> Iterator[tuple[str, str]]:
     """Yield the pages without their code blocks, and the docstrings of all Python files."""
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        yield str(page.relative_to(ROOT)), re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
-    for file in (file for room in ("src", "tests", "benchmarks") for file in sorted((ROOT / room).rglob("*.py"))):
+    for page in [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        *sorted((ROOT / "docs").rglob("*.md")),
+    ]:
+        yield (
+            str(page.relative_to(ROOT)),
+            re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE),
+        )
+    for file in (
+        file
+        for room in ("src", "tests", "benchmarks")
+        for file in sorted((ROOT / room).rglob("*.py"))
+    ):
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}", ast.get_docstring(node) or ""
+                yield (
+                    f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}",
+                    ast.get_docstring(node) or "",
+                )
 
 
 def test_docs_and_docstrings_have_no_word_of_the_dialect():

@@ -50,7 +50,9 @@ def test_the_threshold_is_found(limit):
 
 def test_fastest_is_the_quickest_that_fits():
     seconds = {1: 4.0, 2: 2.0, 4: 1.0, 8: 1.5, 16: 9.9}
-    found = search(list(seconds), lambda micro: Attempt(micro, micro < 16, seconds[micro]), fastest=True)
+    found = search(
+        list(seconds), lambda micro: Attempt(micro, micro < 16, seconds[micro]), fastest=True
+    )
     assert found.micro == 4
     with pytest.raises(MemoryError, match="not even a micro-batch of 1"):
         search(list(seconds), lambda micro: Attempt(micro, False))
@@ -63,7 +65,18 @@ def test_what_is_a_lack_of_memory():
     assert is_out_of_memory(huge.value) and not is_out_of_memory(RuntimeError("shape mismatch"))
 
 
-WORDS = ["--batch.size", "16", "--duration", "6", "--track", "none", "--eval.every", "0", "--save.every", "0"]
+WORDS = [
+    "--batch.size",
+    "16",
+    "--duration",
+    "6",
+    "--track",
+    "none",
+    "--eval.every",
+    "0",
+    "--save.every",
+    "0",
+]
 
 
 @pytest.mark.parametrize(
@@ -75,10 +88,14 @@ WORDS = ["--batch.size", "16", "--duration", "6", "--track", "none", "--eval.eve
     ],
 )
 def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second, found):
-    (tmp_path / "r.yaml").write_text(f"task: {{name: test_micro_batch.Heavy, fits: 4, fits_on_rank_1: {second}}}\n")
+    (tmp_path / "r.yaml").write_text(
+        f"task: {{name: test_micro_batch.Heavy, fits: 4, fits_on_rank_1: {second}}}\n"
+    )
     variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
     auto = ["r.yaml", *WORDS, "--batch.micro", "auto", "--run.dir"]
-    world = run(heavy, [*auto, "auto"], ranks=ranks, config=config, folder=tmp_path, variables=variables)
+    world = run(
+        heavy, [*auto, "auto"], ranks=ranks, config=config, folder=tmp_path, variables=variables
+    )
     world.ok()
     assert (
         f"batch.micro auto: {found} fits" in world.output
@@ -92,22 +109,30 @@ def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second,
         folder=tmp_path,
         variables=variables,
     ).ok()
-    weights = [load_file(tmp_path / name / "final" / "model.safetensors") for name in ("auto", "fixed")]
+    weights = [
+        load_file(tmp_path / name / "final" / "model.safetensors") for name in ("auto", "fixed")
+    ]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[1])
     if config == "single":
         again = run(heavy, [*auto, "again"], folder=tmp_path, variables=variables)
         again.ok()
-        assert "4 (found before, for this model on this machine" in again.output and "does not fit" not in again.output
+        assert (
+            "4 (found before, for this model on this machine" in again.output
+            and "does not fit" not in again.output
+        )
 
 
 @pytest.mark.slow
 def test_nothing_fits_and_a_bug_is_not_a_lack_of_memory(tmp_path):
     (tmp_path / "r.yaml").write_text("task: {name: test_micro_batch.Heavy, fits: 0}\n")
     variables = {"XDG_CACHE_HOME": str(tmp_path / "cache")}
-    world = run(heavy, ["r.yaml", *WORDS, "--batch.micro", "auto"], folder=tmp_path, variables=variables)
+    world = run(
+        heavy, ["r.yaml", *WORDS, "--batch.micro", "auto"], folder=tmp_path, variables=variables
+    )
     assert (
         world.codes == [2]
-        and "not even a micro-batch of 1 fits into memory; set machine.recompute full" in world.output
+        and "not even a micro-batch of 1 fits into memory; set machine.recompute full"
+        in world.output
     )
 
 
@@ -116,5 +141,8 @@ def test_out_of_memory_in_a_run_states_what_to_change(tmp_path):
     world = run(heavy, ["r.yaml", *WORDS, "--batch.micro", "8", "--run.dir", "a"], folder=tmp_path)
     assert world.codes == [1]
     reason = json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
-    assert "out of memory on cpu with a micro-batch of 8; --batch.micro 4 (now 8; the result stays the same)" in reason
+    assert (
+        "out of memory on cpu with a micro-batch of 8; --batch.micro 4 (now 8; the result stays the same)"
+        in reason
+    )
     assert "fsdp2.yaml" in reason and "GiB" in reason

@@ -81,12 +81,20 @@ def intact(address: str, scratch: Path, but: int = -1) -> list[int]:
     return sorted(steps)
 
 
-def lose_disks(folder: Path, address: str, s3, times: int, config: str, ranks: int, seed: int) -> Path:
+def lose_disks(
+    folder: Path, address: str, s3, times: int, config: str, ranks: int, seed: int
+) -> Path:
     """Train until the end, and lose all hosts and their disks at random moments; return the run folder."""
     rng, lost = random.Random(seed), 0
     while True:
         kill = rng.uniform(1.0, 4.0) if lost < times else 0.0
-        how = {"variables": s3 | SLOWLY, "config": config, "ranks": ranks, "hosts": True, "kill": kill}
+        how = {
+            "variables": s3 | SLOWLY,
+            "config": config,
+            "ranks": ranks,
+            "hosts": True,
+            "kill": kill,
+        }
         world = stores.trained(folder, "--run.dir", address, **how)
         if world.codes == [0] * ranks:
             return folder / "host-0/runs" / address.partition("://")[2]
@@ -95,7 +103,9 @@ def lose_disks(folder: Path, address: str, s3, times: int, config: str, ranks: i
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(("config", "ranks"), [pytest.param("single", 1, marks=pytest.mark.slow), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [pytest.param("single", 1, marks=pytest.mark.slow), ("fsdp2", 2)]
+)
 def test_the_disk_is_lost_and_the_result_is_bit_identical(tmp_path, s3, whole, config, ranks):
     done = lose_disks(tmp_path / "lost", f"s3://bucket/{config}", s3, 1, config, ranks, seed=ranks)
     assert final(done) == whole(config, ranks)
@@ -121,7 +131,9 @@ def test_a_store_that_fails_and_loses_uploads(tmp_path, s3, whole, number):
     proxy, address = stores.Proxy(s3["AWS_ENDPOINT_URL"]), f"s3://bucket/lossy-{number}"
     variables, proxy.fail = s3 | {"AWS_ENDPOINT_URL": proxy.address}, 0.2
     words = ["--run.dir", address, "--save.every", "20"]
-    first = stores.trained(tmp_path / "a", *words, "--stop.after", "2s", variables=variables | SLOWLY)
+    first = stores.trained(
+        tmp_path / "a", *words, "--stop.after", "2s", variables=variables | SLOWLY
+    )
     assert first.codes == [75], first.output
     bucket = Bucket("s3://bucket")
     for name in proxy.written[-5 - number :]:
@@ -140,7 +152,9 @@ def test_the_uploading_process_is_killed(tmp_path, s3, whole, times, scratch):
     rng, kills, number = random.Random(times), 0, 0
     while kills < times:
         address, folder = f"s3://bucket/killed-{times}-{scratch}-{number}", tmp_path / str(number)
-        words = ["--run.dir", address] if scratch else ["--save.mirror", address, "--run.dir", "run"]
+        words = (
+            ["--run.dir", address] if scratch else ["--save.mirror", address, "--run.dir", "run"]
+        )
         while True:
             faults = {"writers": rng.uniform(0.3, 1.0)} if rng.random() < 0.8 else {}
             world = stores.trained(folder, *words, hosts=True, variables=s3 | SLOWLY, **faults)
@@ -159,7 +173,9 @@ def test_a_copy_of_a_run_folder(tmp_path, s3, whole):
     resumes from the copy. No file holds a secret."""
     address, folder = "s3://bucket/copy", tmp_path / "one"
     words = ["--save.mirror", address, "--run.dir", "run", "--save.forever", "20"]
-    stopped = stores.trained(folder, *words, "--stop.after", "1.2s", config="ddp", ranks=2, variables=s3 | SLOWLY)
+    stopped = stores.trained(
+        folder, *words, "--stop.after", "1.2s", config="ddp", ranks=2, variables=s3 | SLOWLY
+    )
     assert stopped.codes == [75, 75], stopped.output
     own = [int(path.name[5:]) for path in Store(folder / "run/checkpoints").sealed()]
     assert steps_in(Bucket(address)) == own and "copies of run.dir" in stopped.output
@@ -172,7 +188,10 @@ def test_a_copy_of_a_run_folder(tmp_path, s3, whole):
     for name in ("recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "report.html"):
         assert bucket.get(name) == (folder / "run" / name).read_bytes(), name
     texts = [file.read_bytes() for file in (folder / "run").rglob("*") if file.is_file()]
-    texts += [bucket.get(name) for name in bucket.sizes("")] + [stopped.output.encode(), done.output.encode()]
+    texts += [bucket.get(name) for name in bucket.sizes("")] + [
+        stopped.output.encode(),
+        done.output.encode(),
+    ]
     assert len(texts) > 30 and not any(
         value.encode() in text for text in texts for value in list(stores.KEYS.values())[:2]
     )
@@ -183,7 +202,9 @@ def test_a_mirror_that_fails_never_stops_training_and_is_an_error_at_the_end(tmp
     variables = s3 | {"AWS_ENDPOINT_URL": proxy.address, "AWS_MAX_ATTEMPTS": "1", **SLOWLY}
     words = ["--save.mirror", "s3://bucket/down", "--run.dir", "run", "--watch.quiet", "false"]
     worlds = []
-    thread = threading.Thread(target=lambda: worlds.append(stores.trained(folder, *words, variables=variables)))
+    thread = threading.Thread(
+        target=lambda: worlds.append(stores.trained(folder, *words, variables=variables))
+    )
     thread.start()
     while not steps_in(Bucket("s3://bucket/down")) and thread.is_alive():
         time.sleep(0.1)
@@ -214,8 +235,12 @@ def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp
     }
     for address, expected in wrong.items():
         for key in ("--save.mirror", "--run.dir"):
-            world = stores.trained(tmp_path, key, address, variables=s3 | (nowhere if "nowhere" in address else {}))
-            assert world.codes == [2] and expected in world.output and "Traceback" not in world.output, world.output
+            world = stores.trained(
+                tmp_path, key, address, variables=s3 | (nowhere if "nowhere" in address else {})
+            )
+            assert (
+                world.codes == [2] and expected in world.output and "Traceback" not in world.output
+            ), world.output
             assert "SeCrEt" not in world.output and world.output.count("\n") == 2, world.output
     both = stores.trained(tmp_path, "--run.dir", "s3://bucket/a", "--save.mirror", "s3://bucket/b")
     assert both.codes == [2] and "are two mirrors; remove one" in both.output
@@ -233,10 +258,14 @@ def test_another_run_in_the_mirror_is_rejected(tmp_path):
         (["--run.resume", "never"], "holds a run"),
     ):
         world = stores.trained(tmp_path / "two", "--save.mirror", address, "--duration", "5", *more)
-        assert world.codes == [2] and f"the mirror {address} {expected}" in world.output, world.output
+        assert world.codes == [2] and f"the mirror {address} {expected}" in world.output, (
+            world.output
+        )
     same = stores.trained(tmp_path / "two", "--save.mirror", address, "--duration", "5")
     assert same.codes == [0] and "finished at step 5: nothing to do" in same.output
-    assert before == {path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()}
+    assert before == {
+        path: path.read_bytes() for path in (tmp_path / "store").rglob("*") if path.is_file()
+    }
     assert not (tmp_path / "two/runs").exists()
 
 
@@ -258,7 +287,15 @@ def test_the_commands_take_the_address(tmp_path, capsys, monkeypatch, whole):
     )  # fmt: skip
     assert "resuming from" in resumed.ok() or "step-00000060" in resumed.output
     begun = stores.trained(
-        tmp_path, "--init.from", address, "--duration", "5", "--run.dir", "begun", "--task.frozen", "true"
+        tmp_path,
+        "--init.from",
+        address,
+        "--duration",
+        "5",
+        "--run.dir",
+        "begun",
+        "--task.frozen",
+        "true",
     )
     begun.ok()
     name = next((tmp_path / "store/checkpoints/step-00000060").glob("*.safetensors"))
@@ -268,7 +305,9 @@ def test_the_commands_take_the_address(tmp_path, capsys, monkeypatch, whole):
 
 def test_a_damaged_newest_checkpoint_is_skipped_reported_and_written_again(tmp_path, whole):
     address, store = f"file://{tmp_path}/store", tmp_path / "store"
-    first = stores.trained(tmp_path / "a", "--run.dir", address, "--stop.after", "1.5s", variables=SLOWLY)
+    first = stores.trained(
+        tmp_path / "a", "--run.dir", address, "--stop.after", "1.5s", variables=SLOWLY
+    )
     assert first.codes == [75], first.output
     older, newest = steps_in(Bucket(address))[-2:]
     name = next((store / folder_of(newest)).glob("*.safetensors"))
@@ -286,7 +325,15 @@ def keep(lease: Lease, taken=lambda error: None) -> None:
 
 
 def owner(bucket: Bucket, seconds: float, **more) -> Lease:
-    about = {"pid": 1, "host": "gone", "since": "then", "token": "other", "seconds": seconds, "beat": 0, **more}
+    about = {
+        "pid": 1,
+        "host": "gone",
+        "since": "then",
+        "token": "other",
+        "seconds": seconds,
+        "beat": 0,
+        **more,
+    }
     bucket.put("owner/00000001.json", json.dumps(about).encode(), create=True)
     return Lease(bucket, 1, about)
 
@@ -296,12 +343,18 @@ def test_the_lease(tmp_path, scheme, monkeypatch, request):
     if scheme == "s3":
         request.getfixturevalue("s3")
     monkeypatch.setenv("ONELOOP_LEASE", "1")
-    bucket = Bucket(f"{scheme}://{tmp_path}/store" if scheme == "file" else f"{scheme}://bucket/lease-{tmp_path.name}")
+    bucket = Bucket(
+        f"{scheme}://{tmp_path}/store"
+        if scheme == "file"
+        else f"{scheme}://bucket/lease-{tmp_path.name}"
+    )
     gone = owner(bucket, 0.5)
     gone.renew()
     time.sleep(0.3)  # it does not look soon after a renewal
     began = time.monotonic()
-    lease = take(bucket, {"pid": 2, "host": "new", "since": "now", "token": "mine"}, lambda text: None)
+    lease = take(
+        bucket, {"pid": 2, "host": "new", "since": "now", "token": "mine"}, lambda text: None
+    )
     assert lease.number == 2 and time.monotonic() - began >= 0.5
     with pytest.raises(Taken, match="taken over by process 2 on new"):
         gone.check()
@@ -309,8 +362,12 @@ def test_the_lease(tmp_path, scheme, monkeypatch, request):
         gone.renew()
     keep(lease)
     with pytest.raises(Taken, match="in use by process 2 on new"):
-        take(bucket, {"pid": 3, "host": "third", "since": "now", "token": "third"}, lambda text: None)
-    again = take(bucket, {"pid": 4, "host": "new", "since": "now", "token": "mine"})  # the same folder: at once
+        take(
+            bucket, {"pid": 3, "host": "third", "since": "now", "token": "third"}, lambda text: None
+        )
+    again = take(
+        bucket, {"pid": 4, "host": "new", "since": "now", "token": "mine"}
+    )  # the same folder: at once
     again.renew(released=True)
     assert take(bucket, {"pid": 5, "host": "last", "since": "now", "token": "third"}).number == 4
     time.sleep(0.6)
@@ -325,7 +382,10 @@ def test_of_many_starters_at_once_one_becomes_the_owner(tmp_path, s3):
 
     def start(number: int) -> None:
         try:
-            lease = take(Bucket(bucket.address), {"pid": number, "host": "h", "since": "s", "token": str(number)})
+            lease = take(
+                Bucket(bucket.address),
+                {"pid": number, "host": "h", "since": "s", "token": str(number)},
+            )
         except Taken:
             return
         keep(lease, taken.append)
@@ -349,16 +409,23 @@ def test_of_two_runs_one_trains_and_the_other_is_rejected(tmp_path, s3, repeat):
     worlds, address = {}, f"s3://bucket/two-{repeat}"
 
     def start(name: str) -> None:
-        worlds[name] = stores.trained(tmp_path / name, "--save.mirror", address, variables=s3 | SLOWLY)
+        worlds[name] = stores.trained(
+            tmp_path / name, "--save.mirror", address, variables=s3 | SLOWLY
+        )
 
     threads = [threading.Thread(target=start, args=[name]) for name in ("a", "b")]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(world.codes[0] for world in worlds.values()) == [0, 2], [world.output for world in worlds.values()]
+    assert sorted(world.codes[0] for world in worlds.values()) == [0, 2], [
+        world.output for world in worlds.values()
+    ]
     rejected = next(world for world in worlds.values() if world.codes == [2])
-    assert f"{address} is in use by process " in rejected.output and intact(address, tmp_path)[-1] == 60
+    assert (
+        f"{address} is in use by process " in rejected.output
+        and intact(address, tmp_path)[-1] == 60
+    )
 
 
 def test_only_own_objects_are_deleted_and_foreign_folders_are_rejected(tmp_path):
@@ -386,7 +453,9 @@ def test_only_own_objects_are_deleted_and_foreign_folders_are_rejected(tmp_path)
     for name in ("final", "owner", "base"):
         shutil.rmtree(foreign / name)
     used = stores.trained(tmp_path, *words)
-    assert used.codes == [2] and "which is not of oneloop; choose another address" in used.output, used.output
+    assert used.codes == [2] and "which is not of oneloop; choose another address" in used.output, (
+        used.output
+    )
 
 
 @pytest.mark.slow
@@ -394,12 +463,16 @@ def test_a_store_that_fails_for_a_while_damages_nothing(tmp_path, s3):
     """An unreadable checkpoint is not a damaged one: the start fails, and the next one resumes from it."""
     proxy, address = stores.Proxy(s3["AWS_ENDPOINT_URL"]), "s3://bucket/for-a-while"
     variables = s3 | {"AWS_ENDPOINT_URL": proxy.address}
-    stores.trained(tmp_path / "a", "--run.dir", address, "--duration", "10", variables=variables).ok()
+    stores.trained(
+        tmp_path / "a", "--run.dir", address, "--duration", "10", variables=variables
+    ).ok()
     before = Bucket(address).get("checkpoints/step-00000010/MANIFEST.json")
     proxy.broken, variables["AWS_MAX_ATTEMPTS"] = "rank-00000.safetensors", "1"
     words = ["--run.dir", address, "--duration", "15", "--run.accept_changes", "true"]
     failed = stores.trained(tmp_path / "b", *words, variables=variables)
-    assert failed.codes == [2] and "skipped" not in failed.output and "Traceback" not in failed.output, failed.output
+    assert (
+        failed.codes == [2] and "skipped" not in failed.output and "Traceback" not in failed.output
+    ), failed.output
     assert not (tmp_path / "b/runs").exists()  # nothing stays of what was fetched
     proxy.broken = ""
     done = stores.trained(tmp_path / "b", *words, variables=variables)
@@ -416,22 +489,37 @@ def test_an_older_folder_and_a_path_into_a_used_mirror(tmp_path):
     assert first.codes == [75], first.output
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     stores.trained(tmp_path / "b", *mirrored).ok()
-    back = stores.trained(tmp_path / "a", *mirrored, "--duration", "45", "--run.accept_changes", "true")
-    assert back.codes == [0] and "step-00000040" in back.output, back.output  # the folder is older than the mirror
+    back = stores.trained(
+        tmp_path / "a", *mirrored, "--duration", "45", "--run.accept_changes", "true"
+    )
+    assert back.codes == [0] and "step-00000040" in back.output, (
+        back.output
+    )  # the folder is older than the mirror
     path = f"{address}/{folder_of(steps_in(Bucket(address))[0])}"
     wrong = stores.trained(
-        tmp_path / "c", *mirrored, "--duration", "50", "--run.resume", path, "--run.accept_changes", "true"
+        tmp_path / "c",
+        *mirrored,
+        "--duration",
+        "50",
+        "--run.resume",
+        path,
+        "--run.accept_changes",
+        "true",
     )
     assert wrong.codes == [2] and "which would be lost" in wrong.output, wrong.output
 
 
 def test_frozen_parameters_on_hosts_without_a_shared_disk(tmp_path):
     words = ["--run.dir", f"file://{tmp_path}/store", "--task.frozen", "true", "--duration", "20"]
-    first = stores.trained(tmp_path / "a", *words, "--stop.after", "0.6s", ranks=2, hosts=True, variables=SLOWLY)
+    first = stores.trained(
+        tmp_path / "a", *words, "--stop.after", "0.6s", ranks=2, hosts=True, variables=SLOWLY
+    )
     assert first.codes == [75, 75], first.output
     again = stores.trained(tmp_path / "b", *words, ranks=2, hosts=True)
     again.ok()
-    assert len(intact(f"file://{tmp_path}/store", tmp_path)) >= 2 and "resuming from" in again.output
+    assert (
+        len(intact(f"file://{tmp_path}/store", tmp_path)) >= 2 and "resuming from" in again.output
+    )
 
 
 @pytest.mark.slow
@@ -446,7 +534,13 @@ def test_a_paused_owner_writes_nothing_afterwards(tmp_path):
         "PYTHONPATH": f"{tmp_path}/a:{os.environ['PYTHONPATH']}",
     }
     command = [sys.executable, "-m", "oneloop.train", *words]
-    how = {"cwd": folder, "env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    how = {
+        "cwd": folder,
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+    }
     paused = subprocess.Popen(command, start_new_session=True, **how)
     try:
         while not steps_in(Bucket(address)):
@@ -476,10 +570,16 @@ def small_blocks(monkeypatch, tmp_path: Path, contents: dict[str, bytes]) -> tup
     entries = {name: write_file(draft / name, content) for name, content in contents.items()}
     store.seal(draft, 7, entries, {})
     address = f"file://{tmp_path}/store"
-    to = {"address": address, "run": str(tmp_path / "run"), "limit": 0, "counts": False, "owns": False}
-    done = Uploads(to | {"lease": (1, {"seconds": 60.0, "beat": 0, "token": "t"})}, lambda **news: None).end(
-        final=False
-    )
+    to = {
+        "address": address,
+        "run": str(tmp_path / "run"),
+        "limit": 0,
+        "counts": False,
+        "owns": False,
+    }
+    done = Uploads(
+        to | {"lease": (1, {"seconds": 60.0, "beat": 0, "token": "t"})}, lambda **news: None
+    ).end(final=False)
     assert done == {"mirrored": 7, "error": None}
     return Bucket(address), tmp_path / "copy"
 
@@ -489,7 +589,9 @@ def test_only_the_needed_blocks_are_fetched_and_each_is_verified(tmp_path, monke
     bucket, path = small_blocks(monkeypatch, tmp_path, {"a.bin": content, "b.bin": content[::-1]})
     copy, read = Copy(bucket, folder_of(7), path), []
     fetch = bucket.read
-    monkeypatch.setattr(bucket, "read", lambda name, spans: read.extend(spans) or fetch(name, spans))
+    monkeypatch.setattr(
+        bucket, "read", lambda name, spans: read.extend(spans) or fetch(name, spans)
+    )
     path.mkdir()
     (path / "a.bin").write_bytes(bytes(1050))
     copy.fill(copy.blocks([(path / "a.bin", 250, 401), (tmp_path / "elsewhere", 0, 900)]))
@@ -544,7 +646,11 @@ def test_a_bandwidth_limit(tmp_path):  # the key save.upload_limit
 def test_two_launchers_without_a_shared_disk(tmp_path, s3, whole, config):
     """Two nodes in two folders: twice, all processes are killed and both folders are deleted."""
     address, rng = f"s3://bucket/launchers-{config}", random.Random(config)
-    for kill in (rng.uniform(0.1, 1.0), rng.uniform(0.1, 1.0), 0.0):  # seconds after the first new checkpoint
+    for kill in (
+        rng.uniform(0.1, 1.0),
+        rng.uniform(0.1, 1.0),
+        0.0,
+    ):  # seconds after the first new checkpoint
         keys = f"--processes_per_node 1 --config_file {config} {stores.WORDS} --run.dir {address}"
         words = f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} {keys}".split()
         hosts = [stores.lay(tmp_path / f"host-{number}") for number in range(2)]
@@ -553,12 +659,18 @@ def test_two_launchers_without_a_shared_disk(tmp_path, s3, whole, config):
         try:
             if kill:
                 before, until = max(steps_in(Bucket(address)), default=0), time.monotonic() + 120
-                while max(steps_in(Bucket(address)), default=0) <= before and time.monotonic() < until:
+                while (
+                    max(steps_in(Bucket(address)), default=0) <= before and time.monotonic() < until
+                ):
                     time.sleep(0.1)
                 time.sleep(kill)
-                assert all(node.process.poll() is None for node in nodes), [node.output for node in nodes]
+                assert all(node.process.poll() is None for node in nodes), [
+                    node.output for node in nodes
+                ]
             else:
-                assert [node.ended(200) for node in nodes] == [0, 0], [node.output for node in nodes]
+                assert [node.ended(200) for node in nodes] == [0, 0], [
+                    node.output for node in nodes
+                ]
         finally:
             for node in nodes:
                 node.kill()
@@ -581,7 +693,9 @@ def test_the_best_checkpoint_is_fetched_for_the_final_weights(tmp_path, scratch)
     run_folder = f"runs/{address.partition('://')[2].strip('/')}" if scratch else "run"
     stores.trained(tmp_path / "a", *words).ok()
     summary = json.loads((tmp_path / "a" / run_folder / "summary.json").read_text())
-    assert summary["final"]["step"] < 55 and summary["final"]["weights"] == "best"  # else the test shows nothing
+    assert (
+        summary["final"]["step"] < 55 and summary["final"]["weights"] == "best"
+    )  # else the test shows nothing
     for name in ("final", folder_of(60)):
         shutil.rmtree(store / name)
     (store / "summary.json").unlink()

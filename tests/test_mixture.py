@@ -46,7 +46,10 @@ def test_a_step_is_the_same_at_any_world_from_anywhere(ranks):
     draw = random.Random(ranks)
     for step in draw.sample(range(200), 20):
         order, share = mixture().order(seed=1, batch=32), 32 // ranks
-        parts = [order[step * 32 + rank * share : step * 32 + (rank + 1) * share][1] for rank in range(ranks)]
+        parts = [
+            order[step * 32 + rank * share : step * 32 + (rank + 1) * share][1]
+            for rank in range(ranks)
+        ]
         assert np.concatenate(parts).tolist() == whole[step * 32 : (step + 1) * 32].tolist()
 
 

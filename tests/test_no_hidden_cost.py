@@ -45,14 +45,23 @@ EXTRAS = ("--ema.half_life", "100 samples", "--ema.power", "[0.1]", "--guard.non
 """features that must cost no read and no collective either"""
 
 
-def per_step(tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2, more=EXTRAS) -> Counter[str]:
+def per_step(
+    tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2, more=EXTRAS
+) -> Counter[str]:
     """Return the events of ten additional steps without logging: a longer run minus a shorter one."""
     counts = []
     for steps in (10, 20):
         folder = tmp_path / str(steps)
         folder.mkdir(parents=True)
         argv = [
-            *words(folder, ranks=ranks, accumulate=accumulate, steps=steps, dtype="float32", optimizer=optimizer),
+            *words(
+                folder,
+                ranks=ranks,
+                accumulate=accumulate,
+                steps=steps,
+                dtype="float32",
+                optimizer=optimizer,
+            ),
             "--log.every",
             "1000",
             "--schedule.warmup",
@@ -60,7 +69,9 @@ def per_step(tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate:
             *more,
         ]
         counts.append(Counter(run(counted, argv, ranks=ranks, config=strategy).ok()[0]))
-    return Counter({name: count for name in counts[1] if (count := counts[1][name] - counts[0][name])})
+    return Counter(
+        {name: count for name in counts[1] if (count := counts[1][name] - counts[0][name])}
+    )
 
 
 def test_the_count_sees_a_read_and_a_collective(tmp_path):
@@ -78,10 +89,17 @@ def _reads_and_reduces() -> dict[str, bool]:
         dist.all_reduce(one)
         float(one.sum())
     names = {event.key for event in profiled.key_averages()}
-    return {"read": bool(names & set(READS)), "collective": any(name.startswith("c10d::allreduce") for name in names)}
+    return {
+        "read": bool(names & set(READS)),
+        "collective": any(name.startswith("c10d::allreduce") for name in names),
+    }
 
 
-OPTIMIZERS = ["adamw", pytest.param("sgd", marks=pytest.mark.slow), pytest.param("muon", marks=pytest.mark.slow)]
+OPTIMIZERS = [
+    "adamw",
+    pytest.param("sgd", marks=pytest.mark.slow),
+    pytest.param("muon", marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -92,7 +110,9 @@ def test_one_process_reads_and_sends_nothing(tmp_path, optimizer):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ddp_sends_its_bucket_and_one_small_sum(tmp_path, optimizer):
     # One bucket per step, for any accumulation, and the sum of weight and stop flag.
-    assert per_step(tmp_path, ranks=2, strategy="ddp", optimizer=optimizer) == {"c10d::allreduce_": 20}
+    assert per_step(tmp_path, ranks=2, strategy="ddp", optimizer=optimizer) == {
+        "c10d::allreduce_": 20
+    }
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -113,7 +133,9 @@ def test_a_spike_policy_costs_one_small_sum_more(tmp_path):
     more = ("--guard.sigma", "1000", "--guard.window", "4")
     found = per_step(tmp_path, ranks=2, strategy="ddp", optimizer="adamw", more=more)
     assert found == {"c10d::allreduce_": 30}  # the bucket; weight and stop flag; the loss
-    assert per_step(tmp_path / "one", ranks=1, strategy="single", optimizer="adamw", more=more) == {}
+    assert (
+        per_step(tmp_path / "one", ranks=1, strategy="single", optimizer="adamw", more=more) == {}
+    )
 
 
 @pytest.mark.slow
@@ -122,12 +144,22 @@ def test_a_spike_policy_costs_one_small_sum_more(tmp_path):
     [
         (1, "single", {}),
         # A bucket is exchanged in pieces and gathered, with the traffic of a ring; weight and stop flag.
-        (2, "ddp", {"c10d::alltoall_base_": 10, "c10d::_allgather_base_": 10, "c10d::allreduce_": 10}),
+        (
+            2,
+            "ddp",
+            {"c10d::alltoall_base_": 10, "c10d::_allgather_base_": 10, "c10d::allreduce_": 10},
+        ),
         # Two units, exchanged in both micro-batches; the norm's maximum and its digits; weight and stop flag.
-        (2, "fsdp2", {"c10d::_allgather_base_": 40, "c10d::alltoall_base_": 40, "c10d::allreduce_": 30}),
+        (
+            2,
+            "fsdp2",
+            {"c10d::_allgather_base_": 40, "c10d::alltoall_base_": 40, "c10d::allreduce_": 30},
+        ),
     ],
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
 def test_the_same_bits_read_nothing(tmp_path, ranks, strategy, sent, optimizer):
     more = (*EXTRAS, "--batch.grain", str(16 // ranks // 2))
-    assert per_step(tmp_path, ranks=ranks, strategy=strategy, optimizer=optimizer, more=more) == sent
+    assert (
+        per_step(tmp_path, ranks=ranks, strategy=strategy, optimizer=optimizer, more=more) == sent
+    )

@@ -26,9 +26,18 @@ from oneloop.launch.nodes import ACCELERATE, Nodes, nodes, options
 from oneloop.recipe.parse import recipe
 from worlds import ROOT, run, train
 
-SLURM = {"SLURM_STEP_NUM_NODES": "4", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "node[07-09],gpu1"}
+SLURM = {
+    "SLURM_STEP_NUM_NODES": "4",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "node[07-09],gpu1",
+}
 SLURM |= {"SLURM_STEP_TASKS_PER_NODE": "1(x4)", "SLURM_JOB_ID": "4711", "SLURM_GPUS_ON_NODE": "8"}
-KUBEFLOW = {"PET_NNODES": "2:4", "PET_NPROC_PER_NODE": "8", "PET_MASTER_ADDR": "job-0", "PET_MASTER_PORT": "29500"}
+KUBEFLOW = {
+    "PET_NNODES": "2:4",
+    "PET_NPROC_PER_NODE": "8",
+    "PET_MASTER_ADDR": "job-0",
+    "PET_MASTER_PORT": "29500",
+}
 SKYPILOT = {"SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2", "SKYPILOT_NUM_GPUS_PER_NODE": "4"}
 DSTACK = {"DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.9", "DSTACK_GPUS_PER_NODE": "2"}
 FOUND = [
@@ -43,7 +52,11 @@ FOUND = [
     ("--max_restarts 3", {}, (1, 1, "127.0.0.1", 0, None)),
     ("--max_restarts 3", KUBEFLOW, (2, 4, "job-0", 29500, 8)),
     ("", SLURM | {"SLURM_STEP_ID": str((1 << 32) - 6)}, None),  # the shell of salloc
-    ("", {"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"}, None),  # a batch script
+    (
+        "",
+        {"SLURM_JOB_NUM_NODES": "4", "SLURM_NODEID": "0", "SLURM_PROCID": "0"},
+        None,
+    ),  # a batch script
     ("", {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "8"}, None),
 ]
 REJECTED = [
@@ -67,7 +80,9 @@ def test_the_nodes_are_read_from_options_or_one_environment(typed, environ, expe
     given, rest = options([*typed.split(), "--config_file", "ddp", "digits", "--seed", "1"])
     assert rest == ["--config_file", "ddp", "digits", "--seed", "1"]
     found = nodes(given, environ)
-    assert (found and (found.least, found.most, found.host, found.port, found.processes)) == expected
+    assert (
+        found and (found.least, found.most, found.host, found.port, found.processes)
+    ) == expected
 
 
 @pytest.mark.parametrize(("typed", "environ", "message"), REJECTED)
@@ -85,7 +100,9 @@ def test_accelerates_own_options_for_several_machines():
 
 def test_accelerate_makes_the_variables_of_a_config_file():
     """The function that completes the options is private in accelerate: this test shows if it changes."""
-    args = launch_command_parser().parse_args(["--config_file", str(ROOT / "accelerate_configs/fsdp2.yaml"), "-m", "x"])
+    args = launch_command_parser().parse_args(
+        ["--config_file", str(ROOT / "accelerate_configs/fsdp2.yaml"), "-m", "x"]
+    )
     made = prepare_multi_gpu_env(_validate_launch_command(args)[0])
     assert made["ACCELERATE_USE_FSDP"] == "true" and made["FSDP_VERSION"] == "2"
 
@@ -109,12 +126,24 @@ def _first(every: list[dict]) -> str:
 
 
 def test_nodes_that_do_not_fit_together():
-    one = {"name": "a", "processes": 8, "time": 100.0, "settings": {"torch": "2.15"}, "loopback": ""}
+    one = {
+        "name": "a",
+        "processes": 8,
+        "time": 100.0,
+        "settings": {"torch": "2.15"},
+        "loopback": "",
+    }
     assert _first([one, one | {"name": "b", "time": 102.0}]) == ""
-    assert "a 8, b 4; give the smallest as --processes_per_node" in _first([one, one | {"name": "b", "processes": 4}])
-    assert "torch is 2.15 on a and 2.14 on b" in _first([one, one | {"name": "b", "settings": {"torch": "2.14"}}])
+    assert "a 8, b 4; give the smallest as --processes_per_node" in _first(
+        [one, one | {"name": "b", "processes": 4}]
+    )
+    assert "torch is 2.15 on a and 2.14 on b" in _first(
+        [one, one | {"name": "b", "settings": {"torch": "2.14"}}]
+    )
     half = one | {"name": "b", "settings": one["settings"] | {"ACCELERATE_MIXED_PRECISION": "bf16"}}
-    assert "ACCELERATE_MIXED_PRECISION is none on a and bf16 on b; use the same" in _first([one, half])
+    assert "ACCELERATE_MIXED_PRECISION is none on a and bf16 on b; use the same" in _first(
+        [one, half]
+    )
     assert "differ by 60 s" in _first([one, one | {"name": "b", "time": 40.0}])
     assert _first([one | {"loopback": "resolves to 127.0.1.1"}]) == ""  # only one node
     assert "127" in _first([one, one | {"loopback": "resolves to 127.0.1.1"}])
@@ -123,14 +152,29 @@ def test_nodes_that_do_not_fit_together():
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        ("--nodes 2 --rendezvous 127.0.0.1 --rejoin 1s --config_file ddp", 1, "fewer than 2 nodes joined in 1 s"),
+        (
+            "--nodes 2 --rendezvous 127.0.0.1 --rejoin 1s --config_file ddp",
+            1,
+            "fewer than 2 nodes joined in 1 s",
+        ),
         ("--max_restarts 1 --config_file OLD", 2, "fsdp_version 1 is not supported"),
     ],
 )
 def test_a_start_that_fails(words, code, message, tmp_path):
-    old = (ROOT / "accelerate_configs" / "fsdp2.yaml").read_text().replace("fsdp_version: 2", "fsdp_version: 1")
+    old = (
+        (ROOT / "accelerate_configs" / "fsdp2.yaml")
+        .read_text()
+        .replace("fsdp_version: 2", "fsdp_version: 1")
+    )
     (tmp_path / "old.yaml").write_text(old)
-    command = [sys.executable, "-m", "oneloop", "launch", *words.replace("OLD", "old.yaml").split(), "digits"]
+    command = [
+        sys.executable,
+        "-m",
+        "oneloop",
+        "launch",
+        *words.replace("OLD", "old.yaml").split(),
+        "digits",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == code and message in done.stderr, done.stderr
     assert sorted(file.name for file in tmp_path.iterdir()) == ["old.yaml"]  # nothing was written
@@ -138,7 +182,8 @@ def test_a_start_that_fails(words, code, message, tmp_path):
 
 def test_a_rendezvous_that_nobody_answers():
     with pytest.raises(
-        ConnectionError, match=r"no answer from 192.0.2.1:29400 in 0 s; start the same command on 192.0.2.1"
+        ConnectionError,
+        match=r"no answer from 192.0.2.1:29400 in 0 s; start the same command on 192.0.2.1",
     ):
         elastic.open_store(Nodes(2, 2, "192.0.2.1", rejoin=0.1))
 
@@ -152,11 +197,21 @@ def _nothing_is_left():
 
 
 def _weights(folder: Path) -> dict[str, bytes]:
-    return {name: value.numpy().tobytes() for name, value in load_file(folder / "final" / "model.safetensors").items()}
+    return {
+        name: value.numpy().tobytes()
+        for name, value in load_file(folder / "final" / "model.safetensors").items()
+    }
 
 
 def _started(
-    number: int, keys: str, folder: Path, *, port: int, least: int = 1, most: int = 2, config: str = "ddp"
+    number: int,
+    keys: str,
+    folder: Path,
+    *,
+    port: int,
+    least: int = 1,
+    most: int = 2,
+    config: str = "ddp",
 ) -> list[lab.Node]:
     words = f"--nodes {least}:{most} --rendezvous 127.0.0.1:{port} --max_restarts 5 --config_file {config} {keys}"
     return [lab.Node(words.split(), folder) for _ in range(number)]
@@ -196,8 +251,12 @@ def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
     if grain:
         (tmp_path / "fast").mkdir()
         lab.written_task(tmp_path / "fast", 0.0)
-        run(train, [*keys.split(), "--run.dir", str(tmp_path / "whole")], folder=tmp_path / "fast").ok()
-    started = _started(4, f"{keys} --run.dir run", tmp_path, port=29437, least=2, most=4, config=config)
+        run(
+            train, [*keys.split(), "--run.dir", str(tmp_path / "whole")], folder=tmp_path / "fast"
+        ).ok()
+    started = _started(
+        4, f"{keys} --run.dir run", tmp_path, port=29437, least=2, most=4, config=config
+    )
     nodes, ranks = list(started), "ranks x"
     lab.when(nodes, f"= 4 {ranks}")
     holds = next(node for node in nodes if _holds_rendezvous(node, 29437))
@@ -212,15 +271,23 @@ def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
     lab.when(nodes, f"= 2 {ranks}", since=since)
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000100")
     since = time.monotonic()
-    nodes += _started(2, f"{keys} --run.dir run", tmp_path, port=29437, least=2, most=4, config=config)
+    nodes += _started(
+        2, f"{keys} --run.dir run", tmp_path, port=29437, least=2, most=4, config=config
+    )
     lab.when(nodes, f"= 4 {ranks}", since=since)
-    assert [node.ended(120) for node in nodes] == [0] * 4, "\n\n".join(node.output for node in nodes)
+    assert [node.ended(120) for node in nodes] == [0] * 4, "\n\n".join(
+        node.output for node in nodes
+    )
     if grain:
         assert _weights(tmp_path / "run") == _weights(tmp_path / "whole")
 
 
 def _holds_rendezvous(node: lab.Node, port: int) -> bool:
-    found = [one for one in psutil.Process(node.agent()).net_connections() if one.status == psutil.CONN_LISTEN]
+    found = [
+        one
+        for one in psutil.Process(node.agent()).net_connections()
+        if one.status == psutil.CONN_LISTEN
+    ]
     return any(one.laddr.port == port for one in found)
 
 
@@ -229,8 +296,16 @@ def test_saves_by_time_change_no_weight(ranks, tmp_path):
     task = lab.written_task(tmp_path, 0.02)
     keys = f"{task} --batch.size 64 --batch.micro 32 --duration 40 --save.keep 9 --track none --eval.every 0".split()
     for every in ("0.5s", "0"):
-        run(train, [*keys, "--save.every", every, "--run.dir", f"save-{every}"], ranks=ranks, folder=tmp_path).ok()
-    lines = [json.loads(line) for line in (tmp_path / "save-0.5s" / "metrics.jsonl").read_text().splitlines()]
+        run(
+            train,
+            [*keys, "--save.every", every, "--run.dir", f"save-{every}"],
+            ranks=ranks,
+            folder=tmp_path,
+        ).ok()
+    lines = [
+        json.loads(line)
+        for line in (tmp_path / "save-0.5s" / "metrics.jsonl").read_text().splitlines()
+    ]
     steps = [line["step"] for line in lines if line.get("event") == "save"]
     seconds = json.loads((tmp_path / "save-0.5s" / "summary.json").read_text())["seconds"]
     assert steps == sorted(set(steps)) and steps[-1] == 40 and len(steps) >= 2, steps
@@ -253,7 +328,9 @@ def test_ends_without_a_restart(more, code, text, tmp_path):
     if more == "STOP":
         lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
         nodes[1].process.send_signal(signal.SIGTERM)
-    assert [node.ended(120) for node in nodes] == [code, code], "\n\n".join(node.output for node in nodes)
+    assert [node.ended(120) for node in nodes] == [code, code], "\n\n".join(
+        node.output for node in nodes
+    )
     output = "\n".join(node.output for node in nodes)
     assert text in output and "restarting" not in output, output
 
@@ -272,7 +349,10 @@ def test_a_node_whose_ranks_all_stand_by_ends_with_the_run(tmp_path):
 @pytest.mark.slow
 def test_nodes_with_different_commands(tmp_path):
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"
-    first, second = (_started(1, f"{keys} --duration {steps}", tmp_path, port=29467, least=2)[0] for steps in (20, 30))
+    first, second = (
+        _started(1, f"{keys} --duration {steps}", tmp_path, port=29467, least=2)[0]
+        for steps in (20, 30)
+    )
     lab.when([first, second], "start the same command on all nodes")
     late = first if "another was started" in first.output else second
     assert late.ended(30) == 2 and not (tmp_path / "run").exists()

@@ -44,7 +44,9 @@ def measured(accumulate: int, ragged: bool, each_batch: bool, scaled: bool, step
     samples = 24 // started.ranks // accumulate
     for _ in range(steps):
         lengths = [
-            torch.randint(1, 6, (samples,), generator=generator) if ragged else torch.full((samples,), 3)
+            torch.randint(1, 6, (samples,), generator=generator)
+            if ragged
+            else torch.full((samples,), 3)
             for _ in range(accumulate)
         ]
         weight = float(started.total(torch.tensor(float(sum(int(one.sum()) for one in lengths)))))
@@ -109,13 +111,17 @@ def test_a_run_logs_it_prints_it_and_keeps_it(tmp_path):
     ]
     world = run(train, [*words, "--run.dir", "a"], folder=tmp_path)
     world.ok()
-    lines = [json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "a" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert any("train/noise_scale" in line for line in lines)
     message = json.loads((tmp_path / "a" / "summary.json").read_text())["noise_scale"]
     assert message in world.output and message.startswith("noise scale: critical batch about ")
     run(train, [*words, "--run.dir", "b", "--batch.micro", "64"], folder=tmp_path).ok()
     message = json.loads((tmp_path / "b" / "summary.json").read_text())["noise_scale"]
-    assert message == "noise scale n/a: a step has only one micro-batch; set batch.micro to half of it"
+    assert (
+        message == "noise scale n/a: a step has only one micro-batch; set batch.micro to half of it"
+    )
 
 
 class Weightless(Ragged):
@@ -186,7 +192,10 @@ def test_measuring_changes_nothing(tmp_path):
                 config=config,
                 folder=tmp_path,
             ).ok()
-        on, off = (load_file(tmp_path / f"{config}-{one}" / "final" / "model.safetensors") for one in ("true", "false"))
+        on, off = (
+            load_file(tmp_path / f"{config}-{one}" / "final" / "model.safetensors")
+            for one in ("true", "false")
+        )
         assert all(torch.equal(on[name], off[name]) for name in on)
 
 
@@ -205,7 +214,8 @@ def test_what_it_means(value, batch, expected_text):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", [["digits"], ["gpt", "--task.layers", "2", "--task.width", "64", "--task.block", "64"]]
+    "recipe",
+    [["digits"], ["gpt", "--task.layers", "2", "--task.width", "64", "--task.block", "64"]],
 )
 def test_stable_over_micro_batch_sizes(tmp_path, recipe):
     found = []
@@ -228,6 +238,11 @@ def test_stable_over_micro_batch_sizes(tmp_path, recipe):
             str(tmp_path / str(micro)),
         ]
         run(train, words, folder=tmp_path, timeout=600).ok()
-        lines = [json.loads(line) for line in (tmp_path / str(micro) / "metrics.jsonl").read_text().splitlines()]
-        found.append([line["train/noise_scale"] for line in lines if "train/noise_scale" in line][-1])
+        lines = [
+            json.loads(line)
+            for line in (tmp_path / str(micro) / "metrics.jsonl").read_text().splitlines()
+        ]
+        found.append(
+            [line["train/noise_scale"] for line in lines if "train/noise_scale" in line][-1]
+        )
     assert max(found) / min(found) < 1.5, found

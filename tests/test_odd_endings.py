@@ -46,7 +46,9 @@ def until(true, seconds: float = 90.0) -> None:
     ],
 )
 def test_whatever_is_raised_is_named(folder, fault, expected_text):
-    world = faulty(folder, "--task.fault", fault, "--task.rank", "1", "--task.at", "100", config="ddp", ranks=2)
+    world = faulty(
+        folder, "--task.fault", fault, "--task.rank", "1", "--task.at", "100", config="ddp", ranks=2
+    )
     assert world.codes == [1, 1]
     assert summary(folder)["exit_reason"] == f"error: rank 1: {expected_text}", world.output
 
@@ -56,7 +58,10 @@ def test_a_thread_that_stays_holds_nobody(folder, told):
     words = ["--task.fault", "thread:600", "--duration", "40"]
     with started(folder, *words, "--machine.patience", "1" if told else "0.03") as process:
         until(lambda: (folder / "run" / "summary.json").exists())
-        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        family = [
+            psutil.Process(process.pid),
+            *psutil.Process(process.pid).children(recursive=True),
+        ]
         if told:
             time.sleep(1)
             process.send_signal(signal.SIGTERM)
@@ -113,13 +118,22 @@ def test_variables_that_others_have_left(folder):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_watching_process_is_killed(folder, rank):
-    command = [*LAUNCHERS["oneloop"], "--config_file", str(CONFIGS / "ddp.yaml"), "f.yaml", "--task.pause", "0.02"]
+    command = [
+        *LAUNCHERS["oneloop"],
+        "--config_file",
+        str(CONFIGS / "ddp.yaml"),
+        "f.yaml",
+        "--task.pause",
+        "0.02",
+    ]
     process = subprocess.Popen(
         [*command, "--duration", "20000"], cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
     until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
     family = psutil.Process(process.pid).children(recursive=True)
-    ours = [one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()]
+    ours = [
+        one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()
+    ]
     pids = {one.pid for one in ours}
     watchers = [one for one in ours if one.ppid() not in pids]
     next(one for one in watchers if one.environ()["RANK"] == str(rank)).kill()
@@ -133,8 +147,17 @@ def test_a_watching_process_is_killed(folder, rank):
 @pytest.mark.parametrize("group", [False, True])
 def test_a_long_step_under_the_launcher_is_saved(folder, name, group):
     """The step takes more than the ten seconds that a process gets when its launcher is gone."""
-    command = [*LAUNCHERS["oneloop"], "--config_file", str(CONFIGS / "single.yaml"), "f.yaml", "--task.pause", "7"]
-    process = subprocess.Popen(command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True)
+    command = [
+        *LAUNCHERS["oneloop"],
+        "--config_file",
+        str(CONFIGS / "single.yaml"),
+        "f.yaml",
+        "--task.pause",
+        "7",
+    ]
+    process = subprocess.Popen(
+        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True
+    )
     until(lambda: (folder / "run" / "metrics.jsonl").exists())
     family = psutil.Process(process.pid).children(recursive=True)
     time.sleep(8)
@@ -157,6 +180,13 @@ def test_a_signal_that_a_library_turns_into_its_own_error(ranks, tmp_path):
         "        except BaseException as error:\n"
         "            raise RuntimeError('of a library') from error\n"
     )
-    world = run(train, ["wraps.py:Wraps", "--task.width", "8", "--run.dir", "run"], ranks=ranks, folder=tmp_path)
-    assert world.codes == [75] * ranks and "stopped by SIGTERM before the run started" in world.output, world.output
+    world = run(
+        train,
+        ["wraps.py:Wraps", "--task.width", "8", "--run.dir", "run"],
+        ranks=ranks,
+        folder=tmp_path,
+    )
+    assert (
+        world.codes == [75] * ranks and "stopped by SIGTERM before the run started" in world.output
+    ), world.output
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,10 @@ from tiny import three_layers
 
 def test_no_weight_decay_on_vectors():
     optimizer = build(adamw, three_layers(), lr=0.1, weight_decay=0.3)
-    assert [(group["weight_decay"], {p.ndim for p in group["params"]}) for group in optimizer.param_groups] == [
+    assert [
+        (group["weight_decay"], {p.ndim for p in group["params"]})
+        for group in optimizer.param_groups
+    ] == [
         (0.3, {2}),
         (0.0, {1}),
     ]
@@ -33,4 +36,6 @@ def test_the_learning_rate_follows_the_batch():
     def rate(rule: str, at: int = 64) -> float:
         return peak(OptimizerConfig(lr=0.1, lr_at_batch=at, lr_rule=rule), 256)
 
-    assert [rate("linear"), rate("sqrt"), rate("none"), rate("linear", 0)] == pytest.approx([0.4, 0.2, 0.1, 0.1])
+    assert [rate("linear"), rate("sqrt"), rate("none"), rate("linear", 0)] == pytest.approx(
+        [0.4, 0.2, 0.1, 0.1]
+    )

@@ -62,7 +62,9 @@ def test_the_samples_of_a_step_are_the_same_for_1_2_4_and_4096_ranks():
         expected = sorted(order[start : start + size][1].tolist())
         for ranks in (1, 2, 4, 4096):
             share = BatchLayout(size, ranks).each
-            parts = [order[start + rank * share : start + (rank + 1) * share][1] for rank in range(ranks)]
+            parts = [
+                order[start + rank * share : start + (rank + 1) * share][1] for rank in range(ranks)
+            ]
             assert sorted(np.concatenate(parts).tolist()) == expected
 
 

@@ -20,7 +20,18 @@ from own_files import bulk, images, rows, write
 from worlds import run, train
 
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
-COMMON = ["--duration", "8", "--batch.size", "8", "--eval.every", "0", "--track", "none", "--run.dir", "run"]
+COMMON = [
+    "--duration",
+    "8",
+    "--batch.size",
+    "8",
+    "--eval.every",
+    "0",
+    "--track",
+    "none",
+    "--run.dir",
+    "run",
+]
 TEXTS = ["digits", "--task", "text_classification", *SMALL, "--task.length", "16", *COMMON]
 PICTURES = ["digits", "--task.width", "8", "--task.image_size", "8", *COMMON]
 
@@ -71,7 +82,9 @@ def a_broken_line(folder: Path) -> list[str]:
 
 def another_schema(folder: Path) -> list[str]:
     write(folder, "parquet", rows(90))
-    parquet.write_table(pa.table({"text": [1, 2], "label": ["alpha", "beta"]}), folder / "part-7.parquet")
+    parquet.write_table(
+        pa.table({"text": [1, 2], "label": ["alpha", "beta"]}), folder / "part-7.parquet"
+    )
     return ["part-7.parquet: column 'text' has type", "write the files with one schema"]
 
 
@@ -96,7 +109,10 @@ def several_kinds(folder: Path) -> list[str]:
 
 def a_large_group(folder: Path) -> list[str]:
     bulk(folder, megabytes=3, files=1, group=3000)
-    return ["part-000.parquet: row group 0 has 3,000 rows of 2.8 MB, and task.window is 1 MB", "--rows 68"]
+    return [
+        "part-000.parquet: row group 0 has 3,000 rows of 2.8 MB, and task.window is 1 MB",
+        "--rows 68",
+    ]
 
 
 BAD = {
@@ -105,7 +121,10 @@ BAD = {
         ["--task.text", "body"],
     ),
     "a nested column": (
-        lambda folder: write(folder, "parquet", rows(30)) and ["'tags' holds lists of string; expected one label"],
+        lambda folder: (
+            write(folder, "parquet", rows(30))
+            and ["'tags' holds lists of string; expected one label"]
+        ),
         ["--task.label", "tags"],
     ),
     "numbers as classes": (
@@ -113,15 +132,22 @@ BAD = {
         ["--task.label", "number"],
     ),
     "numbers as text": (
-        lambda folder: write(folder, "parquet", rows(30)) and ["'number' holds values of float64; expected text"],
+        lambda folder: (
+            write(folder, "parquet", rows(30))
+            and ["'number' holds values of float64; expected text"]
+        ),
         ["--task.text", "number"],
     ),
     "too much held out": (
-        lambda folder: write(folder, "parquet", rows(30)) and ["task.held_out 0.7 must be between 0 and 0.5"],
+        lambda folder: (
+            write(folder, "parquet", rows(30)) and ["task.held_out 0.7 must be between 0 and 0.5"]
+        ),
         ["--task.held_out", "0.7"],
     ),
     "no window": (
-        lambda folder: write(folder, "parquet", rows(30)) and ["task.window 0 must be a positive number"],
+        lambda folder: (
+            write(folder, "parquet", rows(30)) and ["task.window 0 must be a positive number"]
+        ),
         ["--task.window", "0"],
     ),
     "a row without a label": (without_label, []),
@@ -180,12 +206,14 @@ def parts_that_number_their_classes_differently(folder: Path) -> str:
     from datasets import ClassLabel, Dataset, Features, Image
 
     images(folder, "parquet", each=8)
-    rows_of = Dataset.from_parquet(str(folder / "pictures.parquet"), cache_dir=str(folder.parent / "cache"))
+    rows_of = Dataset.from_parquet(
+        str(folder / "pictures.parquet"), cache_dir=str(folder.parent / "cache")
+    )
     (folder / "pictures.parquet").rename(folder / "train.parquet")
     other = Features({"image": Image(), "label": ClassLabel(names=["gamma", "beta", "alpha"])})
-    Dataset.from_list(list(rows_of.cast_column("image", Image(decode=False))), features=other).to_parquet(
-        folder / "validation.parquet"
-    )
+    Dataset.from_list(
+        list(rows_of.cast_column("image", Image(decode=False))), features=other
+    ).to_parquet(folder / "validation.parquet")
     return "'label' numbers its classes ClassLabel(names=['gamma', 'beta', 'alpha']) in validation"
 
 
@@ -201,17 +229,25 @@ def parts_that_number_their_classes_differently(folder: Path) -> str:
 def test_pictures_without_classes_are_reported(tmp_path, lay):
     expected_text = lay(tmp_path / "data")
     world = run(train, [*PICTURES, "--task.data", str(tmp_path / "data")], folder=tmp_path)
-    assert world.codes == [2] and expected_text in world.output and "Traceback" not in world.output, world.output
+    assert (
+        world.codes == [2] and expected_text in world.output and "Traceback" not in world.output
+    ), world.output
     assert not (tmp_path / "run").exists()
 
 
 MIXED = {
-    "a negative weight": ([{"data": "A", "weight": -1}, {"data": "B"}], "the weights of a mixture are -1.0, 1.0"),
+    "a negative weight": (
+        [{"data": "A", "weight": -1}, {"data": "B"}],
+        "the weights of a mixture are -1.0, 1.0",
+    ),
     "nothing but 0": (
         [{"data": "A", "weight": 0}, {"data": "B", "weight": 0}],
         "the weights of a mixture are 0.0, 0.0",
     ),
-    "no number": ([{"data": "A", "weight": "much"}, {"data": "B"}], "the weight 'much' of 'A' is not a number"),
+    "no number": (
+        [{"data": "A", "weight": "much"}, {"data": "B"}],
+        "the weight 'much' of 'A' is not a number",
+    ),
     "no place": ([{"weight": 1}], "has no data"),
     "a strange key": (
         [{"data": "A", "wight": 1}],
@@ -231,7 +267,9 @@ def test_bad_mixtures_are_reported(tmp_path, name):
     (tmp_path / "E").mkdir()
     parquet.write_table(pa.Table.from_pylist(rows(1)).slice(0, 0), tmp_path / "E" / "none.parquet")
     world = run(train, [*TEXTS, "--task.data", json.dumps(data)], folder=tmp_path)
-    assert world.codes == [2] and expected_text in world.output and "Traceback" not in world.output, world.output
+    assert (
+        world.codes == [2] and expected_text in world.output and "Traceback" not in world.output
+    ), world.output
     assert not (tmp_path / "run").exists()
 
 
@@ -239,12 +277,17 @@ def test_bad_mixtures_are_reported(tmp_path, name):
 def test_a_mixture_trains_and_logs_the_loss_of_each_source(tmp_path, config, ranks):
     for number, place in enumerate(("books", "code", "talk")):
         write(tmp_path / place, "parquet" if number else "jsonl", rows(60, first=60 * number))
-    data = [{"data": place, "weight": weight} for place, weight in (("books", 0.7), ("code", 0.2), ("talk", 0.1))]
+    data = [
+        {"data": place, "weight": weight}
+        for place, weight in (("books", 0.7), ("code", 0.2), ("talk", 0.1))
+    ]
     words = [*TEXTS, "--task.data", json.dumps(data), "--task.held_out", "0.2", "--eval.every", "4"]
     world = run(train, words, ranks=ranks, config=config, folder=tmp_path)
     world.ok()
     assert "data: mixture: books 70.0% (" in world.output
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     evaluated = [line for line in lines if "eval/loss" in line]
     assert len(evaluated) == 2
     for line in evaluated:
@@ -256,13 +299,16 @@ def test_pictures_take_what_a_metadata_file_states(tmp_path):
     images(tmp_path / "data", "folders", each=8)
     files = sorted((tmp_path / "data").rglob("*.png"))
     lines = "".join(
-        f"{file.relative_to(tmp_path / 'data')},{'odd' if n % 2 else 'NA'}\n" for n, file in enumerate(files)
+        f"{file.relative_to(tmp_path / 'data')},{'odd' if n % 2 else 'NA'}\n"
+        for n, file in enumerate(files)
     )
     (tmp_path / "data" / "metadata.csv").write_text(f"file_name,parity\n{lines}")
     [source] = named_sources(str(tmp_path / "data"), {"image": "image", "label": "parity"})
     parts = opened(source, held_out=0.1, window=4).parts
     found = {
-        row["image"]["path"]: row["parity"] for part in parts.values() for row in (part[i] for i in range(len(part)))
+        row["image"]["path"]: row["parity"]
+        for part in parts.values()
+        for row in (part[i] for i in range(len(part)))
     }
     assert found == {str(file): "odd" if number % 2 else "NA" for number, file in enumerate(files)}
     assert "metadata.csv" in parts["train"].fingerprint()["files"]
@@ -299,7 +345,9 @@ def test_parts_that_are_there_are_used_and_the_missing_one_is_held_out(tmp_path)
     parted(tmp_path / "a", train=rows(300), test=rows(30, first=300))
     parts = opened_parts(tmp_path / "a")
     assert len(parts["test"]) == 30 and len(parts["train"]) + len(parts["validation"]) == 300
-    assert 30 < len(parts["validation"]) < 100  # it also holds the rows that would have been in the test split
+    assert (
+        30 < len(parts["validation"]) < 100
+    )  # it also holds the rows that would have been in the test split
 
 
 def test_a_row_is_found_by_file_and_number(tmp_path):
@@ -313,10 +361,14 @@ def test_a_row_is_found_by_file_and_number(tmp_path):
 def test_groups_are_rewritten_by_the_command_that_is_named(tmp_path):
     total = bulk(tmp_path / "data", megabytes=3, files=2, group=1500)
     assert rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 0
-    assert rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 2  # the folder exists
+    assert (
+        rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 2
+    )  # the folder exists
     [source] = named_sources(str(tmp_path / "new"), {"id": "id", "text": "text"})
     parts = opened(source, held_out=0.1, window=1).parts
-    assert sorted(part[i]["id"] for part in parts.values() for i in range(len(part))) == list(range(total))
+    assert sorted(part[i]["id"] for part in parts.values() for i in range(len(part))) == list(
+        range(total)
+    )
 
 
 def prepared(folder: str) -> int:
@@ -347,7 +399,10 @@ def test_one_process_prepares_while_the_others_wait_at_a_lock(tmp_path):
     one, other = run(prepared, str(tmp_path / "data"), ranks=2).ok()
     assert one == other > 0
     lines = [line.split(" ", 1) for line in (tmp_path / "made").read_text().splitlines()]
-    assert len({rank for rank, _ in lines}) == 1 and len({text for _, text in lines}) == len(lines) > 100
+    assert (
+        len({rank for rank, _ in lines}) == 1
+        and len({text for _, text in lines}) == len(lines) > 100
+    )
 
 
 class Counted:
@@ -386,13 +441,21 @@ def test_tokens_of_rows_are_those_of_the_same_texts_in_memory(tmp_path):
     write(tmp_path / "rows", "parquet", made)
     for pack in ("concat", "padded"):
         task = CausalLM(str(tmp_path / "rows"), block=16, pack=pack)
-        tokens = {name: [part[i].tolist() for i in range(len(part))] for name, part in task._sets.items()}
+        tokens = {
+            name: [part[i].tolist() for i in range(len(part))] for name, part in task._sets.items()
+        }
         texts = opened_texts(tmp_path / "rows")
         for name, expected in texts.items():
             streams = [[*text.encode(), 256] for text in expected]
-            streams = [[token for text in streams for token in text]] if pack == "concat" else streams
+            streams = (
+                [[token for text in streams for token in text]] if pack == "concat" else streams
+            )
             cut = [s[at : at + 17] for s in streams for at in range(0, len(s) - 1, 16)]
-            cut = [one for one in cut if len(one) == 17] if pack == "concat" and name == "train" else cut
+            cut = (
+                [one for one in cut if len(one) == 17]
+                if pack == "concat" and name == "train"
+                else cut
+            )
             assert tokens[name] == cut
 
 

@@ -33,18 +33,26 @@ def folder(tmp_path):
     for name, text in RECIPES.items():
         (tmp_path / name).write_text(text)
     made = rows(120)
-    reviews = [{"body": row["text"], "title": row["label"], "stars": n % 5} for n, row in enumerate(made)]
+    reviews = [
+        {"body": row["text"], "title": row["label"], "stars": n % 5} for n, row in enumerate(made)
+    ]
     write(tmp_path / "reviews", "parquet", reviews)
     with (tmp_path / "scores.csv").open("w", newline="") as file:
         lines = csv.writer(file)
         lines.writerow(["body", "score"])
         lines.writerows([f"{row['text']}, as it is", row["number"]] for row in made)
-    write(tmp_path / "names", "jsonl", [{"words": row["tokens"], "kinds": row["tags"]} for row in made])
+    write(
+        tmp_path / "names",
+        "jsonl",
+        [{"words": row["tokens"], "kinds": row["tags"]} for row in made],
+    )
     for part in ("train", "validation"):
         images(tmp_path / "photos" / part, "folders", each=12)
     write(tmp_path / "books", "parquet", made)
     write(tmp_path / "talk", "text", made[:30])
-    (tmp_path / "code.jsonl").write_text("".join(json.dumps({"source": row["text"] * 9}) + "\n" for row in made))
+    (tmp_path / "code.jsonl").write_text(
+        "".join(json.dumps({"source": row["text"] * 9}) + "\n" for row in made)
+    )
     return tmp_path
 
 
@@ -56,7 +64,14 @@ def test_every_recipe_of_the_page_is_run():
 @pytest.mark.parametrize("recipe", SPLITS)
 def test_a_recipe_of_the_page_trains(folder, recipe):
     config, ranks = SPLITS[recipe]
-    words = [recipe, "--run.dir", "run", *(SMALL if recipe != "photos.yaml" else []), "--track", "none"]
+    words = [
+        recipe,
+        "--run.dir",
+        "run",
+        *(SMALL if recipe != "photos.yaml" else []),
+        "--track",
+        "none",
+    ]
     run(train, words, ranks=ranks, config=config, folder=folder).ok()
     ended = json.loads((folder / "run" / "summary.json").read_text())
     assert ended["exit_code"] == 0
@@ -64,7 +79,10 @@ def test_a_recipe_of_the_page_trains(folder, recipe):
     assert any(name == f"eval/{figure}" for name in ended), ended
 
 
-OF_MODELS = {"fine-tune.yaml": ("fsdp2", 2, "eval/accuracy"), "reviews.yaml": ("ddp", 2, "eval/macro_f1")}
+OF_MODELS = {
+    "fine-tune.yaml": ("fsdp2", 2, "eval/accuracy"),
+    "reviews.yaml": ("ddp", 2, "eval/macro_f1"),
+}
 
 
 @pytest.mark.parametrize("recipe", OF_MODELS)
@@ -76,24 +94,46 @@ def test_a_recipe_of_models_trains_and_predicts(tmp_path, recipe):
     bert(tmp_path / "bert", positions=64)
     lines = [json.dumps({"body": row["text"], "stars": row["label"]}) + "\n" for row in rows(120)]
     (tmp_path / "reviews.jsonl").write_text("".join(lines))
-    run(train, [recipe, "--run.dir", "run", "--track", "none"], ranks=ranks, config=config, folder=tmp_path).ok()
+    run(
+        train,
+        [recipe, "--run.dir", "run", "--track", "none"],
+        ranks=ranks,
+        config=config,
+        folder=tmp_path,
+    ).ok()
     assert figure in json.loads((tmp_path / "run" / "summary.json").read_text())
     assert (tmp_path / "run" / "base" / "frozen.safetensors").is_file()
     new = "photos" if recipe == "fine-tune.yaml" else "reviews.jsonl"
     words = ["predict", "run", "--data", new, "--to", "said.jsonl"]
     run(apply, words, ranks=ranks, config=config, folder=tmp_path).ok()
-    assert len((tmp_path / "said.jsonl").read_text().splitlines()) == (90 if new == "photos" else 120)
+    assert len((tmp_path / "said.jsonl").read_text().splitlines()) == (
+        90 if new == "photos" else 120
+    )
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks"), [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
+    ("config", "ranks"),
+    [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)],
 )
 def test_the_student_learns_from_its_teacher(tmp_path, config, ranks):
     (tmp_path / "distil.py").write_text(PROGRAMS["distil.py"])
     common = ["--track", "none", "--eval.every", "0"]
-    run(train, ["digits", "--duration", "3ep", "--run.dir", "runs/teacher", *common], folder=tmp_path).ok()
+    run(
+        train,
+        ["digits", "--duration", "3ep", "--run.dir", "runs/teacher", *common],
+        folder=tmp_path,
+    ).ok()
     teacher = tmp_path / "runs" / "teacher" / "final" / "model.safetensors"
-    words = ["digits", "--task", "distil.Distilled", "--task.teacher", str(teacher), "--duration", "3ep", *common]
+    words = [
+        "digits",
+        "--task",
+        "distil.Distilled",
+        "--task.teacher",
+        str(teacher),
+        "--duration",
+        "3ep",
+        *common,
+    ]
     run(here, [*words, "--run.dir", "run"], ranks=ranks, config=config, folder=tmp_path).ok()
     last = load_file(tmp_path / "run" / "final" / "model.safetensors")
     tensors = load_file(teacher)

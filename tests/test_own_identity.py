@@ -17,7 +17,18 @@ from silent_cases import unfinished
 from worlds import ROOT, run, train
 
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
-COMMON = ["--duration", "16", "--batch.size", "8", "--save.every", "8", "--eval.every", "0", "--track", "none"]
+COMMON = [
+    "--duration",
+    "16",
+    "--batch.size",
+    "8",
+    "--save.every",
+    "8",
+    "--eval.every",
+    "0",
+    "--track",
+    "none",
+]
 TEXTS = ["digits", "--task", "text_classification", *SMALL, "--task.length", "16", *COMMON]
 LANGUAGE = ["digits", "--task", "causal_lm", *SMALL, "--task.block", "8", *COMMON]
 
@@ -48,7 +59,9 @@ def test_what_is_only_elsewhere_continues(tmp_path, kind, change):
         write(tmp_path / "data", "text" if kind == "language" else kind, rows(60))
     started(tmp_path, words, tmp_path / "data")
     world = again(tmp_path, words, change(tmp_path / "data"))
-    assert world.codes == [0] and "resuming from run/checkpoints/step-00000008" in world.output, world.output
+    assert world.codes == [0] and "resuming from run/checkpoints/step-00000008" in world.output, (
+        world.output
+    )
 
 
 def a_file_more(folder: Path) -> str:
@@ -76,18 +89,30 @@ def another_name(folder: Path) -> str:
     return "part-0.parquet was renamed to part-9.parquet"
 
 
-@pytest.mark.parametrize("change", [a_file_more, a_file_less, another_of_the_same_size, another_name])
+@pytest.mark.parametrize(
+    "change", [a_file_more, a_file_less, another_of_the_same_size, another_name]
+)
 def test_what_is_other_data_is_rejected_with_what_changed(tmp_path, change):
     write(tmp_path / "data", "parquet", rows(90))
     started(tmp_path, TEXTS, tmp_path / "data")
     expected_text = change(tmp_path / "data")
     before = sorted(path for path in (tmp_path / "run").rglob("*") if path.name != ".lock")
     world = again(tmp_path, TEXTS, tmp_path / "data")
-    assert world.codes == [2] and f"data (train, validation, test): {expected_text}" in world.output, world.output
+    assert (
+        world.codes == [2] and f"data (train, validation, test): {expected_text}" in world.output
+    ), world.output
     assert before == sorted(path for path in (tmp_path / "run").rglob("*") if path.name != ".lock")
     accepted = run(
         train,
-        [*TEXTS, "--task.data", str(tmp_path / "data"), "--run.dir", "run", "--run.accept_changes", "true"],
+        [
+            *TEXTS,
+            "--task.data",
+            str(tmp_path / "data"),
+            "--run.dir",
+            "run",
+            "--run.accept_changes",
+            "true",
+        ],
         folder=tmp_path,
     )
     assert accepted.codes == [0] and "accepted: data" in accepted.output
@@ -105,7 +130,9 @@ def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):
     assert read == files and cache.content_of(files, data) == first and len(read) == 3
     os.utime(files[1], (1, 1))
     assert cache.content_of(files, data) == first and read == [*files, files[1]]
-    (tmp_path / "cache" / "checksums").joinpath(os.listdir(tmp_path / "cache" / "checksums")[0]).write_text("{broken")
+    (tmp_path / "cache" / "checksums").joinpath(
+        os.listdir(tmp_path / "cache" / "checksums")[0]
+    ).write_text("{broken")
     assert cache.content_of(files, data) == first
 
 
@@ -127,7 +154,9 @@ def test_a_set_of_the_users_own_states_what_it_is(tmp_path):
     unfinished(tmp_path / "run")
     (tmp_path / "mine.py").write_text(OWN.replace("version 1", "version 2"))
     world = run(here, words, folder=tmp_path)
-    assert world.codes == [2] and "data (train): fingerprint version 1 -> version 2" in world.output, world.output
+    assert (
+        world.codes == [2] and "data (train): fingerprint version 1 -> version 2" in world.output
+    ), world.output
 
 
 def here(words: list[str]) -> None:
@@ -156,7 +185,9 @@ def typed(words: list[str], where: Path, hub: Hub) -> tuple[int, str]:
     """Run a command line in a separate process: an import decides which hub is used."""
     variables = {**os.environ, **hub.variables(where / "hf"), "PYTHONPATH": str(ROOT / "src")}
     command = [sys.executable, "-m", "oneloop.train", *words]
-    ended = subprocess.run(command, cwd=where, env=variables, capture_output=True, text=True, timeout=200, check=False)
+    ended = subprocess.run(
+        command, cwd=where, env=variables, capture_output=True, text=True, timeout=200, check=False
+    )
     return ended.returncode, ended.stdout + ended.stderr
 
 
@@ -169,7 +200,10 @@ def test_a_set_of_the_hub_is_its_commit(tmp_path):
         code, output = typed(words, tmp_path, hub)
         assert code == 0, output
         recorded = json.loads((tmp_path / "run" / "environment.json").read_text())["data"]
-        assert {part: about["commit"] for part, about in recorded.items()} == {"train": first, "validation": first}
+        assert {part: about["commit"] for part, about in recorded.items()} == {
+            "train": first,
+            "validation": first,
+        }
         [path] = (tmp_path / "run" / "checkpoints").glob("step-*16")
         assert first in (path / "state.json").read_text()
         unfinished(tmp_path / "run")
@@ -185,6 +219,8 @@ def test_a_set_of_the_hub_is_its_commit(tmp_path):
 def test_a_set_that_the_hub_has_not_is_reported(tmp_path):
     with Hub(tmp_path / "hub", "someone/texts") as hub:
         hub.commit({"train.parquet": rows(60)})
-        code, output = typed([*TEXTS, "--task.data", "hf:someone/nothing", "--run.dir", "none"], tmp_path, hub)
+        code, output = typed(
+            [*TEXTS, "--task.data", "hf:someone/nothing", "--run.dir", "none"], tmp_path, hub
+        )
     assert code == 2 and "data set 'someone/nothing' cannot be loaded" in output, output
     assert not (tmp_path / "none").exists()

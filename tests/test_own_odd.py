@@ -45,7 +45,11 @@ def texts(place: Path, column: str = "text", **options) -> dict[str, list]:
 @pytest.mark.parametrize(
     "names",
     [
-        ("data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl", "data/test-00000-of-00001.jsonl"),
+        (
+            "data/train-00000-of-00001.jsonl",
+            "data/validation-00000-of-00001.jsonl",
+            "data/test-00000-of-00001.jsonl",
+        ),
         ("a/train.jsonl", "a/dev.jsonl", "a/test.jsonl"),
         ("deep/down/train/x.jsonl", "deep/down/valid/x.jsonl", "deep/down/test/x.jsonl"),
         ("reviews_train.jsonl", "reviews_val.jsonl", "reviews_test.jsonl"),
@@ -54,9 +58,10 @@ def texts(place: Path, column: str = "text", **options) -> dict[str, list]:
 def test_parts_are_found_wherever_their_names_stand(tmp_path, names):
     lay(tmp_path, *names)
     parts = found(tmp_path).parts
-    assert {part: [file.relative_to(tmp_path).as_posix() for file in files] for part, files in parts.items()} == {
-        part: [name] for part, name in zip(("train", "validation", "test"), names, strict=True)
-    }
+    assert {
+        part: [file.relative_to(tmp_path).as_posix() for file in files]
+        for part, files in parts.items()
+    } == {part: [name] for part, name in zip(("train", "validation", "test"), names, strict=True)}
 
 
 @pytest.mark.parametrize(
@@ -109,7 +114,10 @@ def test_what_datasets_keeps_beside_a_saved_set_is_not_read(tmp_path):
 
 
 def test_a_language_model_reads_what_belongs_to_its_data(tmp_path):
-    made = "".join(json.dumps({"text": f"row {n} {'x' * 40}", "other": "y" * 30 + str(n)}) + "\n" for n in range(40))
+    made = "".join(
+        json.dumps({"text": f"row {n} {'x' * 40}", "other": "y" * 30 + str(n)}) + "\n"
+        for n in range(40)
+    )
     folder = lay(tmp_path / "data", "rows.JSONL", text=made)
     lay(folder, "README.md", "LICENSE.txt", ".secret/x.txt", text="SECRET")
     task = CausalLM(str(folder), block=8, **SMALL)
@@ -117,7 +125,10 @@ def test_a_language_model_reads_what_belongs_to_its_data(tmp_path):
     assert not {ord(letter) for letter in "SECRET{}"} & seen
     first = CausalLM(str(folder), block=8, tokenizer="bpe", vocab=300, **SMALL)
     other = CausalLM(str(folder), block=8, tokenizer="bpe", vocab=300, column="other", **SMALL)
-    assert "y" * 16 in other.tokenizer.model.get_vocab() and "y" * 16 not in first.tokenizer.model.get_vocab()
+    assert (
+        "y" * 16 in other.tokenizer.model.get_vocab()
+        and "y" * 16 not in first.tokenizer.model.get_vocab()
+    )
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])
@@ -125,7 +136,11 @@ def test_a_language_model_holds_out_what_is_asked(tmp_path, kind):
     write(tmp_path / "data", kind, rows(300))
 
     def held(share: float) -> int:
-        return len(CausalLM(str(tmp_path / "data"), block=8, held_out=share, **SMALL).eval_sets()["validation"])
+        return len(
+            CausalLM(str(tmp_path / "data"), block=8, held_out=share, **SMALL).eval_sets()[
+                "validation"
+            ]
+        )
 
     assert 3 * held(0.05) < held(0.3)
     with pytest.raises(ValueError, match="held_out 7"):
@@ -138,17 +153,23 @@ def test_a_language_model_holds_out_what_is_asked(tmp_path, kind):
 def test_csv_is_text_as_it_is(tmp_path):
     lines = "".join(f'{n:03d},"{n} said ""yes"",\nand went",0{n % 3}\n' for n in range(60))
     (tmp_path / "a.csv").write_text(f"id,text,label\n{lines}")
-    read = {row["text"]: row["label"] for part in texts(tmp_path / "a.csv").values() for row in part}
+    read = {
+        row["text"]: row["label"] for part in texts(tmp_path / "a.csv").values() for row in part
+    }
     assert read == {f'{n} said "yes",\nand went': f"0{n % 3}" for n in range(60)}
     assert TextClassification(str(tmp_path / "a.csv"), **SMALL).classes == ["00", "01", "02"]
-    by_number = {row["id"] for part in texts(tmp_path / "a.csv", column="id").values() for row in part}
+    by_number = {
+        row["id"] for part in texts(tmp_path / "a.csv", column="id").values() for row in part
+    }
     assert by_number == {f"{n:03d}" for n in range(60)}  # a column of digits is text
 
 
 def test_quotes_in_tab_separated_files_are_letters(tmp_path):
     quoted = [f'"Oh, he said {n}' if n % 10 == 0 else f"plain {n}" for n in range(100)]
     (tmp_path / "a.tsv").write_text("text\tlabel\n" + "".join(f"{text}\tx\n" for text in quoted))
-    assert sorted(row["text"] for part in texts(tmp_path / "a.tsv").values() for row in part) == sorted(quoted)
+    assert sorted(
+        row["text"] for part in texts(tmp_path / "a.tsv").values() for row in part
+    ) == sorted(quoted)
 
 
 @pytest.mark.parametrize(
@@ -179,7 +200,9 @@ def test_numbers_that_are_none_are_found_before_training(tmp_path):
     for name, wrong in (("nan", float("nan")), ("inf", float("-inf"))):
         made = [{"text": f"t {n}", "label": wrong if n == 20 else 0.5} for n in range(60)]
         parquet.write_table(pa.Table.from_pylist(made), tmp_path / f"{name}.parquet")
-        with pytest.raises(ValueError, match=r"parquet, row 20: -?(nan|inf) in 'label' is not a finite number"):
+        with pytest.raises(
+            ValueError, match=r"parquet, row 20: -?(nan|inf) in 'label' is not a finite number"
+        ):
             TextRegression(str(tmp_path / f"{name}.parquet"), **SMALL)
     (tmp_path / "a.csv").write_text("text,label\n" + "".join(f"t {n},{n}.5\n" for n in range(60)))
     assert TextRegression(str(tmp_path / "a.csv"), **SMALL).train_set()[0][1] % 1 == 0.5
@@ -209,7 +232,9 @@ def test_lists_of_a_fixed_length_are_lists(tmp_path):
     table = pa.Table.from_pylist(rows(60))
     for column in ("tokens", "tags"):
         at = table.column_names.index(column)
-        table = table.set_column(at, column, table[column].combine_chunks().cast(pa.list_(pa.string(), 3)))
+        table = table.set_column(
+            at, column, table[column].combine_chunks().cast(pa.list_(pa.string(), 3))
+        )
     (tmp_path / "data").mkdir()
     parquet.write_table(table, tmp_path / "data" / "a.parquet")
     assert TokenClassification(str(tmp_path / "data"), **SMALL).classes == ["COUNT", "NAME", "O"]
@@ -243,7 +268,9 @@ def test_texts_that_repeat_count_as_often_as_they_stand_there(tmp_path):
     draw = np.random.default_rng(0)
     long = ["".join(map(chr, draw.integers(97, 123, 5000))) for _ in range(40)]
     table = pa.table({"text": [long[n // 20 % 40] for n in range(2000)]})
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)  # 500 KB, stored in 25 KB
+    parquet.write_table(
+        table, tmp_path / "a.parquet", row_group_size=100
+    )  # 500 KB, stored in 25 KB
     read = parquet_of(tmp_path / "a.parquet", ["text"], 4)
     assert 4 <= read.open_groups <= 8
     for index in read.order(seed=0, batch=1)[0:2000][1].tolist():
@@ -257,7 +284,9 @@ def test_texts_that_repeat_count_as_often_as_they_stand_there(tmp_path):
 def test_a_column_with_a_dot_and_one_that_is_not_wanted(tmp_path):
     big = pa.table({"a.b": ["x" * 1000 + str(n) for n in range(3000)]})
     strange = pa.array([[("k", 1)]] * 3000, pa.map_(pa.string(), pa.int64()))
-    parquet.write_table(big.append_column("strange", strange), tmp_path / "a.parquet", use_dictionary=False)
+    parquet.write_table(
+        big.append_column("strange", strange), tmp_path / "a.parquet", use_dictionary=False
+    )
     with pytest.raises(ValueError, match=r"3,000 rows of 2\.\d MB"):
         parquet_of(tmp_path / "a.parquet", ["a.b"], 1)
     assert parquet_of(tmp_path / "a.parquet", ["a.b"], 8)[5]["a.b"].endswith("x5")
@@ -293,7 +322,9 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, monkeypatch):
 def test_rows_of_one_content_are_in_one_part_also_of_few(tmp_path):
     lines = "".join(f'{{"text": "{text}", "label": "x"}}\n' for text in "abbbbbcd")
     (tmp_path / "a.jsonl").write_text(lines)
-    parts = {part: {row["text"] for row in found} for part, found in texts(tmp_path / "a.jsonl").items()}
+    parts = {
+        part: {row["text"] for row in found} for part, found in texts(tmp_path / "a.jsonl").items()
+    }
     assert not parts["train"] & parts["validation"] and not parts["train"] & parts["test"]
     (tmp_path / "a.jsonl").write_text(LINE * 9)
     with pytest.raises(ValueError, match="1 different rows are too few"):
@@ -306,11 +337,34 @@ def test_rows_of_one_content_are_in_one_part_also_of_few(tmp_path):
 def test_a_mixture_in_another_order_is_another(tmp_path):
     for name, first in (("A", 0), ("B", 60)):
         write(tmp_path / name, "parquet", rows(60, first=first))
-    words = ["digits", "--task", "text_classification", "--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
-    words += ["--duration", "16", "--save.every", "8", "--batch.size", "8", "--eval.every", "0", "--track", "none"]
+    words = [
+        "digits",
+        "--task",
+        "text_classification",
+        "--task.layers",
+        "1",
+        "--task.heads",
+        "2",
+        "--task.width",
+        "16",
+    ]
+    words += [
+        "--duration",
+        "16",
+        "--save.every",
+        "8",
+        "--batch.size",
+        "8",
+        "--eval.every",
+        "0",
+        "--track",
+        "none",
+    ]
 
     def mixed(*places: str) -> str:
-        return json.dumps([{"data": p, "weight": w} for p, w in zip(places, (0.7, 0.3), strict=True)])
+        return json.dumps(
+            [{"data": p, "weight": w} for p, w in zip(places, (0.7, 0.3), strict=True)]
+        )
 
     started(tmp_path, words, mixed("B", "A"))
     world = again(tmp_path, words, mixed("A", "B"))

@@ -39,22 +39,36 @@ def test_the_template_trains_and_is_found_again_from_another_folder(written, con
     assert "width: 32" in (there / "recipe.yaml").read_text()
 
     (elsewhere / "points.csv").write_text("0.1,0.2\n-0.3,0.5\n0.7,-0.1\n")
-    rejected = run(apply, ["evaluate", str(there)], folder=elsewhere)  # the user must confirm whose code that is
+    rejected = run(
+        apply, ["evaluate", str(there)], folder=elsewhere
+    )  # the user must confirm whose code that is
     assert rejected.codes == [2] and f"--task {written}:MyTask" in rejected.output, rejected.output
     own = ["--task", f"{written}:MyTask"]
-    evaluated = run(apply, ["evaluate", str(there), "--json", *own], ranks=ranks, config=config, folder=elsewhere)
+    evaluated = run(
+        apply,
+        ["evaluate", str(there), "--json", *own],
+        ranks=ranks,
+        config=config,
+        folder=elsewhere,
+    )
     evaluated.ok()
-    metrics = json.loads(next(line for line in evaluated.output.splitlines() if line.startswith("{")))
+    metrics = json.loads(
+        next(line for line in evaluated.output.splitlines() if line.startswith("{"))
+    )
     assert metrics["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)
     assert f"is imported from {written}" in evaluated.output
     words = ["predict", str(there), "--data", "points.csv", "--to", "said.csv", *own]
     run(apply, words, ranks=ranks, config=config, folder=elsewhere).ok()
     rows = list(csv.DictReader((elsewhere / "said.csv").open()))
-    assert [row["row"] for row in rows] == ["0", "1", "2"] and all(0.5 <= float(row["confidence"]) <= 1 for row in rows)
+    assert [row["row"] for row in rows] == ["0", "1", "2"] and all(
+        0.5 <= float(row["confidence"]) <= 1 for row in rows
+    )
     assert run(cli.main, ["export", str(there), "--to", "out", *own], folder=elsewhere).ok() == [0]
     out = load_file(elsewhere / "out" / "model.safetensors")
     assert out.keys() == load_file(there / "final" / "model.safetensors").keys()
-    assert cli.main(["report", str(there)]) == 0 and "spirals" in (there / "report.html").read_text()
+    assert (
+        cli.main(["report", str(there)]) == 0 and "spirals" in (there / "report.html").read_text()
+    )
 
 
 def test_one_task_has_several_names(written):
@@ -70,7 +84,10 @@ def test_one_task_has_several_names(written):
     other = folder / "other.py"
     other.write_text(written.read_text())
     rejected = run(train, ["other.py:MyTask", *words], folder=folder)
-    assert rejected.codes == [2] and "task.name: 'spirals.py:MyTask' -> 'other.py:MyTask'" in rejected.output
+    assert (
+        rejected.codes == [2]
+        and "task.name: 'spirals.py:MyTask' -> 'other.py:MyTask'" in rejected.output
+    )
 
 
 def _from_here(words):
@@ -229,8 +246,12 @@ def test_a_tasks_own_state_is_saved_and_resumed(written, config, ranks):
     run(train, [*words, "--run.dir", "parts"], **how).ok()
     assert json.loads((folder / "whole/final/task.json").read_text()) == {"count": 20}
     for name in ("model.safetensors", "task.json"):
-        assert (folder / "whole/final" / name).read_bytes() == (folder / "parts/final" / name).read_bytes()
-    assert run(cli.main, ["export", "parts", "--to", "out", "--checkpoint", "10"], folder=folder).ok() == [0]
+        assert (folder / "whole/final" / name).read_bytes() == (
+            folder / "parts/final" / name
+        ).read_bytes()
+    assert run(
+        cli.main, ["export", "parts", "--to", "out", "--checkpoint", "10"], folder=folder
+    ).ok() == [0]
     assert json.loads((folder / "out" / "task.json").read_text()) == {"count": 10}
 
 
@@ -246,5 +267,7 @@ def _stopped_at_7(words):
         return step(self, *args, **options)
 
     Guard.step = counted
-    Stopping.requested = lambda self: self.by is not None or (len(taken) >= 7 and setattr(self, "by", "a test") is None)
+    Stopping.requested = lambda self: (
+        self.by is not None or (len(taken) >= 7 and setattr(self, "by", "a test") is None)
+    )
     train(words)

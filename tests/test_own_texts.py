@@ -25,8 +25,28 @@ from silent_cases import unfinished
 from small_models import bert
 from worlds import run, train
 
-COMMON = ["--duration", "6", "--batch.size", "8", "--save.every", "3", "--eval.every", "0", "--track", "none"]
-COMMON += ["--task.held_out", "0.2", "--task.length", "12", "--optimizer.lr", "1e-3", "--run.dir", "run"]
+COMMON = [
+    "--duration",
+    "6",
+    "--batch.size",
+    "8",
+    "--save.every",
+    "3",
+    "--eval.every",
+    "0",
+    "--track",
+    "none",
+]
+COMMON += [
+    "--task.held_out",
+    "0.2",
+    "--task.length",
+    "12",
+    "--optimizer.lr",
+    "1e-3",
+    "--run.dir",
+    "run",
+]
 GROUPS = {"bert.embeddings": {"freeze": True}, "bert.encoder.layer.0": {"freeze": True}}
 SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 
@@ -37,7 +57,9 @@ CASES += [pytest.param("token_classification", "fsdp2", 2, marks=pytest.mark.slo
 
 
 @pytest.mark.parametrize(("name", "config", "ranks"), CASES)
-def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(tmp_path, name, config, ranks):
+def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(
+    tmp_path, name, config, ranks
+):
     write(tmp_path / "data", "jsonl", rows(120))
     bert(tmp_path / "bert")
     words = ["digits", "--task", name, "--task.data", "data", "--task.model", "bert", *COMMON]
@@ -58,16 +80,21 @@ def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(
     again = load_file(final / "model.safetensors")
     assert {tensor for tensor in last if not torch.equal(last[tensor], again[tensor])} == set()
     first = load_file(tmp_path / "bert" / "model.safetensors")
-    frozen = [tensor for tensor in last if tensor.startswith(("bert.embeddings", "bert.encoder.layer.0."))]
+    frozen = [
+        tensor for tensor in last if tensor.startswith(("bert.embeddings", "bert.encoder.layer.0."))
+    ]
     assert frozen and all(torch.equal(first[tensor], last[tensor]) for tensor in frozen)
     assert not torch.equal(
-        first["bert.encoder.layer.1.output.dense.weight"], last["bert.encoder.layer.1.output.dense.weight"]
+        first["bert.encoder.layer.1.output.dense.weight"],
+        last["bert.encoder.layer.1.output.dense.weight"],
     )
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(final)
     kind = "Token" if name == "token_classification" else "Sequence"
     model = getattr(transformers, f"AutoModelFor{kind}Classification").from_pretrained(final).eval()
-    made = {"text_classification": TextClassification, "text_regression": TextRegression}.get(name, TokenClassification)
+    made = {"text_classification": TextClassification, "text_regression": TextRegression}.get(
+        name, TokenClassification
+    )
     task = made(
         str(tmp_path / "data"),
         model=str(tmp_path / "bert"),
@@ -82,20 +109,34 @@ def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(
             row = held_out.rows[index]
             if kind == "Token":
                 inputs = tokenizer(
-                    row["tokens"], is_split_into_words=True, return_tensors="pt", truncation=True, max_length=12
+                    row["tokens"],
+                    is_split_into_words=True,
+                    return_tensors="pt",
+                    truncation=True,
+                    max_length=12,
                 )
                 first_of = [
-                    inputs.word_ids().index(word) for word in range(len(row["tokens"])) if word in inputs.word_ids()
+                    inputs.word_ids().index(word)
+                    for word in range(len(row["tokens"]))
+                    if word in inputs.word_ids()
                 ]
-                tags = torch.tensor([model.config.label2id[tag] for tag in row["tags"][: len(first_of)]])
-                total += F.cross_entropy(model(**inputs).logits[0, first_of], tags, reduction="sum").item()
+                tags = torch.tensor(
+                    [model.config.label2id[tag] for tag in row["tags"][: len(first_of)]]
+                )
+                total += F.cross_entropy(
+                    model(**inputs).logits[0, first_of], tags, reduction="sum"
+                ).item()
                 weight += len(first_of)
                 continue
-            logits = model(**tokenizer(row["text"], return_tensors="pt", truncation=True, max_length=12)).logits
+            logits = model(
+                **tokenizer(row["text"], return_tensors="pt", truncation=True, max_length=12)
+            ).logits
             if label:
                 total += (logits[0, 0] - row["number"]).square().item()
             else:
-                total += F.cross_entropy(logits, torch.tensor([model.config.label2id[row["label"]]])).item()
+                total += F.cross_entropy(
+                    logits, torch.tensor([model.config.label2id[row["label"]]])
+                ).item()
             weight += 1
     assert total / weight == pytest.approx(printed["eval/loss"], abs=1e-5)
 
@@ -106,12 +147,23 @@ def gpt(folder: Path) -> Path:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|end|>"], initial_alphabet=alphabet
+    )
     made.train_from_iterator([row["text"] for row in rows(120)], trainer)
-    transformers.PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|end|>").save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|end|>"
+    ).save_pretrained(folder)
     torch.manual_seed(1)
     config = transformers.GPT2Config(
-        vocab_size=300, n_positions=32, n_embd=16, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        vocab_size=300,
+        n_positions=32,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
     )
     transformers.GPT2LMHeadModel(config).save_pretrained(folder)
     return folder
@@ -121,7 +173,17 @@ def gpt(folder: Path) -> Path:
 def test_a_language_model_continues_learning(tmp_path, config, ranks):
     write(tmp_path / "data", "jsonl", rows(120))
     gpt(tmp_path / "gpt")
-    words = ["digits", "--task", "causal_lm", "--task.data", "data", "--task.model", "gpt", "--task.block", "16"]
+    words = [
+        "digits",
+        "--task",
+        "causal_lm",
+        "--task.data",
+        "data",
+        "--task.model",
+        "gpt",
+        "--task.block",
+        "16",
+    ]
     words += [
         "--task.held_out",
         "0.2",
@@ -134,10 +196,20 @@ def test_a_language_model_continues_learning(tmp_path, config, ranks):
         "--eval.every",
         "0",
     ]
-    words += ["--optimizer.groups", '{"transformer.wte": {"freeze": true}}', "--track", "none", "--run.dir", "run"]
+    words += [
+        "--optimizer.groups",
+        '{"transformer.wte": {"freeze": true}}',
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
     run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
     final = tmp_path / "run" / "final"
-    last, first = load_file(final / "model.safetensors"), load_file(tmp_path / "gpt" / "model.safetensors")
+    last, first = (
+        load_file(final / "model.safetensors"),
+        load_file(tmp_path / "gpt" / "model.safetensors"),
+    )
     tied = next(name for name in first if name.endswith("wte.weight"))
     assert torch.equal(first[tied], last[tied]) and "lm_head.weight" not in last
     printed = json.loads((tmp_path / "run" / "summary.json").read_text())
@@ -172,9 +244,9 @@ def test_a_language_model_that_does_not_fit_is_reported(tmp_path):
     with pytest.raises(ValueError, match="its tokenizer has no end token"):
         CausalLM(**own, model=str(bert(tmp_path / "bert")))
     bert(tmp_path / "gpt")
-    transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)).save_pretrained(
-        tmp_path / "gpt"
-    )
+    transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=9, n_embd=8, n_layer=1, n_head=1)
+    ).save_pretrained(tmp_path / "gpt")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "gpt")
     tokenizer.eos_token = "[SEP]"
     tokenizer.save_pretrained(tmp_path / "gpt")
@@ -189,19 +261,29 @@ def test_pairs_are_read_as_the_tokenizer_reads_them(tmp_path):
     batch = made.collate([made.encode(*pair) for pair in pairs[:2]])
     texts = [list(side) for side in zip(*pairs[:2], strict=True)]
     expected = tokenizer(*texts, padding=True, return_tensors="pt", truncation=True, max_length=12)
-    assert set(expected) <= set(batch) and all(torch.equal(batch[name], expected[name]) for name in expected)
+    assert set(expected) <= set(batch) and all(
+        torch.equal(batch[name], expected[name]) for name in expected
+    )
     assert made.decode(made.encode(*pairs[2])) == tokenizer.decode(tokenizer("alpha")["input_ids"])
 
 
 def test_a_shape_alone_is_drawn_from_the_seed(tmp_path):
     write(tmp_path / "data", "jsonl", rows(30))
     task = TextClassification(
-        str(tmp_path / "data"), model=str(bert(tmp_path / "bert")), pretrained=False, held_out=0.2, length=16
+        str(tmp_path / "data"),
+        model=str(bert(tmp_path / "bert")),
+        pretrained=False,
+        held_out=0.2,
+        length=16,
     )
     torch.manual_seed(key(0))
     model = task.model()
-    trained = load_file(tmp_path / "bert" / "model.safetensors")["bert.embeddings.word_embeddings.weight"]
-    assert not torch.equal(model.bert.embeddings.word_embeddings.weight, trained) and task.notes == []
+    trained = load_file(tmp_path / "bert" / "model.safetensors")[
+        "bert.embeddings.word_embeddings.weight"
+    ]
+    assert (
+        not torch.equal(model.bert.embeddings.word_embeddings.weight, trained) and task.notes == []
+    )
 
 
 BAD = {
@@ -251,14 +333,18 @@ def test_models_that_are_none_are_reported(tmp_path, name):
     make, expected_text = BAD[name]
     write(tmp_path / "data", "jsonl", rows(30))
     with pytest.raises(ValueError, match=expected_text):
-        TextClassification(str(tmp_path / "data"), model=make(tmp_path / "bert"), held_out=0.2, length=16).model()
+        TextClassification(
+            str(tmp_path / "data"), model=make(tmp_path / "bert"), held_out=0.2, length=16
+        ).model()
 
 
 def test_texts_that_do_not_fit_are_reported(tmp_path):
     own = str(bert(tmp_path / "bert"))
     with pytest.raises(ValueError, match="task.length 17 is more than the 16 positions"):
         reader(own, {"length": 17}).model(["a", "b"])
-    with pytest.raises(ValueError, match="task.length 2 has no room for text next to the special tokens"):
+    with pytest.raises(
+        ValueError, match="task.length 2 has no room for text next to the special tokens"
+    ):
         reader(own, {"length": 2}).encode("alpha 1", "beta 2")
     words = reader(own, {"length": 12})
     assert len(words.encode_words(["alpha", "beta"])[1]) == 2
@@ -272,15 +358,28 @@ def test_texts_that_do_not_fit_are_reported(tmp_path):
 def test_the_losses_are_those_of_transformers_own_trainer(tmp_path):
     write(tmp_path / "data", "jsonl", rows(240))
     bert(tmp_path / "bert")
-    words = ["digits", "--task", "text_classification", "--task.data", "data", "--task.model", "bert", *COMMON]
+    words = [
+        "digits",
+        "--task",
+        "text_classification",
+        "--task.data",
+        "data",
+        "--task.model",
+        "bert",
+        *COMMON,
+    ]
     words += ["--optimizer.lr", "5e-3", "--duration", "40", "--log.every", "1"]
     words += ["--optimizer.clip", "0.5", "--optimizer.weight_decay", "0.01"]
     words += ["--schedule.name", "constant", "--schedule.warmup", "0", "--log.noise_scale", "false"]
     run(train, words, folder=tmp_path).ok()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     ours = [line["train/loss"] for line in lines if "train/loss" in line]
 
-    task = TextClassification(str(tmp_path / "data"), model=str(tmp_path / "bert"), held_out=0.2, length=12)
+    task = TextClassification(
+        str(tmp_path / "data"), model=str(tmp_path / "bert"), held_out=0.2, length=12
+    )
     torch.manual_seed(key(0))
     model = task.model()
     train_set = task.train_set()
@@ -305,9 +404,24 @@ def test_the_losses_are_those_of_transformers_own_trainer(tmp_path):
         batch = task.collate(samples)
         return {**batch, "labels": batch.pop("label")}
 
-    how = {"per_device_train_batch_size": 8, "max_steps": 40, "learning_rate": 5e-3, "lr_scheduler_type": "constant"}
-    how |= {"weight_decay": 0.01, "max_grad_norm": 0.5, "report_to": [], "save_strategy": "no", "use_cpu": True}
-    how |= {"train_sampling_strategy": "sequential", "disable_tqdm": True, "remove_unused_columns": False}
+    how = {
+        "per_device_train_batch_size": 8,
+        "max_steps": 40,
+        "learning_rate": 5e-3,
+        "lr_scheduler_type": "constant",
+    }
+    how |= {
+        "weight_decay": 0.01,
+        "max_grad_norm": 0.5,
+        "report_to": [],
+        "save_strategy": "no",
+        "use_cpu": True,
+    }
+    how |= {
+        "train_sampling_strategy": "sequential",
+        "disable_tqdm": True,
+        "remove_unused_columns": False,
+    }
     arguments = transformers.TrainingArguments(str(tmp_path / "trainer"), **how)
     Noting(model=model, args=arguments, train_dataset=Ordered(), data_collator=collate).train()
     assert len(ours) == len(theirs) == 40 and ours[-1] < 0.9 * ours[0]

@@ -42,7 +42,10 @@ def test_bins_are_those_of_best_fit_decreasing(number):
     assert sorted(bins.members.tolist()) == list(range(len(lengths)))
     assert max(fills(bins, lengths)) <= capacity
     assert fills(bins, lengths) == one_by_one(lengths, capacity)
-    assert all((np.diff(one) > 0).all() for one in bins) and (np.diff([one[0] for one in bins]) > 0).all()
+    assert (
+        all((np.diff(one) > 0).all() for one in bins)
+        and (np.diff([one[0] for one in bins]) > 0).all()
+    )
     again = packed(lengths, capacity)
     assert (again.members == bins.members).all() and (again.ends == bins.ends).all()
 
@@ -62,8 +65,13 @@ def test_of_equal_lengths_the_first_ones_are_packed_first():
 def test_bins_are_few(pieces):
     # Full bins cut into pieces: the minimum number of bins is known.
     capacity, fewest, draw = 1000, 300, np.random.default_rng(pieces)
-    cuts = [np.sort(draw.choice(np.arange(1, capacity), pieces - 1, replace=False)) for _ in range(fewest)]
-    lengths = draw.permutation(np.concatenate([np.diff(cut, prepend=0, append=capacity) for cut in cuts]))
+    cuts = [
+        np.sort(draw.choice(np.arange(1, capacity), pieces - 1, replace=False))
+        for _ in range(fewest)
+    ]
+    lengths = draw.permutation(
+        np.concatenate([np.diff(cut, prepend=0, append=capacity) for cut in cuts])
+    )
     assert fewest <= len(packed(lengths, capacity)) <= 11 / 9 * fewest + 1
 
 
@@ -77,7 +85,12 @@ def test_a_bin_is_found_by_its_number():
 
 
 def test_a_million_lengths_are_packed_in_seconds():
-    lengths = np.random.default_rng(0).lognormal(np.log(300), 0.8, 1_000_000).astype(np.int64).clip(1, 2048)
+    lengths = (
+        np.random.default_rng(0)
+        .lognormal(np.log(300), 0.8, 1_000_000)
+        .astype(np.int64)
+        .clip(1, 2048)
+    )
     began = time.perf_counter()
     bins = packed(lengths, 2048)
     assert time.perf_counter() - began < 8  # half a second on an idle machine
@@ -94,7 +107,17 @@ def test_what_fits_no_bin_is_rejected():
         packed(np.array([1]), 0)
 
 
-CASES = [(1, 1, 50), (1, 4, 2), (3, 8, 1), (7, 1, 3), (40, 8, 2), (101, 8, 3), (1000, 7, 5), (333, 16, 50), (12, 5, 1)]
+CASES = [
+    (1, 1, 50),
+    (1, 4, 2),
+    (3, 8, 1),
+    (7, 1, 3),
+    (40, 8, 2),
+    (101, 8, 3),
+    (1000, 7, 5),
+    (333, 16, 50),
+    (12, 5, 1),
+]
 """samples, batch, window"""
 
 
@@ -112,19 +135,29 @@ def test_every_epoch_is_a_new_permutation_found_at_any_position(size, batch, win
         here = slice(epoch * size, (epoch + 1) * size)
         assert (epochs[here] == epoch).all() and sorted(whole[here].tolist()) == list(range(size))
     for start in range(0, 5 * size - 13, 1 + size // 7):
-        again = Bucketed(lengths, seed=1, batch=batch, window=window)  # a new object, without state of earlier calls
+        again = Bucketed(
+            lengths, seed=1, batch=batch, window=window
+        )  # a new object, without state of earlier calls
         assert again[start : start + 13][1].tolist() == whole[start : start + 13].tolist()
     anywhere = np.random.default_rng(0).integers(0, 5 * size, (6, 4, 5))
-    assert (order.at(anywhere)[0] == epochs[anywhere]).all() and (order.at(anywhere)[1] == whole[anywhere]).all()
+    assert (order.at(anywhere)[0] == epochs[anywhere]).all() and (
+        order.at(anywhere)[1] == whole[anywhere]
+    ).all()
     assert order[3:3][1].shape == (0,)
     if size > 11:
         assert whole[:size].tolist() != whole[size : 2 * size].tolist()
-        assert whole.tolist() != Bucketed(lengths, seed=2, batch=batch, window=window)[0 : 5 * size][1].tolist()
+        assert (
+            whole.tolist()
+            != Bucketed(lengths, seed=2, batch=batch, window=window)[0 : 5 * size][1].tolist()
+        )
 
 
 def test_the_order_is_a_golden_value():
     # A change here would change every resumed run.
-    assert Bucketed([5, 3, 9, 1, 7, 2, 3, 8, 6, 4], seed=0, batch=3, window=2)[0:20][1].tolist() == GOLDEN
+    assert (
+        Bucketed([5, 3, 9, 1, 7, 2, 3, 8, 6, 4], seed=0, batch=3, window=2)[0:20][1].tolist()
+        == GOLDEN
+    )
 
 
 GOLDEN = [9, 8, 4, 3, 5, 6, 0, 7, 2, 1, 4, 7, 5, 6, 0, 3, 1, 9, 8, 2]
@@ -140,7 +173,9 @@ def test_the_shares_of_a_window_are_runs_of_its_sorted_samples(size, batch, wind
         windows = max(1, (len(edges) - 1) // window)
         bounds = [edges[number * (len(edges) - 1) // windows] for number in range(windows + 1)]
         for first, last in pairwise(bounds):
-            ranked = np.sort(lengths[plain[first:last][1]])  # the samples of the permutation, window by window
+            ranked = np.sort(
+                lengths[plain[first:last][1]]
+            )  # the samples of the permutation, window by window
             inside = edges[(edges >= first) & (edges <= last)]
             assert window <= len(inside) - 1 < 2 * window
             for start, stop in pairwise(inside):
@@ -159,7 +194,10 @@ def test_the_samples_of_a_step_are_the_same_for_any_ranks_and_micro_batches():
             for rank, order in enumerate(orders):
                 for start in range(rank * size // ranks, (rank + 1) * size // ranks, layout.each):
                     positions = slice(step * size + start, step * size + start + layout.each)
-                    assert order[positions][1].tolist() == whole[step, start : start + layout.each].tolist()
+                    assert (
+                        order[positions][1].tolist()
+                        == whole[step, start : start + layout.each].tolist()
+                    )
 
 
 def padding(indices: np.ndarray, lengths: np.ndarray, batch: int) -> float:
@@ -175,7 +213,9 @@ def test_padding_shrinks_and_short_and_long_steps_are_mixed(size):
     indices = order[0 : steps * batch][1]
     plain = padding(Order(size, seed=0)[0 : steps * batch][1], lengths, batch)
     assert padding(indices, lengths, batch) < plain / 3
-    assert padding(indices, lengths, 8) < plain / 6  # micro-batches are consecutive samples of a step
+    assert (
+        padding(indices, lengths, 8) < plain / 6
+    )  # micro-batches are consecutive samples of a step
     means = lengths[indices].reshape(steps, batch).mean(axis=1)
     places = np.arange(steps)
     assert abs(np.corrcoef(places, means)[0, 1]) < 4 / np.sqrt(steps)
@@ -195,10 +235,15 @@ def test_of_equal_lengths_every_place_gets_every_sample_equally_often():
 def test_an_epoch_begins_and_ends_with_short_and_with_long_samples():
     # Also if it does so within a step, with a smaller share.
     size, epochs, batch = 12, 1500, 5
-    chunk = Bucketed([*range(size)], seed=0, batch=batch)[0 : epochs * size][1].reshape(epochs, size)
+    chunk = Bucketed([*range(size)], seed=0, batch=batch)[0 : epochs * size][1].reshape(
+        epochs, size
+    )
     for phase in range(batch):
         these = chunk[np.arange(epochs) * size % batch == phase]
-        for share in (these[:, : batch - phase], these[:, size - ((phase + size) % batch or batch) :]):
+        for share in (
+            these[:, : batch - phase],
+            these[:, size - ((phase + size) % batch or batch) :],
+        ):
             means = share.mean(axis=1)
             assert abs(means.mean() - (size - 1) / 2) < 5 * means.std() / np.sqrt(len(means))
             assert means.std() > 1

@@ -19,9 +19,21 @@ from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.sequences import Packed, Padded, collated, spans
 
 SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "head_dim": 8}
+SIZES |= {
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "head_dim": 8,
+}
 SIZES |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-GPT2 = {"vocab_size": 90, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "bos_token_id": 1}
+GPT2 = {
+    "vocab_size": 90,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+}
 GPT2 |= {"eos_token_id": 2, "resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2Config", GPT2),
@@ -33,12 +45,26 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "experts": (
         "Qwen3MoeConfig",
-        {**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "router_aux_loss_coef": 0.0},
+        {
+            **SIZES,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 16,
+            "router_aux_loss_coef": 0.0,
+        },
     ),
 }
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a state space": ("MambaConfig", {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2}, "carry a state"),
-    "convolutions": ("Lfm2Config", {**SIZES, "full_attn_idxs": [1]}, "carry state from one document to the next"),
+    "a state space": (
+        "MambaConfig",
+        {"vocab_size": 90, "hidden_size": 32, "num_hidden_layers": 2},
+        "carry a state",
+    ),
+    "convolutions": (
+        "Lfm2Config",
+        {**SIZES, "full_attn_idxs": [1]},
+        "carry state from one document to the next",
+    ),
     "positions of a mask": (
         "OPTConfig",
         {
@@ -61,7 +87,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**SIZES, "num_local_experts": 2, "router_aux_loss_coef": 0.0},
         "does not use transformers' attention interface",
     ),
-    "capped": ("Gemma2Config", SIZES, "does not use transformers' attention interface|caps its logits"),
+    "capped": (
+        "Gemma2Config",
+        SIZES,
+        "does not use transformers' attention interface|caps its logits",
+    ),
 }
 
 
@@ -120,7 +150,9 @@ def test_packed_is_padded(name, dtype, fused):
         each, total = task.each(model)
         total.backward()
         losses.append(each)
-        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]))
+        gradients.append(
+            torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+        )
     assert losses[0].keys() == losses[1].keys() == set(range(len(task.samples)))
     for document, loss in losses[0].items():
         assert (loss != 0).any()
@@ -128,7 +160,9 @@ def test_packed_is_padded(name, dtype, fused):
     assert (gradients[0] - gradients[1]).abs().max() <= tolerance * gradients[1].abs().max()
 
 
-@pytest.mark.parametrize("name", [name for name in MODELS if name != "experts"])  # its products have other shapes
+@pytest.mark.parametrize(
+    "name", [name for name in MODELS if name != "experts"]
+)  # its products have other shapes
 def test_a_changed_document_changes_no_other_by_a_bit(name):
     task = Documents(name, packed=True)
     model = task.model()
@@ -137,7 +171,9 @@ def test_a_changed_document_changes_no_other_by_a_bit(name):
         other = Documents(name, packed=True)
         here = slice(other.samples.starts[changed], other.samples.stops[changed])
         tokens = other.samples.tokens[here]
-        other.samples.tokens[here] = np.where(tokens < 0, ~((~tokens + 11) % 90), (tokens + 11) % 90)
+        other.samples.tokens[here] = np.where(
+            tokens < 0, ~((~tokens + 11) % 90), (tokens + 11) % 90
+        )
         after, _ = other.each(model)
         assert not torch.equal(before[changed], after[changed])
         assert all(torch.equal(before[one], after[one]) for one in before if one != changed)
@@ -146,12 +182,16 @@ def test_a_changed_document_changes_no_other_by_a_bit(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_leak_where_attention_does_not_end(name, monkeypatch):
     """Without document boundaries the loss differs, so the tests above can fail."""
-    monkeypatch.setattr(attention, "borders", lambda documents, cuts: attention.causal(documents.device))
     monkeypatch.setattr(
-        "oneloop.tasks.language.language_model.borders", lambda documents, cuts: attention.causal(documents.device)
+        attention, "borders", lambda documents, cuts: attention.causal(documents.device)
+    )
+    monkeypatch.setattr(
+        "oneloop.tasks.language.language_model.borders",
+        lambda documents, cuts: attention.causal(documents.device),
     )
     with pytest.raises(
-        ValueError, match=r"task.pack packed: .*(from one document to the next|depend on the document before)"
+        ValueError,
+        match=r"task.pack packed: .*(from one document to the next|depend on the document before)",
     ):
         Documents(name, packed=True).model()
 
@@ -192,7 +232,9 @@ def test_padded_prompts_are_answered_as_alone(name):
             assert torch.equal(together[row], written(model, [prompt], 12)[0])
             text = prompt[None]
             for _ in range(12):  # without a cache, a mask or padding
-                text = torch.cat([text, model(input_ids=text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1)
+                text = torch.cat(
+                    [text, model(input_ids=text, use_cache=False).logits[:, -1:].argmax(-1)], dim=1
+                )
             assert torch.equal(together[row], text[0, len(prompt) :])
 
 
@@ -203,7 +245,9 @@ def test_an_answer_ends_where_it_ends():
         free = written(model, [prompt], 12)[0]
         ended = written(model, [prompt], 12, ends=[int(free[4])])[0]
     first = free.tolist().index(int(free[4]))
-    assert torch.equal(ended[: first + 1], free[: first + 1]) and set(ended[first:].tolist()) == {int(free[4])}
+    assert torch.equal(ended[: first + 1], free[: first + 1]) and set(ended[first:].tolist()) == {
+        int(free[4])
+    }
 
 
 class Reads(TorchDispatchMode):
@@ -212,7 +256,10 @@ class Reads(TorchDispatchMode):
     count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        self.count += func in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.is_nonzero.default,
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -228,7 +275,11 @@ def test_no_forward_asks_the_device(name, packed):
     with Reads() as reads, torch.no_grad():  # transformers' own code does read
         own = transformers.AutoModelForCausalLM.from_config(task.config)
         before = reads.count
-        own(input_ids=torch.ones(1, 4, dtype=torch.int64), position_ids=torch.arange(4)[None], use_cache=False)
+        own(
+            input_ids=torch.ones(1, 4, dtype=torch.int64),
+            position_ids=torch.arange(4)[None],
+            use_cache=False,
+        )
     assert reads.count > before
 
 
@@ -240,5 +291,7 @@ def test_padding_alone_is_no_nan():
     total.backward()
     assert outputs["padding"] == pytest.approx(47 / 48) and torch.isfinite(total)
     assert all(torch.isfinite(p.grad).all() for p in model.parameters())
-    alone = F.cross_entropy(model(input_ids=torch.tensor([[5]]), use_cache=False).logits[0], torch.tensor([6]))
+    alone = F.cross_entropy(
+        model(input_ids=torch.tensor([[5]]), use_cache=False).logits[0], torch.tensor([6])
+    )
     assert torch.allclose(total, alone, rtol=1e-6)

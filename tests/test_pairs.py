@@ -32,14 +32,18 @@ def words_of(techniques, base: Path) -> list[str]:
     words = ["--task.model", str(base), "--duration", "3", "--save.every", "0"]
     # AdamW, which muon uses for embeddings, amplifies tiny gradients.
     words += (
-        ["--optimizer.lr", "0.0001"] if "muon" in techniques else ["--optimizer.name", "sgd", "--optimizer.lr", "0.05"]
+        ["--optimizer.lr", "0.0001"]
+        if "muon" in techniques
+        else ["--optimizer.name", "sgd", "--optimizer.lr", "0.05"]
     )
     return [*words, *(word for name in techniques for word in TECHNIQUES[name])]
 
 
 def weights(folder: Path) -> dict:
     files = sorted((folder / "run" / "final").glob("*.safetensors"))
-    return {f"{file.stem}: {name}": tensor for file in files for name, tensor in load_file(file).items()}
+    return {
+        f"{file.stem}: {name}": tensor for file in files for name, tensor in load_file(file).items()
+    }
 
 
 def outcome(folder: Path, pair, base: Path) -> list[str]:
@@ -51,7 +55,9 @@ def outcome(folder: Path, pair, base: Path) -> list[str]:
     wanted = weights(folder / "plain")
     for config, ranks in SPLITS:
         (folder / config).mkdir()
-        world = of_words(folder / config, *words_of(pair, base), config=config, ranks=ranks, timeout=250)
+        world = of_words(
+            folder / config, *words_of(pair, base), config=config, ranks=ranks, timeout=250
+        )
         if set(world.codes) == {2}:
             [why] = set(re.findall(r"^oneloop(?:\.train)?: (.*)", world.output, re.M))
             said.append(f"rejected: {why.replace(str(base), 'BASE')}")

@@ -78,7 +78,11 @@ tensor. gloo reduces by all-reduces only"""
 
 
 @pytest.mark.parametrize(
-    "cell", [pytest.param(cell, marks=[] if cell in QUICK else pytest.mark.slow, id="-".join(cell)) for cell in GRID]
+    "cell",
+    [
+        pytest.param(cell, marks=[] if cell in QUICK else pytest.mark.slow, id="-".join(cell))
+        for cell in GRID
+    ],
 )
 def test_a_planned_step_is_the_real_one(recipes, cell):
     recipe, config, mode = cell
@@ -86,17 +90,26 @@ def test_a_planned_step_is_the_real_one(recipes, cell):
     copies = [  # gloo copies the result of a reduce-scatter
         number
         for number, operator in enumerate(real["operators"])
-        if operator == "aten.copy_.default" and real["operators"][number - 1] == "c10d._reduce_scatter_base_.default"
+        if operator == "aten.copy_.default"
+        and real["operators"][number - 1] == "c10d._reduce_scatter_base_.default"
     ]
-    assert plan["operators"] == [op for number, op in enumerate(real["operators"]) if number not in copies]
+    assert plan["operators"] == [
+        op for number, op in enumerate(real["operators"]) if number not in copies
+    ]
     assert plan["collectives"] == real["collectives"] and plan["operations"] == real["operations"]
     for name in ("peak", "evaluation"):
         assert plan[name] == pytest.approx(real[name], rel=0.05)
     assert plan["kept"]["parameters"] == real["kept"]["parameters"]
     if recipe == "gpt" and config in GOLDEN:
         assert traced(real) == GOLDEN[config]
-        names = {"all-gather": "gloo:all_gather", "reduce-scatter": "gloo:all_reduce", "all-reduce": "gloo:all_reduce"}
-        assert {(names[name], size): number for name, size, _, number in plan["collectives"]} == GOLDEN[config]
+        names = {
+            "all-gather": "gloo:all_gather",
+            "reduce-scatter": "gloo:all_reduce",
+            "all-reduce": "gloo:all_reduce",
+        }
+        assert {
+            (names[name], size): number for name, size, _, number in plan["collectives"]
+        } == GOLDEN[config]
     if mode in ("full", "every:2"):
         assert plan["operations"]["recompute"] > 0
     else:
@@ -105,26 +118,42 @@ def test_a_planned_step_is_the_real_one(recipes, cell):
 
 def test_one_more_layer_adds_what_the_formulas_say():
     width, block, micro = 32, 32, 2
-    three, four = planned([Asked((*LLAMA, "--task.layers", str(layers)), "single", 1) for layers in (3, 4)])
+    three, four = planned(
+        [Asked((*LLAMA, "--task.layers", str(layers)), "single", 1) for layers in (3, 4)]
+    )
     mlp = 96  # 8/3 x width, rounded up to a multiple of 32
     parameters = 4 * width**2 + 3 * width * mlp + 2 * width
     assert four["parameters"] - three["parameters"] == parameters
-    kept = {kind: four["memory"]["kept"][kind] - three["memory"]["kept"][kind] for kind in ("parameters", "EMA")}
+    kept = {
+        kind: four["memory"]["kept"][kind] - three["memory"]["kept"][kind]
+        for kind in ("parameters", "EMA")
+    }
     assert kept == {"parameters": 4 * parameters, "EMA": 4 * parameters}
     counters = 9 * 4  # AdamW's step of each tensor
-    assert four["memory"]["kept"]["optimizer"] - three["memory"]["kept"]["optimizer"] == 8 * parameters + counters
+    assert (
+        four["memory"]["kept"]["optimizer"] - three["memory"]["kept"]["optimizer"]
+        == 8 * parameters + counters
+    )
     tokens, matrices = 4 * micro * block, parameters - 2 * width
-    attention = 4 * micro * 4 * block**2 * width  # queries x keys and weights x values, not halved for causality
+    attention = (
+        4 * micro * 4 * block**2 * width
+    )  # queries x keys and weights x values, not halved for causality
     forward = {name: four["flops"][name] - three["flops"][name] for name in ("forward", "backward")}
     assert forward["forward"] == 2 * matrices * tokens + attention
-    assert forward["backward"] == 4 * matrices * tokens + 2.5 * attention  # with the recomputed attention matrix
-    assert four["disk"]["checkpoint"] - three["disk"]["checkpoint"] == pytest.approx(16 * parameters, rel=0.01)
+    assert (
+        forward["backward"] == 4 * matrices * tokens + 2.5 * attention
+    )  # with the recomputed attention matrix
+    assert four["disk"]["checkpoint"] - three["disk"]["checkpoint"] == pytest.approx(
+        16 * parameters, rel=0.01
+    )
 
 
 def sent(plan: dict, name: str) -> int:
     """Return the bytes of all calls of a collective."""
     return sum(
-        call["size"] * call["calls"] for call in plan["collectives"] if call["name"] == name and call["size"] > 8
+        call["size"] * call["calls"]
+        for call in plan["collectives"]
+        if call["name"] == name and call["size"] > 8
     )
 
 
@@ -132,10 +161,19 @@ def test_bytes_of_each_layout(tmp_path):
     """The closed forms: FSDP2 with and without resharding, with a reduce-scatter per micro-batch, HSDP and DDP."""
     whole = tmp_path / "whole.yaml"
     text = config_files()["fsdp2"].read_text()
-    whole.write_text(text.replace("fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false"))
-    words, times = (*BLOCKS, "--batch.micro", "4", "--ema.half_life", "5ep"), 4  # micro-batches on two processes
+    whole.write_text(
+        text.replace("fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
+    )
+    words, times = (
+        (*BLOCKS, "--batch.micro", "4", "--ema.half_life", "5ep"),
+        4,
+    )  # micro-batches on two processes
     each = ("--machine.sync_each_batch", "true")
-    asked = [Asked(words, "fsdp2", 2), Asked(words, str(whole), 2), Asked((*words, *each), "fsdp2", 2)]
+    asked = [
+        Asked(words, "fsdp2", 2),
+        Asked(words, str(whole), 2),
+        Asked((*words, *each), "fsdp2", 2),
+    ]
     asked += [Asked((*words, "--batch.size", "64"), "hsdp", 4), Asked(words, "ddp", 2)]
     sharded, kept, synced, hybrid, replicated = planned(asked)
     replica = 4 * sharded["parameters"]
@@ -145,7 +183,10 @@ def test_bytes_of_each_layout(tmp_path):
     assert sent(kept, "all-gather") == times * number
     assert sent(sharded, "reduce-scatter") == sent(kept, "reduce-scatter") == number
     assert sent(synced, "reduce-scatter") == times * number
-    assert sent(hybrid, "all-gather") == sent(sharded, "all-gather") and sent(hybrid, "reduce-scatter") == number
+    assert (
+        sent(hybrid, "all-gather") == sent(sharded, "all-gather")
+        and sent(hybrid, "reduce-scatter") == number
+    )
     assert sent(hybrid, "all-reduce") == number / 2
     assert sent(replicated, "all-reduce") == replica and not sent(replicated, "all-gather")
     for plan, share in ((sharded, 2), (hybrid, 2), (replicated, 1)):
@@ -155,21 +196,37 @@ def test_bytes_of_each_layout(tmp_path):
 
 
 def test_the_first_change_fits_and_no_cheaper_one_does(capsys):
-    words = [*BLOCKS, "--task.width", "512", "--batch.size", "4", "--batch.micro", "2", "--ema.half_life", "5ep"]
+    words = [
+        *BLOCKS,
+        "--task.width",
+        "512",
+        "--batch.size",
+        "4",
+        "--batch.micro",
+        "2",
+        "--ema.half_life",
+        "5ep",
+    ]
     asked = Asked(tuple(words), "single", 1)
     plan = planned([asked])[0]
     needs = {change.words: change for change in grid(asked, plan, GPUS["h100"])}
     totals = {
         words: again["memory"]["total"]
-        for words, again in zip(needs, planned([change.asked for change in needs.values()]), strict=True)
+        for words, again in zip(
+            needs, planned([change.asked for change in needs.values()]), strict=True
+        )
     }
     room = sorted(totals.values())[len(totals) // 3] / GIB  # a third of the grid fits
     assert plan["memory"]["total"] > room * GIB
     assert main(["plan", *words, "--gpu", repr(room), "--json"]) == 1
     change = json.loads(capsys.readouterr().out)["change"]
-    first = next(words for words in needs if totals[words] <= room * GIB)  # in the order of the predicted cost
+    first = next(
+        words for words in needs if totals[words] <= room * GIB
+    )  # in the order of the predicted cost
     assert tuple(change["words"]) == first and change["total"] == totals[first]
-    assert all(change.least <= totals[words] for words, change in needs.items())  # nothing that fits was passed over
+    assert all(
+        change.least <= totals[words] for words, change in needs.items()
+    )  # nothing that fits was passed over
     assert main([*shlex.split(change["command"])[1:]]) == 0
     assert capsys.readouterr().out.startswith("fits: ")
 
@@ -177,8 +234,12 @@ def test_the_first_change_fits_and_no_cheaper_one_does(capsys):
 @pytest.mark.slow
 def test_the_fused_loss_has_three_products_of_the_output_layer():
     words = (*LLAMA, "--task.layers", "1")
-    plain, fused = planned([Asked((*words, "--task.fused_loss", value), "single", 1) for value in ("false", "true")])
-    assert fused["flops"]["total"] == plain["flops"]["total"]  # its gradient is computed in the forward, in place
+    plain, fused = planned(
+        [Asked((*words, "--task.fused_loss", value), "single", 1) for value in ("false", "true")]
+    )
+    assert (
+        fused["flops"]["total"] == plain["flops"]["total"]
+    )  # its gradient is computed in the forward, in place
 
 
 @pytest.mark.slow
@@ -193,7 +254,11 @@ def test_half_precision(config):
 def test_it_says_what_fits(capsys):
     assert main(["plan", *BLOCKS]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("fits on b200, ") and lines[1].startswith("limited by ") and "no change" in lines[2]
+    assert (
+        lines[0].startswith("fits on b200, ")
+        and lines[1].startswith("limited by ")
+        and "no change" in lines[2]
+    )
     assert main(["plan", *BLOCKS, "--gpu", "0.1", "--no_changes"]) == 1
     assert capsys.readouterr().out.startswith("does not fit: ")
 
@@ -253,7 +318,8 @@ ODD = f"{HERE / 'planning.py'}:Odd"
 
 
 @pytest.mark.parametrize(
-    ("does", "text"), [("exit", "SystemExit: 5"), ("killed", "was killed"), ("lines", "one line and another")]
+    ("does", "text"),
+    [("exit", "SystemExit: 5"), ("killed", "was killed"), ("lines", "one line and another")],
 )
 def test_a_task_that_ends_the_process_is_rejected(does, text, capsys):
     assert main(["plan", ODD, "--task.does", does, "--batch.size", "8"]) == 2
@@ -262,7 +328,9 @@ def test_a_task_that_ends_the_process_is_rejected(does, text, capsys):
 
 
 def test_odd_tasks_and_environments(capfd, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")  # of another launcher: accelerate would wait for other ranks
+    monkeypatch.setenv(
+        "WORLD_SIZE", "4"
+    )  # of another launcher: accelerate would wait for other ranks
     assert main(["plan", ODD, "--task.does", "pop", "--batch.size", "8", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["fits"]  # nothing of what the task prints
 
@@ -275,7 +343,11 @@ def changes(*words: str, processes: int = 1) -> list[tuple[str, ...]]:
 
 def test_changes_that_would_change_the_result_are_not_tried():
     assert ("--batch.micro", "4") in changes(*BLOCKS, "--batch.micro", "8")
-    assert not [words for words in changes(ODD, "--task.does", "norm", "--batch.size", "8") if "--batch.micro" in words]
+    assert not [
+        words
+        for words in changes(ODD, "--task.does", "norm", "--batch.size", "8")
+        if "--batch.micro" in words
+    ]
     grain = changes(*BLOCKS, "--batch.grain", "8")
     assert grain and not [words for words in grain if "--batch.micro" in words]
 
@@ -283,11 +355,22 @@ def test_changes_that_would_change_the_result_are_not_tried():
 @pytest.mark.slow
 def test_a_change_that_cannot_be_planned_is_passed_over(capsys):
     """Adafactor is rejected under FSDP2, which the search tries first."""
-    words = [*BLOCKS, "--task.width", "1024", "--optimizer.name", "adafactor", "--batch.micro", "16"]
+    words = [
+        *BLOCKS,
+        "--task.width",
+        "1024",
+        "--optimizer.name",
+        "adafactor",
+        "--batch.micro",
+        "16",
+    ]
     asked = Asked(tuple(words), "ddp", 2)
     plan = planned([asked])[0]
     room = repr(plan["memory"]["total"] / GIB - 1e-5)
-    assert main(["plan", *words, "--config_file", "ddp", "--processes", "2", "--gpu", room, "--json"]) == 1
+    assert (
+        main(["plan", *words, "--config_file", "ddp", "--processes", "2", "--gpu", room, "--json"])
+        == 1
+    )
     assert "fsdp2" not in json.loads(capsys.readouterr().out)["change"]["words"]
 
 
@@ -309,13 +392,21 @@ ONE_LAYOUT = {"base_dtype", "channels_last", "find_unused_parameters"}
 def test_every_machine_key_is_planned_or_listed():
     words = (*BLOCKS, "--batch.micro", "8")
     plain, *plans = planned(
-        [Asked((*words, *more), "fsdp2", 2) for more in [(), *((f"--machine.{k}", v) for k, v in COUNTED.items())]]
+        [
+            Asked((*words, *more), "fsdp2", 2)
+            for more in [(), *((f"--machine.{k}", v) for k, v in COUNTED.items())]
+        ]
     )
     for key, plan in zip(COUNTED, plans, strict=True):
         assert plan != plain, key
-    bounds = planned([Asked((*words, f"--machine.{key}", value), "fsdp2", 2) for key, value in BOUNDS.items()])
+    bounds = planned(
+        [Asked((*words, f"--machine.{key}", value), "fsdp2", 2) for key, value in BOUNDS.items()]
+    )
     for key, plan in zip(BOUNDS, bounds, strict=True):
-        assert any(line.startswith(f"machine.{key} ") and "upper bound" in line for line in plan["not_counted"])
+        assert any(
+            line.startswith(f"machine.{key} ") and "upper bound" in line
+            for line in plan["not_counted"]
+        )
     listed = set(" ".join(plain["not_counted"]).split("machine.")[1].replace(",", "").split())
     names = {field.name for field in dataclasses.fields(MachineConfig)}
     assert names == (listed & names) | COUNTED.keys() | BOUNDS.keys() | ONE_LAYOUT
@@ -325,10 +416,15 @@ def test_every_machine_key_is_planned_or_listed():
 @pytest.mark.slow
 def test_keys_of_other_models(recipes):
     """machine.base_dtype holds the frozen weights of LoRA in 16 bits; channels_last permutes strides, not sizes."""
-    asked = [Asked((*recipes["lora"], *more), "single", 1, mixed_precision="bf16") for more in ([], BASE)]
+    asked = [
+        Asked((*recipes["lora"], *more), "single", 1, mixed_precision="bf16") for more in ([], BASE)
+    ]
     wide, narrow = (plan["memory"]["kept"]["parameters"] for plan in planned(asked))
     assert narrow < 0.6 * wide
-    images = [Asked(("digits", "--machine.channels_last", value), "single", 1) for value in ("true", "false")]
+    images = [
+        Asked(("digits", "--machine.channels_last", value), "single", 1)
+        for value in ("true", "false")
+    ]
     one, other = (plan["memory"]["kept"] for plan in planned(images))
     assert one == other
 
@@ -337,8 +433,13 @@ BASE = ["--machine.base_dtype", "bfloat16"]
 
 
 def test_every_config_file_is_planned():
-    ranks = {name: {"single": 1, "hsdp": 4, "multi_node": 16}.get(name, 2) for name in config_files()}
-    asked = [Asked(BLOCKS, name, number, nodes=2 if number == 16 else 1) for name, number in ranks.items()]
+    ranks = {
+        name: {"single": 1, "hsdp": 4, "multi_node": 16}.get(name, 2) for name in config_files()
+    }
+    asked = [
+        Asked(BLOCKS, name, number, nodes=2 if number == 16 else 1)
+        for name, number in ranks.items()
+    ]
     for one, plan in zip(asked, planned(asked), strict=True):
         assert plan["memory"]["step"]["peak"] > 0 and plan["processes"] == one.processes
         assert plan["sharded"] is (one.config_file in ("fsdp2", "hsdp"))
@@ -346,14 +447,17 @@ def test_every_config_file_is_planned():
 
 
 @pytest.mark.parametrize(
-    ("name", "number"), [("gpt2", 124_439_808), ("llama-1b", 1_235_814_400), ("llama-7b", 6_738_415_616)]
+    ("name", "number"),
+    [("gpt2", 124_439_808), ("llama-1b", 1_235_814_400), ("llama-7b", 6_738_415_616)],
 )
 def test_the_large_recipes_have_their_shapes(name, number):
     options = read([name]).task.options
     names = {field.name for field in dataclasses.fields(Shape)}
     known = {key: value for key, value in options.items() if key in names}
     with torch.device("meta"):
-        model = from_scratch(Shape(**known, length=options["block"]), entries=16_384, begin=None, end=0)
+        model = from_scratch(
+            Shape(**known, length=options["block"]), entries=16_384, begin=None, end=0
+        )
     assert sum(parameter.numel() for parameter in model.parameters()) == number
 
 
@@ -361,21 +465,27 @@ def test_the_large_recipes_have_their_shapes(name, number):
 @pytest.mark.parametrize("processes", [8, 64, 1024])
 def test_a_llama_of_seven_billion_parameters(processes):
     words = ("llama-7b", "--ema.half_life", "10%", "--batch.size", "1024")
-    plan = planned([Asked(words, "fsdp2", processes, nodes=max(1, processes // 8), mixed_precision="bf16")])[0]
+    plan = planned(
+        [Asked(words, "fsdp2", processes, nodes=max(1, processes // 8), mixed_precision="bf16")]
+    )[0]
     number, root = 6_738_415_616, 32_000 * 4_096 + 4_096
     assert plan["parameters"] == number
     held, padding = plan["memory"]["kept"], 0.02 if processes == 1024 else 1e-6
     assert held["parameters"] == held["EMA"] == pytest.approx(4 * number / processes, rel=padding)
     assert held["optimizer"] == pytest.approx(8 * number / processes, rel=padding + 1e-6)
     times = plan["accumulate"]
-    assert sent(plan, "all-gather") == pytest.approx(times * (4 * (number - root) + 2 * root), rel=padding)
+    assert sent(plan, "all-gather") == pytest.approx(
+        times * (4 * (number - root) + 2 * root), rel=padding
+    )
     assert sent(plan, "reduce-scatter") == pytest.approx(4 * number, rel=padding)
 
 
 @pytest.mark.slow
 def test_the_script_for_a_gpu_runs_a_toy_on_a_cpu():
     script = ROOT / "benchmarks" / "plan_on_gpu.py"
-    done = subprocess.run([sys.executable, script, "--toy"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, script, "--toy"], capture_output=True, text=True, check=True
+    )
     table = [line.split() for line in done.stdout.partition("recipe ")[2].splitlines()[1:]]
     assert [row[0] for row in table] == ["digits", "gpt"]
     assert all(abs(float(row[3].rstrip("%"))) < 5 for row in table), done.stdout

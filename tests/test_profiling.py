@@ -43,20 +43,29 @@ def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
     world.ok()
     trace = json.loads(gzip.decompress((folder / "a" / "profile" / "trace.json.gz").read_bytes()))
     names = [event.get("name") for event in trace["traceEvents"]]
-    assert names.count("aten::_fused_adamw_") == 3 or names.count("aten::_fused_adamw_") == 6  # one or two per step
+    assert (
+        names.count("aten::_fused_adamw_") == 3 or names.count("aten::_fused_adamw_") == 6
+    )  # one or two per step
     table = (folder / "a" / "profile" / "operators.txt").read_text()
-    assert "aten::addmm" in table and ("communication that nothing else overlaps" in table) == (ranks > 1)
+    assert "aten::addmm" in table and ("communication that nothing else overlaps" in table) == (
+        ranks > 1
+    )
     lines = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
     exposed = [line for line in lines if "profile/exposed_communication" in line]
     if ranks > 1:
         share = float(table.split("overlaps: ")[1].split(" %")[0])
         assert 0 < share < 100 and exposed[0]["step"] == 6
         assert 100 * exposed[0]["profile/exposed_communication"] == pytest.approx(share, abs=0.06)
-        assert f"took {share:.1f} % of the profiled steps" in (folder / "a" / "report.html").read_text()
+        assert (
+            f"took {share:.1f} % of the profiled steps"
+            in (folder / "a" / "report.html").read_text()
+        )
     else:
         assert not exposed
     shares = next(line for line in lines if line["step"] == 9 and "share/other" in line)
-    assert shares["share/other"] > shares["share/transfer"]  # writing the trace does not count as waiting for data
+    assert (
+        shares["share/other"] > shares["share/transfer"]
+    )  # writing the trace does not count as waiting for data
     assert "watch.memory: a snapshot needs a GPU; the peak of this process is" in world.output
 
 
@@ -77,11 +86,15 @@ def test_json_is_json_and_quiet_is_quiet(folder):
     world = run(train, [*WORDS, "--watch.json"], folder=folder)
     world.ok()
     records = [json.loads(line) for line in world.output.splitlines() if not line.startswith("---")]
-    logged = [json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()]
+    logged = [
+        json.loads(line) for line in (folder / "a" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert [line["train/loss"] for line in records if "train/loss" in line][:4] == [
         line["train/loss"] for line in logged if "train/loss" in line
     ]
     assert records[-1]["exit_reason"] == "done" and records[-1]["folder"] == "a"
     world = run(train, [*WORDS[:-1], "b", "--watch.quiet"], folder=folder)
     world.ok()
-    assert [line for line in world.output.splitlines() if not line.startswith("---")] == ["done; results in b"]
+    assert [line for line in world.output.splitlines() if not line.startswith("---")] == [
+        "done; results in b"
+    ]

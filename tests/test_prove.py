@@ -126,7 +126,11 @@ def proved(folder, monkeypatch, capfd):
 @pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_plain_model_is_equal_in_float64(proved, config):
     found = proved("odd.py:Odd", "--config_file", config, *SMALL)
-    assert (found["verdict"], found["dtype"], found["layout"]) == ("equal", "float64", f"{config} on 2 processes")
+    assert (found["verdict"], found["dtype"], found["layout"]) == (
+        "equal",
+        "float64",
+        f"{config} on 2 processes",
+    )
     assert found["gradients"] < 1e-14 and found["weights"] < 1e-14 and found["step"] is None
     assert "gloo" in found["notes"][0]
 
@@ -136,12 +140,22 @@ def test_a_wrong_rank_is_found_at_its_step_and_tensor(proved, since, step):
     """The weights before `odd` get wrong gradients on rank 1. Each rank runs three trial forwards, then two a step."""
     words = ["--task.kind", "rank", "--task.since", str(since), "--optimizer.clip", "0.1"]
     found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, *words)
-    assert (found["verdict"], found["step"], found["reason"]) == ("different", step, None) and found["by"] > 1e-4
-    assert found["tensor"] == "first.weight" and found["tensors"].endswith("3 more, of 6 tensors"), found
+    assert (found["verdict"], found["step"], found["reason"]) == (
+        "different",
+        step,
+        None,
+    ) and found["by"] > 1e-4
+    assert found["tensor"] == "first.weight" and found["tensors"].endswith(
+        "3 more, of 6 tensors"
+    ), found
 
 
 @pytest.mark.parametrize(
-    ("kind", "reason"), [("dropout", "has dropout"), pytest.param("batchnorm", "has BatchNorm", marks=pytest.mark.slow)]
+    ("kind", "reason"),
+    [
+        ("dropout", "has dropout"),
+        pytest.param("batchnorm", "has BatchNorm", marks=pytest.mark.slow),
+    ],
 )
 def test_randomness_is_the_reason(proved, kind, reason):
     found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, "--task.kind", kind)
@@ -149,7 +163,16 @@ def test_randomness_is_the_reason(proved, kind, reason):
 
 
 def test_batch_grain_is_bit_identical_with_dropout(proved):
-    found = proved("odd.py:Odd", "--config_file", "fsdp2", *SMALL, "--task.kind", "dropout", "--batch.grain", "4")
+    found = proved(
+        "odd.py:Odd",
+        "--config_file",
+        "fsdp2",
+        *SMALL,
+        "--task.kind",
+        "dropout",
+        "--batch.grain",
+        "4",
+    )
     assert found["verdict"] == "bit-identical" and found["dtype"] == "float32"
 
 
@@ -180,11 +203,20 @@ def test_the_config_file_decides_the_layout_and_precision(proved, tmp_path):
     ("words", "expected_text"),
     [
         (["digits", "--batch.sise", "3", "--config_file", "ddp"], "unknown key 'batch.sise'"),
-        (["digits", "--batch.size", "3", "--config_file", "ddp"], "batch.size 3 cannot be split over 2 ranks"),
+        (
+            ["digits", "--batch.size", "3", "--config_file", "ddp"],
+            "batch.size 3 cannot be split over 2 ranks",
+        ),
         (["digits"], "required: --config_file"),
         (["digits", "--config_file", "none.yaml"], "cannot be read"),
-        (["digits", "--config_file", "ddp", "--steps", "0"], "--steps: must be a positive integer, got 0"),
-        (["digits", "--config_file", "ddp", "--processes", "two"], "--processes: must be a positive integer, got two"),
+        (
+            ["digits", "--config_file", "ddp", "--steps", "0"],
+            "--steps: must be a positive integer, got 0",
+        ),
+        (
+            ["digits", "--config_file", "ddp", "--processes", "two"],
+            "--processes: must be a positive integer, got two",
+        ),
         (["nothing", "--config_file", "ddp"], "nothing"),
     ],
 )
@@ -203,7 +235,14 @@ def test_a_run_that_fails_gives_its_error(proved):
 @pytest.mark.slow
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_adapters_are_equal(proved, tmp_path, config):
-    words = ["--task.model", str(a_base(tmp_path / "base")), "--task.lora.rank", "4", "--task.length", "96"]
+    words = [
+        "--task.model",
+        str(a_base(tmp_path / "base")),
+        "--task.lora.rank",
+        "4",
+        "--task.length",
+        "96",
+    ]
     found = proved("sft", *words, "--task.pack", "padded", "--config_file", config, "--steps", "4")
     assert (found["verdict"], found["dtype"]) == ("equal", "float64")
 
@@ -217,14 +256,27 @@ def test_what_the_trainer_rejects_is_rejected(proved):
 @pytest.mark.slow
 def test_from_the_command_line_with_the_launcher(tmp_path):
     words = ["prove", "digits", "--config_file", "ddp", "--steps", "3", "--batch.size", "16"]
-    done = subprocess.run([sys.executable, "-m", "oneloop", *words], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("equal: ddp on 2 processes trains as one process does")
+    done = subprocess.run(
+        [sys.executable, "-m", "oneloop", *words], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0 and done.stdout.startswith(
+        "equal: ddp on 2 processes trains as one process does"
+    )
     assert list(tmp_path.iterdir()) == []
 
 
 TINY = ["--task.layers", "1", "--task.heads", "2", "--task.width", "32"]
-RECIPES: dict[str, list[str]] = {"docstrings": [*TINY, "--task.length", "16", "--task.dropout", "0"]}
-RECIPES |= {"digits": [], "gpt": TINY, "llama": TINY, "snippets": TINY, "sft": [], "images": ["--task.data", "images"]}
+RECIPES: dict[str, list[str]] = {
+    "docstrings": [*TINY, "--task.length", "16", "--task.dropout", "0"]
+}
+RECIPES |= {
+    "digits": [],
+    "gpt": TINY,
+    "llama": TINY,
+    "snippets": TINY,
+    "sft": [],
+    "images": ["--task.data", "images"],
+}
 
 
 @pytest.mark.slow
@@ -245,7 +297,18 @@ def test_hsdp_on_four_processes_is_equal(proved):
 
 def test_as_typed(tmp_path):
     """Through the launcher, which must not take the number of steps for a recipe."""
-    words = [sys.executable, "-m", "oneloop", "prove", "digits", "--config_file", "single", "--steps", "1", "--json"]
+    words = [
+        sys.executable,
+        "-m",
+        "oneloop",
+        "prove",
+        "digits",
+        "--config_file",
+        "single",
+        "--steps",
+        "1",
+        "--json",
+    ]
     environment = {**os.environ, "ONELOOP_CACHE": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""}
     ended = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0 and json.loads(ended.stdout)["verdict"] == "equal", ended.stderr

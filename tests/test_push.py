@@ -20,7 +20,9 @@ from oneloop.cli import main
 
 def typed(words: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str]:
     """Run a command as typed."""
-    given = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
+    given = {
+        key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))
+    }
     done = subprocess.run(
         [sys.executable, "-m", *words],
         cwd=folder,
@@ -38,7 +40,16 @@ def trained(tmp_path_factory) -> Path:
     """Train a base model, full weights from it (whole/run), and adapters on it (run)."""
     folder = tmp_path_factory.mktemp("trained")
     a_base(folder / "base")
-    words = ["--task.model", str(folder / "base"), "--duration", "4", "--ema.half_life", "16", "--eval.every", "2"]
+    words = [
+        "--task.model",
+        str(folder / "base"),
+        "--duration",
+        "4",
+        "--ema.half_life",
+        "16",
+        "--eval.every",
+        "2",
+    ]
     (folder / "whole").mkdir()
     of_words(folder / "whole", *words).ok()
     of_words(folder, *words, "--task.lora.rank", "4").ok()
@@ -56,30 +67,62 @@ def test_pushed_and_taken_back(trained, tmp_path):
         variables = hub.variables(tmp_path / "cache")
         command = ["oneloop", "export", str(trained / "whole" / "run"), "--push", "some/model"]
         code, output = typed([*command, "--license", "apache-2.0"], tmp_path, variables)
-        assert code == 0 and f"some/model: http://127.0.0.1/some/model/commit/{hub.heads['some/model']}" in output, (
-            output
-        )
+        assert (
+            code == 0
+            and f"some/model: http://127.0.0.1/some/model/commit/{hub.heads['some/model']}"
+            in output
+        ), output
         assert hub.private["some/model"]
         files = hub.files("some/model")
-        assert {"model.safetensors", "config.json", "tokenizer.json", "README.md", "recipe.yaml"} <= files.keys()
-        assert any(b"im_start" in files.get(name, b"") for name in ("chat_template.jinja", "tokenizer_config.json"))
-        assert files["model.safetensors"] == (trained / "whole" / "run" / "final" / "model.safetensors").read_bytes()
+        assert {
+            "model.safetensors",
+            "config.json",
+            "tokenizer.json",
+            "README.md",
+            "recipe.yaml",
+        } <= files.keys()
+        assert any(
+            b"im_start" in files.get(name, b"")
+            for name in ("chat_template.jinja", "tokenizer_config.json")
+        )
+        assert (
+            files["model.safetensors"]
+            == (trained / "whole" / "run" / "final" / "model.safetensors").read_bytes()
+        )
         card = front_matter(files["README.md"])
         assert card["license"] == "apache-2.0" and card["library_name"] == "transformers"
-        metrics = {one["type"]: one["value"] for one in card["model-index"][0]["results"][0]["metrics"]}
+        metrics = {
+            one["type"]: one["value"] for one in card["model-index"][0]["results"][0]["metrics"]
+        }
         summary = json.loads((trained / "whole" / "run" / "summary.json").read_text())
         assert metrics["loss"] == pytest.approx(summary["eval/loss"])
         page = files["README.md"].decode()
         assert "train/loss over steps" in page and "## Recipe" in page and "lessons" in page
 
         # Adapters on the model that is now on the hub.
-        words = [*WORDS, "--task.model", "hf:some/model", "--task.lora.rank", "4", "--duration", "3"]
+        words = [
+            *WORDS,
+            "--task.model",
+            "hf:some/model",
+            "--task.lora.rank",
+            "4",
+            "--duration",
+            "3",
+        ]
         code, output = typed(["oneloop.train", *words, "--run.dir", "on-it"], tmp_path, variables)
         assert code == 0, output
         origin = json.loads((tmp_path / "on-it" / "base" / "origin.json").read_text())
         first = hub.heads["some/model"]
-        assert origin["place"] == "hf:some/model" and origin["commit"] == first and "files" not in origin
-        code, output = typed(["oneloop", "export", "on-it", "--push", "some/adapter", "--public"], tmp_path, variables)
+        assert (
+            origin["place"] == "hf:some/model"
+            and origin["commit"] == first
+            and "files" not in origin
+        )
+        code, output = typed(
+            ["oneloop", "export", "on-it", "--push", "some/adapter", "--public"],
+            tmp_path,
+            variables,
+        )
         assert code == 0 and not hub.private["some/adapter"], output
         files = hub.files("some/adapter")
         assert "config.json" not in files and "model.safetensors" not in files
@@ -104,14 +147,31 @@ def test_pushed_and_taken_back(trained, tmp_path):
             ],
         }
         for name, more in back.items():
-            code, output = typed(["oneloop.train", *WORDS, *more, *still, "--run.dir", name], tmp_path, variables)
+            code, output = typed(
+                ["oneloop.train", *WORDS, *more, *still, "--run.dir", name], tmp_path, variables
+            )
             assert code == 0, output
             found = load_file(tmp_path / name / "final" / "adapter_model.safetensors")
-            assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in expected)
-            assert json.loads((tmp_path / name / "base" / "origin.json").read_text())["commit"] == first
-        words = [*WORDS, "--task.model", "hf:some/model", "--task.lora.rank", "4", "--init.from", "hf:some/adapter"]
+            assert found.keys() == expected.keys() and all(
+                torch.equal(found[key], expected[key]) for key in expected
+            )
+            assert (
+                json.loads((tmp_path / name / "base" / "origin.json").read_text())["commit"]
+                == first
+            )
+        words = [
+            *WORDS,
+            "--task.model",
+            "hf:some/model",
+            "--task.lora.rank",
+            "4",
+            "--init.from",
+            "hf:some/adapter",
+        ]
         code, output = typed(["oneloop.train", *words, "--run.dir", "other"], tmp_path, variables)
-        assert code == 2 and f"its adapters are for hf:some/model ({first}), and not" in output, output
+        assert code == 2 and f"its adapters are for hf:some/model ({first}), and not" in output, (
+            output
+        )
 
 
 @pytest.mark.slow
@@ -137,17 +197,35 @@ def test_what_goes_wrong_on_the_way_is_reported(trained, tmp_path, capsys):
     run, whole = str(trained / "run"), str(trained / "whole" / "run")
     for words, expected_text in (
         ([run, "--push", "so me/thing"], "is no name of a repository (ORG/NAME)"),
-        ([run, "--to", str(tmp_path / "here"), "--public"], "--public and --license are of a repository of the hub"),
-        ([run, "--weights", "ema"], "needs a folder to write to (--to DIR), or a repository of the hub"),
+        (
+            [run, "--to", str(tmp_path / "here"), "--public"],
+            "--public and --license are of a repository of the hub",
+        ),
+        (
+            [run, "--weights", "ema"],
+            "needs a folder to write to (--to DIR), or a repository of the hub",
+        ),
         ([whole, "--to", str(tmp_path / "here"), "--merged"], "the run trained no adapters"),
     ):
         assert main(["export", *words]) == 2 and expected_text in capsys.readouterr().err
     with Models(tmp_path / "hub") as hub:
         variables = hub.variables(tmp_path / "cache")
         wrong = [
-            ([run, "--push", "some/thing"], {"HF_TOKEN": ""}, "needs a token that may write to the hub"),
-            ([run, "--push", "some/thing"], {"HF_TOKEN": "guessed"}, "--push some/thing: the hub rejects it"),
-            ([run, "--push", "some/thing"], {"HF_ENDPOINT": "http://127.0.0.1:9"}, "the hub cannot be reached"),
+            (
+                [run, "--push", "some/thing"],
+                {"HF_TOKEN": ""},
+                "needs a token that may write to the hub",
+            ),
+            (
+                [run, "--push", "some/thing"],
+                {"HF_TOKEN": "guessed"},
+                "--push some/thing: the hub rejects it",
+            ),
+            (
+                [run, "--push", "some/thing"],
+                {"HF_ENDPOINT": "http://127.0.0.1:9"},
+                "the hub cannot be reached",
+            ),
         ]
         for words, more, expected_text in wrong:
             code, output = typed(["oneloop", "export", *words], tmp_path, variables | more)

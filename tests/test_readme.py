@@ -26,7 +26,11 @@ def programs(text: str) -> dict[str, str]:
     return dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.S))
 
 
-TYPED = [line.partition("   #")[0].strip() for line in README.splitlines() if "sines.py:Sines --duration" in line]
+TYPED = [
+    line.partition("   #")[0].strip()
+    for line in README.splitlines()
+    if "sines.py:Sines --duration" in line
+]
 
 
 @pytest.mark.parametrize("typed", TYPED)
@@ -35,7 +39,11 @@ def test_the_task_of_the_readme_trains(tmp_path, typed):
     options, words, _ = launch_options(shlex.split(typed)[2:])
     config = options[1].rpartition("/")[2].removesuffix(".yaml")
     run(train, words, ranks=2 if config == "ddp" else 1, config=config, folder=tmp_path).ok()
-    ended = json.loads((tmp_path / "runs" / ("on-two" if config == "ddp" else "sines") / "summary.json").read_text())
+    ended = json.loads(
+        (
+            tmp_path / "runs" / ("on-two" if config == "ddp" else "sines") / "summary.json"
+        ).read_text()
+    )
     assert ended["step"] == 313 and ended["eval/loss"] < 0.01
 
 
@@ -55,7 +63,9 @@ def test_the_programs_about_python(tmp_path):
     ((summary,),) = run(program, "calls.py", "summary", folder=tmp_path).ok()
     assert summary["exit_reason"] == "done"
     port = str(_free_port())  # two tests may run at a time
-    text = CALLS["two_processes.py"].replace("num_processes=2", f"num_processes=2, use_port={port!r}")
+    text = CALLS["two_processes.py"].replace(
+        "num_processes=2", f"num_processes=2, use_port={port!r}"
+    )
     (tmp_path / "two_processes.py").write_text(text)
     for name, run_folder in (("classes.py", "runs/line"), ("two_processes.py", "runs/on-two")):
         run(program, name, folder=tmp_path).ok()
@@ -69,7 +79,10 @@ def test_every_command_that_is_typed_somewhere_is_known():
     from oneloop.cli import COMMANDS
 
     for page, text in PAGES.items():
-        inside = "\n".join(re.findall(r"^```\n(.*?)^```", text, re.M | re.S) + re.findall(r"^    (.*)$", text, re.M))
+        inside = "\n".join(
+            re.findall(r"^```\n(.*?)^```", text, re.M | re.S)
+            + re.findall(r"^    (.*)$", text, re.M)
+        )
         for line in re.findall(r"^oneloop (.*)$", inside, re.M):
             command, *words = shlex.split(line.partition("   #")[0])
             assert command in COMMANDS, f"{page.name}: oneloop {line}"
@@ -100,7 +113,16 @@ def test_every_file_named_in_the_tree_exists():
 
 def test_the_site_builds_strictly_and_has_every_page(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "mkdocs",
+            "build",
+            "--quiet",
+            "--strict",
+            "--site-dir",
+            str(tmp_path),
+        ],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -111,13 +133,17 @@ def test_the_site_builds_strictly_and_has_every_page(tmp_path):
         name = page.relative_to(ROOT / "docs").with_suffix("")
         place = tmp_path / (name.parent if name.name == "index" else name) / "index.html"
         assert place.exists(), page
-    loop = html.unescape(re.sub("<[^>]+>", "", (tmp_path / "explanation" / "loop" / "index.html").read_text()))
+    loop = html.unescape(
+        re.sub("<[^>]+>", "", (tmp_path / "explanation" / "loop" / "index.html").read_text())
+    )
     source = (ROOT / "src/oneloop/train.py").read_text().split("# --8<-- [")
     assert source[1].startswith("start:loop]") and source[2].startswith("end:loop]")
     included = textwrap.dedent(source[1].partition("\n")[2].rpartition("\n")[0])
     assert all(line in loop for line in included.splitlines())
     reference = (tmp_path / "reference" / "ema" / "index.html").read_text()
-    assert "half_life" in reference and "Give exactly one of half_life, decay and power" in reference
+    assert (
+        "half_life" in reference and "Give exactly one of half_life, decay and power" in reference
+    )
     linked = {
         (page.parent / target).resolve()
         for page, text in PAGES.items()

@@ -36,7 +36,16 @@ SMALL = {
         "--eval.micro",
         "64",
     ],  # ragged: the last sample of each text is shorter
-    "llama": ["--task.layers", "1", "--task.width", "32", "--task.vocab", "512", "--task.data", "corpus"],  # packed
+    "llama": [
+        "--task.layers",
+        "1",
+        "--task.width",
+        "32",
+        "--task.vocab",
+        "512",
+        "--task.data",
+        "corpus",
+    ],  # packed
     "sft": ["--task.layers", "1", "--task.width", "32", "--task.length", "64"],  # packed
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
     "docstrings": ["--task.width", "32", "--task.length", "16", "--task.dropout", "0"],
@@ -75,7 +84,11 @@ def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
     for way, (config, ranks, words) in WAYS.items():
         run(
-            train, [recipe, *SGD, *SMALL[recipe], *words, "--run.dir", way], ranks=ranks, config=config, folder=corpus
+            train,
+            [recipe, *SGD, *SMALL[recipe], *words, "--run.dir", way],
+            ranks=ranks,
+            config=config,
+            folder=corpus,
         ).ok()
         weights[way] = load_file(corpus / way / "final" / "model.safetensors")
         lines = map(json.loads, (corpus / way / "metrics.jsonl").read_text().splitlines())
@@ -103,7 +116,9 @@ def test_accelerate_launch_as_typed(tmp_path, config):
         "--run.dir",
         "run",
     ]
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(
+        command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 3
     environment = json.loads((tmp_path / "run" / "environment.json").read_text())
@@ -122,7 +137,18 @@ def test_the_schedule_is_the_same_on_two_ranks_and_with_accumulation(tmp_path):
     for name, ranks, words in (("one", 1, []), ("two", 2, ["--batch.micro", "8"])):
         run(
             train,
-            ["digits", "--duration", "20", "--log.every", "1", "--track", "none", "--run.dir", name, *words],
+            [
+                "digits",
+                "--duration",
+                "20",
+                "--log.every",
+                "1",
+                "--track",
+                "none",
+                "--run.dir",
+                name,
+                *words,
+            ],
             ranks=ranks,
             folder=tmp_path,
         ).ok()
@@ -150,7 +176,9 @@ def test_the_packaged_recipes_read_and_print(capsys):
         read(["gpt", "--optimizer.name", "sgd", "--print_config"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
-    assert "momentum: 0.9" in printed and "betas" not in printed  # the betas of the recipe were AdamW's
+    assert (
+        "momentum: 0.9" in printed and "betas" not in printed
+    )  # the betas of the recipe were AdamW's
 
 
 def test_help_documents_every_key(capsys):
@@ -169,8 +197,18 @@ def test_help_documents_every_key(capsys):
 
 
 def test_what_is_typed_wins_over_the_file(tmp_path):
-    (tmp_path / "r.yaml").write_text("task: image_classification\nbatch: {size: 32}\nseed: 3\noptimizer: sgd\n")
-    recipe = read([str(tmp_path / "r.yaml"), "--batch.size=16", "--optimizer.nesterov", "--track", "tensorboard,wandb"])
+    (tmp_path / "r.yaml").write_text(
+        "task: image_classification\nbatch: {size: 32}\nseed: 3\noptimizer: sgd\n"
+    )
+    recipe = read(
+        [
+            str(tmp_path / "r.yaml"),
+            "--batch.size=16",
+            "--optimizer.nesterov",
+            "--track",
+            "tensorboard,wandb",
+        ]
+    )
     assert (recipe.batch.size, recipe.seed, recipe.optimizer.name) == (16, 3, "sgd")
     assert recipe.optimizer.options == {"momentum": 0.9, "nesterov": True}
     assert recipe.track == ("tensorboard", "wandb")

@@ -13,7 +13,9 @@ from small_models import fresh, gradients
 from worlds import run, train
 
 
-@pytest.mark.parametrize(("mode", "saved"), [("full", 0.6), ("every:2", 0.3), ("every:5", 0.05), ("selective", 0.3)])
+@pytest.mark.parametrize(
+    ("mode", "saved"), [("full", 0.6), ("every:2", 0.3), ("every:5", 0.05), ("selective", 0.3)]
+)
 def test_the_same_gradients_and_less_kept(mode, saved):
     expected, usual = gradients(fresh())
     model = fresh()
@@ -22,7 +24,11 @@ def test_the_same_gradients_and_less_kept(mode, saved):
     found, kept = gradients(model)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     # The recomputed blocks keep their inputs themselves; the hooks do not see them.
-    inputs = 0 if mode == "selective" else (12 if mode == "full" else 12 // int(mode[-1])) * 2 * 24 * 32 * 4
+    inputs = (
+        0
+        if mode == "selective"
+        else (12 if mode == "full" else 12 // int(mode[-1])) * 2 * 24 * 32 * 4
+    )
     assert kept + inputs < (1 - saved) * usual
     assert list(model.state_dict()) == names
 
@@ -63,7 +69,9 @@ def test_what_cannot_be_recomputed_is_rejected():
         recompute(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "full")
 
 
-@pytest.mark.parametrize(("ranks", "config"), [pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("ranks", "config"), [pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp2")]
+)
 def test_a_run_is_the_same_to_the_bit(tmp_path, ranks, config):
     words = [
         "gpt",

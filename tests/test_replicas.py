@@ -31,7 +31,9 @@ class Flipping(Ragged):
                 weight = dict(model.named_parameters())
                 name = next(name for name in weight if name.endswith("inner.bias"))
                 local = getattr(weight[name], "to_local", lambda: weight[name])()
-                local.detach().numpy().view("int32")[2] ^= 1 << self.bit  # in memory, where torch does not see it
+                local.detach().numpy().view("int32")[2] ^= (
+                    1 << self.bit
+                )  # in memory, where torch does not see it
         return super().loss(model, batch)
 
 
@@ -55,8 +57,12 @@ WORDS = [
 
 @pytest.mark.parametrize(("ranks", "config", "at"), [(2, "ddp", 1), (3, "ddp", 0), (4, "hsdp", 3)])
 def test_one_flipped_bit_is_found_and_named(tmp_path, ranks, config, at):
-    tried = 4 + 2 * (config == "hsdp")  # with several units, each of two samples is also tried alone
-    (tmp_path / "r.yaml").write_text(f"task: {{name: test_replicas.Flipping, rank: {at}, tried: {tried}}}\n")
+    tried = 4 + 2 * (
+        config == "hsdp"
+    )  # with several units, each of two samples is also tried alone
+    (tmp_path / "r.yaml").write_text(
+        f"task: {{name: test_replicas.Flipping, rank: {at}, tried: {tried}}}\n"
+    )
     size = ["--batch.size", "12"] if ranks == 3 else []
     world = run(train, ["r.yaml", *WORDS, *size], ranks=ranks, config=config, folder=tmp_path)
     assert set(world.codes) == {1}
@@ -67,9 +73,13 @@ def test_one_flipped_bit_is_found_and_named(tmp_path, ranks, config, at):
 def test_sound_replicas_continue_and_fsdp2_states_that_it_has_none(tmp_path):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     for ranks, config in ((2, "ddp"), (2, "fsdp2")):
-        world = run(train, ["r.yaml", *WORDS[:-1], config], ranks=ranks, config=config, folder=tmp_path)
+        world = run(
+            train, ["r.yaml", *WORDS[:-1], config], ranks=ranks, config=config, folder=tmp_path
+        )
         world.ok()
-        assert ("there are no replicas to compare" if config == "fsdp2" else "every 3 steps") in world.output
+        assert (
+            "there are no replicas to compare" if config == "fsdp2" else "every 3 steps"
+        ) in world.output
 
 
 def test_every_bit_of_every_type_counts():

@@ -44,7 +44,18 @@ GPT = [
     "4",
 ]
 DIGITS = ["digits", "--duration", "30", "--batch.micro", "32", "--task.width", "8"]
-COMMON = ["--log.every", "5", "--eval.every", "10", "--save.every", "10", "--ema.half_life", "10", "--track", "none"]
+COMMON = [
+    "--log.every",
+    "5",
+    "--eval.every",
+    "10",
+    "--save.every",
+    "10",
+    "--ema.half_life",
+    "10",
+    "--track",
+    "none",
+]
 
 
 def killed(words: list[str], step: int) -> None:
@@ -114,7 +125,9 @@ def opened(browser, page: Path) -> list[dict]:
     assert browser.get_log("browser") == []
     messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
     asked = [
-        message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"
+        message["params"]["request"]["url"]
+        for message in messages
+        if message["method"] == "Network.requestWillBeSent"
     ]
     assert [url for url in asked if not url.startswith(("data:", "chrome://"))] == [page.as_uri()]
     return browser.execute_script(
@@ -125,19 +138,26 @@ def opened(browser, page: Path) -> list[dict]:
 
 def logged(folder: Path, figure: str, weights: str | None = None) -> tuple[list, list]:
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    found = [line for line in lines if figure in line and (weights is None or line["weights"] == weights)]
+    found = [
+        line for line in lines if figure in line and (weights is None or line["weights"] == weights)
+    ]
     return [line["step"] for line in found], [line[figure] for line in found]
 
 
 def check(charts: list[dict], folder: Path, *, quality: str, tokens: bool) -> None:
-    by_title = {chart["title"]: {trace["name"]: trace for trace in chart["data"]} for chart in charts}
+    by_title = {
+        chart["title"]: {trace["name"]: trace for trace in chart["data"]} for chart in charts
+    }
     expected = {
         (LOSS, "train/loss"): ("train/loss", None),
         (LOSS, "eval/loss"): ("eval/loss", "raw"),
         (LOSS, "eval/loss (ema)"): ("eval/loss", "ema"),
         ("Learning rate", "lr"): ("train/lr", None),
         ("Gradient norm, before clipping", "grad_norm"): ("train/grad_norm", None),
-        (quality.replace("_", " ").capitalize(), f"eval/{quality} (ema)"): (f"eval/{quality}", "ema"),
+        (quality.replace("_", " ").capitalize(), f"eval/{quality} (ema)"): (
+            f"eval/{quality}",
+            "ema",
+        ),
         ("Gradient noise scale, in samples", "noise_scale"): ("train/noise_scale", None),
         ("MFU: share of the device's peak FLOP/s (0 to 1)", "mfu"): ("speed/mfu", None),
         ("Shares of the time between log lines", "data"): ("share/data", None),
@@ -153,10 +173,20 @@ def check(charts: list[dict], folder: Path, *, quality: str, tokens: bool) -> No
 
 @needs_chromium
 def test_every_chart_has_its_data(folder, browser):
-    check(opened(browser, folder / "digits" / "report.html"), folder / "digits", quality="accuracy", tokens=False)
+    check(
+        opened(browser, folder / "digits" / "report.html"),
+        folder / "digits",
+        quality="accuracy",
+        tokens=False,
+    )
     text = browser.execute_script("return document.body.innerText")
     assert "done" in text and "--task.width 8" in text and "noise scale: " in text
-    check(opened(browser, folder / "gpt" / "report.html"), folder / "gpt", quality="bits_per_byte", tokens=True)
+    check(
+        opened(browser, folder / "gpt" / "report.html"),
+        folder / "gpt",
+        quality="bits_per_byte",
+        tokens=True,
+    )
 
 
 @needs_chromium
@@ -167,15 +197,23 @@ def test_a_run_that_was_killed_five_times_is_one_curve_with_five_marks(folder, b
     assert traces["train/loss"]["x"] == steps == list(range(5, 65, 5))
     assert traces["train/loss"]["y"] == losses, "the curve is not that of the run left alone"
     assert len(traces["resume"]["x"]) == 5 and max(traces["resume"]["x"]) >= 45
-    assert traces["save"]["x"][-1] == 60 and len(set(traces["save"]["x"])) == len(traces["save"]["x"])
+    assert traces["save"]["x"][-1] == 60 and len(set(traces["save"]["x"])) == len(
+        traces["save"]["x"]
+    )
 
 
 @needs_chromium
 def test_samples_mistakes_and_confusion_are_on_the_page(folder, browser):
-    charts = {chart["title"]: chart["data"] for chart in opened(browser, folder / "digits" / "report.html")}
+    charts = {
+        chart["title"]: chart["data"]
+        for chart in opened(browser, folder / "digits" / "report.html")
+    }
     examples = json.loads((folder / "digits" / "examples.json").read_text())
     (matrix,) = charts["Confusion of the validation set: rows are the true classes"]
-    assert matrix["counts"] == examples["confusion"]["counts"] and matrix["x"] == examples["confusion"]["classes"]
+    assert (
+        matrix["counts"] == examples["confusion"]["counts"]
+        and matrix["x"] == examples["confusion"]["classes"]
+    )
     pictures = browser.execute_script(
         "return [...document.querySelectorAll('.samples img')].map(i => [i.alt, i.naturalWidth])"
     )
@@ -186,8 +224,13 @@ def test_samples_mistakes_and_confusion_are_on_the_page(folder, browser):
     ]
     opened(browser, folder / "gpt" / "report.html")
     text = browser.execute_script("return document.body.innerText")
-    assert "Generated texts, at step 30" in text and "Validation samples with the largest losses, at step 30" in text
-    shaded = browser.execute_script("return [...document.querySelectorAll('.samples pre span[style]')].length")
+    assert (
+        "Generated texts, at step 30" in text
+        and "Validation samples with the largest losses, at step 30" in text
+    )
+    shaded = browser.execute_script(
+        "return [...document.querySelectorAll('.samples pre span[style]')].length"
+    )
     assert shaded > 50 and len(browser.find_elements("css selector", ".samples mark")) == 8
 
 
@@ -230,14 +273,22 @@ def test_two_runs_are_laid_over_one_another(folder, browser, capsys):
         for title, (figure, trace, weights) in expected.items():
             drawn = next(one for one in charts[title] if one["name"] == f"{name} {trace}")
             steps, values = logged(folder / name, figure, weights)
-            assert steps and drawn["x"] == steps and drawn["y"] == pytest.approx(values), (name, title)
+            assert steps and drawn["x"] == steps and drawn["y"] == pytest.approx(values), (
+                name,
+                title,
+            )
         titles = (
             f"Shares of the time between log lines: {name}",
             f"Confusion of the validation set: rows are the true classes: {name}",
         )
         assert all(title in charts for title in titles)
     text = browser.execute_script("return document.body.innerText")
-    assert "optimizer.lr" in text and "0.003" in text and "0.001" in text and "Differences between the recipes" in text
+    assert (
+        "optimizer.lr" in text
+        and "0.003" in text
+        and "0.001" in text
+        and "Differences between the recipes" in text
+    )
 
 
 @needs_chromium
@@ -251,8 +302,23 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
         "Emulation.setDeviceMetricsOverride",
         {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600},
     )
-    assert main(["report", str(folder / "digits"), str(folder / "other"), "--to", str(folder / "both.html")]) == 0
-    for page in (folder / "both.html", folder / "gpt" / "report.html", folder / "digits" / "report.html"):
+    assert (
+        main(
+            [
+                "report",
+                str(folder / "digits"),
+                str(folder / "other"),
+                "--to",
+                str(folder / "both.html"),
+            ]
+        )
+        == 0
+    )
+    for page in (
+        folder / "both.html",
+        folder / "gpt" / "report.html",
+        folder / "digits" / "report.html",
+    ):
         opened(browser, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
         plots = "return [...document.querySelectorAll('.chart')].map(chart => chart._fullLayout._size.h)"
@@ -262,7 +328,9 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
         ".reduce((a, b) => a + +b, 0); return [rgb(s.backgroundColor), rgb(s.color)]"
     )
     assert (ground < 150 and ink > 600) if dark else (ground > 700 and ink < 200)
-    axis = browser.execute_script("return getComputedStyle(document.querySelector('.xtick text')).fill")
+    axis = browser.execute_script(
+        "return getComputedStyle(document.querySelector('.xtick text')).fill"
+    )
     assert (sum(int(part) for part in axis[4:-1].split(",")[:3]) > 500) == dark
     for chart in browser.find_elements("css selector", ".chart"):
         assert chart.get_attribute("aria-label").startswith("Chart: ")
@@ -277,19 +345,27 @@ def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
     lines = [{"step": step, "train/loss": 1.0 / step, "train/lr": 3e-3} for step in (2, 4, 6)]
     lines += [{"step": 6, "eval/accuracy": 0.9, "weights": "raw"}, {"step": 4, "event": "save"}]
     lines += [{"step": step, "memory/peak_gib": value} for step, value in ((4, 0.5), (6, 0.7))]
-    lines += [{"step": step, "share/data": share} for step, share in ((2, 0.5), (4, "nan"), (6, 0.25))]
+    lines += [
+        {"step": step, "share/data": share} for step, share in ((2, 0.5), (4, "nan"), (6, 0.25))
+    ]
     lines += [{"step": 5, "event": "resume"}, {"step": 6, "event": "save"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     drawn = {chart["title"]: chart for chart in charts([read_record(tmp_path)])}
     (shares,) = drawn.pop("Shares of the time between log lines")["data"]
     assert shares["y"] == [0.5, None, 0.25]
-    assert list(drawn) == [LOSS, "Accuracy (1 point)", "Peak memory in GiB (on a GPU its own, else RAM) (2 points)"]
+    assert list(drawn) == [
+        LOSS,
+        "Accuracy (1 point)",
+        "Peak memory in GiB (on a GPU its own, else RAM) (2 points)",
+    ]
     low, high = drawn["Accuracy (1 point)"]["layout"]["yaxis"]["range"]
     assert low < 0.9 < high and high - low < 0.5
     marks = {trace["name"]: trace for trace in drawn[LOSS]["data"] if trace.get("yaxis") == "y2"}
     assert marks["save"]["x"] == [4, 6] and marks["resume"]["x"] == [5]
     layout = drawn[LOSS]["layout"]
-    assert layout["yaxis2"]["domain"][1] < layout["yaxis"]["domain"][0], "the marks are not below the curves"
+    assert layout["yaxis2"]["domain"][1] < layout["yaxis"]["domain"][0], (
+        "the marks are not below the curves"
+    )
     assert "<dt>learning rate</dt><dd>0.003</dd>" in report([tmp_path])
 
 
@@ -308,7 +384,9 @@ def test_names_cannot_run_code_in_the_page(tmp_path):
 
     folder = tmp_path / "<script>alert(1)<"
     folder.mkdir()
-    (folder / "metrics.jsonl").write_text('{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": "nan"}\n')
+    (folder / "metrics.jsonl").write_text(
+        '{"step": 1, "train/loss": 2.0}\n{"step": 2, "train/loss": "nan"}\n'
+    )
     (folder / "recipe.yaml").write_text("task: {name: '</script><script>alert(2)</script>'}\n")
     page = report([folder])
     assert "<script>alert" not in page
@@ -338,16 +416,49 @@ def hostile(folder: Path) -> None:
         for step in (1, 2)
     ]
     lines += [
-        {"step": step, "event": kind, "why": evil("why")} for step in (1, 2) for kind in ("save", "resume", "skip")
+        {"step": step, "event": kind, "why": evil("why")}
+        for step in (1, 2)
+        for kind in ("save", "resume", "skip")
     ]
     for step in (1, 2, 3):
-        lines.append({"step": step, "train/loss": 1.0 / step, f"train/{evil('figure')}": 2.0, "share/data": 0.5})
-        lines.append({"step": step, "eval/loss": 0.5, f"eval/{evil('metric')}": 1.0, "weights": evil("weights")})
-        lines.append({"step": step, f"{evil('set')}/loss": 1.0, "weights": "raw", "train/lr": evil("lr"), "x/y": [1]})
+        lines.append(
+            {
+                "step": step,
+                "train/loss": 1.0 / step,
+                f"train/{evil('figure')}": 2.0,
+                "share/data": 0.5,
+            }
+        )
+        lines.append(
+            {
+                "step": step,
+                "eval/loss": 0.5,
+                f"eval/{evil('metric')}": 1.0,
+                "weights": evil("weights"),
+            }
+        )
+        lines.append(
+            {
+                "step": step,
+                f"{evil('set')}/loss": 1.0,
+                "weights": "raw",
+                "train/lr": evil("lr"),
+                "x/y": [1],
+            }
+        )
     lines += [{"step": evil("step")}, {"step": 4, "event": [1]}, {"step": 4, "weights": {}}, [], 7]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    sample = {"index": evil("index"), "worst": False, "loss": evil("loss"), "target": evil("target")}
-    sample |= {"prediction": evil("prediction"), "confidence": evil("confidence"), "right": evil("right")}
+    sample = {
+        "index": evil("index"),
+        "worst": False,
+        "loss": evil("loss"),
+        "target": evil("target"),
+    }
+    sample |= {
+        "prediction": evil("prediction"),
+        "confidence": evil("confidence"),
+        "right": evil("right"),
+    }
     samples = [
         {**sample, "image": evil("image")},
         {**sample, "image": "https://example.com/a.png"},
@@ -362,11 +473,21 @@ def hostile(folder: Path) -> None:
         json.dumps({"step": evil("step"), "samples": samples, "confusion": confusion})
     )
     best = {"metric": evil("metric"), "value": evil("value"), "step": evil("step")}
-    summary = {"exit_reason": evil("reason"), "step": evil("step"), "seconds": evil("seconds"), "best": best}
+    summary = {
+        "exit_reason": evil("reason"),
+        "step": evil("step"),
+        "seconds": evil("seconds"),
+        "best": best,
+    }
     summary |= {f"eval/{evil('summary')}": 1.0, "time": evil("time"), "noise_scale": evil("noise")}
     (folder / "summary.json").write_text(json.dumps(summary))
-    (folder / "recipe.yaml").write_text(json.dumps({"task": {"name": evil("task"), evil("option"): evil("set")}}))
-    about = {"command": [evil("a"), evil("b")], "accelerate": {"ACCELERATE_MIXED_PRECISION": evil("bf16")}}
+    (folder / "recipe.yaml").write_text(
+        json.dumps({"task": {"name": evil("task"), evil("option"): evil("set")}})
+    )
+    about = {
+        "command": [evil("a"), evil("b")],
+        "accelerate": {"ACCELERATE_MIXED_PRECISION": evil("bf16")},
+    }
     (folder / "environment.json").write_text(
         json.dumps({**about, "processes": evil("processes"), evil("k"): evil("v")})
     )
@@ -382,11 +503,16 @@ def test_no_script_of_a_hostile_folder_runs(tmp_path, browser):
         assert main(["report", *words, "--to", str(page)]) == 0
         charts = opened(browser, page)  # nothing fetched, no error on the console
         assert len(charts) > 5
-        browser.execute_script("document.querySelectorAll('details').forEach(one => one.open = true)")
+        browser.execute_script(
+            "document.querySelectorAll('details').forEach(one => one.open = true)"
+        )
         assert browser.execute_script("return window.ran") is None
         assert browser.execute_script("return document.querySelectorAll('script').length") == 3
         assert (
-            browser.execute_script("return document.querySelectorAll('[onerror], [onload], [onmouseover]').length") == 0
+            browser.execute_script(
+                "return document.querySelectorAll('[onerror], [onload], [onmouseover]').length"
+            )
+            == 0
         )
         links = browser.execute_script(
             "return [...document.querySelectorAll('a')].map("
@@ -404,4 +530,6 @@ def test_a_script_that_came_into_the_page_would_not_run(tmp_path, browser):
     page.write_text(page.read_text().replace("</main>", "<script>window.ran = 1</script></main>"))
     browser.get(page.as_uri())
     assert browser.execute_script("return window.ran") is None
-    assert any("Content Security Policy" in entry["message"] for entry in browser.get_log("browser"))
+    assert any(
+        "Content Security Policy" in entry["message"] for entry in browser.get_log("browser")
+    )

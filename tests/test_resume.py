@@ -84,7 +84,9 @@ def test_a_resumed_run_is_the_run_left_alone(tmp_path, recipe, ranks, config, op
     run(train, [*words, "--run.dir", "alone"], ranks=ranks, config=config, folder=tmp_path).ok()
     for step in (2, 14):
         cut(tmp_path / "alone", tmp_path / str(step), step)
-        world = run(train, [*words, "--run.dir", str(step)], ranks=ranks, config=config, folder=tmp_path)
+        world = run(
+            train, [*words, "--run.dir", str(step)], ranks=ranks, config=config, folder=tmp_path
+        )
         world.ok()
         assert f"resuming from {step}/checkpoints/step-{step:08d}" in world.output
         same(tmp_path / "alone", tmp_path / str(step))
@@ -131,15 +133,34 @@ def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, 
 def test_elastic_worlds_see_the_same_samples_and_losses(tmp_path, recipe):
     ids = {}
     for dtype, bound in (("float64", 1e-9), ("float32", 1e-5)):
-        words = [recipe, "--task.dropout", "0", "--machine.dtype", dtype, "--log.every", "1", "--duration", "40"]
+        words = [
+            recipe,
+            "--task.dropout",
+            "0",
+            "--machine.dtype",
+            dtype,
+            "--log.every",
+            "1",
+            "--duration",
+            "40",
+        ]
         alone = tmp_path / dtype
         alone.mkdir()
         run(
-            train, [*words, "--run.dir", str(alone / "run")], folder=tmp_path, variables={"TINY_FOLDER": str(alone)}
+            train,
+            [*words, "--run.dir", str(alone / "run")],
+            folder=tmp_path,
+            variables={"TINY_FOLDER": str(alone)},
         ).ok()
         elastic = tmp_path / f"{dtype}-elastic"
         elastic.mkdir()
-        legs = [(2, "ddp", 9), (1, "single", 16), (4, "ddp", 22), (2, "fsdp2", 31), (1, "single", 40)]
+        legs = [
+            (2, "ddp", 9),
+            (1, "single", 16),
+            (4, "ddp", 22),
+            (2, "fsdp2", 31),
+            (1, "single", 40),
+        ]
         by_step = {}
         for number, (ranks, config, until) in enumerate(legs):
             here = elastic / str(number)
@@ -161,7 +182,8 @@ def test_elastic_worlds_see_the_same_samples_and_losses(tmp_path, recipe):
         expected = steps_of(alone, 1, 0)
         assert all(sorted(by_step[step]) == sorted(expected[step]) for step in range(40))
         losses = [
-            [line["train/loss"] for line in metrics(one / "run") if "train/loss" in line] for one in (alone, elastic)
+            [line["train/loss"] for line in metrics(one / "run") if "train/loss" in line]
+            for one in (alone, elastic)
         ]
         assert len(losses[0]) == 40 and furthest(losses[1], losses[0]) < bound
         assert distance(weights(elastic / "run"), weights(alone / "run")) < bound
@@ -173,7 +195,10 @@ def steps_of(folder: Path, ranks: int, first: int) -> dict[int, list[int]]:
     share = 8 // ranks
     by_rank = [drawn(folder, rank, micro=share) for rank in range(ranks)]
     count = min(len(one) for one in by_rank) // share
-    return {first + n: [i for one in by_rank for i in one[n * share : (n + 1) * share]] for n in range(count)}
+    return {
+        first + n: [i for one in by_rank for i in one[n * share : (n + 1) * share]]
+        for n in range(count)
+    }
 
 
 def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path, recipe):
@@ -185,13 +210,23 @@ def test_a_damaged_checkpoint_is_reported_and_passed_over(tmp_path, recipe):
     file.write_bytes(content)
     world = run(train, [recipe, "--run.dir", "hurt"], folder=tmp_path)
     world.ok()
-    assert "rank-00000.safetensors: expected checksum" in world.output and "resuming from" in world.output
-    assert "step-00000019" in world.output and (tmp_path / "hurt" / "checkpoints" / "bad-step-00000020").is_dir()
+    assert (
+        "rank-00000.safetensors: expected checksum" in world.output
+        and "resuming from" in world.output
+    )
+    assert (
+        "step-00000019" in world.output
+        and (tmp_path / "hurt" / "checkpoints" / "bad-step-00000020").is_dir()
+    )
     same(tmp_path / "alone", tmp_path / "hurt")
 
 
 def test_where_none_is_good_nothing_is_started_afresh(tmp_path, recipe):
-    run(train, [recipe, "--save.every", "0", "--run.dir", "hurt", "--save.best", "false"], folder=tmp_path).ok()
+    run(
+        train,
+        [recipe, "--save.every", "0", "--run.dir", "hurt", "--save.best", "false"],
+        folder=tmp_path,
+    ).ok()
     back_to(tmp_path / "hurt", 30)
     (only,) = Store(tmp_path / "hurt" / "checkpoints").sealed()
     (only / "state.json").write_text("{}")
@@ -202,13 +237,21 @@ def test_where_none_is_good_nothing_is_started_afresh(tmp_path, recipe):
 
 def test_what_may_change_and_what_not(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
-    again = run(train, [recipe, "--run.dir", "a", "--batch.micro", "4", "--log.every", "5"], folder=tmp_path)
+    again = run(
+        train, [recipe, "--run.dir", "a", "--batch.micro", "4", "--log.every", "5"], folder=tmp_path
+    )
     assert again.codes == [0] and "finished at step 30: nothing to do" in again.output
     changed = run(train, [recipe, "--run.dir", "a", "--optimizer.lr", "0.5"], folder=tmp_path)
     assert changed.codes == [2] and "optimizer.lr: 0.001 -> 0.5" in changed.output
     longer = run(train, [recipe, "--run.dir", "a", "--duration", "33"], folder=tmp_path)
-    assert longer.codes == [2] and "duration: '30' -> '33'" in longer.output  # its cosine would end elsewhere
-    accepted = run(train, [recipe, "--run.dir", "a", "--duration", "33", "--run.accept_changes"], folder=tmp_path)
+    assert (
+        longer.codes == [2] and "duration: '30' -> '33'" in longer.output
+    )  # its cosine would end elsewhere
+    accepted = run(
+        train,
+        [recipe, "--run.dir", "a", "--duration", "33", "--run.accept_changes"],
+        folder=tmp_path,
+    )
     accepted.ok()
     assert "resuming from a/checkpoints/step-00000030" in accepted.output
     never = run(train, [recipe, "--run.dir", "a", "--run.resume", "never"], folder=tmp_path)
@@ -223,7 +266,10 @@ def test_a_checkpoints_path_starts_another_run(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
     path = "a/checkpoints/step-00000020"
     run(train, [recipe, "--run.dir", "b", "--run.resume", path], folder=tmp_path).ok()
-    assert all(torch.equal(x, y) for x, y in zip(weights(tmp_path / "a").values(), weights(tmp_path / "b").values()))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(weights(tmp_path / "a").values(), weights(tmp_path / "b").values())
+    )
     back_to(tmp_path / "a", 25)
     rejected = run(train, [recipe, "--run.dir", "a", "--run.resume", path], folder=tmp_path)
     assert rejected.codes == [2] and "step-00000025, which would be lost" in rejected.output
@@ -250,7 +296,9 @@ def test_a_stop_file_and_a_time_limit_stop_and_the_next_start_continues(tmp_path
         "0",
     ]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
-    stopped = run(train, [*words, "--run.dir", "a", "--stop.after", "0.1s"], ranks=2, folder=tmp_path)
+    stopped = run(
+        train, [*words, "--run.dir", "a", "--stop.after", "0.1s"], ranks=2, folder=tmp_path
+    )
     assert stopped.codes == [75, 75], stopped.output
     ended = json.loads((tmp_path / "a" / "summary.json").read_text())
     assert ended["exit_code"] == 75 and "stop.after" in ended["exit_reason"] and ended["step"] < 120
@@ -274,11 +322,21 @@ def test_a_stop_in_an_evaluation_repeats_it(tmp_path, recipe):
 
 
 def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe):
-    world = run(_on_a_small_disk, [recipe, "--run.dir", "a", "--save.max_failures", "2"], 100, folder=tmp_path)
+    world = run(
+        _on_a_small_disk,
+        [recipe, "--run.dir", "a", "--save.max_failures", "2"],
+        100,
+        folder=tmp_path,
+    )
     assert world.codes == [1] and world.output.count("SAVE FAILED") == 2
-    assert "saves in a row have failed" in json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
+    assert (
+        "saves in a row have failed"
+        in json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
+    )
     sealed = Store(tmp_path / "a" / "checkpoints").sealed()
-    assert sealed and all(problems(path) == [] for path in sealed)  # earlier checkpoints stayed intact
+    assert sealed and all(
+        problems(path) == [] for path in sealed
+    )  # earlier checkpoints stayed intact
     run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
     run(train, [recipe, "--run.dir", "alone"], folder=tmp_path).ok()
     same(tmp_path / "alone", tmp_path / "a")
@@ -294,7 +352,9 @@ def _on_a_small_disk(words: list[str], least: int) -> None:
 
     def limited(self, step, *args, **kwargs):
         if step == 6:
-            resource.prlimit(self.saving._process._process.pid, resource.RLIMIT_FSIZE, (least, least))
+            resource.prlimit(
+                self.saving._process._process.pid, resource.RLIMIT_FSIZE, (least, least)
+            )
         return save(self, step, *args, **kwargs)
 
     checkpoints.Checkpoints.save = limited
@@ -310,7 +370,11 @@ def test_a_pickle_in_place_of_any_file_is_never_run(tmp_path, recipe):
 
     run(train, [recipe, "--run.dir", "alone", "--save.keep", "1"], folder=tmp_path).ok()
     cut(tmp_path / "alone", tmp_path / "cut", 30)
-    files = [path.relative_to(tmp_path / "cut") for path in (tmp_path / "cut").rglob("*") if path.is_file()]
+    files = [
+        path.relative_to(tmp_path / "cut")
+        for path in (tmp_path / "cut").rglob("*")
+        if path.is_file()
+    ]
     assert len(files) > 5
     for number, file in enumerate(files):
         hurt = tmp_path / f"hurt{number}"
@@ -360,7 +424,9 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
         "--track",
         "none",
     ]
-    launcher = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    launcher = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
     began = time.monotonic()
     while not (tmp_path / "run" / "metrics.jsonl").exists():
         assert launcher.poll() is None and time.monotonic() - began < 90
@@ -375,7 +441,9 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
         timeout=60,
         check=False,
     )
-    assert rejected.returncode == 2 and "is in use by process" in rejected.stderr  # the first run is undisturbed
+    assert (
+        rejected.returncode == 2 and "is in use by process" in rejected.stderr
+    )  # the first run is undisturbed
     assert launcher.poll() is None
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
@@ -403,7 +471,9 @@ def test_chaos(config):
         timeout=250,
         check=False,
     )
-    assert chaos and made.returncode == 0 and "5 of 5 kills resumed" in made.stdout, made.stdout + made.stderr
+    assert chaos and made.returncode == 0 and "5 of 5 kills resumed" in made.stdout, (
+        made.stdout + made.stderr
+    )
 
 
 @pytest.mark.slow
@@ -423,4 +493,6 @@ def test_a_hundred_kills(config):
         text=True,
         check=False,
     )
-    assert made.returncode == 0 and "100 of 100 kills resumed" in made.stdout, made.stdout[-3000:] + made.stderr[-3000:]
+    assert made.returncode == 0 and "100 of 100 kills resumed" in made.stdout, (
+        made.stdout[-3000:] + made.stderr[-3000:]
+    )

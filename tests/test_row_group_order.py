@@ -7,7 +7,13 @@ import pytest
 
 from oneloop.data.row_group_order import Windows
 
-CASES = [([5, 3, 9, 1], 2, 4), ([7], 1, 3), ([0, 5, 0, 4], 2, 4), ([50] * 40, 16, 32), ([1, 200, 3, 70] * 30, 24, 24)]
+CASES = [
+    ([5, 3, 9, 1], 2, 4),
+    ([7], 1, 3),
+    ([0, 5, 0, 4], 2, 4),
+    ([50] * 40, 16, 32),
+    ([1, 200, 3, 70] * 30, 24, 24),
+]
 
 
 @pytest.mark.parametrize(("sizes", "held", "batch"), CASES)
@@ -16,13 +22,20 @@ def test_every_epoch_is_a_new_permutation_found_at_any_position(sizes, held, bat
     epochs, whole = order[0 : 4 * order.size]
     for epoch in range(4):
         here = slice(epoch * order.size, (epoch + 1) * order.size)
-        assert (epochs[here] == epoch).all() and sorted(whole[here].tolist()) == list(range(order.size))
+        assert (epochs[here] == epoch).all() and sorted(whole[here].tolist()) == list(
+            range(order.size)
+        )
     for start in range(0, 4 * order.size - 13, 1 + order.size // 7):
-        again = Windows(sizes, seed=1, open_groups=held, batch=batch)  # a new object, without state of earlier calls
+        again = Windows(
+            sizes, seed=1, open_groups=held, batch=batch
+        )  # a new object, without state of earlier calls
         assert again[start : start + 13][1].tolist() == whole[start : start + 13].tolist()
     if order.size > 9:
         assert whole[: order.size].tolist() != whole[order.size : 2 * order.size].tolist()
-        assert whole.tolist() != Windows(sizes, seed=2, open_groups=held, batch=batch)[0 : 4 * order.size][1].tolist()
+        assert (
+            whole.tolist()
+            != Windows(sizes, seed=2, open_groups=held, batch=batch)[0 : 4 * order.size][1].tolist()
+        )
 
 
 def test_the_order_is_a_golden_value():
@@ -38,7 +51,9 @@ def test_few_groups_are_open_at_a_time():
     order = Windows([rows] * groups, seed=0, open_groups=held, batch=64)
     assert (order.lanes, order.window) == (4, 8)
     indices = order[0 : order.size][1] // rows
-    for start in range(0, order.size - 800, 800):  # each lane has 200 of these, a quarter of a window
+    for start in range(
+        0, order.size - 800, 800
+    ):  # each lane has 200 of these, a quarter of a window
         assert len(set(indices[start : start + 800].tolist())) <= 2 * held
     left = []  # a group is not reopened, except those that two lanes share
     for group in range(groups):

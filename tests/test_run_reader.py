@@ -43,12 +43,26 @@ def test_what_lands_on_disk(tmp_path, recipe):
     names = {path.name for path in folder.iterdir()}
     assert {"recipe.yaml", "environment.json", "metrics.jsonl", "summary.json", "final"} <= names
     assert list(folder.rglob("events.out.tfevents*"))
-    assert yaml.safe_load((folder / "recipe.yaml").read_text())["batch"] == {"size": 8, "micro": None, "grain": None}
-    assert json.loads((folder / "environment.json").read_text())["versions"]["torch"] in torch.__version__
+    assert yaml.safe_load((folder / "recipe.yaml").read_text())["batch"] == {
+        "size": 8,
+        "micro": None,
+        "grain": None,
+    }
+    assert (
+        json.loads((folder / "environment.json").read_text())["versions"]["torch"]
+        in torch.__version__
+    )
     ended = summary(folder)
-    assert (ended["exit_reason"], ended["exit_code"], ended["step"], ended["samples"]) == ("done", 0, 30, 240)
+    assert (ended["exit_reason"], ended["exit_code"], ended["step"], ended["samples"]) == (
+        "done",
+        0,
+        30,
+        240,
+    )
     assert ended["tokens"] == lines(folder)[-1]["tokens"]
-    assert ended["best"]["value"] == min(line["eval/loss"] for line in lines(folder) if "eval/loss" in line)
+    assert ended["best"]["value"] == min(
+        line["eval/loss"] for line in lines(folder) if "eval/loss" in line
+    )
     assert [line["step"] for line in lines(folder) if "train/loss" in line] == [10, 20, 30]
     assert "batch 8 = 1 ranks x 1 micro-batches x 8; 30 steps" in world.output
     assert "step 30/30" in world.output
@@ -58,7 +72,9 @@ def test_a_resolved_recipe_repeats_the_run(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "a", "--optimizer.betas", "[0.8, 0.9]"], folder=tmp_path).ok()
     run(train, ["a/recipe.yaml", "--run.dir", "b"], folder=tmp_path).ok()
     first, second = (load_file(tmp_path / one / "final" / "model.safetensors") for one in "ab")
-    assert all(torch.equal(first[name], second[name]) for name in first)  # the same layout: bit-identical
+    assert all(
+        torch.equal(first[name], second[name]) for name in first
+    )  # the same layout: bit-identical
 
 
 def test_a_finished_run_reports_it_and_another_recipe_is_rejected(tmp_path, recipe):
@@ -75,12 +91,19 @@ def test_init_from_takes_the_weights_of_another_run(tmp_path, recipe):
     run(train, [recipe, "--init.from", "a", *frozen], folder=tmp_path).ok()
     first, second = (load_file(tmp_path / one / "final" / "model.safetensors") for one in "ab")
     assert all(torch.equal(first[name], second[name]) for name in first)
-    wrong = run(train, [recipe, "--init.from", "a", "--task.width", "16", "--run.dir", "c"], folder=tmp_path)
+    wrong = run(
+        train, [recipe, "--init.from", "a", "--task.width", "16", "--run.dir", "c"], folder=tmp_path
+    )
     assert wrong.codes == [2] and "other shape" in wrong.output and not (tmp_path / "c").exists()
 
 
 def test_overfit_trains_on_those_samples_only(tmp_path, recipe):
-    run(train, [recipe, "--debug.overfit", "3"], folder=tmp_path, variables={"TINY_FOLDER": str(tmp_path)}).ok()
+    run(
+        train,
+        [recipe, "--debug.overfit", "3"],
+        folder=tmp_path,
+        variables={"TINY_FOLDER": str(tmp_path)},
+    ).ok()
     assert set((tmp_path / "drawn-0.txt").read_text().split()) == {"0", "1", "2"}
 
 
@@ -139,7 +162,9 @@ def test_plateau_lowers_the_rate(tmp_path, recipe):
         "9",
     ]
     run(train, words, folder=tmp_path).ok()
-    rates = [line["train/lr"] for line in lines(tmp_path / "runs" / "tiny_run") if "train/lr" in line]
+    rates = [
+        line["train/lr"] for line in lines(tmp_path / "runs" / "tiny_run") if "train/lr" in line
+    ]
     assert rates[0] == 1e-12 and min(rates) <= 0.5e-12
 
 
@@ -166,7 +191,8 @@ def _trainers(parent: int) -> list[int]:
     return [
         child.pid
         for child in children
-        if "oneloop.train" in " ".join(child.cmdline()) and "accelerate" not in " ".join(child.cmdline())
+        if "oneloop.train" in " ".join(child.cmdline())
+        and "accelerate" not in " ".join(child.cmdline())
     ]
 
 
@@ -197,7 +223,12 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name)
         "5",
     ]
     launcher = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=tmp_path, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        start_new_session=True,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     try:
@@ -214,7 +245,9 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name)
     ended = summary(tmp_path / "run")
     assert ended["exit_code"] == 75 and ended["exit_reason"].startswith("stopped by")
     assert lines(tmp_path / "run")[-1]["step"] <= ended["step"] < 100000
-    assert sorted((tmp_path / "run" / "checkpoints").iterdir())[-1].name == f"step-{ended['step']:08d}"
+    assert (
+        sorted((tmp_path / "run" / "checkpoints").iterdir())[-1].name == f"step-{ended['step']:08d}"
+    )
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
 
 
@@ -254,10 +287,16 @@ def test_bf16_trains_under_every_strategy(tmp_path, recipe):
 def test_hsdp_trains_the_same_weights_on_four_processes(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "one", "--machine.dtype", "float64"], folder=tmp_path).ok()
     world = run(
-        train, [recipe, "--run.dir", "four", "--machine.dtype", "float64"], ranks=4, config="hsdp", folder=tmp_path
+        train,
+        [recipe, "--run.dir", "four", "--machine.dtype", "float64"],
+        ranks=4,
+        config="hsdp",
+        folder=tmp_path,
     )
     world.ok()
-    one, four = (load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "four"))
+    one, four = (
+        load_file(tmp_path / name / "final" / "model.safetensors") for name in ("one", "four")
+    )
     assert distance(four, one) < 1e-10
 
 
@@ -267,7 +306,10 @@ def test_dropout_and_batch_statistics_are_reported(tmp_path, recipe):
     words = ["digits", "--task.model", "resnet18", "--debug.dry_run", "--batch.size", "4"]
     with_batch_norm = run(train, [*words, "--task.data", str(_pictures(tmp_path))], folder=tmp_path)
     with_batch_norm.ok()
-    assert "the model has BatchNorm, whose statistics depend on the micro-batch" in with_batch_norm.output
+    assert (
+        "the model has BatchNorm, whose statistics depend on the micro-batch"
+        in with_batch_norm.output
+    )
 
 
 def _pictures(folder: Path) -> Path:

@@ -19,11 +19,38 @@ from own_files import rows, write
 from same_bits import SPLITS, different, digest, history, trained
 from worlds import ROOT, run, train
 
-COMMON = ["--ema.half_life", "200 samples", "--optimizer.clip", "0.5", "--log.every", "4", "--track", "none"]
-COMMON += ["--machine.workers", "0", "--save.every", "0", "--guard.sigma", "6", "--guard.window", "8"]
+COMMON = [
+    "--ema.half_life",
+    "200 samples",
+    "--optimizer.clip",
+    "0.5",
+    "--log.every",
+    "4",
+    "--track",
+    "none",
+]
+COMMON += [
+    "--machine.workers",
+    "0",
+    "--save.every",
+    "0",
+    "--guard.sigma",
+    "6",
+    "--guard.window",
+    "8",
+]
 
 
-CONTRAST = ["--task.dropout", "0.1", "--batch.size", "64", "--batch.grain", "8", "--eval.every", "15"]
+CONTRAST = [
+    "--task.dropout",
+    "0.1",
+    "--batch.size",
+    "64",
+    "--batch.grain",
+    "8",
+    "--eval.every",
+    "15",
+]
 
 
 def digits(folder: Path) -> list[str]:
@@ -33,7 +60,16 @@ def digits(folder: Path) -> list[str]:
 def language(*more: str):
     def words(folder: Path) -> list[str]:
         data = write(folder / "data", "text", rows(45))
-        shape = ["--task.layers", "3", "--task.width", "40", "--task.dropout", "0.1", "--task.block", "24"]
+        shape = [
+            "--task.layers",
+            "3",
+            "--task.width",
+            "40",
+            "--task.dropout",
+            "0.1",
+            "--task.block",
+            "24",
+        ]
         sizes = ["--batch.size", "16", "--batch.grain", "2", "--eval.every", "100"]
         return ["gpt", "--task.data", str(data), *shape, *sizes, *more]
 
@@ -42,7 +78,16 @@ def language(*more: str):
 
 def snippets(folder: Path) -> list[str]:
     data = write(folder / "data", "jsonl", rows(90))
-    shape = ["--task.layers", "2", "--task.width", "36", "--task.dropout", "0.1", "--task.length", "16"]
+    shape = [
+        "--task.layers",
+        "2",
+        "--task.width",
+        "36",
+        "--task.dropout",
+        "0.1",
+        "--task.length",
+        "16",
+    ]
     sizes = ["--batch.size", "16", "--batch.grain", "2", "--eval.every", "100"]
     return ["snippets", "--task.data", str(data), *shape, *sizes]
 
@@ -50,11 +95,19 @@ def snippets(folder: Path) -> list[str]:
 TASKS = {
     "digits": digits,
     "gpt": language(),
-    "llama": language("--task.architecture", "llama", "--task.tokenizer", "bpe", "--task.pack", "packed"),
+    "llama": language(
+        "--task.architecture", "llama", "--task.tokenizer", "bpe", "--task.pack", "packed"
+    ),
     "snippets": snippets,
     "contrast": lambda folder: [f"{whole_batches.__file__}:Contrast", *CONTRAST],
     "digits by muon": lambda folder: [*digits(folder), "--optimizer.name", "muon"],
-    "digits by sgd": lambda folder: [*digits(folder), "--optimizer.name", "sgd", "--optimizer.lr", "0.05"],
+    "digits by sgd": lambda folder: [
+        *digits(folder),
+        "--optimizer.name",
+        "sgd",
+        "--optimizer.lr",
+        "0.05",
+    ],
     "gpt by muon": language("--optimizer.name", "muon"),
 }
 
@@ -62,16 +115,30 @@ TASKS = {
 def same(place: Path, words: list[str], splits=SPLITS, **more) -> None:
     """Train these words on each layout and compare all results of the runs."""
     first, *others = (
-        trained(place / f"{config}-{ranks}", words, ranks=ranks, config=config, **more) for ranks, config in splits
+        trained(place / f"{config}-{ranks}", words, ranks=ranks, config=config, **more)
+        for ranks, config in splits
     )
     assert sum(name.startswith("line") for name in first) > 5
-    assert {name.split(".")[0] for name in first if name.startswith("state")} >= {"state:model", "state:optimizer"}
+    assert {name.split(".")[0] for name in first if name.startswith("state")} >= {
+        "state:model",
+        "state:optimizer",
+    }
     assert [different(first, other) for other in others] == [[]] * len(others)
 
 
 def test_the_same_bits_on_one_process_and_on_two(tmp_path, capsys):
     same(tmp_path, [*digits(tmp_path), "--duration", "40", *COMMON], SPLITS[:3])
-    assert main(["verify", "--same", str(tmp_path / "single-1" / "run"), str(tmp_path / "fsdp2-2" / "run")]) == 0
+    assert (
+        main(
+            [
+                "verify",
+                "--same",
+                str(tmp_path / "single-1" / "run"),
+                str(tmp_path / "fsdp2-2" / "run"),
+            ]
+        )
+        == 0
+    )
     assert "bit-identical at 10 log lines, step 4 to 40" in capsys.readouterr().out
 
 
@@ -101,13 +168,42 @@ def test_the_same_bits_of_compiled_blocks(tmp_path):
     same(tmp_path, words, SPLITS[:3])
 
 
-RAGGED = ["--batch.size", "16", "--batch.grain", "2", "--duration", "60", "--log.every", "1", "--eval.every", "7"]
-RAGGED += ["--save.every", "5", "--track", "none", "--machine.workers", "0", "--ema.half_life", "40 samples"]
+RAGGED = [
+    "--batch.size",
+    "16",
+    "--batch.grain",
+    "2",
+    "--duration",
+    "60",
+    "--log.every",
+    "1",
+    "--eval.every",
+    "7",
+]
+RAGGED += [
+    "--save.every",
+    "5",
+    "--track",
+    "none",
+    "--machine.workers",
+    "0",
+    "--ema.half_life",
+    "40 samples",
+]
 MISHAPS = {
     "none": [],
     "a skip": ["--task.spoiled", "5", "--guard.nonfinite", "skip"],
     "a rewind": ["--task.spoiled", "5", "--guard.nonfinite", "rewind"],
-    "a spike": ["--task.loud", "7", "--guard.sigma", "6", "--guard.window", "10", "--guard.spike", "skip"],
+    "a spike": [
+        "--task.loud",
+        "7",
+        "--guard.sigma",
+        "6",
+        "--guard.window",
+        "10",
+        "--guard.spike",
+        "skip",
+    ],
 }
 
 
@@ -115,7 +211,17 @@ def ragged(folder: Path, *more: str) -> list[str]:
     """Return the words of a run on sequences of several lengths, with dropout."""
     recipe = folder / "ragged.yaml"
     recipe.write_text("task: tiny.Ragged\n")
-    return [str(recipe), "--task.samples", "301", "--task.dropout", "0.2", "--optimizer.clip", "0.4", *RAGGED, *more]
+    return [
+        str(recipe),
+        "--task.samples",
+        "301",
+        "--task.dropout",
+        "0.2",
+        "--optimizer.clip",
+        "0.4",
+        *RAGGED,
+        *more,
+    ]
 
 
 def test_killed_twice_and_gone_on_in_other_worlds(tmp_path):
@@ -138,7 +244,11 @@ def test_random_histories(tmp_path, seed):
     while (at := at + draw.randint(5, 25)) < 58:
         deaths.append((*draw.choice(SPLITS), at))
     history(tmp_path / "killed", words, deaths, draw.choice(SPLITS), draw)
-    assert different(undisturbed, digest(tmp_path / "killed" / "run")) == [], (mishap, optimizer, deaths)
+    assert different(undisturbed, digest(tmp_path / "killed" / "run")) == [], (
+        mishap,
+        optimizer,
+        deaths,
+    )
 
 
 # --- broken on purpose: found by the hash -----------------------------------------------------------------------------
@@ -149,7 +259,9 @@ def exchanged_leaves(words: list[str]) -> None:
     from oneloop.data.batch_layout import BatchLayout
 
     leaf = BatchLayout.leaf
-    BatchLayout.leaf = lambda split, rank, micro: {1: 2, 2: 1}.get(at := leaf(split, rank, micro), at)
+    BatchLayout.leaf = lambda split, rank, micro: {1: 2, 2: 1}.get(
+        at := leaf(split, rank, micro), at
+    )
     train(words)
 
 
@@ -196,7 +308,10 @@ def seeded_by_rank(words: list[str]) -> None:
 )
 def test_a_break_is_found_by_the_hash(tmp_path, broken, ranks, config, capsys):
     words = ragged(tmp_path, "--duration", "40", "--save.every", "0", "--eval.every", "0")
-    for place, function, world in (("right", train, (1, "single")), ("wrong", broken, (ranks, config))):
+    for place, function, world in (
+        ("right", train, (1, "single")),
+        ("wrong", broken, (ranks, config)),
+    ):
         trained(tmp_path / place, words, ranks=world[0], config=world[1], function=function)
     places = [str(tmp_path / place / "run") for place in ("right", "wrong")]
     assert main(["verify", "--same", *places]) == 1
@@ -210,14 +325,26 @@ def test_a_break_is_found_by_the_hash(tmp_path, broken, ranks, config, capsys):
 
 ASKED = "batch.grain"
 REFUSED = {
-    "leaves that are no power of two": (["--batch.grain", "24"], ["batch.grain 24", "batch.size 64", "size: 48"]),
-    "more than the batch": (["--batch.grain", "128"], ["batch.grain 128", "batch.size 64", "nearest size: 128"]),
+    "leaves that are no power of two": (
+        ["--batch.grain", "24"],
+        ["batch.grain 24", "batch.size 64", "size: 48"],
+    ),
+    "more than the batch": (
+        ["--batch.grain", "128"],
+        ["batch.grain 128", "batch.size 64", "nearest size: 128"],
+    ),
     "another micro-batch": (["--batch.micro", "4"], ["batch.micro 4", "batch.grain 8"]),
     "one to be found": (["--batch.micro", "auto"], ["batch.micro auto", "batch.grain 8"]),
     "another one in evaluations": (["--eval.micro", "64"], [ASKED, "eval.micro 64"]),
     "adafactor": (["--optimizer.name", "adafactor"], [ASKED, "adafactor", "adamw, sgd, muon"]),
-    "an optimizer of one's own": (["--optimizer.name", "torch.optim.AdamW"], [ASKED, "torch.optim.AdamW", "adamw"]),
-    "the whole model compiled": (["--machine.compile", "whole"], [ASKED, "compile whole", "regional"]),
+    "an optimizer of one's own": (
+        ["--optimizer.name", "torch.optim.AdamW"],
+        [ASKED, "torch.optim.AdamW", "adamw"],
+    ),
+    "the whole model compiled": (
+        ["--machine.compile", "whole"],
+        [ASKED, "compile whole", "regional"],
+    ),
     "channels last": (["--machine.channels_last", "true"], [ASKED, "channels_last"]),
     "cuDNN's trials": (["--machine.cudnn_benchmark", "true"], [ASKED, "cudnn_benchmark"]),
     "BatchNorm": (["--task.model", "resnet18"], [ASKED, "BatchNorm", "GroupNorm"]),
@@ -274,21 +401,41 @@ def test_what_the_bits_rest_on_is_compared(tmp_path):
     changed = run(train, [*words, "--run.accept_changes", "true", "--machine.matmul", "high"])
     assert (
         changed.codes == [0]
-        and "accepted: batch.grain promises bit-identical results, but machine.matmul" in changed.output
+        and "accepted: batch.grain promises bit-identical results, but machine.matmul"
+        in changed.output
     )
     words[words.index("6")] = "8"
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": ":".join(sys.path)}
     command = [sys.executable, "-m", "oneloop.train", *words, "--machine.matmul", "high"]
-    other = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
-    assert other.returncode == 2 and "batch.grain), and device: cpu" in other.stderr and "-> cpu" in other.stderr
+    other = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (
+        other.returncode == 2
+        and "batch.grain), and device: cpu" in other.stderr
+        and "-> cpu" in other.stderr
+    )
 
 
 def test_other_versions_are_reported():
-    about = {"device": "cpu", "versions": {"torch": "2.11.0", "numpy": "2.0"}, "machine.matmul": "highest"}
-    same = {"data": {}, "model": "", "trained": "", "precision": "", "rates": [], "recipe": {"task": {"data": ""}}}
+    about = {
+        "device": "cpu",
+        "versions": {"torch": "2.11.0", "numpy": "2.0"},
+        "machine.matmul": "highest",
+    }
+    same = {
+        "data": {},
+        "model": "",
+        "trained": "",
+        "precision": "",
+        "rates": [],
+        "recipe": {"task": {"data": ""}},
+    }
     now = about | {"versions": {"torch": "2.12.0", "numpy": "2.0"}}
     told = differences({**same, "computed": about}, {**same, "computed": now})
-    assert told == ["batch.grain promises bit-identical results, but versions: torch 2.11.0 -> 2.12.0"]
+    assert told == [
+        "batch.grain promises bit-identical results, but versions: torch 2.11.0 -> 2.12.0"
+    ]
     assert differences({**same, "computed": about}, {**same, "computed": about}) == []
 
 
@@ -325,7 +472,16 @@ class Noisy(Ragged):
 def test_a_loss_that_draws_and_metrics_that_are_no_sums(tmp_path):
     (tmp_path / "noisy.py").write_text(FOUND)
     (tmp_path / "noisy.yaml").write_text("task: noisy.Noisy\n")
-    words = [str(tmp_path / "noisy.yaml"), *RAGGED, "--duration", "10", "--eval.every", "4", "--machine.workers", "1"]
+    words = [
+        str(tmp_path / "noisy.yaml"),
+        *RAGGED,
+        "--duration",
+        "10",
+        "--eval.every",
+        "4",
+        "--machine.workers",
+        "1",
+    ]
     same(tmp_path, words, SPLITS[:3], folder=tmp_path)
 
 
@@ -365,7 +521,11 @@ def test_the_commands_of_the_page(tmp_path):
     commands = (ROOT / "docs" / "explanation" / "bit-identical.md").read_text().split("```\n")[1]
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     done = subprocess.run(
-        ["bash", "-e", "-c", commands], cwd=tmp_path, env={**os.environ, "PATH": path}, capture_output=True, text=True
+        ["bash", "-e", "-c", commands],
+        cwd=tmp_path,
+        env={**os.environ, "PATH": path},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.splitlines()[-1].startswith("bit-identical at 2 log lines, step 20 to 40")

@@ -23,7 +23,9 @@ SPLITS = [
 
 @pytest.mark.parametrize(("ranks", "accumulate", "strategy"), SPLITS)
 def test_same_weights_as_one_big_batch(tmp_path, ranks, accumulate, strategy):
-    weights, losses, ids = trained(tmp_path / "a", ranks=ranks, accumulate=accumulate, strategy=strategy)
+    weights, losses, ids = trained(
+        tmp_path / "a", ranks=ranks, accumulate=accumulate, strategy=strategy
+    )
     reference, reference_losses = expected(ids, dtype=torch.float32, optimizer="adamw")
     assert distance(weights, reference) < 1e-5
     assert furthest(losses, reference_losses) < 1e-5
@@ -63,7 +65,11 @@ def test_same_weights_in_float64_over_300_steps(tmp_path, ranks, accumulate, str
 
 def test_every_split_sees_the_same_samples(tmp_path):
     seen = {}
-    for number, (ranks, accumulate, strategy) in enumerate([(1, 1, "single"), (2, 2, "ddp"), (4, 1, "ddp")]):
-        _, _, ids = trained(tmp_path / str(number), ranks=ranks, accumulate=accumulate, strategy=strategy, steps=12)
+    for number, (ranks, accumulate, strategy) in enumerate(
+        [(1, 1, "single"), (2, 2, "ddp"), (4, 1, "ddp")]
+    ):
+        _, _, ids = trained(
+            tmp_path / str(number), ranks=ranks, accumulate=accumulate, strategy=strategy, steps=12
+        )
         seen[ranks] = [sorted(step) for step in ids]
     assert seen[1] == seen[2] == seen[4]

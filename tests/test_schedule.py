@@ -17,14 +17,18 @@ SCALE = Scale(batch=10, epoch=100)
 
 
 def rates(factor, total=100, warmup="10", final=0.0, **options):
-    rate = learning_rate(factor, 2.0, warmup=Duration(warmup), final=final, options=options, scale=SCALE, total=total)
+    rate = learning_rate(
+        factor, 2.0, warmup=Duration(warmup), final=final, options=options, scale=SCALE, total=total
+    )
     return [rate(step) for step in range(total)]
 
 
 def test_warm_up_rises_in_a_straight_line():
     assert rates(schedule.constant)[:10] == pytest.approx([0.2 * n for n in range(1, 11)])
     assert set(rates(schedule.constant)[10:]) == {2.0}
-    assert rates(schedule.constant, warmup="2ep")[:20] == pytest.approx([0.1 * n for n in range(1, 21)])
+    assert rates(schedule.constant, warmup="2ep")[:20] == pytest.approx(
+        [0.1 * n for n in range(1, 21)]
+    )
 
 
 def test_schedules_follow_their_formulas():
@@ -53,12 +57,16 @@ def test_plateau_steps_down_like_torchs():
     )
     parameter = nn.Parameter(torch.zeros(1))
     theirs = torch.optim.SGD([parameter], lr=1.0)
-    reference = torch.optim.lr_scheduler.ReduceLROnPlateau(theirs, factor=0.5, patience=1, threshold=0.0)
+    reference = torch.optim.lr_scheduler.ReduceLROnPlateau(
+        theirs, factor=0.5, patience=1, threshold=0.0
+    )
     count, best = Counters(), Best()
     for step, loss in enumerate([5.0, 4.0, 4.5, 4.4, 4.3, 4.2, 3.0, 3.1, 3.2, 3.3, 3.4]):
         count.evaluated(best.update(loss, step, higher_is_better=False), patience=rate.patience)
         reference.step(loss)
-        assert rate(step, reductions=count.reductions) == pytest.approx(theirs.param_groups[0]["lr"])
+        assert rate(step, reductions=count.reductions) == pytest.approx(
+            theirs.param_groups[0]["lr"]
+        )
 
 
 def test_best_never_takes_nan():

@@ -74,7 +74,9 @@ def collate(samples: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     return {"x": torch.stack(samples) + noise}
 
 
-def stream(kind: str, *, micro: int, workers: int, together: bool, always: bool, start: int = 0) -> torch.Tensor:
+def stream(
+    kind: str, *, micro: int, workers: int, together: bool, always: bool, start: int = 0
+) -> torch.Tensor:
     from oneloop.data import step_batches as module
 
     module.SeededSamples = Always if always else SeededSamples
@@ -93,7 +95,12 @@ def stream(kind: str, *, micro: int, workers: int, together: bool, always: bool,
             workers=workers,
         )
         steps = (2 * SIZE - start) // 8
-        return torch.cat([torch.cat([batch["x"] for batch in group.batches]) for group, _ in zip(made, range(steps))])
+        return torch.cat(
+            [
+                torch.cat([batch["x"] for batch in group.batches])
+                for group, _ in zip(made, range(steps))
+            ]
+        )
     finally:
         module.SeededSamples = SeededSamples
 
@@ -108,11 +115,18 @@ def test_samples_are_those_of_seeding_always(kind, workers, together):
         np.random.randn()  # numpy keeps the second number of a pair for the next call
         expected = stream(kind, **how, always=True)
         assert torch.equal(stream(kind, **how, always=False), expected)
-        assert torch.equal(stream(kind, **how, always=False, start=3 * 8), expected[3 * 8 :])  # from the middle
+        assert torch.equal(
+            stream(kind, **how, always=False, start=3 * 8), expected[3 * 8 :]
+        )  # from the middle
 
 
 def test_what_draws_nothing_is_loaded_once_and_what_draws_is_seeded_from_then_on():
-    for kind, loads in (("nothing", 16), ("torch", 16), ("numpy", 24), ("numpy, from the middle on", 24)):
+    for kind, loads in (
+        ("nothing", 16),
+        ("torch", 16),
+        ("numpy", 24),
+        ("numpy, from the middle on", 24),
+    ):
         keyed = SeededSamples(drawing := Drawing(kind), seed=0)
         for first in (0, 16):
             keyed.batch([(0, index) for index in range(first, first + 8)], list)
@@ -154,7 +168,9 @@ def always(words: list[str]) -> None:
     train(words)
 
 
-@pytest.mark.parametrize(("ranks", "config", "workers"), [(1, "single", 0), (2, "ddp", 2), (2, "fsdp2", 0)])
+@pytest.mark.parametrize(
+    ("ranks", "config", "workers"), [(1, "single", 0), (2, "ddp", 2), (2, "fsdp2", 0)]
+)
 @pytest.mark.parametrize("kind", ["nothing", "numpy, from the middle on"])
 def test_weights_are_those_of_seeding_always(tmp_path, kind, ranks, config, workers):
     words = [
@@ -168,7 +184,16 @@ def test_weights_are_those_of_seeding_always(tmp_path, kind, ranks, config, work
         "--batch.size",
         "8",
     ]
-    words += ["--batch.micro", "2", "--track", "none", "--machine.workers", str(workers), "--eval.every", "0"]
+    words += [
+        "--batch.micro",
+        "2",
+        "--track",
+        "none",
+        "--machine.workers",
+        str(workers),
+        "--eval.every",
+        "0",
+    ]
     weights = []
     for name, function in (("plain", train), ("always", always)):
         run(function, [*words, "--run.dir", name], ranks=ranks, config=config, folder=tmp_path).ok()

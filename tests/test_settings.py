@@ -31,7 +31,10 @@ from worlds import run, train
 @pytest.mark.parametrize(
     ("words", "expected_text"),
     [
-        (["--schedule.final", "0.1"], "schedule.final 0.1 has no effect with schedule.name constant"),
+        (
+            ["--schedule.final", "0.1"],
+            "schedule.final 0.1 has no effect with schedule.name constant",
+        ),
         (
             ["--init.weights", "ema"],
             "init.weights ema has no effect with init.from null; remove init.weights, or change init.from",
@@ -40,16 +43,40 @@ from worlds import run, train
             ["--task.model", "resnet18", "--task.dropout", "0.1"],
             "task.dropout 0.1 has no effect with task.model resnet18",
         ),
-        (["--task.name", "causal_lm", "--task.dropout", "0.1", "--task.architecture", "llama"], "architecture llama"),
-        (["--task.name", "causal_lm", "--task.vocab", "512"], "task.vocab 512 has no effect with task.tokenizer bytes"),
-        (["--task.name", "sft", "--task.width", "64", "--task.model", "here"], "task.width 64 has no effect"),
-        (["--task.name", "text_classification", "--task.data", "x", "--task.lines", "3"], "task.lines 3 has no effect"),
         (
-            ["--task.name", "text_regression", "--task.data", "x", "--task.model", "y", "--task.width", "8"],
+            ["--task.name", "causal_lm", "--task.dropout", "0.1", "--task.architecture", "llama"],
+            "architecture llama",
+        ),
+        (
+            ["--task.name", "causal_lm", "--task.vocab", "512"],
+            "task.vocab 512 has no effect with task.tokenizer bytes",
+        ),
+        (
+            ["--task.name", "sft", "--task.width", "64", "--task.model", "here"],
+            "task.width 64 has no effect",
+        ),
+        (
+            ["--task.name", "text_classification", "--task.data", "x", "--task.lines", "3"],
+            "task.lines 3 has no effect",
+        ),
+        (
+            [
+                "--task.name",
+                "text_regression",
+                "--task.data",
+                "x",
+                "--task.model",
+                "y",
+                "--task.width",
+                "8",
+            ],
             "task.width 8",
         ),
         (["--guard.spike", "stop"], "guard.spike stop has no effect with guard.sigma 0"),
-        (["--optimizer.lr_rule", "linear"], "optimizer.lr_rule linear has no effect with optimizer.lr_at_batch 0"),
+        (
+            ["--optimizer.lr_rule", "linear"],
+            "optimizer.lr_rule linear has no effect with optimizer.lr_at_batch 0",
+        ),
         (["--ema.every", "4"], "ema.every 4 has no effect without EMA weights"),
         (["--ema.ramp", "0.1"], "ema.ramp 0.1 has no effect without EMA weights"),
         (["--guard.patience", "0"], "guard.patience must be at least 1"),
@@ -71,7 +98,9 @@ def test_a_recipes_own_value_gives_way_to_what_is_typed():
 
 def test_a_packaged_models_size_gives_way_to_a_model_by_name():
     assert read(["sft"]).task.options["width"] == 96
-    assert read(["sft", "--task.model", "hf:a/b"]).task.options["width"] == 128  # the default, which nothing uses
+    assert (
+        read(["sft", "--task.model", "hf:a/b"]).task.options["width"] == 128
+    )  # the default, which nothing uses
 
 
 class Fewer(ImageClassification):
@@ -82,15 +111,29 @@ class Fewer(ImageClassification):
 
 
 def test_a_subclass_may_have_fewer_arguments():
-    assert read(["digits", "--task", "test_settings.Fewer", "--task.width", "8"]).task.options == {"width": 8}
+    assert read(["digits", "--task", "test_settings.Fewer", "--task.width", "8"]).task.options == {
+        "width": 8
+    }
 
 
 @pytest.mark.parametrize(
     ("variables", "precision", "expected_text"),
     [
-        ({"FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"}, "no", "fsdp_offload_params true is not supported"),
-        ({"PARALLELISM_CONFIG_TP_SIZE": "two", "FSDP_VERSION": "2"}, "no", "must be a whole number, got 'two'"),
-        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"}, "no", "must be a whole number, got 'auto'"),
+        (
+            {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_VERSION": "2"},
+            "no",
+            "fsdp_offload_params true is not supported",
+        ),
+        (
+            {"PARALLELISM_CONFIG_TP_SIZE": "two", "FSDP_VERSION": "2"},
+            "no",
+            "must be a whole number, got 'two'",
+        ),
+        (
+            {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "auto"},
+            "no",
+            "must be a whole number, got 'auto'",
+        ),
         ({}, "bf8", "mixed_precision 'bf8' does not exist"),
         ({"ACCELERATE_USE_FSDP": "true"}, "fp8", "fp8 with FSDP2 is not supported"),
     ],
@@ -109,14 +152,23 @@ def test_accelerates_settings_are_one_message(monkeypatch, variables, precision,
 
 def test_an_unknown_layer_to_wrap_is_one_message(tmp_path):
     options = ["--fsdp_transformer_layer_cls_to_wrap", "Nowhere"]
-    world = run(train, ["digits", "--track", "none"], ranks=2, config="fsdp2", options=options, folder=tmp_path)
+    world = run(
+        train,
+        ["digits", "--track", "none"],
+        ranks=2,
+        config="fsdp2",
+        options=options,
+        folder=tmp_path,
+    )
     assert world.codes == [2, 2] and "Nowhere" in world.output and "Traceback" not in world.output
     assert not (tmp_path / "runs").exists()
 
 
 def test_settings_that_are_ignored_are_one_line_at_the_start(tmp_path):
     words = ["digits", "--duration", "2", "--eval.every", "0", "--track", "none"]
-    world = run(train, words, variables={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, folder=tmp_path)
+    world = run(
+        train, words, variables={"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, folder=tmp_path
+    )
     world.ok()
     assert "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 has no effect" in world.output
 
@@ -140,7 +192,9 @@ def test_steps_are_whole_and_a_micro_batch_is_proposed_before_another_batch():
 
 def test_a_flipped_bit_in_the_cache_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "rows.csv").write_text("text,label\n" + "".join(f"some words {n},{n % 2}\n" for n in range(200)))
+    (tmp_path / "rows.csv").write_text(
+        "text,label\n" + "".join(f"some words {n},{n % 2}\n" for n in range(200))
+    )
     there = found(str(tmp_path / "rows.csv"), ["csv"])
 
     def made() -> list[str]:
@@ -192,7 +246,10 @@ def test_an_image_with_too_many_pixels_is_not_decoded():
 
     file = io.BytesIO()
     Image.new("1", (12_000, 12_000)).save(file, "png")
-    with pytest.raises(ValueError, match="12,000 x 12,000 = 144,000,000 pixels, more than task.pixel_limit 89,478,485"):
+    with pytest.raises(
+        ValueError,
+        match="12,000 x 12,000 = 144,000,000 pixels, more than task.pixel_limit 89,478,485",
+    ):
         decoded(file.getvalue(), limit=89_478_485)
 
 
@@ -215,12 +272,16 @@ def test_pearson_of_predictions_that_hardly_vary():
 def test_a_task_that_came_with_a_run_folder_is_not_imported(tmp_path, monkeypatch, name):
     here, elsewhere = tmp_path / "here", tmp_path / "evil.py"
     (here / "run").mkdir(parents=True)
-    text = "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nclass Evil: pass\n"
+    text = (
+        "from pathlib import Path\nPath(__file__).with_suffix('.ran').touch()\nclass Evil: pass\n"
+    )
     for file in (elsewhere, here / "run" / "evil.py"):
         file.write_text(text)
     task = "evil.Evil" if name == "recorded" else name
     (here / "run" / "recipe.yaml").write_text(f"task: {{name: '{task}'}}\n")
-    (here / "run" / "environment.json").write_text(json.dumps({"task": str(here / "run" / "evil.py")}))
+    (here / "run" / "environment.json").write_text(
+        json.dumps({"task": str(here / "run" / "evil.py")})
+    )
     monkeypatch.chdir(here)
     with pytest.raises(BadInput, match=r"would be imported from|is unknown|no module|evil"):
         recipe_of(Path("run"), command="evaluate")
@@ -229,7 +290,10 @@ def test_a_task_that_came_with_a_run_folder_is_not_imported(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     ("content", "expected_text"),
-    [(b'{"text": "one"}\n{"text": \n', r"b\.jsonl, line 2: not JSON"), (b'{"text": "\xff"}\n', r"b\.jsonl, line 1")],
+    [
+        (b'{"text": "one"}\n{"text": \n', r"b\.jsonl, line 2: not JSON"),
+        (b'{"text": "\xff"}\n', r"b\.jsonl, line 1"),
+    ],
 )
 def test_a_broken_line_is_named_by_file_and_line(tmp_path, monkeypatch, content, expected_text):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
@@ -242,19 +306,37 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path, monkeypatch, content,
 
 
 def rows_of(place, *lines):
-    place.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines))
+    place.write_text(
+        "".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines)
+    )
     there = found(str(place), ["json"])
-    return of_files(there, [name for name in ("text", "label", "words", "messages") if name in place.read_text()])[""]
+    return of_files(
+        there,
+        [name for name in ("text", "label", "words", "messages") if name in place.read_text()],
+    )[""]
 
 
 def test_strings_and_nulls_of_json_lines_stay_what_they_are(tmp_path, monkeypatch):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     call = {"function": {"name": "look", "arguments": {"a": None, "b": 1, "on": "2024-01-01"}}}
     chat = [{"role": "user", "content": "ü"}, {"role": "assistant", "tool_calls": [call]}]
-    plain = {"text": "2024-01-01", "label": 1, "words": ["2024-01-01 10:00:00", "x"], "messages": []}
-    made = [plain] * 1000 + [{"text": "2024", "label": 1.5, "words": [], "messages": chat}, {"messages": None}]
+    plain = {
+        "text": "2024-01-01",
+        "label": 1,
+        "words": ["2024-01-01 10:00:00", "x"],
+        "messages": [],
+    }
+    made = [plain] * 1000 + [
+        {"text": "2024", "label": 1.5, "words": [], "messages": chat},
+        {"messages": None},
+    ]
     rows = rows_of(tmp_path / "rows.jsonl", *made)
-    assert rows[0] == {"text": "2024-01-01", "label": 1.0, "words": plain["words"], "messages": "[]"}
+    assert rows[0] == {
+        "text": "2024-01-01",
+        "label": 1.0,
+        "words": plain["words"],
+        "messages": "[]",
+    }
     assert rows[1000]["label"] == 1.5 and json.loads(rows[1000]["messages"]) == chat
     assert rows[1001] == {"text": None, "label": None, "words": None, "messages": None}
 
@@ -264,7 +346,9 @@ def test_objects_are_neither_texts_nor_labels(tmp_path, monkeypatch, text, label
     from oneloop.tasks.text_classification import TextClassification
 
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
-    made = [{"text": f"{n}", "label": "ab"[n % 2]} for n in range(40)] + [{"text": text, "label": label}]
+    made = [{"text": f"{n}", "label": "ab"[n % 2]} for n in range(40)] + [
+        {"text": text, "label": label}
+    ]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in made))
     with pytest.raises(ValueError, match="'(text|label)' holds JSON objects; expected"):
         TextClassification(str(tmp_path / "rows.jsonl"), held_out=0.2)
@@ -283,15 +367,24 @@ def test_one_list_is_read_and_mixed_types_are_rejected(tmp_path, monkeypatch):
 def test_a_completion_that_is_a_list_of_objects_stays_a_text():
     from oneloop.tasks.language.conversations import is_text
 
-    assert is_text('[{"a": 1}]') and is_text("[]") and not is_text('[{"role": "user", "content": "x"}]')
+    assert (
+        is_text('[{"a": 1}]')
+        and is_text("[]")
+        and not is_text('[{"role": "user", "content": "x"}]')
+    )
 
 
 def test_a_null_in_the_arguments_of_a_call_is_kept():
     from oneloop.tasks.language.conversations import conversation
 
     call = {"function": {"name": "look", "arguments": {"a": None, "b": 1}}}
-    (message,) = conversation(json.dumps([{"role": "assistant", "content": None, "tool_calls": [call]}]))
-    assert message["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1} and message["content"] == ""
+    (message,) = conversation(
+        json.dumps([{"role": "assistant", "content": None, "tool_calls": [call]}])
+    )
+    assert (
+        message["tool_calls"][0]["function"]["arguments"] == {"a": None, "b": 1}
+        and message["content"] == ""
+    )
 
 
 def test_a_template_that_writes_the_date_has_a_fixed_day():
@@ -314,12 +407,25 @@ def test_the_check_of_a_gpu_runs_without_one_as_far_as_it_can(tmp_path):
     script = Path(__file__).parent.parent / "benchmarks" / "gpu_check.py"
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(script), "--toy", "--to", str(tmp_path / "found.json")]
-    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280)
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     checks = json.loads((tmp_path / "found.json").read_text())["checks"]
     passed = {name for name, check in checks.items() if check["outcome"] == "pass"}
     assert passed == {
-        *("bf16", "chunked_loss", "activation_checkpointing", "fused_adamw", "ema_weights", "checkpoint_and_resume"),
+        *(
+            "bf16",
+            "chunked_loss",
+            "activation_checkpointing",
+            "fused_adamw",
+            "ema_weights",
+            "checkpoint_and_resume",
+        ),
         *("two_processes_ddp", "two_processes_fsdp2", "bit_identical_on_two_processes"),
     }
-    assert all(check["expected_text"] == "needs a GPU" for name, check in checks.items() if name not in passed)
+    assert all(
+        check["expected_text"] == "needs a GPU"
+        for name, check in checks.items()
+        if name not in passed
+    )

@@ -15,7 +15,17 @@ from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
 from worlds import apply, run, train
 
-SMALL = ["sft", "--task.layers", "1", "--task.width", "32", "--optimizer.name", "sgd", "--optimizer.lr", "0.1"]
+SMALL = [
+    "sft",
+    "--task.layers",
+    "1",
+    "--task.width",
+    "32",
+    "--optimizer.name",
+    "sgd",
+    "--optimizer.lr",
+    "0.1",
+]
 SMALL += ["--eval.samples", "4", "--track", "none", "--log.every", "1", "--run.dir", "run"]
 
 
@@ -27,7 +37,9 @@ def written(folder: Path) -> list[dict]:
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("alone")
-    world = run(train, [*SMALL, "--duration", "12", "--eval.every", "4", "--save.every", "6"], folder=folder)
+    world = run(
+        train, [*SMALL, "--duration", "12", "--eval.every", "4", "--save.every", "6"], folder=folder
+    )
     world.ok()
     (folder / "output").write_text(world.output)
     return folder
@@ -38,8 +50,14 @@ def test_the_start_shows_what_is_trained(alone):
     assert "documents packed into" in said and "none attends to another" in said
     assert "the template's {% generation %} tags mark the assistant's tokens" in said
     [line] = [line for line in said.splitlines() if "a sample, with the trained text in «»" in line]
-    first = [one["content"] for one in SyntheticChats("train").conversations[0] if one["role"] == "assistant"]
-    assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [f"{said}<|im_end|>" for said in first]
+    first = [
+        one["content"]
+        for one in SyntheticChats("train").conversations[0]
+        if one["role"] == "assistant"
+    ]
+    assert [piece.partition("»")[0] for piece in line.split("«")[2:]] == [
+        f"{said}<|im_end|>" for said in first
+    ]
 
 
 def test_answers_are_kept_as_training_continues(alone):
@@ -56,14 +74,22 @@ def test_answers_are_kept_as_training_continues(alone):
 
 def test_what_was_written_before_goes_back_with_a_resume():
     def at(step: int, text: str) -> dict:
-        return {"step": step, "samples": [{"index": 3, "continuation": text}, {"index": 4, "worst": True}]}
+        return {
+            "step": step,
+            "samples": [{"index": 3, "continuation": text}, {"index": 4, "worst": True}],
+        }
 
     first = with_earlier(at(10, "a"), {})
     second = with_earlier(at(20, "b"), first)
     assert "earlier" not in first["samples"][0] and second["samples"][0]["earlier"] == [[10, "a"]]
-    assert with_earlier(at(20, "c"), second)["samples"][0]["earlier"] == [[10, "a"]]  # the same step again
+    assert with_earlier(at(20, "c"), second)["samples"][0]["earlier"] == [
+        [10, "a"]
+    ]  # the same step again
     assert "earlier" not in with_earlier(at(5, "d"), second)["samples"][0]
-    assert with_earlier(at(30, "e"), {"samples": 3})["samples"][0] == {"index": 3, "continuation": "e"}
+    assert with_earlier(at(30, "e"), {"samples": 3})["samples"][0] == {
+        "index": 3,
+        "continuation": "e",
+    }
     found = first
     for step in range(20, 400, 10):
         found = with_earlier(at(step, "x"), found)
@@ -73,12 +99,26 @@ def test_what_was_written_before_goes_back_with_a_resume():
 
 @pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_the_same_weights_and_answers_on_two_processes(alone, tmp_path, config):
-    words = [*SMALL, "--duration", "12", "--eval.every", "4", "--save.every", "6", "--batch.micro", "2"]
+    words = [
+        *SMALL,
+        "--duration",
+        "12",
+        "--eval.every",
+        "4",
+        "--save.every",
+        "6",
+        "--batch.micro",
+        "2",
+    ]
     run(train, words, ranks=2, config=config, folder=tmp_path).ok()
-    final = [load_file(folder / "run" / "final" / "model.safetensors") for folder in (alone, tmp_path)]
+    final = [
+        load_file(folder / "run" / "final" / "model.safetensors") for folder in (alone, tmp_path)
+    ]
     for name, tensor in final[0].items():
         assert (tensor - final[1][name]).abs().max() < 1e-5
-    assert [one["continuation"] for one in written(alone)] == [one["continuation"] for one in written(tmp_path)]
+    assert [one["continuation"] for one in written(alone)] == [
+        one["continuation"] for one in written(tmp_path)
+    ]
     unfinished(tmp_path / "run", 6)
     run(train, words, ranks=2, config=config, folder=tmp_path).ok()
     again = load_file(tmp_path / "run" / "final" / "model.safetensors")
@@ -87,22 +127,45 @@ def test_the_same_weights_and_answers_on_two_processes(alone, tmp_path, config):
 
 def test_a_mixture_of_conversations_and_prompts(tmp_path):
     chats = [{"messages": one} for one in SyntheticChats("train").conversations[:60]]
-    texts = [{"prompt": f"{number} and one is", "completion": f" {number + 1}"} for number in range(60)]
+    texts = [
+        {"prompt": f"{number} and one is", "completion": f" {number + 1}"} for number in range(60)
+    ]
     for name, rows in {"chats": chats, "texts": texts}.items():
         (tmp_path / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     data = json.dumps([{"data": "chats.jsonl", "weight": 3}, {"data": "texts.jsonl", "weight": 1}])
-    words = [*SMALL, "--task.data", data, "--task.held_out", "0.2", "--task.pack", "padded", "--duration", "4"]
+    words = [
+        *SMALL,
+        "--task.data",
+        data,
+        "--task.held_out",
+        "0.2",
+        "--task.pack",
+        "padded",
+        "--duration",
+        "4",
+    ]
     run(train, words, folder=tmp_path).ok()
     ended = json.loads((tmp_path / "run" / "summary.json").read_text())
-    assert {"eval/loss/chats", "eval/loss/texts", "eval/perplexity", "eval/accuracy", "eval/exact"} <= ended.keys()
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert {
+        "eval/loss/chats",
+        "eval/loss/texts",
+        "eval/perplexity",
+        "eval/accuracy",
+        "eval/exact",
+    } <= ended.keys()
+    lines = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert all(0 <= line["train/padding"] < 0.8 for line in lines if "train/loss" in line)
 
 
 def questions(folder: Path) -> list[dict]:
     """Return questions: with an answer, without one, with a prompt that is too long, and with earlier turns."""
     long = [{"role": "user", "content": "so " * 200 + "What comes after monday?"}]
-    told = [{"role": "user", "content": "What is 3 plus 4?"}, {"role": "assistant", "content": "seven"}]
+    told = [
+        {"role": "user", "content": "What is 3 plus 4?"},
+        {"role": "assistant", "content": "seven"},
+    ]
     made = [told, told[:1], long, [*told, {"role": "user", "content": "And 1 plus 1?"}], told]
     rows = [{"messages": one} for one in made]
     (folder / "asked.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -118,21 +181,29 @@ def test_every_question_is_answered(alone, tmp_path, config):
     for ranks, kind in ((1, "single"), (3 if config == "ddp" else 2, config)):
         words = ["predict", str(alone / "run"), "--data", "asked.jsonl", "--to", f"{kind}.jsonl"]
         run(apply, words, ranks=ranks, config=kind, folder=tmp_path).ok()
-        made.append([json.loads(line) for line in (tmp_path / f"{kind}.jsonl").read_text().splitlines()])
+        made.append(
+            [json.loads(line) for line in (tmp_path / f"{kind}.jsonl").read_text().splitlines()]
+        )
     said, other = made
     assert [one["row"] for one in said] == list(range(5)) == [one["row"] for one in other]
     assert [one["answer"] for one in said] == [one["answer"] for one in other]
-    assert [one["loss"] is None for one in said] == [False, True, True, True, False] and said[0]["tokens"] > 1
+    assert [one["loss"] is None for one in said] == [False, True, True, True, False] and said[0][
+        "tokens"
+    ] > 1
     assert said[0]["answer"] == said[1]["answer"] == said[4]["answer"]
 
     final = alone / "run" / "final"
     model = transformers.AutoModelForCausalLM.from_pretrained(final).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(final)
     for one, row in list(zip(said, rows, strict=True))[1:4]:
-        given = tokenizer.apply_chat_template(row["messages"], add_generation_prompt=True, return_tensors="pt")
+        given = tokenizer.apply_chat_template(
+            row["messages"], add_generation_prompt=True, return_tensors="pt"
+        )
         tokens = given["input_ids"][:, -64:]  # half of the positions are reserved for the answer
         whole = model.generate(tokens, max_new_tokens=64, do_sample=False, pad_token_id=1)
-        assert one["answer"] == tokenizer.decode(whole[0, tokens.shape[1] :], skip_special_tokens=True)
+        assert one["answer"] == tokenizer.decode(
+            whole[0, tokens.shape[1] :], skip_special_tokens=True
+        )
 
 
 def a_model(folder: Path, *, end: str = "<|im_end|>") -> Path:
@@ -143,12 +214,21 @@ def a_model(folder: Path, *, end: str = "<|im_end|>") -> Path:
     from oneloop.tasks.language.tokens import chat_tokenizer
 
     tokenizer = chat_tokenizer(["what is it? yes or no, a b c"] * 3, 300)
-    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]}
+    )
     tokenizer.eos_token = end
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=128, **sizes
+    )
     config.eos_token_id = tokenizer.eos_token_id
     model = transformers.LlamaForCausalLM(config)
     model.generation_config.temperature = 0.6
@@ -162,7 +242,10 @@ def lines(file: Path, rows: list[dict]) -> str:
     return str(file)
 
 
-PAIRS = [{"prompt": f"what is {number}? ", "completion": "yes " * (1 + number % 3)} for number in range(40)]
+PAIRS = [
+    {"prompt": f"what is {number}? ", "completion": "yes " * (1 + number % 3)}
+    for number in range(40)
+]
 
 
 def test_another_end_token_is_another_data_set(tmp_path):
@@ -185,49 +268,112 @@ def test_a_model_that_ends_its_turns_otherwise_stops_in_transformers(tmp_path):
     import transformers
 
     a_model(tmp_path / "model", end="<|endoftext|>")
-    lines(tmp_path / "chats.jsonl", [{"messages": one} for one in SyntheticChats("train").conversations[:40]])
-    words = ["sft", "--task.model", "model", "--task.data", "chats.jsonl", "--task.held_out", "0.2", "--duration", "2"]
-    world = run(train, [*words, "--batch.size", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path)
+    lines(
+        tmp_path / "chats.jsonl",
+        [{"messages": one} for one in SyntheticChats("train").conversations[:40]],
+    )
+    words = [
+        "sft",
+        "--task.model",
+        "model",
+        "--task.data",
+        "chats.jsonl",
+        "--task.held_out",
+        "0.2",
+        "--duration",
+        "2",
+    ]
+    world = run(
+        train, [*words, "--batch.size", "2", "--track", "none", "--run.dir", "run"], folder=tmp_path
+    )
     world.ok()
-    assert "answers end with '<|im_end|>', and the tokenizer's end token is '<|endoftext|>'" in world.output
+    assert (
+        "answers end with '<|im_end|>', and the tokenizer's end token is '<|endoftext|>'"
+        in world.output
+    )
     assert "adamw, learning rate 0.003 at most; schedule cosine" in world.output
     assert "evaluation data: val" in world.output
     final = tmp_path / "run" / "final"
     found = transformers.GenerationConfig.from_pretrained(final)
     tokenizer = transformers.AutoTokenizer.from_pretrained(final)
-    assert found.eos_token_id == [tokenizer.eos_token_id, tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    assert found.eos_token_id == [
+        tokenizer.eos_token_id,
+        tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    ]
     assert found.temperature == 0.6 and found.do_sample
 
 
 def test_the_ends_of_answers_are_those_of_whole_texts(tmp_path):
     model = str(a_model(tmp_path / "model", end="<|endoftext|>"))
-    data = lines(tmp_path / "a.jsonl", [{"prompt": f"{one}?", "completion": "yes " * 60} for one in range(20)])
+    data = lines(
+        tmp_path / "a.jsonl",
+        [{"prompt": f"{one}?", "completion": "yes " * 60} for one in range(20)],
+    )
     task = SFT(data, model=model, length=16)  # cuts off all ends
     assert task._ends == [task.tokenizer.eos_token_id]
-    said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "<|im_start|>" + "yes " * 60}]
-    data = lines(tmp_path / "b.jsonl", [{"messages": [{**said[0], "content": f"{n}?"}, said[1]]} for n in range(20)])
+    said = [
+        {"role": "user", "content": "?"},
+        {"role": "assistant", "content": "<|im_start|>" + "yes " * 60},
+    ]
+    data = lines(
+        tmp_path / "b.jsonl",
+        [{"messages": [{**said[0], "content": f"{n}?"}, said[1]]} for n in range(20)],
+    )
     task = SFT(data, model=model, length=32)
-    assert set(task._ends) == {task.tokenizer.eos_token_id, task.tokenizer.convert_tokens_to_ids("<|im_end|>")}
+    assert set(task._ends) == {
+        task.tokenizer.eos_token_id,
+        task.tokenizer.convert_tokens_to_ids("<|im_end|>"),
+    }
 
 
 def test_questions_that_do_not_fit_keep_their_end_and_have_no_metrics(tmp_path):
     lines(tmp_path / "pairs.jsonl", PAIRS)
     a_model(tmp_path / "model")
-    words = ["sft", "--task.model", "model", "--task.data", "pairs.jsonl", "--task.length", "32", "--duration", "2"]
-    words += ["--task.held_out", "0.2", "--task.answer", "4", "--batch.size", "2", "--track", "none"]
+    words = [
+        "sft",
+        "--task.model",
+        "model",
+        "--task.data",
+        "pairs.jsonl",
+        "--task.length",
+        "32",
+        "--duration",
+        "2",
+    ]
+    words += [
+        "--task.held_out",
+        "0.2",
+        "--task.answer",
+        "4",
+        "--batch.size",
+        "2",
+        "--track",
+        "none",
+    ]
     run(train, [*words, "--run.dir", "run"], folder=tmp_path).ok()
-    rows = [{"prompt": "what is 1? ", "completion": "yes " * 60}, {"prompt": "so " * 60 + "what is 2? "}]
+    rows = [
+        {"prompt": "what is 1? ", "completion": "yes " * 60},
+        {"prompt": "so " * 60 + "what is 2? "},
+    ]
     rows += [{"prompt": "what is 3? ", "completion": "yes "}]
     lines(tmp_path / "asked.jsonl", [{"completion": None, **row} for row in rows])
-    world = run(apply, ["predict", "run", "--data", "asked.jsonl", "--to", "said.jsonl"], folder=tmp_path)
+    world = run(
+        apply, ["predict", "run", "--data", "asked.jsonl", "--to", "said.jsonl"], folder=tmp_path
+    )
     world.ok()
     assert "2 of 3 rows are longer than 32 tokens" in world.output
     said = [json.loads(line) for line in (tmp_path / "said.jsonl").read_text().splitlines()]
     assert said[0]["prompt"] == "what is 1?" and said[1]["prompt"].endswith("so what is 2? ")
-    assert [one["loss"] is None for one in said] == [True, True, False] == [one["target"] is None for one in said]
+    assert (
+        [one["loss"] is None for one in said]
+        == [True, True, False]
+        == [one["target"] is None for one in said]
+    )
     assert said[2]["target"].strip() == "yes"
     lines(tmp_path / "empty.jsonl", [{"prompt": "what?"}, {"prompt": ""}])
-    world = run(apply, ["predict", "run", "--data", "empty.jsonl", "--to", "none.jsonl"], folder=tmp_path)
+    world = run(
+        apply, ["predict", "run", "--data", "empty.jsonl", "--to", "none.jsonl"], folder=tmp_path
+    )
     assert world.codes == [2] and "empty.jsonl, row 1: the prompt is empty" in world.output
     assert not list(tmp_path.glob("*none*"))
 

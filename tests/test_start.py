@@ -7,14 +7,28 @@ import sys
 
 import pytest
 
-SLOW = ("torchmetrics", "torchvision", "transformers", "sklearn", "scipy", "pandas", "plotly", "datasets")
+SLOW = (
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+    "sklearn",
+    "scipy",
+    "pandas",
+    "plotly",
+    "datasets",
+)
 
 
 def loaded(code: str, names: tuple[str, ...], folder) -> list[str]:
     """Return those of these modules that a process has imported at its end."""
     report = f"import atexit, sys; atexit.register(lambda: print('LOADED', [n for n in {names} if n in sys.modules]))\n"
     ended = subprocess.run(
-        [sys.executable, "-c", report + code], capture_output=True, text=True, cwd=folder, timeout=120, check=False
+        [sys.executable, "-c", report + code],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        timeout=120,
+        check=False,
     )
     line = next(line for line in ended.stdout.splitlines() if line.startswith("LOADED"))
     return eval(line.removeprefix("LOADED"))
@@ -24,9 +38,17 @@ def main(*words: str) -> str:
     return f"import runpy; sys.argv = ['x', *{words!r}]; runpy.run_module('oneloop.train', run_name='__main__')"
 
 
-@pytest.mark.parametrize("words", [("digits", "--help"), ("digits", "--batch.siez", "3"), ("nowhere.yaml",)])
+@pytest.mark.parametrize(
+    "words", [("digits", "--help"), ("digits", "--batch.siez", "3"), ("nowhere.yaml",)]
+)
 def test_help_and_bad_input_import_neither_accelerate_nor_the_loop(tmp_path, words):
-    names = ("accelerate", "torch.distributed.tensor", "oneloop.launch.processes", "oneloop.show.tracking", *SLOW)
+    names = (
+        "accelerate",
+        "torch.distributed.tensor",
+        "oneloop.launch.processes",
+        "oneloop.show.tracking",
+        *SLOW,
+    )
     assert loaded(main(*words), names, tmp_path) == []
 
 
@@ -36,6 +58,8 @@ def test_the_package_itself_imports_nothing(tmp_path):
 
 def test_a_run_of_digits_imports_no_library_that_it_does_not_use(tmp_path):
     words = ("digits", "--debug.dry_run", "true", "--track", "none", "--run.dir", "run")
-    assert set(loaded(main(*words), SLOW, tmp_path)) <= {"plotly"}  # plotly draws the report after the last step
+    assert set(loaded(main(*words), SLOW, tmp_path)) <= {
+        "plotly"
+    }  # plotly draws the report after the last step
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
     assert "plotly" not in loaded("import oneloop.train", SLOW, tmp_path)

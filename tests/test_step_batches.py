@@ -65,7 +65,17 @@ def test_one_step_of_sgd_is_the_closed_form_of_each_group(tmp_path, strategy, ra
 
 def test_the_start_states_how_many_each_took_and_a_change_is_rejected(tmp_path):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
-    words = ["r.yaml", "--duration", "4", "--batch.size", "16", "--track", "none", "--run.dir", "run"]
+    words = [
+        "r.yaml",
+        "--duration",
+        "4",
+        "--batch.size",
+        "16",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+    ]
     words += ["--ema.half_life", "32", "--optimizer.groups"]
     world = run(train, [*words, json.dumps(GROUPS)], folder=tmp_path)
     world.ok()
@@ -75,15 +85,26 @@ def test_the_start_states_how_many_each_took_and_a_change_is_rejected(tmp_path):
     last = load_file(tmp_path / "run" / "final" / "model.safetensors")
     assert torch.equal(average["embedding.weight"], last["embedding.weight"])
     assert not torch.equal(average["head.weight"], last["head.weight"])
-    manifest = json.loads(next((tmp_path / "run" / "checkpoints").glob("step-*/MANIFEST.json")).read_text())
-    kept = [name for name in manifest["tensors"] if "embedding" in name and not name.startswith("model.")]
+    manifest = json.loads(
+        next((tmp_path / "run" / "checkpoints").glob("step-*/MANIFEST.json")).read_text()
+    )
+    kept = [
+        name
+        for name in manifest["tensors"]
+        if "embedding" in name and not name.startswith("model.")
+    ]
     assert kept == []  # no optimizer state, no EMA
-    again = run(train, [*words, json.dumps({**GROUPS, "head": {"lr_factor": 0.5}})], folder=tmp_path)
+    again = run(
+        train, [*words, json.dumps({**GROUPS, "head": {"lr_factor": 0.5}})], folder=tmp_path
+    )
     assert again.codes == [2] and "optimizer.groups" in again.output
 
 
 BAD = {
-    "a pattern that matches nothing": ({"heads": {"lr_factor": 1}}, "the pattern 'heads' matches no parameter"),
+    "a pattern that matches nothing": (
+        {"heads": {"lr_factor": 1}},
+        "the pattern 'heads' matches no parameter",
+    ),
     "two that disagree": (
         {"head": {"lr_factor": 1}, "*.weight": {"lr_factor": 2}},
         "'head' and '*.weight' both take head.weight, and disagree on lr_factor (1.0 and 2.0)",
@@ -98,9 +119,19 @@ BAD = {
 @pytest.mark.parametrize("name", BAD)
 def test_wrong_patterns_are_reported(tmp_path, name):
     groups, expected_text = BAD[name]
-    words = ["digits", "--task", "tiny.Ragged", "--optimizer.groups", json.dumps(groups), "--run.dir", "run"]
+    words = [
+        "digits",
+        "--task",
+        "tiny.Ragged",
+        "--optimizer.groups",
+        json.dumps(groups),
+        "--run.dir",
+        "run",
+    ]
     world = run(train, words, folder=tmp_path)
-    assert world.codes == [2] and expected_text in world.output and "Traceback" not in world.output, world.output
+    assert (
+        world.codes == [2] and expected_text in world.output and "Traceback" not in world.output
+    ), world.output
     assert not (tmp_path / "run").exists()
 
 
@@ -143,7 +174,9 @@ def test_layer_wise_decay_by_depth():
 
 
 def test_a_frozen_module_is_in_eval_mode_and_its_statistics_stay():
-    model = nn.Sequential(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.BatchNorm1d(3), nn.Linear(3, 1))
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), nn.BatchNorm1d(3), nn.Linear(3, 1)
+    )
     freeze(model, ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"])
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model(torch.randn(8, 3)).sum().backward()
@@ -153,7 +186,9 @@ def test_a_frozen_module_is_in_eval_mode_and_its_statistics_stay():
         "1.running_var",
         "1.num_batches_tracked",
     ]
-    assert model.training and not model[0].training and not model[0][1].training and model[1].training
+    assert (
+        model.training and not model[0].training and not model[0][1].training and model[1].training
+    )
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
@@ -161,8 +196,23 @@ def test_frozen_layers_keep_their_bits_through_training_and_evaluation(tmp_path,
     from oneloop.basics.seeds import key
 
     (tmp_path / "r.yaml").write_text("task: tiny.Normed\n")
-    words = ["r.yaml", "--duration", "6", "--batch.size", "16", "--track", "none", "--run.dir", "run", "--eval.every"]
-    words += ["2", "--optimizer.groups", json.dumps({"norm": {"freeze": True}, "inner": {"freeze": True}})]
+    words = [
+        "r.yaml",
+        "--duration",
+        "6",
+        "--batch.size",
+        "16",
+        "--track",
+        "none",
+        "--run.dir",
+        "run",
+        "--eval.every",
+    ]
+    words += [
+        "2",
+        "--optimizer.groups",
+        json.dumps({"norm": {"freeze": True}, "inner": {"freeze": True}}),
+    ]
     run(train, words, ranks=ranks, config=strategy, folder=tmp_path).ok()
     last = load_file(tmp_path / "run" / "final" / "model.safetensors")
     torch.manual_seed(key(0))

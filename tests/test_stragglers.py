@@ -59,11 +59,31 @@ class Task:
 '''
 
 
-def _events(folder: Path, config: str, *keys: str, seconds: int = 60, until: bool = True) -> list[dict]:
+def _events(
+    folder: Path, config: str, *keys: str, seconds: int = 60, until: bool = True
+) -> list[dict]:
     """Train until a straggler is reported (``until``), at most for these seconds; return the reports."""
     (folder / "task.py").write_text(TASK)
-    words = [f"{folder / 'task.py'}:Task", "--duration", "1000000", "--batch.size", "64", "--log.every", "2", *keys]
-    words += ["--stop.after", f"{seconds}s", "--save.every", "0", "--eval.every", "0", "--run.dir", str(folder / "run")]
+    words = [
+        f"{folder / 'task.py'}:Task",
+        "--duration",
+        "1000000",
+        "--batch.size",
+        "64",
+        "--log.every",
+        "2",
+        *keys,
+    ]
+    words += [
+        "--stop.after",
+        f"{seconds}s",
+        "--save.every",
+        "0",
+        "--eval.every",
+        "0",
+        "--run.dir",
+        str(folder / "run"),
+    ]
     log = folder / "run" / "metrics.jsonl"
 
     def reports() -> list[dict]:
@@ -90,8 +110,13 @@ def _events(folder: Path, config: str, *keys: str, seconds: int = 60, until: boo
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_a_rank_whose_device_is_1_5_times_slower_is_reported_with_its_host(config, tmp_path):
     events = _events(tmp_path, config, "--task.slow", "1")
-    assert any("rank 1 on " + socket.gethostname() in event["why"] and "device" in event["why"] for event in events)
-    assert "slows down all ranks: its device takes" in (tmp_path / "run" / "report.html").read_text()
+    assert any(
+        "rank 1 on " + socket.gethostname() in event["why"] and "device" in event["why"]
+        for event in events
+    )
+    assert (
+        "slows down all ranks: its device takes" in (tmp_path / "run" / "report.html").read_text()
+    )
 
 
 @pytest.mark.slow
@@ -104,10 +129,14 @@ def test_equal_ranks_are_not_reported(config, tmp_path):
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_a_rank_that_waits_for_data_is_reported(config, tmp_path):
     events = _events(tmp_path, config, "--task.wait", "0.001")
-    assert [("rank 1 on " in event["why"], "wait for data" in event["why"]) for event in events] == [(True, True)]
+    assert [
+        ("rank 1 on " in event["why"], "wait for data" in event["why"]) for event in events
+    ] == [(True, True)]
 
 
-def _judged(times: list[list[tuple[float, float]]], *, step: float = 0.1, sizes: tuple = (8.0, 8.0, 8.0)) -> list:
+def _judged(
+    times: list[list[tuple[float, float]]], *, step: float = 0.1, sizes: tuple = (8.0, 8.0, 8.0)
+) -> list:
     """Return the ranks reported after each log; the logs are two seconds apart. The forwards of all ranks take 1 s if
     the ``sizes`` of their inputs differ, and then the products are those of ``times``."""
     judge, now = Stragglers([f"host{rank}" for rank in range(len(times[0]))]), 0.0
@@ -147,8 +176,12 @@ def test_a_wait_for_data_counts_by_the_step_that_it_makes_longer():
 
 def test_logs_within_a_second_are_averaged():
     judge = Stragglers(["a", "b"])
-    times = [[(0.0, 1.0, 8.0, 1.0), (0.0, 3.0 if log == 0 else 1.0, 8.0, 1.0)] for log in range(100)]
-    judged = [[*judge.judge(log, step_seconds=0.1, now=number / 30)] for number, log in enumerate(times)]
+    times = [
+        [(0.0, 1.0, 8.0, 1.0), (0.0, 3.0 if log == 0 else 1.0, 8.0, 1.0)] for log in range(100)
+    ]
+    judged = [
+        [*judge.judge(log, step_seconds=0.1, now=number / 30)] for number, log in enumerate(times)
+    ]
     assert judged == [[]] * 100
 
 

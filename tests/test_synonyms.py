@@ -62,8 +62,16 @@ NEWCOMERS = {
     "task.epochs": "duration",
     "batch.siez": "batch.size",
 }
-LAUNCHER = {"bf16": "--mixed_precision", "precision": "--mixed_precision", "fp16": "--mixed_precision"}
-LAUNCHER |= {"devices": "--num_processes", "num_nodes": "--num_machines", "strategy": "--config_file"}
+LAUNCHER = {
+    "bf16": "--mixed_precision",
+    "precision": "--mixed_precision",
+    "fp16": "--mixed_precision",
+}
+LAUNCHER |= {
+    "devices": "--num_processes",
+    "num_nodes": "--num_machines",
+    "strategy": "--config_file",
+}
 
 
 def test_every_name_of_another_trainer_leads_to_the_key():
@@ -71,13 +79,18 @@ def test_every_name_of_another_trainer_leads_to_the_key():
     found = {name: suggestion(name, known) for name in NEWCOMERS}
     assert found == {name: f"; did you mean {key!r}?" for name, key in NEWCOMERS.items()}
     for name, option in LAUNCHER.items():
-        assert f"an option of the launcher: oneloop launch --config_file ddp {option}" in suggestion(name, known)
+        assert (
+            f"an option of the launcher: oneloop launch --config_file ddp {option}"
+            in suggestion(name, known)
+        )
     assert suggestion("nothing_like_it", known) == ""
 
 
 def test_a_key_that_the_task_lacks_is_not_suggested():
     known = [action.dest for action in parser("causal_lm", "adamw", "cosine")._actions]
-    assert suggestion("label_smoothing", known) == "" and "task.block" in suggestion("max_seq_length", known)
+    assert suggestion("label_smoothing", known) == "" and "task.block" in suggestion(
+        "max_seq_length", known
+    )
 
 
 @pytest.mark.parametrize("group", OPTIONS)
@@ -86,7 +99,9 @@ def test_the_options_known_without_an_import_are_those_of_the_packaged_ones(grou
     without = {action.dest for action in parser(**plain, options=False)._actions}
     for name, options in OPTIONS[group].items():
         found = {action.dest for action in parser(**plain | {group: name})._actions} - without
-        assert {key for key in found if key.startswith(f"{group}.")} == {f"{group}.{option}" for option in options}
+        assert {key for key in found if key.startswith(f"{group}.")} == {
+            f"{group}.{option}" for option in options
+        }
 
 
 REJECTED = {
@@ -130,7 +145,11 @@ PACKAGED = (
 
 @pytest.mark.parametrize("task", PACKAGED)
 def test_the_arguments_of_packaged_tasks_are_known_without_an_import(task):
-    keys = {action.dest.split(".")[1] for action in parser(task, "adamw", "cosine")._actions if "task." in action.dest}
+    keys = {
+        action.dest.split(".")[1]
+        for action in parser(task, "adamw", "cosine")._actions
+        if "task." in action.dest
+    }
     common = {field.name for field in fields(TaskConfig)}
     assert keys - common <= (arguments(task) or set())
     with pytest.raises(BadInput, match=r"unknown key 'task.nothing'"):
@@ -157,7 +176,11 @@ def test_the_arguments_of_own_tasks_are_read_from_their_file(tmp_path):
 
 
 def test_right_keys_pass_and_keys_inside_an_argument_wait_for_the_task():
-    for words in ("--batch.size 32", "--optimizer muon --optimizer.iterations 3", "--schedule wsd --schedule.decay 5%"):
+    for words in (
+        "--batch.size 32",
+        "--optimizer muon --optimizer.iterations 3",
+        "--schedule wsd --schedule.decay 5%",
+    ):
         check_keys(["digits", *words.split()])
     check_keys(["sft", "--task.lora.nothing", "1"])  # only the task can tell
     with pytest.raises(BadInput, match=r"unknown key 'task.lora.nothing'"):
@@ -174,7 +197,10 @@ FILES = {
         "class A:\n    def model(self): ...\n    def loss(self, m, b): ...\nclass B(A): pass\n",
         r"'two.py' has 2 tasks \(A, B\); name the class: two.py:A",
     ),
-    "none.py": ("class Net: pass\n", r"has no class with model\(\) and loss\(\); name the class: none.py:MyTask"),
+    "none.py": (
+        "class Net: pass\n",
+        r"has no class with model\(\) and loss\(\); name the class: none.py:MyTask",
+    ),
 }
 
 

@@ -19,7 +19,9 @@ from worlds import run, train
 def text_folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("text")
     for number in range(60):
-        (folder / f"{number}.txt").write_text(f"text {number}: " + "the cat sat on the mat. " * (1 + number % 7))
+        (folder / f"{number}.txt").write_text(
+            f"text {number}: " + "the cat sat on the mat. " * (1 + number % 7)
+        )
     return folder
 
 
@@ -27,9 +29,15 @@ def test_digits_are_divided_by_class_and_never_shared():
     task = ImageClassification()
     check(task)
     sets = {"train": task.train_set(), **task.eval_sets()}
-    assert {name: len(part) for name, part in sets.items()} == {"train": 1258, "validation": 270, "test": 269}
+    assert {name: len(part) for name, part in sets.items()} == {
+        "train": 1258,
+        "validation": 270,
+        "test": 269,
+    }
     images = [image.numpy().tobytes() for part in sets.values() for image in part.rows.images]
-    assert len(images) == 1797 and len(images) - len(set(images)) < 3  # scikit-learn has almost no duplicates
+    assert (
+        len(images) == 1797 and len(images) - len(set(images)) < 3
+    )  # scikit-learn has almost no duplicates
     for part in sets.values():
         assert sorted(set(part.rows.labels)) == list(range(10))
 
@@ -73,7 +81,9 @@ def test_bpe_counts_its_bytes():
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama"])
 def test_language_models_predict_only_from_what_came_before(text_folder, architecture):
-    task = CausalLM(str(text_folder), architecture=architecture, layers=2, heads=2, width=32, block=16)
+    task = CausalLM(
+        str(text_folder), architecture=architecture, layers=2, heads=2, width=32, block=16
+    )
     torch.manual_seed(0)
     model = task.model().eval()
     tokens = torch.randint(0, 256, (1, 16))
@@ -87,7 +97,10 @@ def test_padding_does_not_change_a_classification():
     task = TextClassification(layers=1, width=32, packages=3)
     torch.manual_seed(0)
     model = task.model().eval()
-    short, long = task.train_set()[0], max((task.train_set()[i] for i in range(50)), key=lambda s: len(s[0]))
+    short, long = (
+        task.train_set()[0],
+        max((task.train_set()[i] for i in range(50)), key=lambda s: len(s[0])),
+    )
     alone = model(task.collate([short])["text"])
     padded = model(task.collate([short, long])["text"])[:1]
     assert torch.allclose(alone, padded, atol=1e-6)
@@ -102,7 +115,11 @@ def test_snippets_are_held_out_by_file():
 
 def test_own_texts_and_labels(tmp_path):
     for name, count in (("train", 40), ("validation", 8)):
-        rows = [{"text": f"{word} {n}", "label": word} for n in range(count // 2) for word in ("good", "bad")]
+        rows = [
+            {"text": f"{word} {n}", "label": word}
+            for n in range(count // 2)
+            for word in ("good", "bad")
+        ]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = TextClassification(str(tmp_path))
     assert task.classes == ["bad", "good"] and len(task.train_set()) == 40
@@ -142,7 +159,9 @@ def test_a_member_may_be_set_on_the_task_itself_and_a_stub_is_none():
 
     names = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
     check(Mine(**dict.fromkeys(names, lambda *_: None)))
-    with pytest.raises(ValueError, match="lacks eval_sets, loss"):  # inherited from the protocol, not written
+    with pytest.raises(
+        ValueError, match="lacks eval_sets, loss"
+    ):  # inherited from the protocol, not written
         check(Mine(**dict.fromkeys(("model", "train_set", "collate", "weight"), lambda *_: None)))
 
 
@@ -151,7 +170,9 @@ def test_what_is_no_task_is_reported_what_it_lacks():
         def model(self): ...
         def metrics(self): ...
 
-    with pytest.raises(ValueError, match="lacks train_set, eval_sets, collate, weight, loss, update"):
+    with pytest.raises(
+        ValueError, match="lacks train_set, eval_sets, collate, weight, loss, update"
+    ):
         check(Half())
     with pytest.raises(ValueError, match="the train set is a generator"):
         check_sets((x for x in range(3)), {})

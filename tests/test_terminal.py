@@ -57,17 +57,28 @@ def test_metrics_that_a_task_names_are_shown_and_wrapped_as_a_whole():
     figures = FIGURES | {"train/reconstruction": 0.25, "train/beta": 0.5}
     named = ("train/reconstruction", "train/beta")
     text = io.StringIO()
-    with Display(console=Console(file=text, force_terminal=False, width=40), interval=0.0) as display:
+    with Display(
+        console=Console(file=text, force_terminal=False, width=40), interval=0.0
+    ) as display:
         display.metrics(1, figures, named=named)
-    assert "loss 1.5000  reconstruction 0.2500  beta 0.5000  1,234 samples/s" in text.getvalue()  # one line in a file
+    assert (
+        "loss 1.5000  reconstruction 0.2500  beta 0.5000  1,234 samples/s" in text.getvalue()
+    )  # one line in a file
     results = {f"eval/metric_{n}": 0.5 for n in range(6)}
     text = io.StringIO()
-    with Display(console=Console(file=text, force_terminal=True, width=60), interval=0.0) as display:
+    with Display(
+        console=Console(file=text, force_terminal=True, width=60), interval=0.0
+    ) as display:
         display.results(7, results, "ema")
     plain = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue())
     lines = [line.strip() for line in plain.splitlines() if "metric" in line or "ema" in line]
     assert max(map(len, lines)) <= 60 and len(lines) == 3
-    assert " ".join(lines).split() == ["step", "7", *" ".join(f"{name} 0.5000" for name in results).split(), "(ema)"]
+    assert " ".join(lines).split() == [
+        "step",
+        "7",
+        *" ".join(f"{name} 0.5000" for name in results).split(),
+        "(ema)",
+    ]
     for width, shown_names in (
         (80, ["loss"]),
         (110, ["loss", "reconstruction"]),
@@ -77,13 +88,18 @@ def test_metrics_that_a_task_names_are_shown_and_wrapped_as_a_whole():
         with Display(console=Console(file=text, force_terminal=True, width=width)) as display:
             display.begin(lambda: 3, total=9)
             display.metrics(3, figures, named=named)
-        (last, *_) = re.findall(r"[^\r\n\x1b]*samples/s", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue()))
-        assert [name for name in ("loss", "reconstruction", "beta") if f"{name} " in last] == shown_names, last
+        (last, *_) = re.findall(
+            r"[^\r\n\x1b]*samples/s", re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text.getvalue())
+        )
+        assert [
+            name for name in ("loss", "reconstruction", "beta") if f"{name} " in last
+        ] == shown_names, last
         assert "1,234 samples/s" in last
 
 
 @pytest.mark.parametrize(
-    ("low", "high", "last"), [(0.01, 0.0123, 800), (-3.0, 700.0, 20_000), (2.0, 2.0, 1), (1e-9, 3e-9, 7)]
+    ("low", "high", "last"),
+    [(0.01, 0.0123, 800), (-3.0, 700.0, 20_000), (2.0, 2.0, 1), (1e-9, 3e-9, 7)],
 )
 def test_labels_of_a_chart_are_round_and_the_curve_is_inside(low, high, last):
     lines = plotted([((0, last), (low, high), None)], width=60, height=8)
@@ -97,13 +113,23 @@ def test_labels_of_a_chart_are_round_and_the_curve_is_inside(low, high, last):
 
 def test_plain_lines_off_a_terminal():
     lines = shown(terminal=False).splitlines()
-    assert lines[0].startswith("step 50/100  loss 1.5000  1,234 samples/s") and lines[0].endswith("s left")
-    assert lines[1:4] == ["step 50  eval/loss 0.2500", "a line that quiet leaves out", "a line that stays [not markup]"]
+    assert lines[0].startswith("step 50/100  loss 1.5000  1,234 samples/s") and lines[0].endswith(
+        "s left"
+    )
+    assert lines[1:4] == [
+        "step 50  eval/loss 0.2500",
+        "a line that quiet leaves out",
+        "a line that stays [not markup]",
+    ]
     assert lines[4].startswith("step 100/100")
 
 
 def test_the_table_at_the_end():
-    rows = [[cell.strip() for cell in line.split("│")] for line in shown(terminal=False).splitlines() if "│" in line]
+    rows = [
+        [cell.strip() for cell in line.split("│")]
+        for line in shown(terminal=False).splitlines()
+        if "│" in line
+    ]
     assert ["eval/loss", "0.2500", "0.2000"] in rows and ["eval/accuracy", "0.9000", ""] in rows
     assert ["best eval/loss", "0.2400 at step 90", ""] in rows and [
         "time",
@@ -123,14 +149,18 @@ def test_nothing_on_other_ranks():
 
 
 def test_quiet_leaves_what_must_be_printed():
-    assert [line for line in shown(terminal=True, quiet=True).splitlines() if "eval/loss" not in line] == [
-        "a line that stays [not markup]"
-    ]
+    assert [
+        line for line in shown(terminal=True, quiet=True).splitlines() if "eval/loss" not in line
+    ] == ["a line that stays [not markup]"]
 
 
 def test_json_lines():
     lines = [json.loads(line) for line in shown(terminal=True, as_json=True).splitlines()]
-    assert lines[0] == {"step": 50, **FIGURES} and lines[1] == {"step": 50, "eval/loss": 0.25, "weights": "raw"}
+    assert lines[0] == {"step": 50, **FIGURES} and lines[1] == {
+        "step": 50,
+        "eval/loss": 0.25,
+        "weights": "raw",
+    }
     assert {"message": "a line that stays [not markup]"} in lines
 
 
@@ -201,7 +231,9 @@ def test_a_run_on_a_terminal_shows_all_that_takes_time(tmp_path):
         "--run.dir",
         "run",
     ]
-    found = run(on_a_terminal, words, folder=tmp_path, variables={"XDG_CACHE_HOME": str(tmp_path / "cache")}).ok()[0]
+    found = run(
+        on_a_terminal, words, folder=tmp_path, variables={"XDG_CACHE_HOME": str(tmp_path / "cache")}
+    ).ok()[0]
     for what in (
         "training the tokenizer",
         "tokenizing train",
@@ -212,7 +244,9 @@ def test_a_run_on_a_terminal_shows_all_that_takes_time(tmp_path):
     ):
         assert what in found, what
     assert "6/6" in found and "best eval/loss" in found and "done; results in run" in found
-    assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l"), "the cursor is hidden and not shown again"
+    assert found.rindex("\x1b[?25h") > found.rindex("\x1b[?25l"), (
+        "the cursor is hidden and not shown again"
+    )
 
 
 # --- advice ---------------------------------------------------------------------------------------------------------
@@ -237,7 +271,9 @@ def test_no_advice_beyond_the_end_of_the_run():
     assert diagnosis(shares, workers=0, cores=0, save_every=50, steps=501).endswith(
         "raise save.every from 50 steps to 500"
     )
-    assert diagnosis(shares, workers=0, cores=0, save_every=50, steps=500).endswith("training waits for checkpoints")
+    assert diagnosis(shares, workers=0, cores=0, save_every=50, steps=500).endswith(
+        "training waits for checkpoints"
+    )
 
 
 # --- oneloop watch --------------------------------------------------------------------------------------------------
@@ -249,11 +285,27 @@ def written(folder: Path, steps: range, loss: float = 4.0) -> Path:
     with (folder / "metrics.jsonl").open("a") as file:
         for step in steps:
             file.write(
-                json.dumps({"step": step, "train/loss": loss / step, "share/data": 0.25, "share/compute": 0.75}) + "\n"
+                json.dumps(
+                    {
+                        "step": step,
+                        "train/loss": loss / step,
+                        "share/data": 0.25,
+                        "share/compute": 0.75,
+                    }
+                )
+                + "\n"
             )
             if step % 5 == 0:
                 file.write(
-                    json.dumps({"step": step, "eval/loss": 1.0, "eval/accuracy": step / 100, "weights": "raw"}) + "\n"
+                    json.dumps(
+                        {
+                            "step": step,
+                            "eval/loss": 1.0,
+                            "eval/accuracy": step / 100,
+                            "weights": "raw",
+                        }
+                    )
+                    + "\n"
                 )
     return folder
 
@@ -266,7 +318,11 @@ def drawn(*folders: Path, width: int = 120, metrics: tuple[str, ...] = ()) -> st
 
 def test_a_run_is_drawn_from_its_metrics_alone(tmp_path):
     text = drawn(written(tmp_path / "digits", range(1, 21)))
-    assert "train/loss" in text and "eval/accuracy" in text and "0.2000" not in text.split("eval/accuracy")[0]
+    assert (
+        "train/loss" in text
+        and "eval/accuracy" in text
+        and "0.2000" not in text.split("eval/accuracy")[0]
+    )
     assert "75 % compute, 25 % data" in text and any("⠀" < letter <= "⣿" for letter in text)
     assert "no metrics" in drawn(tmp_path / "digits", metrics=("nothing/here",))
 
@@ -297,13 +353,17 @@ def test_a_run_that_is_cut_back_is_read_again(tmp_path):
     run = Follower(written(tmp_path / "run", range(1, 11)))
     assert run.read() and run.lines[-2]["step"] == 10
     written(tmp_path / "run", range(11, 13))
-    assert run.read() and [line["step"] for line in run.lines if "train/loss" in line] == list(range(1, 13))
+    assert run.read() and [line["step"] for line in run.lines if "train/loss" in line] == list(
+        range(1, 13)
+    )
     with (tmp_path / "run" / "metrics.jsonl").open("a") as file:
         file.write('{"step": 13, "train/lo')
     assert run.read() and run.lines[-1]["step"] == 12  # half a line is left for the next read
     (tmp_path / "run" / "metrics.jsonl").unlink()
     written(tmp_path / "run", range(1, 40), loss=8.0)
-    assert run.read() and next(line["train/loss"] for line in run.lines if "train/loss" in line) == 8.0
+    assert (
+        run.read() and next(line["train/loss"] for line in run.lines if "train/loss" in line) == 8.0
+    )
     assert [line["step"] for line in run.lines if "train/loss" in line] == list(range(1, 40))
 
 
@@ -314,7 +374,9 @@ def test_it_follows_a_run_until_its_end(tmp_path):
 
     def go_on() -> None:
         written(folder, range(5, 31))
-        (folder / "summary.json").write_text('{"exit_reason": "stopped by SIGINT", "exit_code": 75}')
+        (folder / "summary.json").write_text(
+            '{"exit_reason": "stopped by SIGINT", "exit_code": 75}'
+        )
         time.sleep(0.5)
         (folder / "summary.json").unlink()  # the same command again
         written(folder, range(31, 41))
@@ -333,7 +395,9 @@ def test_it_follows_a_run_until_its_end(tmp_path):
 def test_it_fits_into_a_terminal_of_24_lines(tmp_path, metrics):
     folder = written(tmp_path / "run", range(1, 31))
     with (folder / "metrics.jsonl").open("a") as file:
-        line = {"step": 30, "weights": "raw"} | {f"eval/metric_{number}": 0.5 for number in range(metrics)}
+        line = {"step": 30, "weights": "raw"} | {
+            f"eval/metric_{number}": 0.5 for number in range(metrics)
+        }
         file.write(json.dumps(line) + "\n")
     run = Follower(folder)
     run.read()

@@ -30,7 +30,9 @@ def pairs(file: Path, number: int = 120, seed: int = 0) -> Path:
         for _ in range(number):
             colour, thing, count = draw.choice(COLOURS), draw.choice(THINGS), draw.randrange(50)
             others = [f"{draw.choice(COLOURS)} {draw.choice(THINGS)}" for _ in range(2)]
-            writer.writerow([f"{colour} {thing} no {count}", f"no {count} is a {thing}, {colour}", *others])
+            writer.writerow(
+                [f"{colour} {thing} no {count}", f"no {count} is a {thing}, {colour}", *others]
+            )
     return file
 
 
@@ -61,8 +63,15 @@ def base(folder):
 
     torch.manual_seed(0)
     made = task(folder)
-    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
-    model = BertModel(BertConfig(vocab_size=300, max_position_embeddings=32, pad_token_id=0, **shape))
+    shape = {
+        "hidden_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+    }
+    model = BertModel(
+        BertConfig(vocab_size=300, max_position_embeddings=32, pad_token_id=0, **shape)
+    )
     model.save_pretrained(folder / "base")
     made.reader.tokenizer.save_pretrained(folder / "base")
     return folder / "base"
@@ -82,10 +91,15 @@ def test_a_batch_holds_tokens_and_numbers_of_equal_texts(folder):
 
 def test_equal_texts_are_counted_or_masked(tmp_path):
     rows = [("a b", "x"), ("a b", "y"), ("c d", "y"), ("e f", "z")] * 10
-    lines = "\n".join(f"{one} {n if n > 9 else 0},{other} {n}" for n, (one, other) in enumerate(rows))
+    lines = "\n".join(
+        f"{one} {n if n > 9 else 0},{other} {n}" for n, (one, other) in enumerate(rows)
+    )
     (tmp_path / "pairs.csv").write_text("anchor,positive\n" + lines)
     (counted,) = task(tmp_path, held_out=0.1).notes
-    assert "1 anchors" not in counted and "are negatives of each other: --task.mask_duplicates true" in counted
+    assert (
+        "1 anchors" not in counted
+        and "are negatives of each other: --task.mask_duplicates true" in counted
+    )
     (masked,) = task(tmp_path, held_out=0.1, mask_duplicates=True).notes
     assert masked.endswith("they are not negatives of each other")
 
@@ -99,7 +113,9 @@ def test_masked_duplicates_do_not_count(folder):
         parts = made.embed(model, made.collate(samples))
         masked = loss_alone(made, model, twice)[0]
         counted = loss_alone(task(folder), model, twice)[0]
-    similarity = 20 * F.normalize(parts["anchor"], dim=1) @ F.normalize(parts["candidate"][:, 0], dim=1).T
+    similarity = (
+        20 * F.normalize(parts["anchor"], dim=1) @ F.normalize(parts["candidate"][:, 0], dim=1).T
+    )
     right, others = similarity.diagonal(), similarity + torch.log(torch.tensor(2.0))
     others.fill_diagonal_(-torch.inf)
     expected = torch.logaddexp(right, others.logsumexp(1)) - right  # each other pair occurs twice
@@ -123,13 +139,17 @@ def _theirs(base: Path, texts: list[list[str]], kind: str, **options):
 
 
 @pytest.mark.parametrize("negatives", ["", "wrong,also wrong"])
-@pytest.mark.parametrize("kind", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"])
+@pytest.mark.parametrize(
+    "kind", ["MultipleNegativesRankingLoss", "CachedMultipleNegativesRankingLoss"]
+)
 def test_the_loss_is_that_of_sentence_transformers(folder, base, kind, negatives):
     made = task(folder, model=str(base), negatives=negatives)
     rows = list(csv.DictReader((folder / "pairs.csv").open()))[:12]
     columns = ["anchor", "positive", *(negatives.split(",") if negatives else [])]
     options = {"mini_batch_size": 4} if kind.startswith("Cached") else {}
-    value, gradients = _theirs(base, [[row[name] for row in rows] for name in columns], kind, scale=20.0, **options)
+    value, gradients = _theirs(
+        base, [[row[name] for row in rows] for name in columns], kind, scale=20.0, **options
+    )
     model = made.model().double().eval()
     maker = made._maker(columns)
     loss, _ = loss_alone(made, model, made.collate([maker(row) for row in rows]))
@@ -148,16 +168,23 @@ def test_matryoshka_and_symmetric_losses_are_sums(folder, base):
     loss, _ = made.batch_loss(parts, columns_of(made, batch))
     expected = 0.0
     for size in (8, 16, 32):
-        a, b = (F.normalize(value[:, :size], dim=1) for value in (parts["anchor"], parts["candidate"][:, 0]))
+        a, b = (
+            F.normalize(value[:, :size], dim=1)
+            for value in (parts["anchor"], parts["candidate"][:, 0])
+        )
         for similarity in (a @ b.T, b @ a.T):
-            expected = expected + F.cross_entropy(10 * similarity, torch.arange(7), reduction="sum") / 2
+            expected = (
+                expected + F.cross_entropy(10 * similarity, torch.arange(7), reduction="sum") / 2
+            )
     torch.testing.assert_close(loss, expected)
     with pytest.raises(ValueError, match="task.matryoshka 32 must be between 1 and 31"):
         task(folder, model=str(base), matryoshka=[32]).model()
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-def test_sentence_transformers_loads_the_export_with_the_same_embeddings(folder, base, pooling, tmp_path):
+def test_sentence_transformers_loads_the_export_with_the_same_embeddings(
+    folder, base, pooling, tmp_path
+):
     from sentence_transformers import SentenceTransformer
 
     made = ["--task.model", str(base), "--task.length", "20"] if pooling != "mean" else SMALL
@@ -171,7 +198,18 @@ def test_sentence_transformers_loads_the_export_with_the_same_embeddings(folder,
         "--duration",
         "3",
     ]
-    words += ["--batch.size", "16", "--batch.micro", "4", "--eval.micro", "4", "--run.dir", "run", "--track", "none"]
+    words += [
+        "--batch.size",
+        "16",
+        "--batch.micro",
+        "4",
+        "--eval.micro",
+        "4",
+        "--run.dir",
+        "run",
+        "--track",
+        "none",
+    ]
     config, ranks = ("fsdp2", 2) if pooling == "last" else ("single", 1)
     assert run(train, words, ranks=ranks, config=config, folder=tmp_path).codes == [0] * ranks
     model = SentenceTransformer(str(tmp_path / "run/final"), device="cpu")
@@ -183,7 +221,9 @@ def test_sentence_transformers_loads_the_export_with_the_same_embeddings(folder,
     assert world.codes == [0], world.output
     found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
     ours = np.array([row["anchor"] for row in found])
-    assert np.abs(ours - theirs.numpy()).max() < 1e-5 and found[0]["similarity"] == pytest.approx(1.0, abs=1e-5)
+    assert np.abs(ours - theirs.numpy()).max() < 1e-5 and found[0]["similarity"] == pytest.approx(
+        1.0, abs=1e-5
+    )
     files = json.loads((tmp_path / "run/final/MANIFEST.json").read_text())["files"]
     assert {"modules.json", "1_Pooling/config.json", "tokenizer.json"} <= files.keys()
 
@@ -247,12 +287,18 @@ def test_a_row_that_is_twice_in_a_batch_is_not_its_own_negative(folder):
 
 
 def learned(folder: Path) -> str:
-    return TextPairs(str(folder / "pairs.csv"), layers=1, width=32, length=24, vocab=320).reader.written()
+    return TextPairs(
+        str(folder / "pairs.csv"), layers=1, width=32, length=24, vocab=320
+    ).reader.written()
 
 
 def test_the_tokens_are_the_same_without_a_common_cache(folder, tmp_path):
     made = [
-        run(learned, folder, variables={"ONELOOP_CACHE": str(tmp_path / name), "RAYON_NUM_THREADS": threads}).ok()
+        run(
+            learned,
+            folder,
+            variables={"ONELOOP_CACHE": str(tmp_path / name), "RAYON_NUM_THREADS": threads},
+        ).ok()
         for name, threads in (("one", "1"), ("two", "2"), ("three", "2"))
     ]
     assert made[0] == made[1] == made[2] and (tmp_path / "one" / "words").is_dir()

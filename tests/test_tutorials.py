@@ -30,7 +30,11 @@ def program(folder: Path, name: str) -> None:
 
 def command(text: str, start: str) -> list[str]:
     """The words after ``oneloop launch --config_file single`` of a command in a tutorial."""
-    (line,) = (line for line in text.splitlines() if line.startswith(f"oneloop launch --config_file single {start}"))
+    (line,) = (
+        line
+        for line in text.splitlines()
+        if line.startswith(f"oneloop launch --config_file single {start}")
+    )
     return line.split()[4:]
 
 
@@ -43,7 +47,11 @@ def test_a_csv_file_and_a_folder_of_images(tmp_path):
     program(tmp_path, "make_messages.py")
     run(train, [*command(text, "messages.yaml"), "--duration", "1ep", *QUIET], folder=tmp_path).ok()
     assert summary(tmp_path / "runs" / "messages")["test/accuracy"] > 0.95
-    run(apply, ["predict", "runs/messages", "--data", "new.csv", "--to", "predictions.csv"], folder=tmp_path).ok()
+    run(
+        apply,
+        ["predict", "runs/messages", "--data", "new.csv", "--to", "predictions.csv"],
+        folder=tmp_path,
+    ).ok()
     rows = list(csv.DictReader((tmp_path / "predictions.csv").open()))
     assert len(rows) == 6 and rows[0]["prediction"] == "shipping"
     lines = (tmp_path / "messages.csv").read_text().splitlines()
@@ -55,7 +63,11 @@ def test_a_csv_file_and_a_folder_of_images(tmp_path):
     assert message in broken.output
     program(tmp_path, "make_shapes.py")
     run(train, [*command(text, "shapes.yaml"), "--duration", "5", *QUIET], folder=tmp_path).ok()
-    run(apply, ["predict", "runs/shapes", "--data", "new_shapes", "--to", "shapes.csv"], folder=tmp_path).ok()
+    run(
+        apply,
+        ["predict", "runs/shapes", "--data", "new_shapes", "--to", "shapes.csv"],
+        folder=tmp_path,
+    ).ok()
     assert len(list(csv.DictReader((tmp_path / "shapes.csv").open()))) == 6
 
 
@@ -64,15 +76,25 @@ def test_an_own_model(tmp_path):
     run(train, [*command(text, "cells.py:Cells --duration"), *QUIET], folder=tmp_path).ok()
     assert summary(tmp_path / "runs" / "cells")["eval/accuracy"] > 0.95
     program(tmp_path, "new_cells.py")
-    run(apply, ["predict", "runs/cells", "--data", "new_cells.csv", "--to", "benign.csv"], folder=tmp_path).ok()
-    assert all(float(row["benign"]) < 0.01 for row in csv.DictReader((tmp_path / "benign.csv").open()))
+    run(
+        apply,
+        ["predict", "runs/cells", "--data", "new_cells.csv", "--to", "benign.csv"],
+        folder=tmp_path,
+    ).ok()
+    assert all(
+        float(row["benign"]) < 0.01 for row in csv.DictReader((tmp_path / "benign.csv").open())
+    )
 
 
 def test_a_contrastive_loss(tmp_path):
     text = lay_out("own-loss.md", tmp_path)
     world = run(train, [*command(text, "contrast.py"), *QUIET], folder=tmp_path)
     world.ok()
-    (line,) = (line for line in text.splitlines() if line.startswith("any parallel layout gives the same gradients"))
+    (line,) = (
+        line
+        for line in text.splitlines()
+        if line.startswith("any parallel layout gives the same gradients")
+    )
     assert line in world.output and summary(tmp_path / "runs" / "contrast")["eval/recall@1"] > 0.35
 
 
@@ -86,8 +108,12 @@ def test_chats_with_lora(tmp_path):
     assert summary(tmp_path / "runs" / "chats")["eval/accuracy"] > 0.6
     words = ["predict", "runs/chats", "--data", "questions.jsonl", "--to", "answers.jsonl"]
     run(apply, words, folder=tmp_path).ok()
-    answers = [json.loads(line)["answer"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()]
-    assert len(answers) == 5 and all(" plus " in answer or answer.startswith("Not ") for answer in answers)
+    answers = [
+        json.loads(line)["answer"] for line in (tmp_path / "answers.jsonl").read_text().splitlines()
+    ]
+    assert len(answers) == 5 and all(
+        " plus " in answer or answer.startswith("Not ") for answer in answers
+    )
 
 
 def test_tabular_data_with_missing_values_and_two_targets(tmp_path):
@@ -105,7 +131,13 @@ def test_tabular_data_with_missing_values_and_two_targets(tmp_path):
     assert "train/quick_loss" in (tmp_path / "runs" / "houses" / "metrics.jsonl").read_text()
     with (tmp_path / "new_houses.csv").open("a") as file:
         file.write("80.0,,center\n,1950,lake\n100.0,1990,\n")
-    run(apply, ["predict", "runs/houses", "--data", "new_houses.csv", "--to", "prices.csv"], folder=tmp_path).ok()
+    run(
+        apply,
+        ["predict", "runs/houses", "--data", "new_houses.csv", "--to", "prices.csv"],
+        folder=tmp_path,
+    ).ok()
     rows = list(csv.DictReader((tmp_path / "prices.csv").open()))
     assert len(rows) == 6 and list(rows[0]) == ["row", "price", "quick_probability"]
-    assert all(float(row["price"]) > 0 and 0 <= float(row["quick_probability"]) <= 1 for row in rows)
+    assert all(
+        float(row["price"]) > 0 and 0 <= float(row["quick_probability"]) <= 1 for row in rows
+    )

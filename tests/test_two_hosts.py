@@ -34,7 +34,10 @@ def undisturbed(tmp_path_factory) -> Path:
 
 def weights(folder: Path) -> dict[str, bytes]:
     """Return the bytes of the final weights by name."""
-    return {name: value.numpy().tobytes() for name, value in load_file(folder / "final/model.safetensors").items()}
+    return {
+        name: value.numpy().tobytes()
+        for name, value in load_file(folder / "final/model.safetensors").items()
+    }
 
 
 @pytest.mark.parametrize("repeat", range(3))
@@ -45,7 +48,9 @@ def test_a_fault_with_grain(case, repeat, tmp_path, undisturbed):
     assert outcome.reported < LIMIT and outcome.ended < LIMIT, outcome
     if case == "store killed":  # the others report it; the same command resumes
         assert outcome.codes == [-9, 1] and "node" in outcome.output, outcome.output
-        assert lab.Node(f"--config_file single {keys} --run.dir run".split(), tmp_path).ended(120) == 0
+        assert (
+            lab.Node(f"--config_file single {keys} --run.dir run".split(), tmp_path).ended(120) == 0
+        )
     else:
         assert outcome.codes[0] == 0, outcome.output
     assert weights(tmp_path / "run") == weights(undisturbed / "run")
@@ -59,7 +64,9 @@ def test_a_fault_without_grain_equals_a_run_resumed_by_hand(case, tmp_path):
     assert outcome.codes[0] == 0, outcome.output
     by_hand, checkpoint = tmp_path / "by-hand", f"step-{outcome.resumed:08}"
     shutil.copytree(
-        tmp_path / "run", by_hand, ignore=lambda _, names: {"final", "summary.json", "report.html"} & {*names}
+        tmp_path / "run",
+        by_hand,
+        ignore=lambda _, names: {"final", "summary.json", "report.html"} & {*names},
     )
     assert (by_hand / "checkpoints" / checkpoint).is_dir()
     for folder in (by_hand / "checkpoints").iterdir():
@@ -80,8 +87,14 @@ def test_too_few_nodes_wait_and_then_end(tmp_path):
     began = time.monotonic()
     try:
         assert nodes[1].ended(LIMIT) == 1 and time.monotonic() - began < LIMIT
-        assert lab.when(nodes[:1], "waiting for nodes to join: at least 2", since=began) - began < LIMIT
-        assert nodes[0].ended(LIMIT + 20) == 1 and "fewer than 2 nodes joined in 20 s" in nodes[0].output
+        assert (
+            lab.when(nodes[:1], "waiting for nodes to join: at least 2", since=began) - began
+            < LIMIT
+        )
+        assert (
+            nodes[0].ended(LIMIT + 20) == 1
+            and "fewer than 2 nodes joined in 20 s" in nodes[0].output
+        )
     finally:
         lab.link("up")
     assert "node " in (tmp_path / "run" / "summary.json").read_text()

@@ -76,7 +76,9 @@ def _ended(folder: Path, run: str) -> dict:
 
 def test_the_template_and_the_notebook_run_without_a_checkout(installed, tmp_path):
     _typed(installed, tmp_path, TEMPLATE)
-    where = _do([str(installed / "python"), "-c", "import oneloop; print(oneloop.__file__)"], tmp_path)
+    where = _do(
+        [str(installed / "python"), "-c", "import oneloop; print(oneloop.__file__)"], tmp_path
+    )
     assert where.startswith(str(installed.parent)) and str(ROOT) not in where
     assert _ended(tmp_path, "my_task")["eval/accuracy"] > 0.9
     assert (tmp_path / "runs" / "my_task" / "report.html").exists()
@@ -85,7 +87,10 @@ def test_the_template_and_the_notebook_run_without_a_checkout(installed, tmp_pat
     words = [str(installed / "python"), "-c", EXECUTE, "notebook.ipynb"]
     output = _do(words, tmp_path, PATH=f"{installed}:{os.environ['PATH']}")
     assert "batch.size must be at least 1" in output  # errors are reported
-    assert _ended(tmp_path, "rings")["eval/accuracy"] > 0.9 and _ended(tmp_path, "half")["exit_code"] == 0
+    assert (
+        _ended(tmp_path, "rings")["eval/accuracy"] > 0.9
+        and _ended(tmp_path, "half")["exit_code"] == 0
+    )
     assert _ended(tmp_path, "two")["eval/loss"] < 0.1
     assert json.loads((tmp_path / "runs/two/environment.json").read_text())["processes"] == 2
 
@@ -93,7 +98,9 @@ def test_the_template_and_the_notebook_run_without_a_checkout(installed, tmp_pat
 @pytest.mark.slow
 def test_the_readmes_task_runs_without_a_checkout(installed, tmp_path):
     readme = (ROOT / "README.md").read_text()
-    (tmp_path / "sines.py").write_text(re.search(r"```python\n# sines.py\n(.*?)```", readme, re.S)[1])
+    (tmp_path / "sines.py").write_text(
+        re.search(r"```python\n# sines.py\n(.*?)```", readme, re.S)[1]
+    )
     _typed(installed, tmp_path, README)
     assert README in readme and _ended(tmp_path, "sines")["eval/loss"] < 0.01
     _typed(installed, tmp_path, "oneloop verify runs/sines\noneloop export runs/sines --to out")

@@ -21,17 +21,31 @@ DOUBLE = ["--machine.dtype", "float64"]
 VARIANTS = {
     "plain": [],
     "recompute": ["--machine.recompute", "full", "--machine.blocks", "[Layer]"],
-    "dropout": ["--task.dropout", "0.2", "--machine.recompute", "full", "--machine.blocks", "[Layer]"],
+    "dropout": [
+        "--task.dropout",
+        "0.2",
+        "--machine.recompute",
+        "full",
+        "--machine.blocks",
+        "[Layer]",
+    ],
     "lora": ["--task.lora", "true", "--task.dropout", "0.2"],
 }
-LAYOUTS = {"1 x 32": ("single", 1, 32), "4 x 8": ("single", 1, 8), "DDP 2": ("ddp", 2, 8), "DDP 4": ("ddp", 4, 4)}
+LAYOUTS = {
+    "1 x 32": ("single", 1, 32),
+    "4 x 8": ("single", 1, 8),
+    "DDP 2": ("ddp", 2, 8),
+    "DDP 4": ("ddp", 4, 4),
+}
 LAYOUTS |= {"FSDP2 2": ("fsdp2", 2, 8)}
 
 
 _SLOW = ("1 x 32", "DDP 4")
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in LAYOUTS])
+@pytest.mark.parametrize(
+    "layout", [pytest.param(n, marks=pytest.mark.slow) if n in _SLOW else n for n in LAYOUTS]
+)
 def test_the_gradient_is_that_of_one_loss_over_the_batch(layout):
     config, ranks, micro = LAYOUTS[layout]
     words = [*DOUBLE, "--batch.micro", str(micro)]
@@ -103,7 +117,10 @@ def test_retrieval_counts_ranks_and_no_ties(block, monkeypatch):
     metrics.update(queries, documents, ids=[ids])
     ranks = {"": [], "reverse_": []}
     for i in range(37):
-        for way, (one, other) in {"": (queries, documents), "reverse_": (documents, queries)}.items():
+        for way, (one, other) in {
+            "": (queries, documents),
+            "reverse_": (documents, queries),
+        }.items():
             wrong = [j for j in range(37) if ids[j] != ids[i]]
             ranks[way].append(1 + sum(bool(one[i] @ other[j] >= one[i] @ other[i]) for j in wrong))
     found = metrics.compute()
@@ -111,7 +128,10 @@ def test_retrieval_counts_ranks_and_no_ties(block, monkeypatch):
         for k in (1, 5, 10):
             assert found[f"{way}recall@{k}"] == sum(rank <= k for rank in known) / 37
         assert found[f"{way}mrr"] == pytest.approx(sum(1 / rank for rank in known) / 37, rel=1e-12)
-    for equal in (torch.ones(37, 4), torch.full((37, 4), torch.nan)):  # a collapsed model, and a broken one
+    for equal in (
+        torch.ones(37, 4),
+        torch.full((37, 4), torch.nan),
+    ):  # a collapsed model, and a broken one
         metrics = Retrieval()
         metrics.update(equal, equal)
         assert metrics.compute()["recall@10"] == 0.0
@@ -130,7 +150,9 @@ WRONG = {
     "changes the batch": ["embed changes 'x' of the batch in place"],
     "complex": ["embed returned 'a', which is complex"],
     "ragged": ["embed returned 'a' with rows of shape (5,) for 4 samples, and (2,) for one"],
-    "parameter in the loss": ["batch_loss uses a parameter of the model; return it from embed as a 0-dim tensor"],
+    "parameter in the loss": [
+        "batch_loss uses a parameter of the model; return it from embed as a 0-dim tensor"
+    ],
     "column": [
         "batch_loss failed: KeyError: 'x'",
         "the result of embed has a, b, scale, bias; batch_columns names label",
@@ -150,7 +172,9 @@ def faults(names: list[str]) -> dict[str, str]:
 
     there, found = start(), {}
     for name in names:
-        recipe = read([f"{whole_batches.__file__}:Contrast", "--duration", "2", "--task.fault", name])
+        recipe = read(
+            [f"{whole_batches.__file__}:Contrast", "--duration", "2", "--task.fault", name]
+        )
         try:
             job = build_job(recipe, ranks=1)
             preflight(job, there, there.prepare(job.model))
@@ -176,7 +200,16 @@ COMMON = [
     "--track",
     "none",
 ]
-COMMON += ["--log.every", "1", "--eval.every", "4", "--optimizer.clip", "0.5", "--task.dropout", "0.2"]
+COMMON += [
+    "--log.every",
+    "1",
+    "--eval.every",
+    "4",
+    "--optimizer.clip",
+    "0.5",
+    "--task.dropout",
+    "0.2",
+]
 
 
 def lines(folder: Path) -> list[dict]:
@@ -186,27 +219,63 @@ def lines(folder: Path) -> list[dict]:
 
 def test_the_same_bits_with_a_grain_also_after_a_kill_on_another_layout(tmp_path, monkeypatch):
     """Weights, EMA weights, log and evaluation are equal; a 0-dim parameter keeps its shape in files."""
-    words = [*COMMON, "--batch.grain", "4", "--duration", "8", "--save.every", "2", "--save.keep", "9"]
+    words = [
+        *COMMON,
+        "--batch.grain",
+        "4",
+        "--duration",
+        "8",
+        "--save.every",
+        "2",
+        "--save.keep",
+        "9",
+    ]
     for config, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2)):
-        world = run(train, [*words, "--run.dir", config], ranks=ranks, config=config, folder=tmp_path)
+        world = run(
+            train, [*words, "--run.dir", config], ranks=ranks, config=config, folder=tmp_path
+        )
         assert world.codes == [0] * ranks, world.output
-    for first, name, config, ranks in (("ddp", "killed", "fsdp2", 2), ("fsdp2", "again", "single", 1)):
+    for first, name, config, ranks in (
+        ("ddp", "killed", "fsdp2", 2),
+        ("fsdp2", "again", "single", 1),
+    ):
         shutil.copytree(tmp_path / first, tmp_path / name)
         back_to(tmp_path / name, 4)
         world = run(train, [*words, "--run.dir", name], ranks=ranks, config=config, folder=tmp_path)
         assert world.codes == [0] * ranks, world.output
     monkeypatch.chdir(tmp_path)
-    words = ["export", "fsdp2", "--checkpoint", "8", "--weights", "ema", "--to", "exported", "--task", COMMON[0]]
+    words = [
+        "export",
+        "fsdp2",
+        "--checkpoint",
+        "8",
+        "--weights",
+        "ema",
+        "--to",
+        "exported",
+        "--task",
+        COMMON[0],
+    ]
     assert main(words) == 0
     exported, ema = load_file("exported/model.safetensors"), load_file("ddp/final/ema.safetensors")
     assert all(torch.equal(value, exported[name]) for name, value in ema.items())
     for name in ("model", "ema"):
-        first, *others = (load_file(tmp_path / folder / f"final/{name}.safetensors") for folder in FOLDERS)
+        first, *others = (
+            load_file(tmp_path / folder / f"final/{name}.safetensors") for folder in FOLDERS
+        )
         assert first["scale"].shape == ()
-        assert all(torch.equal(value, other[key]) for other in others for key, value in first.items())
+        assert all(
+            torch.equal(value, other[key]) for other in others for key, value in first.items()
+        )
     first, *others = (lines(tmp_path / folder) for folder in FOLDERS)
     logged = {name for line in first for name in line}
-    assert {"train/loss", "train/near", "train/scale", "eval/recall@5", "eval/reverse_mrr"} <= logged
+    assert {
+        "train/loss",
+        "train/near",
+        "train/scale",
+        "eval/recall@5",
+        "eval/reverse_mrr",
+    } <= logged
     assert any(line.get("weights") == "ema" for line in first)
     assert all(line in other for other in others[:2] for line in first)
     assert not any("noise_scale" in name for name in logged)
@@ -248,20 +317,39 @@ def tied(config: str) -> dict[str, torch.Tensor]:
     assert isinstance(prepared, FSDPModule) == (config == "fsdp2")
     prepared(torch.full((1, 1), 2.0)).sum().backward()
     grads = {name.removeprefix("module."): p.grad for name, p in prepared.named_parameters()}
-    return {name: (g.full_tensor() if hasattr(g, "full_tensor") else g).reshape(-1) for name, g in grads.items()}
+    return {
+        name: (g.full_tensor() if hasattr(g, "full_tensor") else g).reshape(-1)
+        for name, g in grads.items()
+    }
 
 
 def test_tied_scalars_and_lists_of_scalars_are_sharded():
-    whole, sharded = (run(tied, config, ranks=2, config=config).ok()[0] for config in ("ddp", "fsdp2"))
+    whole, sharded = (
+        run(tied, config, ranks=2, config=config).ok()[0] for config in ("ddp", "fsdp2")
+    )
     assert whole["scale"] == 2 * 3.0 * 2.0 + 2.0
-    assert whole.keys() == sharded.keys() and all(torch.equal(value, sharded[name]) for name, value in whole.items())
+    assert whole.keys() == sharded.keys() and all(
+        torch.equal(value, sharded[name]) for name, value in whole.items()
+    )
 
 
 def test_the_logged_loss_and_the_evaluation_are_those_of_the_whole(tmp_path):
     """The loss of the first step is that of one batch. An evaluation has windows of batch.size, and one pool."""
-    words = [*COMMON[:-2], "--task.loss", "infonce", "--batch.micro", "4", "--duration", "1", "--eval.micro", "3"]
+    words = [
+        *COMMON[:-2],
+        "--task.loss",
+        "infonce",
+        "--batch.micro",
+        "4",
+        "--duration",
+        "1",
+        "--eval.micro",
+        "3",
+    ]
     for config, ranks in (("single", 1), ("fsdp2", 2)):
-        world = run(train, [*words, "--run.dir", config], ranks=ranks, config=config, folder=tmp_path)
+        world = run(
+            train, [*words, "--run.dir", config], ranks=ranks, config=config, folder=tmp_path
+        )
         assert world.codes == [0] * ranks, world.output
     one, two = (lines(tmp_path / config) for config in ("single", "fsdp2"))
     task = whole_batches.Contrast("infonce")
@@ -305,7 +393,9 @@ def odd(words: list[str]) -> dict[str, object]:
         samples = [job.train_set[index] for index in range(32)]
         group = whole_batches.group_of(job, there, samples)
         try:
-            accumulate(job, there, made, group, Meter(there.accelerator), position=0, measured=False)
+            accumulate(
+                job, there, made, group, Meter(there.accelerator), position=0, measured=False
+            )
             found[fault] = model.a.norm.running_mean, model.a.norm.num_batches_tracked, samples
         except Inexact as error:
             found[fault] = str(error)
@@ -313,16 +403,32 @@ def odd(words: list[str]) -> dict[str, object]:
 
 
 def test_batch_statistics_are_updated_once_and_a_private_generator_is_found():
-    words = [f"{whole_batches.__file__}:Contrast", "--duration", "2", "--batch.size", "32", "--batch.micro", "8"]
+    words = [
+        f"{whole_batches.__file__}:Contrast",
+        "--duration",
+        "2",
+        "--batch.size",
+        "32",
+        "--batch.micro",
+        "8",
+    ]
     (found,) = run(odd, words).ok()
     mean, count, samples = found["norm"]
     expected = torch.zeros(8)
     for start in range(0, 32, 8):
-        expected = 0.9 * expected + 0.1 * torch.stack([x for x, _ in samples[start : start + 8]]).mean(0)
+        expected = 0.9 * expected + 0.1 * torch.stack(
+            [x for x, _ in samples[start : start + 8]]
+        ).mean(0)
     assert count == 4
     torch.testing.assert_close(mean, expected)
-    assert "embed returned 'scale', which is 0-dim and differs between micro-batches" in found["random scalar"]
-    assert "the method embed returned a with other values for the same micro-batch" in found["private generator"]
+    assert (
+        "embed returned 'scale', which is 0-dim and differs between micro-batches"
+        in found["random scalar"]
+    )
+    assert (
+        "the method embed returned a with other values for the same micro-batch"
+        in found["private generator"]
+    )
 
 
 def test_a_task_has_one_kind_of_loss():
@@ -356,7 +462,17 @@ def test_a_scaled_loss_gives_scaled_gradients():
 @pytest.mark.parametrize("how", ["regional", "whole"])
 def test_compiled_passes_draw_the_same_numbers(tmp_path, how):
     """A step compares both passes, and would end the run; each has its own graph, with and without gradients."""
-    words = [*COMMON, "--batch.micro", "8", "--duration", "20", "--machine.compile", how, "--machine.blocks", "[Layer]"]
+    words = [
+        *COMMON,
+        "--batch.micro",
+        "8",
+        "--duration",
+        "20",
+        "--machine.compile",
+        how,
+        "--machine.blocks",
+        "[Layer]",
+    ]
     world = run(train, [*words, "--run.dir", "run"], folder=tmp_path, timeout=500.0)
     assert world.codes == [0], world.output
     losses = [line["train/loss"] for line in lines(tmp_path / "run") if "train/loss" in line]
@@ -366,11 +482,24 @@ def test_compiled_passes_draw_the_same_numbers(tmp_path, how):
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_real_kills_on_changing_layouts_leave_no_trace(tmp_path):
-    words = [*COMMON, "--batch.grain", "4", "--duration", "200", "--save.every", "5", "--machine.workers", "0"]
+    words = [
+        *COMMON,
+        "--batch.grain",
+        "4",
+        "--duration",
+        "200",
+        "--save.every",
+        "5",
+        "--machine.workers",
+        "0",
+    ]
     run(train, [*words, "--run.dir", "whole"], folder=tmp_path, timeout=300.0).ok()
     deaths = [(1, "single", 30), (2, "ddp", 70), (2, "fsdp2", 120), (1, "single", 160)]
     killed = same_bits.history(tmp_path / "killed", words, deaths, (2, "fsdp2"), random.Random(3))
     assert killed >= 3
     for name in ("model", "ema"):
-        whole, again = (load_file(tmp_path / place / f"final/{name}.safetensors") for place in ("whole", "killed/run"))
+        whole, again = (
+            load_file(tmp_path / place / f"final/{name}.safetensors")
+            for place in ("whole", "killed/run")
+        )
         assert all(torch.equal(value, again[key]) for key, value in whole.items())

@@ -52,7 +52,12 @@ class Fails(ImageClassification):
 def test_a_run_of_it_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")  # no cell is wrapped
-    assert main(["worth", "digits", "--batch.size", "32", "--only", "fused,ema,clip,recompute", *SHORT]) == 0
+    assert (
+        main(
+            ["worth", "digits", "--batch.size", "32", "--only", "fused,ema,clip,recompute", *SHORT]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert "needs a model with blocks" in shown and "results in runs/worth-digits" in shown
     results = json.loads((tmp_path / "runs" / "worth-digits" / "worth.json").read_text())
@@ -60,10 +65,16 @@ def test_a_run_of_it_from_the_command_line(tmp_path, monkeypatch, capsys):
     rows = {row["name"]: row for row in results["techniques"]}
     assert list(rows) == ["fused", "ema", "clip", "recompute"]
     assert rows["ema"]["result"] == "bit-identical"
-    assert rows["fused"]["result"].startswith("equal up to rounding") and rows["clip"]["result"].startswith("different")
+    assert rows["fused"]["result"].startswith("equal up to rounding") and rows["clip"][
+        "result"
+    ].startswith("different")
     for name in ("fused", "ema", "clip"):
         assert all(rows[name][kind]["median"] > 0 for kind in ("alone", "on top")), name
-    assert results["none"]["median"] > 0 and results["none"]["peak"] > 0 and results["control"]["median"] > 0
+    assert (
+        results["none"]["median"] > 0
+        and results["none"]["peak"] > 0
+        and results["control"]["median"] > 0
+    )
     page = (tmp_path / "runs" / "worth-digits" / "worth.html").read_text()
     assert "Gain of each technique: digits" in page and '"type": "bar"' in page
 
@@ -90,7 +101,10 @@ def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, expected_
         "accumulation,clip",
     ]
     assert main(["worth", *typed, *SHORT, "--to", "out"]) == 0
-    rows = {row["name"]: row for row in json.loads((tmp_path / "out" / "worth.json").read_text())["techniques"]}
+    rows = {
+        row["name"]: row
+        for row in json.loads((tmp_path / "out" / "worth.json").read_text())["techniques"]
+    }
     assert expected_text in rows["accumulation"]["fault"] and "alone" not in rows["accumulation"]
     assert rows["clip"]["alone"]["median"] > 0 and not rows["clip"]["fault"]
 
@@ -100,11 +114,31 @@ def test_a_page_is_drawn_also_where_all_together_fail():
     from oneloop.plan.worth import _faults, _peak, _ratios
     from oneloop.show.worth_table import as_page, sentences
 
-    good, bad = [Measured(rate=2.0, peak=3.0), Measured(rate=4.0, peak=5.0)], [Measured(fault="out of memory")] * 2
-    assert _peak([*good, *bad]) == 4.0 and _ratios(good, good)["median"] == 1.0 and _faults(bad) == "out of memory"
+    good, bad = (
+        [Measured(rate=2.0, peak=3.0), Measured(rate=4.0, peak=5.0)],
+        [Measured(fault="out of memory")] * 2,
+    )
+    assert (
+        _peak([*good, *bad]) == 4.0
+        and _ratios(good, good)["median"] == 1.0
+        and _faults(bad) == "out of memory"
+    )
     nothing = _ratios(bad, good) | {"memory": math.nan}
-    row = {"name": "clip", "alone": _ratios(good, good) | {"memory": 0.0}, "on top": nothing, "result": "", "fault": ""}
-    results = {"recipe": "digits", "machine": {}, "date": "", "steps": 9, "rounds": 2, "techniques": [row]}
+    row = {
+        "name": "clip",
+        "alone": _ratios(good, good) | {"memory": 0.0},
+        "on top": nothing,
+        "result": "",
+        "fault": "",
+    }
+    results = {
+        "recipe": "digits",
+        "machine": {},
+        "date": "",
+        "steps": 9,
+        "rounds": 2,
+        "techniques": [row],
+    }
     results["none"] = results["control"] = _ratios(good, good) | {"peak": 4.0}
     results["all"] = nothing | {"peak": math.nan, "fault": "out of memory"}
     assert "n/a" in sentences(results)[1] and "out of memory" in sentences(results)[1]
@@ -117,19 +151,28 @@ def test_what_hangs_is_ended():
     began = time.monotonic()
     outcome = Runner(words, timeout=10.0)({"batch.micro": 16}, steps=3, warm=0)
     assert outcome.fault == "did not end within 10 s" and time.monotonic() - began < 120
-    assert not Runner(words, timeout=200.0)({"batch.micro": 64}, steps=3, warm=0).fault  # the next is none the worse
+    assert not Runner(words, timeout=200.0)(
+        {"batch.micro": 64}, steps=3, warm=0
+    ).fault  # the next is none the worse
 
 
 def test_weights_at_the_end_are_those_of_the_run_itself(tmp_path):
-    outcome = Runner(["digits", "--batch.size", "16"], timeout=200.0)({}, steps=2, warm=0, weights=True)
-    again = Runner(["digits", "--batch.size", "16"], timeout=200.0)({}, steps=2, warm=0, weights=True)
+    outcome = Runner(["digits", "--batch.size", "16"], timeout=200.0)(
+        {}, steps=2, warm=0, weights=True
+    )
+    again = Runner(["digits", "--batch.size", "16"], timeout=200.0)(
+        {}, steps=2, warm=0, weights=True
+    )
     assert all(torch.equal(outcome.weights[name], again.weights[name]) for name in again.weights)
 
 
 @pytest.mark.parametrize(
     ("typed", "expected_text"),
     [
-        (["worth", "digits", "--only", "magic"], "--only 'magic' is not a technique; known: fused, bf16"),
+        (
+            ["worth", "digits", "--only", "magic"],
+            "--only 'magic' is not a technique; known: fused, bf16",
+        ),
         (["worth", "digits", "--rounds", "0"], "--rounds: must be a positive integer, got 0"),
         (["worth", "digits", "--seconds"], "--seconds: expected one argument"),
         (["worth", "digits", "--batch.siez", "3"], "unknown key 'batch.siez'"),
@@ -160,7 +203,9 @@ def test_every_technique_is_keys_of_the_recipe_or_a_reason(device):
     for technique in TECHNIQUES:
         keys = technique.keys(recipe, machine)
         if isinstance(keys, str):
-            assert technique.name in {"channels_last", "pinned", "fp16"} and keys.startswith("needs")
+            assert technique.name in {"channels_last", "pinned", "fp16"} and keys.startswith(
+                "needs"
+            )
             continue
         on, off = keys
         assert on.keys() == off.keys() and on != off

@@ -33,7 +33,9 @@ def test_the_zoo_has_forty_models_that_need_care():
 
 
 @pytest.mark.parametrize(("name", "config", "grain"), QUICK)
-def test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected(tmp_path, name, config, grain):
+def test_a_model_trains_the_same_weights_on_two_processes_or_is_rejected(
+    tmp_path, name, config, grain
+):
     right, line = Runs(name, tmp_path).line(2, config, grain=grain)
     assert right, line
 
@@ -50,7 +52,11 @@ def test_every_model_trains_the_same_weights_on_every_layout_or_is_rejected(tmp_
 def group_of_one() -> dict[str, str]:
     """Return the variables that ``torchrun --nproc_per_node 1`` sets."""
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    return ranks | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port()), "OMP_NUM_THREADS": "1"}
+    return ranks | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 @pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
@@ -74,7 +80,9 @@ def evaluated(folder: Path, *words: str, ranks: int, config: str) -> dict[str, f
     (place / "recipe.yaml").write_text("task: zoo.ListMetrics\n")
     given = [str(place / "recipe.yaml"), *COMMON, *words, "--run.dir", str(place / "run")]
     run(train, given, ranks=ranks, config=config, timeout=PATIENCE / ranks, watch=False).ok()
-    lines = [json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (place / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     found = [line for line in lines if "eval/auroc" in line][-1]
     return {name: found[name] for name in ("eval/loss", "eval/auroc", "eval/precision")}
 
@@ -86,7 +94,11 @@ def test_a_list_metric_is_exact_if_a_process_gets_no_rows(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("words", [["--eval.micro", "4"], ["--batch.grain", "4"]], ids=["plain", "grain"])
+@pytest.mark.parametrize(
+    "words", [["--eval.micro", "4"], ["--batch.grain", "4"]], ids=["plain", "grain"]
+)
 def test_a_list_metric_of_17_rows_is_exact_on_every_layout(tmp_path, words):
-    one, *others = (evaluated(tmp_path, *words, ranks=ranks, config=config) for ranks, config in SPLITS)
+    one, *others = (
+        evaluated(tmp_path, *words, ranks=ranks, config=config) for ranks, config in SPLITS
+    )
     assert others == [pytest.approx(one, rel=1e-6)] * len(others)

@@ -28,8 +28,12 @@ def printed(command: str, folder: str, *, colours: bool) -> Text:
     words = [sys.executable, "-m", "oneloop", *command.split()[1:]]
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "104", "LINES": "24"}
     environment |= {"FORCE_COLOR": "1"} if colours else {}
-    done = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True, check=True)
-    return Text.assemble(("$ ", "green"), (f"{command}\n", "bold"), Text.from_ansi(done.stdout.rstrip()))
+    done = subprocess.run(
+        words, cwd=folder, env=environment, capture_output=True, text=True, check=True
+    )
+    return Text.assemble(
+        ("$ ", "green"), (f"{command}\n", "bold"), Text.from_ansi(done.stdout.rstrip())
+    )
 
 
 def terminal(text: Text, to: Path) -> None:
@@ -44,7 +48,13 @@ def browser(page: Path, to: Path) -> None:
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
-    for word in ("--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--window-size={WIDTH},{HEIGHT}"):
+    for word in (
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--hide-scrollbars",
+        f"--window-size={WIDTH},{HEIGHT}",
+    ):
         options.add_argument(word)
     driver = webdriver.Chrome(options=options)
     try:

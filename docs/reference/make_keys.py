@@ -6,7 +6,14 @@ from pathlib import Path
 from oneloop.recipe.key_parser import parser
 
 PAGE = Path(__file__).with_name("keys.md")
-TASKS = ("image_classification", "causal_lm", "sft", "text_classification", "text_regression", "token_classification")
+TASKS = (
+    "image_classification",
+    "causal_lm",
+    "sft",
+    "text_classification",
+    "text_regression",
+    "token_classification",
+)
 TASKS += ("text_pairs",)
 OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
 SCHEDULES = ("cosine", "linear", "wsd", "constant", "plateau")
@@ -25,7 +32,9 @@ def rows(**chosen: str) -> Iterator[ROW]:
     for action in parser(**CHOSEN | chosen)._actions:
         if action.dest != "help" and action.default != "==SUPPRESS==":
             cells = (action.dest, str(action.metavar or ""), str(action.default), action.help or "")
-            key, kind, default, meaning = (" ".join(cell.split()).replace("|", "\\|") for cell in cells)
+            key, kind, default, meaning = (
+                " ".join(cell.split()).replace("|", "\\|") for cell in cells
+            )
             yield key, "`" + kind.replace("\\|", "` or `") + "`", f"`{default}`", meaning
 
 
@@ -37,11 +46,18 @@ def merged(group: str) -> Iterator[str]:
             if key.startswith(f"{group}."):
                 found.setdefault(key, {})[choice] = (cells[0], cells[1], cells[2])
     above: list[str] = []
-    for key, by in sorted(found.items(), key=lambda row: (-len(row[1]), CHOICES[group].index(next(iter(row[1]))))):
-        kinds, defaults, meanings = ([*dict.fromkeys(values)] for values in zip(*by.values(), strict=True))
+    for key, by in sorted(
+        found.items(), key=lambda row: (-len(row[1]), CHOICES[group].index(next(iter(row[1]))))
+    ):
+        kinds, defaults, meanings = (
+            [*dict.fromkeys(values)] for values in zip(*by.values(), strict=True)
+        )
         meaning = meanings[0]
         if len(meanings) > 1:
-            choices = {text: [choice for choice, cells in by.items() if cells[2] == text] for text in meanings}
+            choices = {
+                text: [choice for choice, cells in by.items() if cells[2] == text]
+                for text in meanings
+            }
             meaning = "<br>".join(f"{', '.join(choices[text])}: {text}" for text in meanings)
         names = "" if [*by] == above else "all" if len(by) == len(CHOICES[group]) else ", ".join(by)
         above = [*by]
@@ -52,7 +68,12 @@ def page() -> str:
     """Return the whole page."""
     lines = [HEAD]
     for group in CHOICES:
-        lines += [f"## {group}", "", f"| key | type | default | meaning | {group}.name |", "|---|---|---|---|---|"]
+        lines += [
+            f"## {group}",
+            "",
+            f"| key | type | default | meaning | {group}.name |",
+            "|---|---|---|---|---|",
+        ]
         lines += [*merged(group), ""]
     lines += ["## All other keys", "", "| key | type | default | meaning |", "|---|---|---|---|"]
     lines += [

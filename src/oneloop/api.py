@@ -22,11 +22,16 @@ from oneloop.run.entry import conduct, start_run
 from oneloop.train import train
 
 Run = str | Path | Mapping[str, Any]
-_LOCK = threading.Lock()  # held by the running call: accelerate's state and torch's generators are global
+_LOCK = (
+    threading.Lock()
+)  # held by the running call: accelerate's state and torch's generators are global
 
 
 def fit(
-    recipe: str | Recipe | Mapping[str, Any] | type | None = None, *, mixed_precision: str | None = None, **groups: Any
+    recipe: str | Recipe | Mapping[str, Any] | type | None = None,
+    *,
+    mixed_precision: str | None = None,
+    **groups: Any,
 ) -> dict[str, Any]:
     """Train a recipe from Python, on all processes of the launcher: in a script, a notebook, or a function that
     accelerate's ``notebook_launcher`` starts.
@@ -58,7 +63,9 @@ def fit(
     with _alone("fit"):
         source, typed, chosen = _read(recipe, groups)
         with borrowed(mixed_precision):
-            run = start_run(chosen, command=["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed])
+            run = start_run(
+                chosen, command=["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed]
+            )
             with run.stopping.listening():
                 summary, fault = conduct(train, chosen, run)
     if fault is not None:
@@ -72,7 +79,9 @@ def _alone(name: str) -> Iterator[None]:
     die_with_launcher()
     reject_while_importing()
     if not _LOCK.acquire(blocking=False):
-        raise BadInput(f"{name}: another call of oneloop is under way in this process; wait for it to end")
+        raise BadInput(
+            f"{name}: another call of oneloop is under way in this process; wait for it to end"
+        )
     try:
         yield
     except BadInput as error:
@@ -118,15 +127,21 @@ def predict(
     """
     with _alone("predict"), TemporaryDirectory(prefix="oneloop-") as scratch:
         if to is None and ranks() > 1:
-            raise BadInput("predict on several processes needs a file to write to: to='predictions.jsonl'")
+            raise BadInput(
+                "predict on several processes needs a file to write to: to='predictions.jsonl'"
+            )
         file = Path(to or f"{scratch}/rows.jsonl")
         check_file(file)
         with borrowed(mixed_precision):
             perform("predict", _options("predict", run, {**options, "to": file}))
-        return file if to is not None else [json.loads(line) for line in file.read_text().splitlines()]
+        return (
+            file if to is not None else [json.loads(line) for line in file.read_text().splitlines()]
+        )
 
 
-def export(run: Run, *, to: str | Path | None = None, push: str | None = None, **options: Any) -> str:
+def export(
+    run: Run, *, to: str | Path | None = None, push: str | None = None, **options: Any
+) -> str:
     """Write a run's weights to the folder ``to``, or ``push`` them to the hub; return a line about it.
 
     Args:
@@ -151,8 +166,20 @@ def report(*runs: Run, to: str | Path | None = None) -> Path:
 
 
 _DEFAULTS: dict[str, dict[str, Any]] = {
-    "evaluate": {"data": None, "checkpoint": None, "weights": "raw", "micro": None, "accept_changes": False},
-    "export": {"checkpoint": None, "weights": "raw", "merged": False, "public": False, "license": None},
+    "evaluate": {
+        "data": None,
+        "checkpoint": None,
+        "weights": "raw",
+        "micro": None,
+        "accept_changes": False,
+    },
+    "export": {
+        "checkpoint": None,
+        "weights": "raw",
+        "merged": False,
+        "public": False,
+        "license": None,
+    },
 }
 _DEFAULTS["predict"] = {**_DEFAULTS["evaluate"], "raw": False}
 
@@ -163,9 +190,15 @@ def _options(command: str, run: Run, given: dict[str, Any]) -> Namespace:
     if unknown := given.keys() - known.keys():
         raise TypeError(f"{command}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
     task, data = given.get("task"), given.get("data")
-    texts = {"task": path_of(task) if isinstance(task, type) else task, "data": data if data is None else str(data)}
+    texts = {
+        "task": path_of(task) if isinstance(task, type) else task,
+        "data": data if data is None else str(data),
+    }
     checkpoint = given.get("checkpoint")
-    return Namespace(run=_folder(run), **{**known, **given, **texts, "checkpoint": checkpoint and str(checkpoint)})
+    return Namespace(
+        run=_folder(run),
+        **{**known, **given, **texts, "checkpoint": checkpoint and str(checkpoint)},
+    )
 
 
 def _folder(run: Run) -> Path:
@@ -179,12 +212,23 @@ def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
     if isinstance(recipe, type):
         own = groups.get("task") or {}
         if not isinstance(own, Mapping) or "name" in own:
-            raise BadInput(f"two tasks given, {recipe!r} and {own!r}; give the class, and its arguments by task={{…}}")
+            raise BadInput(
+                f"two tasks given, {recipe!r} and {own!r}; give the class, and its arguments by task={{…}}"
+            )
         groups = {**groups, "task": {**own, "name": recipe}}
         recipe = None
     elif not (recipe is None or isinstance(recipe, str | Recipe | Mapping)):
-        raise BadInput(f"fit takes a recipe or the class of a task, got {recipe!r}; pass its arguments as task={{…}}")
+        raise BadInput(
+            f"fit takes a recipe or the class of a task, got {recipe!r}; pass its arguments as task={{…}}"
+        )
     given = from_python(groups)
-    source = recipe if isinstance(recipe, str) else given.get("task.name", "") if recipe is None else ""
-    words = [word for key, value in sorted(given.items()) if value != source for word in (f"--{key}", typed(value))]
+    source = (
+        recipe if isinstance(recipe, str) else given.get("task.name", "") if recipe is None else ""
+    )
+    words = [
+        word
+        for key, value in sorted(given.items())
+        if value != source
+        for word in (f"--{key}", typed(value))
+    ]
     return str(source), words, recipe_of(recipe, **groups)

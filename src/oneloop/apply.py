@@ -41,20 +41,28 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
     options = Options(command, f"{_PAGES[command]}\n{_MORE}")
     options.add_argument("run", type=local_run, metavar="RUN")
     options.add_argument("--data", metavar="DATA", help="rows to use instead of the run's own sets")
-    options.add_argument("--checkpoint", help="final, best, newest or a step; default: final if the run has ended")
+    options.add_argument(
+        "--checkpoint", help="final, best, newest or a step; default: final if the run has ended"
+    )
     options.add_argument("--weights", default="raw", help="raw (default), or the name of an EMA")
     options.add_argument("--micro", type=positive(int), metavar="N", help="samples at once")
     accept = "accept other data than the run was trained with; its classes may differ"
     options.add_argument("--accept_changes", action="store_true", help=accept)
-    options.add_argument("--task", help="the task to use, if it is not the recorded one (my_task.py:MyTask)")
+    options.add_argument(
+        "--task", help="the task to use, if it is not the recorded one (my_task.py:MyTask)"
+    )
     if command == "evaluate":
         options.add_argument("--json", action="store_true", help="print the metrics as JSON")
         return options.parse_args(words)
-    options.add_argument("--to", type=Path, metavar="FILE", help="the file to write: .parquet, .jsonl or .csv")
+    options.add_argument(
+        "--to", type=Path, metavar="FILE", help="the file to write: .parquet, .jsonl or .csv"
+    )
     options.add_argument("--raw", action="store_true", help="write the model's outputs, too")
     given = options.parse_args(words)
     if given.to is None:
-        raise BadInput("oneloop predict needs a file to write to: --to FILE.parquet, .jsonl or .csv")
+        raise BadInput(
+            "oneloop predict needs a file to write to: --to FILE.parquet, .jsonl or .csv"
+        )
     check_file(given.to)
     return given
 
@@ -77,7 +85,11 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
     float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
     about: dict[str, Any] = {"checkpoint": given.checkpoint, "weights": given.weights}
     about["own_data"] = command == "evaluate" or given.data is None
-    about |= {"accept_changes": given.accept_changes, "sharded": run.sharded, "device": run.device.type}
+    about |= {
+        "accept_changes": given.accept_changes,
+        "sharded": run.sharded,
+        "device": run.device.type,
+    }
     with run.setting_up():
         of = trained(given.run, recipe, **about)
         sets = _sets(of, given.data, labelled=command == "evaluate")
@@ -97,13 +109,18 @@ def main(argv: Sequence[str]) -> NoReturn:
     try:
         command, *words = argv or [""]
         if command not in _PAGES:
-            raise BadInput(f"oneloop.apply: unknown command {command!r}; known: {', '.join(_PAGES)}")
+            raise BadInput(
+                f"oneloop.apply: unknown command {command!r}; known: {', '.join(_PAGES)}"
+            )
         given = parsed(command, words)
         run, result = perform(command, given)
     except BadInput as error:
         reject(error)
     if run.main:
-        print(result if command == "predict" else dumps(result) if given.json else _table(result), flush=True)
+        print(
+            result if command == "predict" else dumps(result) if given.json else _table(result),
+            flush=True,
+        )
     leave(exit_codes.DONE, main=is_main())
 
 
@@ -114,10 +131,16 @@ def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
         if not sets:
             raise ValueError("the run's task has no validation set; give data with --data")
     elif not hasattr(of.task, "samples_of"):
-        raise ValueError(f"--data {data}: {type(of.task).__name__} has no samples_of() to open it; remove --data")
+        raise ValueError(
+            f"--data {data}: {type(of.task).__name__} has no samples_of() to open it; remove --data"
+        )
     else:
         try:
-            sets = {"data": theirs(of.task, "samples_of", partial(of.task.samples_of, data, labelled=labelled))}
+            sets = {
+                "data": theirs(
+                    of.task, "samples_of", partial(of.task.samples_of, data, labelled=labelled)
+                )
+            }
         except ValueError as error:
             raise ValueError(f"--data {data}: {str(error).removeprefix('task.data: ')}") from error
     check_sets(next(iter(sets.values())), sets)
@@ -133,12 +156,21 @@ def _prepared(of: Trained, run: Run) -> nn.Module:
 
 def _table(metrics: Mapping[str, Any]) -> str:
     width = max(map(len, metrics))
-    shown = {name: value if isinstance(value, str) else f"{value:.6g}" for name, value in metrics.items()}
+    shown = {
+        name: value if isinstance(value, str) else f"{value:.6g}" for name, value in metrics.items()
+    }
     return "\n".join(f"{name:{width}}  {value}" for name, value in shown.items())
 
 
 def _predicted(
-    of: Trained, model: nn.Module, sets: dict[str, Any], run: Run, options: dict[str, Any], to: Path, *, raw: bool
+    of: Trained,
+    model: nn.Module,
+    sets: dict[str, Any],
+    run: Run,
+    options: dict[str, Any],
+    to: Path,
+    *,
+    raw: bool,
 ) -> str:
     ((_, dataset),) = sets.items()
     result = predictions(of.task, model, dataset, accelerator=run.accelerator, raw=raw, **options)

@@ -30,7 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``oneloop`` command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        pages = {name: next(iter((command.__doc__ or "").strip().splitlines())) for name, command in COMMANDS.items()}
+        pages = {
+            name: next(iter((command.__doc__ or "").strip().splitlines()))
+            for name, command in COMMANDS.items()
+        }
         pages |= ABOUT
         print("usage: oneloop COMMAND … (oneloop COMMAND --help explains a command)\n")
         print("\n".join(f"  {name:10}{page}" for name, page in pages.items()))
@@ -52,31 +55,54 @@ def new(words: Sequence[str]) -> int:
     The task trains as it is: oneloop launch --config_file single FILE.py:MyTask
     """
     options = Options("new", new.__doc__)
-    options.add_argument("file", nargs="?", type=Path, help="the file to write (my_task.py); with --configs a folder")
+    options.add_argument(
+        "file", nargs="?", type=Path, help="the file to write (my_task.py); with --configs a folder"
+    )
     options.add_argument("--configs", action="store_true", help="write the config files")
     given = options.parse_args(words)
     if given.configs:
         folder = given.file or Path("accelerate_configs")
         texts = {folder / path.name: path.read_text() for path in config_files().values()}
     elif given.file is None:
-        raise BadInput("oneloop new takes the file to write (oneloop new my_task.py), or --configs and a folder")
+        raise BadInput(
+            "oneloop new takes the file to write (oneloop new my_task.py), or --configs and a folder"
+        )
     else:
         file = given.file
         installed = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
         taken = installed is not None and "site-packages" in str(installed.origin)
-        if file.suffix != ".py" or not file.stem.isidentifier() or taken or file.stem in sys.stdlib_module_names:
-            raise BadInput(f"oneloop new: {file} cannot be a module of yours; name it like my_task.py")
+        if (
+            file.suffix != ".py"
+            or not file.stem.isidentifier()
+            or taken
+            or file.stem in sys.stdlib_module_names
+        ):
+            raise BadInput(
+                f"oneloop new: {file} cannot be a module of yours; name it like my_task.py"
+            )
         template = (Path(__file__).parent / "tasks" / "template.txt").read_text()
-        texts = {file: re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template)}
+        texts = {
+            file: re.sub(
+                r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template
+            )
+        }
     if there := [str(path) for path in texts if path.exists()]:
-        raise BadInput(f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it")
+        raise BadInput(
+            f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it"
+        )
     try:
         next(iter(texts)).parent.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
             path.write_text(text)
     except OSError as error:
-        raise BadInput(f"oneloop new: {error.filename} cannot be written: {error.strerror}") from error
-    hint = [] if given.configs else [f"train it with: oneloop launch --config_file single {given.file}:MyTask"]
+        raise BadInput(
+            f"oneloop new: {error.filename} cannot be written: {error.strerror}"
+        ) from error
+    hint = (
+        []
+        if given.configs
+        else [f"train it with: oneloop launch --config_file single {given.file}:MyTask"]
+    )
     print(printable("\n".join([*map(str, texts), *hint])))
     return 0
 
@@ -96,7 +122,9 @@ def launch_processes(words: Sequence[str]) -> int:
 
     if words and words[0] in ("-h", "--help"):
         about = (launch_processes.__doc__ or "").replace("CONFIGS", ", ".join(config_files()))
-        Options("launch", about, usage="oneloop launch [accelerate's OPTIONS] RECIPE [--key value …]").print_help()
+        Options(
+            "launch", about, usage="oneloop launch [accelerate's OPTIONS] RECIPE [--key value …]"
+        ).print_help()
         return 0
     return launch(words, after=AFTER)
 
@@ -122,7 +150,11 @@ def verify(words: Sequence[str]) -> int:
         raise BadInput(f"{given.run} holds no checkpoint (looked for {store.root}/step-…)")
     paths = [*store.sealed(), *([final] if (final / MANIFEST).exists() else [])]
     wrong = {path.name: problems_at(path) for path in paths}
-    print(printable("\n".join(f"{name}: {'; '.join(found) or 'good'}" for name, found in wrong.items())))
+    print(
+        printable(
+            "\n".join(f"{name}: {'; '.join(found) or 'good'}" for name, found in wrong.items())
+        )
+    )
     return ERROR if any(wrong.values()) else 0
 
 
@@ -136,7 +168,9 @@ def check(words: Sequence[str]) -> int:
     from oneloop.job.check_data import as_json, as_lines, check_data
     from oneloop.show.terminal import Display
 
-    options = Options("check", check.__doc__, usage="oneloop check DATA|RECIPE [--key value …] [--json]")
+    options = Options(
+        "check", check.__doc__, usage="oneloop check DATA|RECIPE [--key value …] [--json]"
+    )
     options.add_argument("--json", action="store_true", help="print one JSON object")
     given, training = options.parse_known_args(words)
     if not training:
@@ -160,7 +194,9 @@ def report(words: Sequence[str]) -> int:
     options.add_argument("--to", type=Path, metavar="FILE", help=to)
     given = options.parse_intermixed_args(words)
     copied = (given.runs[0] / ADDRESS).exists()  # of a mirror
-    print(printable(write_report(given.runs, given.to or (Path("report.html") if copied else None))))
+    print(
+        printable(write_report(given.runs, given.to or (Path("report.html") if copied else None)))
+    )
     return 0
 
 
@@ -170,7 +206,9 @@ def compare(words: Sequence[str]) -> int:
 
     options = Options("compare", compare.__doc__)
     options.add_argument("runs", type=local_run, nargs="+", metavar="RUN")
-    options.add_argument("--metrics", type=names, default=[], metavar="NAME,NAME", help="curves to draw")
+    options.add_argument(
+        "--metrics", type=names, default=[], metavar="NAME,NAME", help="curves to draw"
+    )
     given = options.parse_intermixed_args(words)
     if len(given.runs) < 2:
         raise BadInput("oneloop compare takes two or more run folders")
@@ -185,14 +223,18 @@ def watch(words: Sequence[str]) -> int:
     options = Options("watch", watch.__doc__)
     options.add_argument("runs", type=local_run, nargs="+", metavar="RUN")
     options.add_argument("--once", action="store_true", help="draw the metrics as they are now")
-    options.add_argument("--every", type=positive(float), default=1.0, metavar="SECONDS", help="default: 1")
+    options.add_argument(
+        "--every", type=positive(float), default=1.0, metavar="SECONDS", help="default: 1"
+    )
     metrics = "names as in metrics.jsonl (train/loss, eval/accuracy, speed/mfu)"
     options.add_argument("--metrics", type=names, default=[], metavar="NAME,NAME", help=metrics)
     given = options.parse_intermixed_args(words)
     for folder in given.runs:
         if not folder.is_dir() or (given.once and not (folder / "metrics.jsonl").exists()):
             raise BadInput(f"{folder} holds no run (no metrics.jsonl)")
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the exit restores the terminal
+    signal.signal(
+        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
+    )  # the exit restores the terminal
     with suppress(KeyboardInterrupt):
         live(given.runs, metrics=given.metrics, every=given.every, once=given.once)
     return 0
@@ -207,11 +249,15 @@ def worth(words: Sequence[str]) -> int:
     """
     from oneloop.plan.worth import worth as command
 
-    options = Options("worth", worth.__doc__, usage="oneloop worth RECIPE [--key value …] [OPTIONS]")
+    options = Options(
+        "worth", worth.__doc__, usage="oneloop worth RECIPE [--key value …] [OPTIONS]"
+    )
     only = "techniques; default: the first eight that this recipe supports"
     options.add_argument("--only", type=names, default=[], metavar="NAME,NAME", help=only)
     options.add_argument("--rounds", type=positive(int), default=5, metavar="N", help="default: 5")
-    options.add_argument("--seconds", type=positive(float), default=1.0, metavar="S", help="of a run; default: 1")
+    options.add_argument(
+        "--seconds", type=positive(float), default=1.0, metavar="S", help="of a run; default: 1"
+    )
     options.add_argument("--to", type=Path, metavar="DIR", help="default: runs/worth-RECIPE")
     given, training = options.parse_known_args(words)
     return command(training, given.to, only=given.only, rounds=given.rounds, seconds=given.seconds)
@@ -227,9 +273,20 @@ def prove(words: Sequence[str], **how: Any) -> int:
     """
     from oneloop.plan.prove import prove as command
 
-    options = Options("prove", prove.__doc__, usage="oneloop prove RECIPE [--key value …] --config_file FILE [OPTIONS]")
-    options.add_argument("--config_file", required=True, metavar="FILE", help="the layout to compare (ddp, fsdp2, …)")
-    options.add_argument("--processes", type=positive(int), metavar="N", help="default: the number in the config file")
+    options = Options(
+        "prove",
+        prove.__doc__,
+        usage="oneloop prove RECIPE [--key value …] --config_file FILE [OPTIONS]",
+    )
+    options.add_argument(
+        "--config_file", required=True, metavar="FILE", help="the layout to compare (ddp, fsdp2, …)"
+    )
+    options.add_argument(
+        "--processes",
+        type=positive(int),
+        metavar="N",
+        help="default: the number in the config file",
+    )
     options.add_argument("--steps", type=positive(int), default=8, metavar="N", help="default: 8")
     options.add_argument("--json", action="store_true", help="print the result as JSON")
     return command(*options.parse_known_args(words), **how)
@@ -245,11 +302,15 @@ def export(words: Sequence[str]) -> int:
     options.add_argument("run", type=local_run, metavar="RUN")
     options.add_argument("--to", type=Path, metavar="DIR", help="the folder to write to")
     options.add_argument("--push", metavar="ORG/NAME", help="the repository to push to")
-    options.add_argument("--checkpoint", help="final, best, newest or a step; default: final if the run has ended")
+    options.add_argument(
+        "--checkpoint", help="final, best, newest or a step; default: final if the run has ended"
+    )
     weights = "raw (default), the name of an EMA, or power:SIGMA (after training with --ema.power)"
     options.add_argument("--weights", default="raw", help=weights)
     options.add_argument("--merged", action="store_true", help="add the adapters to the base model")
-    options.add_argument("--task", help="the task to use, if it is not the recorded one (my_task.py:MyTask)")
+    options.add_argument(
+        "--task", help="the task to use, if it is not the recorded one (my_task.py:MyTask)"
+    )
     options.add_argument("--public", action="store_true", help="make a new repository public")
     options.add_argument("--license", metavar="ID", help="of the model card")
     print(printable("\n".join(export_run(options.parse_args(words)))))
@@ -259,9 +320,13 @@ def export(words: Sequence[str]) -> int:
 def export_run(given: Namespace) -> list[str]:
     """Write or push a run's weights with the options of ``oneloop export``; return lines about it. Raise BadInput."""
     if given.to is None and given.push is None:
-        raise BadInput("export needs a folder to write to (--to DIR), or a repository of the hub (--push ORG/NAME)")
+        raise BadInput(
+            "export needs a folder to write to (--to DIR), or a repository of the hub (--push ORG/NAME)"
+        )
     if given.push is None and (given.public or given.license):
-        raise BadInput("--public and --license are of a repository of the hub: give --push ORG/NAME too")
+        raise BadInput(
+            "--public and --license are of a repository of the hub: give --push ORG/NAME too"
+        )
     checkpoint = chosen_of(given.run, given.checkpoint, weights=given.weights)
     from oneloop.after.trained_model import recipe_of
     from oneloop.job.build import make_task
@@ -289,11 +354,28 @@ def _elsewhere(module: str, words: Sequence[str], *, command: Sequence[str] = ()
     return int(importlib.import_module(module).main([*command, *words]))
 
 
-ABOUT = {"evaluate": "Print loss and metrics of a run's weights.", "predict": "Write predictions to a file."}
+ABOUT = {
+    "evaluate": "Print loss and metrics of a run's weights.",
+    "predict": "Write predictions to a file.",
+}
 ABOUT |= {"doctor": "Check that this host can train, and that several hosts can train together."}
-ABOUT |= {"plan": "Report what a run needs, and the cheapest change that makes it fit; needs no GPU."}
+ABOUT |= {
+    "plan": "Report what a run needs, and the cheapest change that makes it fit; needs no GPU."
+}
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes}
-COMMANDS |= {"doctor": partial(_elsewhere, "oneloop.launch.doctor"), "plan": partial(_elsewhere, "oneloop.plan.plan")}
-COMMANDS |= {"verify": verify, "check": check, "report": report, "compare": compare, "watch": watch, "worth": worth}
-COMMANDS |= {"prove": prove} | {name: partial(_elsewhere, "oneloop.apply", command=[name]) for name in AFTER}
+COMMANDS |= {
+    "doctor": partial(_elsewhere, "oneloop.launch.doctor"),
+    "plan": partial(_elsewhere, "oneloop.plan.plan"),
+}
+COMMANDS |= {
+    "verify": verify,
+    "check": check,
+    "report": report,
+    "compare": compare,
+    "watch": watch,
+    "worth": worth,
+}
+COMMANDS |= {"prove": prove} | {
+    name: partial(_elsewhere, "oneloop.apply", command=[name]) for name in AFTER
+}
 COMMANDS |= {"export": export}

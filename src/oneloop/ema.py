@@ -26,12 +26,16 @@ from oneloop.basics.tensors import as_real, local, reshard
 
 
 @torch.no_grad()
-def average_(averages: list[Tensor], weights: list[Tensor], keep: float, *, cast: bool = False) -> None:
+def average_(
+    averages: list[Tensor], weights: list[Tensor], keep: float, *, cast: bool = False
+) -> None:
     """Set average = keep * average + (1 - keep) * weight, in place; other forms would round differently.
 
     ``cast``: the weights have another dtype than the averages."""
     if cast:
-        weights = [weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)]
+        weights = [
+            weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)
+        ]
     torch._foreach_lerp_(averages, weights, 1.0 - keep)
 
 
@@ -69,7 +73,9 @@ class EMA:
     ) -> None:
         kinds = [kind for kind in (half_life, decay, power) if kind is not None]
         if len(kinds) != 1:
-            raise ValueError(f"an EMA needs one of half_life, decay and power; {len(kinds)} are given")
+            raise ValueError(
+                f"an EMA needs one of half_life, decay and power; {len(kinds)} are given"
+            )
         self._keep = _law(half_life, decay, power, ramp)
         self.name, self.every = name, every
         self.seen = 0.0  # amount trained so far, as :meth:`update` counts it
@@ -79,10 +85,13 @@ class EMA:
         reshard(self._model)
         self._parameters = {bare_name(n): p for n, p in model.named_parameters() if p.requires_grad}
         self._shadow = {
-            name: _new(p, torch.promote_types(p.dtype, torch.float32), device) for name, p in self._parameters.items()
+            name: _new(p, torch.promote_types(p.dtype, torch.float32), device)
+            for name, p in self._parameters.items()
         }
         pairs = [(local(self._shadow[name]), local(p)) for name, p in self._parameters.items()]
-        pairs = [(mine, weight.detach()) for mine, weight in pairs if mine.numel()]  # uneven shards may be empty
+        pairs = [
+            (mine, weight.detach()) for mine, weight in pairs if mine.numel()
+        ]  # uneven shards may be empty
         self._mine, self._weights = [mine for mine, _ in pairs], [weight for _, weight in pairs]
         self._cast = any(mine.dtype != weight.dtype for mine, weight in pairs)
         self._held = [name for name in self._parameters if local(self._shadow[name]).numel()]
@@ -172,8 +181,12 @@ Law = Callable[[float, float, int], float]
 def _law(half_life: float | None, decay: float | None, power: float | None, ramp: float) -> Law:
     if half_life is not None:
         if not half_life > 0 or ramp < 0:
-            raise ValueError(f"ema.half_life must be > 0 and ema.ramp must be >= 0; got {half_life} and {ramp}")
-        return lambda amount, seen, _: 0.5 ** (amount / (min(half_life, ramp * seen) if ramp else half_life))
+            raise ValueError(
+                f"ema.half_life must be > 0 and ema.ramp must be >= 0; got {half_life} and {ramp}"
+            )
+        return lambda amount, seen, _: (
+            0.5 ** (amount / (min(half_life, ramp * seen) if ramp else half_life))
+        )
     if decay is not None:
         if not 0 <= decay < 1:
             raise ValueError(f"ema.decay {decay} must be at least 0 and below 1")
@@ -186,7 +199,9 @@ def _law(half_life: float | None, decay: float | None, power: float | None, ramp
 def _new(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
     if device is None or device == parameter.device.type:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    mine = torch.empty(local(parameter).shape, dtype=dtype, device=device, pin_memory=device == "cpu")
+    mine = torch.empty(
+        local(parameter).shape, dtype=dtype, device=device, pin_memory=device == "cpu"
+    )
     if not isinstance(parameter, DTensor):
         return mine
     meta = parameter._spec.tensor_meta
@@ -202,7 +217,9 @@ def gamma(sigma_rel: float) -> float:
 
     widest = 12**-0.5
     if not 0 < sigma_rel < widest:
-        raise ValueError(f"ema.power {sigma_rel} must be above 0 and below {widest:.3f}; common values: 0.05 to 0.15")
+        raise ValueError(
+            f"ema.power {sigma_rel} must be above 0 and below {widest:.3f}; common values: 0.05 to 0.15"
+        )
     t = sigma_rel**-2
     return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
 
@@ -214,7 +231,9 @@ def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> l
 
     def inner(t_a: Any, gamma_a: Any, t_b: Any, gamma_b: Any) -> Any:
         ratio = (t_a / t_b) ** np.where(t_a < t_b, gamma_b, -gamma_a)
-        return (gamma_a + 1) * (gamma_b + 1) * ratio / ((gamma_a + gamma_b + 1) * np.maximum(t_a, t_b))
+        return (
+            (gamma_a + 1) * (gamma_b + 1) * ratio / ((gamma_a + gamma_b + 1) * np.maximum(t_a, t_b))
+        )
 
     t = np.array([seen for seen, _ in saved])[:, None]
     g = np.array([gamma(sigma_rel) for _, sigma_rel in saved])[:, None]
@@ -230,9 +249,13 @@ class HostCopies:
 
     def __init__(self, weights: list[Tensor], optimizer: Optimizer | None) -> None:
         if optimizer is None:
-            raise ValueError("an EMA in host memory needs the optimizer, whose next step waits for the copy")
+            raise ValueError(
+                "an EMA in host memory needs the optimizer, whose next step waits for the copy"
+            )
         self._weights = weights
-        self._landing = [torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in weights]
+        self._landing = [
+            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in weights
+        ]
         self._stream = torch.Stream(weights[0].device)
         self._copied: torch.Event | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")

@@ -76,16 +76,27 @@ def evaluate(
     Return ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``; None if interrupted.
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
-    share = share_of([*sources.values()], micro, accelerator.num_processes, accelerator.process_index)
+    share = share_of(
+        [*sources.values()], micro, accelerator.num_processes, accelerator.process_index
+    )
     keyed, device = SeededSamples(dataset, seed=seed, name=name), accelerator.device
-    collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # samples may differ in weight
+    collate = CollateWithWeight(
+        task.collate, task.weight, dtype=dtype
+    )  # samples may differ in weight
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
-    sums: Together | Apart | WholeBatches = (Apart if exact else Together)(task, len(sources), device, measured)
+    sums: Together | Apart | WholeBatches = (Apart if exact else Together)(
+        task, len(sources), device, measured
+    )
     if is_whole_batch(task):
-        sums = WholeBatches(task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed))
+        sums = WholeBatches(
+            task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed)
+        )
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
     share_buffers(model)
-    with evaluating(model), closing(_weighed(loaded, device, (seed, share.first) if exact else None)) as weighed:
+    with (
+        evaluating(model),
+        closing(_weighed(loaded, device, (seed, share.first) if exact else None)) as weighed,
+    ):
         batches = tracked(weighed, "evaluating", total=len(share.places))
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
@@ -96,13 +107,24 @@ def evaluate(
         if examples is not None and hasattr(task, "show"):
             found = partial(_chosen, keyed, collate, device)
             with BEATS.phase(METRICS):
-                examples.look(cast(Shows, task), model, len(dataset), found, micro=micro, accelerator=accelerator)
+                examples.look(
+                    cast(Shows, task),
+                    model,
+                    len(dataset),
+                    found,
+                    micro=micro,
+                    accelerator=accelerator,
+                )
     with BEATS.phase(METRICS):
         losses = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
-        return losses | ({} if measured is None else _computed(task, adapted(measured), accelerator, examples))
+        return losses | (
+            {} if measured is None else _computed(task, adapted(measured), accelerator, examples)
+        )
 
 
-def _losses(sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]) -> dict[str, float]:
+def _losses(
+    sources: Sequence[str], totals: Sequence[float], weights: Sequence[float]
+) -> dict[str, float]:
     metrics = {"loss": math.fsum(totals) / math.fsum(weights)}
     if len(totals) > 1:
         each = zip(sources, totals, weights, strict=True)
@@ -111,7 +133,9 @@ def _losses(sources: Sequence[str], totals: Sequence[float], weights: Sequence[f
 
 
 def _weighed(
-    loaded: Iterable[tuple[Batch, float]], device: torch.device, seeded: tuple[int, int] | None = None
+    loaded: Iterable[tuple[Batch, float]],
+    device: torch.device,
+    seeded: tuple[int, int] | None = None,
 ) -> Generator[tuple[Batch, float]]:
     """Yield the batches on the device with their weights; copy the next one meanwhile. ``seeded`` (seed, index of the
     first batch): seed the random generators before each batch."""
@@ -128,7 +152,9 @@ def _weighed(
         yield batch, weights.popleft()
 
 
-def _computed(task: Any, metrics: Metrics, accelerator: Accelerator, examples: Examples | None) -> dict[str, float]:
+def _computed(
+    task: Any, metrics: Metrics, accelerator: Accelerator, examples: Examples | None
+) -> dict[str, float]:
     for mine in metrics.sums():
         mine.copy_(accelerator.reduce(mine, "sum"))
     values = metrics.compute()
@@ -149,7 +175,9 @@ class Share:
     """The micro-batches of one rank."""
 
     places: list[list[Place]]
-    sources: list[int | None]  # source of each micro-batch; None: it repeats samples, and does not count
+    sources: list[
+        int | None
+    ]  # source of each micro-batch; None: it repeats samples, and does not count
     first: int  # index of the first micro-batch among those of all ranks
     cut: list[tuple[int, range]]  # source and samples of each micro-batch, of all ranks in order
 
@@ -191,7 +219,10 @@ def evaluate_all(
 
     Returns ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None if interrupted."""
     results: dict[str, dict[str, float]] = {}
-    holding: dict[str, Callable[[], Any]] = {"raw": nullcontext, **{ema.name: ema.swapped for ema in emas}}
+    holding: dict[str, Callable[[], Any]] = {
+        "raw": nullcontext,
+        **{ema.name: ema.swapped for ema in emas},
+    }
     for weights, held in holding.items():
         results[weights] = {}
         with held():
@@ -200,5 +231,7 @@ def evaluate_all(
                 examples = None
                 if metrics is None:
                     return None
-                results[weights] |= {f"{prefix(name)}/{metric}": value for metric, value in metrics.items()}
+                results[weights] |= {
+                    f"{prefix(name)}/{metric}": value for metric, value in metrics.items()
+                }
     return results

@@ -58,10 +58,16 @@ def predictions(
 
     Raises ValueError: an output or a column does not have one entry per sample.
     """
-    share = share_of([range(len(dataset))], micro, accelerator.num_processes, accelerator.process_index)
+    share = share_of(
+        [range(len(dataset))], micro, accelerator.num_processes, accelerator.process_index
+    )
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)
     loaded = loader(
-        SeededSamples(dataset, seed=seed), collate, share.places, workers=workers, device=accelerator.device
+        SeededSamples(dataset, seed=seed),
+        collate,
+        share.places,
+        workers=workers,
+        device=accelerator.device,
     )
     share_buffers(model)
     with evaluating(model):
@@ -73,7 +79,11 @@ def predictions(
                 outputs = {**outputs, **task.generate(model, batch)}  # type: ignore[attr-defined]
             if source is None:
                 continue  # a repeated micro-batch: FSDP2 needs equal forward counts
-            found = _columns(task, task.predicted(batch, outputs), len(places)) if hasattr(task, "predicted") else {}
+            found = (
+                _columns(task, task.predicted(batch, outputs), len(places))
+                if hasattr(task, "predicted")
+                else {}
+            )
             columns = {"row": [index for _, index in places]}
             if hasattr(dataset, "file"):
                 columns["file"] = [dataset.file(index) for _, index in places]
@@ -83,20 +93,38 @@ def predictions(
 def _columns(task: Any, predicted: Any, samples: int) -> Columns:
     member = named(task, "predicted")
     if not isinstance(predicted, Mapping):
-        raise ValueError(f"{member} returned a {type(predicted).__name__}; a dict of columns is needed")
-    columns = {str(name): value.tolist() if hasattr(value, "tolist") else value for name, value in predicted.items()}
+        raise ValueError(
+            f"{member} returned a {type(predicted).__name__}; a dict of columns is needed"
+        )
+    columns = {
+        str(name): value.tolist() if hasattr(value, "tolist") else value
+        for name, value in predicted.items()
+    }
     for name, value in columns.items():
         if not isinstance(value, list | tuple) or len(value) != samples:
-            number = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
-            raise ValueError(f"{member} returned {number} as {name!r} for {samples} samples; give each one")
+            number = (
+                f"{len(value)} entries"
+                if isinstance(value, list | tuple)
+                else f"a {type(value).__name__}"
+            )
+            raise ValueError(
+                f"{member} returned {number} as {name!r} for {samples} samples; give each one"
+            )
     return columns
 
 
 def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
-    own = {name: tensor for name, tensor in outputs.items() if tensor.ndim and len(tensor) == samples}
+    own = {
+        name: tensor for name, tensor in outputs.items() if tensor.ndim and len(tensor) == samples
+    }
     if not own:
-        raise ValueError("the task's loss() returns no outputs with an entry for each sample; give it predicted()")
-    return {name: (tensor.float() if tensor.is_floating_point() else tensor).tolist() for name, tensor in own.items()}
+        raise ValueError(
+            "the task's loss() returns no outputs with an entry for each sample; give it predicted()"
+        )
+    return {
+        name: (tensor.float() if tensor.is_floating_point() else tensor).tolist()
+        for name, tensor in own.items()
+    }
 
 
 def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator) -> int:
@@ -136,16 +164,22 @@ def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> No
         for columns in predicted:
             for row in zip(*columns.values(), strict=True):
                 line = dict(zip(columns, row, strict=True))
-                if flat and (lists := [name for name, value in line.items() if isinstance(value, list)]):
+                if flat and (
+                    lists := [name for name, value in line.items() if isinstance(value, list)]
+                ):
                     which = ", ".join(lists)
-                    raise ValueError(f"{which} hold a list for each sample, and csv has none; write parquet or jsonl")
+                    raise ValueError(
+                        f"{which} hold a list for each sample, and csv has none; write parquet or jsonl"
+                    )
                 stream.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
 
 
 def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise ValueError(f"a column of predicted() holds a {type(value).__name__}; give text, numbers or lists of them")
+    raise ValueError(
+        f"a column of predicted() holds a {type(value).__name__}; give text, numbers or lists of them"
+    )
 
 
 def _rows(shards: Iterable[Path]) -> Iterator[dict[str, Any]]:
@@ -162,7 +196,9 @@ def _to_parquet(draft: Path, shards: Sequence[Path]) -> int:
     schema, rows = None, 0
     for chunk in _chunks(shards):
         own = Table.from_pylist(chunk).schema
-        schema = own if schema is None else unify_schemas([schema, own], promote_options="permissive")
+        schema = (
+            own if schema is None else unify_schemas([schema, own], promote_options="permissive")
+        )
     with ParquetWriter(str(draft), schema) as sink:
         for chunk in _chunks(shards):
             sink.write_table(Table.from_pylist(chunk, schema=schema))

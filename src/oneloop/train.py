@@ -31,24 +31,47 @@ from oneloop.run.upkeep import Upkeep
 
 # --8<-- [start:loop]
 def accumulate(
-    job: Job, run: Run, gradients: Gradients, group: Group, meter: Meter, *, position: int, measured: bool
+    job: Job,
+    run: Run,
+    gradients: Gradients,
+    group: Group,
+    meter: Meter,
+    *,
+    position: int,
+    measured: bool,
 ) -> Sums:
     """Accumulate the gradients of a step's summed loss, divided by the total weight of the global batch (all ranks).
     Return this rank's sums. ``position``: of the first sample; ``measured``: a log line follows."""
-    accelerator, model, clock, sums = run.accelerator, gradients.model, meter.clock, gradients.sums()
-    scale = gradients.factor / group.total  # the factor undoes accelerate's mean over the micro-batches
+    accelerator, model, clock, sums = (
+        run.accelerator,
+        gradients.model,
+        meter.clock,
+        gradients.sums(),
+    )
+    scale = (
+        gradients.factor / group.total
+    )  # the factor undoes accelerate's mean over the micro-batches
     with gradients.step(position, measured=measured):
-        loss_of, batches = gradients.passes(clock.over("transfer", group.batches))  # a whole-batch loss has two
+        loss_of, batches = gradients.passes(
+            clock.over("transfer", group.batches)
+        )  # a whole-batch loss has two
         for batch, weight in zip(batches, group.weights, strict=False):
-            with accelerator.accumulate(model), gradients.micro_batch(weight):  # .grad: sum over all ranks
+            with (
+                accelerator.accumulate(model),
+                gradients.micro_batch(weight),
+            ):  # .grad: sum over all ranks
                 loss, outputs = loss_of(model, batch)
-                accelerator.backward(contagious(loss, scale))  # a NaN loss makes the norm NaN on all ranks
+                accelerator.backward(
+                    contagious(loss, scale)
+                )  # a NaN loss makes the norm NaN on all ranks
             sums.add(loss, outputs, weight)
             clock.mark("compute")
     return sums
 
 
-def update(gradients: Gradients, guard: Guard, sums: Sums, *, lr: float, clip: float, weight: float) -> None:
+def update(
+    gradients: Gradients, guard: Guard, sums: Sums, *, lr: float, clip: float, weight: float
+) -> None:
     """Update the weights. The device leaves them unchanged if the gradients are bad. The step is then pending."""
     guard.unscale()
     norm = gradients.norm()
@@ -60,7 +83,9 @@ def update(gradients: Gradients, guard: Guard, sums: Sums, *, lr: float, clip: f
 
 def accept(step: Step, meter: Meter, emas: Sequence[EMA], samples: int) -> None:
     """Record a step that was not bad, and average the weights."""
-    meter.step(loss=step.loss, metrics=step.metrics, norm=step.norm, weight=step.weight, samples=samples)
+    meter.step(
+        loss=step.loss, metrics=step.metrics, norm=step.norm, weight=step.weight, samples=samples
+    )
     for ema in emas:
         ema.update(samples)
 
@@ -86,13 +111,24 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
         seen = preflight(job, run, model)  # preflight check: a few samples through task and model
     gradients = Gradients(job, run, model, parameters, seen)
-    guard = Guard(optimizer, device=run.device, scaler=accelerator.scaler, policy=job.policy, total=gradients.total)
+    guard = Guard(
+        optimizer,
+        device=run.device,
+        scaler=accelerator.scaler,
+        policy=job.policy,
+        total=gradients.total,
+    )
 
     # The state that a checkpoint holds. Until begin(), nothing is written; after it, a resumed run is where it was.
     state = State(job, run, folder, model, optimizer, emas, guard, seen)
     run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
     run_log = state.begin(job, run, folder, graph=seen.graph)
-    count, meter, clock, checkpoints = state.count, state.meter, state.meter.clock, state.checkpoints
+    count, meter, clock, checkpoints = (
+        state.count,
+        state.meter,
+        state.meter.clock,
+        state.checkpoints,
+    )
     steps = Steps(job, run, count, checkpoints, gradients.checks)
     upkeep = Upkeep(job, run, state, run_log, gradients, steps, emas)
 
@@ -119,7 +155,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         save()  # so that there is a checkpoint to rewind to
     stopped = count.evaluation_due and not upkeep.validate()
     clock.restart()
-    with upkeep.profiling(folder.path / "profile") as profiling, scheduled_garbage("collect" in intervals):
+    with (
+        upkeep.profiling(folder.path / "profile") as profiling,
+        scheduled_garbage("collect" in intervals),
+    ):
         # The pending step. guard.step() queues an update, which the device skips if its gradients are bad. The step is
         # then pending: the host does not yet know which. It queues the next backward first, and then calls resolve():
         #     backward n | update n | backward n+1 | resolve n | update n+1 | backward n+2 | resolve n+1 | ...
@@ -134,8 +173,12 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 raise ValueError(f"step {count.step + 1}: {NO_WEIGHT}")
 
             measured = intervals.is_due("log", number)
-            sums = accumulate(job, run, gradients, group, meter, position=count.position, measured=measured)
-            if resolve() is Outcome.REWOUND:  # the previous step: these gradients belong to weights that are gone
+            sums = accumulate(
+                job, run, gradients, group, meter, position=count.position, measured=measured
+            )
+            if (
+                resolve() is Outcome.REWOUND
+            ):  # the previous step: these gradients belong to weights that are gone
                 continue
 
             meter.before_update(intervals.is_due("log", count.step + 1))
@@ -143,7 +186,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             update(gradients, guard, sums, lr=lr, clip=recipe.optimizer.clip, weight=group.total)
             count.position += layout.size
 
-            due, stopped = intervals.due(count.step + 1, save=group.save), group.stop  # stop: a request on any rank
+            due, stopped = (
+                intervals.due(count.step + 1, save=group.save),
+                group.stop,
+            )  # stop: a request on any rank
             outcome = resolve() if due or stopped else None
             clock.step("update")
             if outcome is Outcome.REWOUND or (outcome is not Outcome.ACCEPTED and not stopped):

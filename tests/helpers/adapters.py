@@ -24,7 +24,18 @@ WORDS = [
     "--schedule.name",
     "constant",
 ]
-WORDS += ["--schedule.warmup", "0", "--batch.size", "8", "--track", "none", "--eval.every", "0", "--log.every", "1"]
+WORDS += [
+    "--schedule.warmup",
+    "0",
+    "--batch.size",
+    "8",
+    "--track",
+    "none",
+    "--eval.every",
+    "0",
+    "--log.every",
+    "1",
+]
 WORDS += ["--eval.samples", "0", "--run.dir", "run"]
 
 
@@ -33,17 +44,30 @@ def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -
     from oneloop.tasks.language.synthetic_chats import SyntheticChats
     from oneloop.tasks.language.tokens import chat_tokenizer
 
-    texts = [message["content"] for one in SyntheticChats("validation").conversations[:200] for message in one]
+    texts = [
+        message["content"]
+        for one in SyntheticChats("validation").conversations[:200]
+        for message in one
+    ]
     tokenizer = chat_tokenizer(texts, 320)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = transformers.LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=128, **sizes)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), max_position_embeddings=128, **sizes
+    )
     transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
 
 
-def of_words(folder: Path, *more: str, config: str = "single", ranks: int = 1, timeout: float = 120):
+def of_words(
+    folder: Path, *more: str, config: str = "single", ranks: int = 1, timeout: float = 120
+):
     return run(train, [*WORDS, *more], ranks=ranks, config=config, folder=folder, timeout=timeout)
 
 

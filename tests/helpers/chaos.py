@@ -23,7 +23,9 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "src")]
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 
 PHASES = ("writing", "background writing", "renaming", "pruning", "loading")
 TRACE = "CHAOS_TRACE"
@@ -58,11 +60,20 @@ def trace_writing(phase: str) -> None:
     store.Store.seal = traced("renaming", store.Store.seal)
     store.Store.prune = traced("pruning", store.Store.prune)
     flush = store.flush
-    store.flush = lambda folder: (flush(folder), time.sleep(0.01))  # between manifest, rename and its flush
+    store.flush = lambda folder: (
+        flush(folder),
+        time.sleep(0.01),
+    )  # between manifest, rename and its flush
 
 
 def rank_of(
-    parent: int, rank: int, ranks: int, port: int, words: list[str], environment: dict[str, str], output: Path
+    parent: int,
+    rank: int,
+    ranks: int,
+    port: int,
+    words: list[str],
+    environment: dict[str, str],
+    output: Path,
 ) -> None:
     """Train on one rank; never return."""
     from oneloop.basics.launcher import die_with
@@ -137,7 +148,11 @@ def gone(pids: set[int], within: float) -> bool:
 
     limit = time.monotonic() + within
     while time.monotonic() < limit:
-        alive = [p for p in pids if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE]
+        alive = [
+            p
+            for p in pids
+            if psutil.pid_exists(p) and psutil.Process(p).status() != psutil.STATUS_ZOMBIE
+        ]
         if not alive:
             return True
         time.sleep(0.02)
@@ -170,7 +185,16 @@ class Chaos:
         """Fork one start of the run, which writes in the training process or in a separate one."""
         self.starts += 1
         os.environ[TRACE] = str(folder.parent / "trace")
-        words = [self.recipe, "--run.dir", str(folder), "--track", "none", "--save.sync", sync, *self.words]
+        words = [
+            self.recipe,
+            "--run.dir",
+            str(folder),
+            "--track",
+            "none",
+            "--save.sync",
+            sync,
+            *self.words,
+        ]
         pid = os.fork()
         if pid == 0:
             launcher(self.ranks, words, self.environment, folder.parent / "output.txt")
@@ -178,7 +202,9 @@ class Chaos:
 
     def left_alone(self, folder: Path) -> None:
         pid = self.start(folder)
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, (folder.parent / "output.txt").read_text()
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, (
+            folder.parent / "output.txt"
+        ).read_text()
 
     def kill_one(self, folder: Path) -> bool | None:
         """Start and kill once. Return True if killed, None if the run finished before the kill."""
@@ -189,7 +215,9 @@ class Chaos:
         phase_hit = min(phases, key=lambda phase: self.hits[phase] + self.chance.random() * 3)
         if self.chance.random() < 0.15:
             phase_hit = "any"
-        sync = {"writing": "true", "background writing": "false"}.get(phase_hit, self.chance.choice(["true", "false"]))
+        sync = {"writing": "true", "background writing": "false"}.get(
+            phase_hit, self.chance.choice(["true", "false"])
+        )
         turn = self.chance.randrange(1 if phase_hit == "loading" else 3)
         delay = self.chance.random() * (1.5 if phase_hit == "any" else 0.025)
         pid = self.start(folder, sync)
@@ -243,11 +271,17 @@ def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
     from worlds import timeless
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    metrics = [tuple(sorted(timeless(line).items())) for line in lines if line.get("event") != "resume"]
-    return b"".join(path.read_bytes() for path in sorted((folder / "final").glob("*.safetensors"))), metrics
+    metrics = [
+        tuple(sorted(timeless(line).items())) for line in lines if line.get("event") != "resume"
+    ]
+    return b"".join(
+        path.read_bytes() for path in sorted((folder / "final").glob("*.safetensors"))
+    ), metrics
 
 
-def chaos(recipe: str, config: str, ranks: int, kills: int, seed: int, words: list[str], say=print) -> Chaos:
+def chaos(
+    recipe: str, config: str, ranks: int, kills: int, seed: int, words: list[str], say=print
+) -> Chaos:
     """Kill ``kills`` times, over as many runs as needed; every run must end like the undisturbed one.
 
     Raises:
@@ -272,7 +306,9 @@ def chaos(recipe: str, config: str, ranks: int, kills: int, seed: int, words: li
             made.left_alone(folder)
             assert outcome(folder) == expected, (folder.parent / "output.txt").read_text()
             runs += 1
-            say(f"{done}/{kills} kills, {runs} runs the same; hit {dict(made.hits)}; victims {dict(made.victims)}")
+            say(
+                f"{done}/{kills} kills, {runs} runs the same; hit {dict(made.hits)}; victims {dict(made.victims)}"
+            )
     return made
 
 
@@ -296,9 +332,13 @@ def main() -> None:
         words or list(WORDS),
         say=lambda text: print(text, flush=True),
     )
-    print(f"{given.kills} of {given.kills} kills resumed, {made.starts} starts, {time.monotonic() - began:.0f} s")
+    print(
+        f"{given.kills} of {given.kills} kills resumed, {made.starts} starts, {time.monotonic() - began:.0f} s"
+    )
     for phase in PHASES:
-        assert given.kills < 100 or made.hits[phase] >= 10, f"{phase} was hit {made.hits[phase]} times only"
+        assert given.kills < 100 or made.hits[phase] >= 10, (
+            f"{phase} was hit {made.hits[phase]} times only"
+        )
 
 
 WORDS = (

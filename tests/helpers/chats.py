@@ -19,7 +19,11 @@ from oneloop.tasks.language.tokens import chat_tokenizer
 Messages = list[dict[str, Any]]
 
 
-TEXTS = ["the answer is it, what is there?\n\n  x\n\n  the word", "ok \n and more 42 tool f(x)", "é ü 你好 the end.\n"]
+TEXTS = [
+    "the answer is it, what is there?\n\n  x\n\n  the word",
+    "ok \n and more 42 tool f(x)",
+    "é ü 你好 the end.\n",
+]
 
 
 class Family(NamedTuple):
@@ -45,7 +49,9 @@ def calls(messages: Messages) -> bool:
 
 
 def call_with_both(messages: Messages) -> bool:
-    return any("tool_calls" in one and one["content"] and "reasoning_content" in one for one in messages)
+    return any(
+        "tool_calls" in one and one["content"] and "reasoning_content" in one for one in messages
+    )
 
 
 PREFIXES, MARKS, TRLS = (
@@ -59,7 +65,9 @@ CHATML = ("<|im_start|>", "<|im_end|>")
 
 
 FAMILIES = {
-    "ours": Family(CHATML, None, "", "", r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", MARKS, tools=False),
+    "ours": Family(
+        CHATML, None, "", "", r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", MARKS, tools=False
+    ),
     "llama 3": Family(
         ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
         "<|begin_of_text|>",
@@ -69,8 +77,17 @@ FAMILIES = {
         PREFIXES,
         tools=False,
     ),
-    "qwen 2.5": Family(CHATML, None, "qwen2_5", "qwen2_5", r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", PREFIXES),
-    "qwen 3": Family(CHATML, None, "qwen3", "qwen3_training", r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)", TRLS),
+    "qwen 2.5": Family(
+        CHATML, None, "qwen2_5", "qwen2_5", r"<\|im_start\|>assistant\n(.*?<\|im_end\|>)", PREFIXES
+    ),
+    "qwen 3": Family(
+        CHATML,
+        None,
+        "qwen3",
+        "qwen3_training",
+        r"<\|im_start\|>assistant\n(.*?<\|im_end\|>\n)",
+        TRLS,
+    ),
     "gemma 3": Family(
         ("<start_of_turn>", "<end_of_turn>", "<eos>"),
         "<bos>",
@@ -100,7 +117,15 @@ FAMILIES = {
         rejects=call_with_both,
     ),
     "glm 4": Family(
-        ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>", "<|endoftext|>"),
+        (
+            "[gMASK]",
+            "<sop>",
+            "<|system|>",
+            "<|user|>",
+            "<|assistant|>",
+            "<|observation|>",
+            "<|endoftext|>",
+        ),
         None,
         "glm4moe",
         "glm4moe_training",
@@ -114,16 +139,22 @@ def of_trl(name: str) -> str:
     place = find_spec("trl")
     if place is None or not place.submodule_search_locations:
         pytest.skip("TRL, whose templates these are, is not installed")
-    return (Path(place.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja").read_text()
+    return (
+        Path(place.submodule_search_locations[0]) / "chat_templates" / f"{name}.jinja"
+    ).read_text()
 
 
-def tokenizer_with(special: Sequence[str], template: str | None, *, begin: str | None = None, **how: Any) -> Any:
+def tokenizer_with(
+    special: Sequence[str], template: str | None, *, begin: str | None = None, **how: Any
+) -> Any:
     """Return a byte-level BPE with these special tokens; the last one is the end-of-text token."""
     made: Any = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    made.train_from_iterator(TEXTS * 5, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet))
+    made.train_from_iterator(
+        TEXTS * 5, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet)
+    )
     known = {"eos_token": special[-1]} | ({} if begin is None else {"bos_token": begin})
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **known)
     added = [AddedToken(token, special=True, normalized=False, **how) for token in special]

@@ -8,12 +8,16 @@ from pathlib import Path
 
 from worlds import run, train
 
-RECIPE = "task: faulty.Faulty\nbatch: {size: 8}\nduration: 200\nlog: {every: 10}\neval: {every: 50}\n"
+RECIPE = (
+    "task: faulty.Faulty\nbatch: {size: 8}\nduration: 200\nlog: {every: 10}\neval: {every: 50}\n"
+)
 RECIPE += "save: {every: 10}\ntrack: []\nrun: {dir: run}\n"
 
 
 def faulty(folder: Path, *words: str, config: str = "single", ranks: int = 1, **how):
-    return run(train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True, **how)
+    return run(
+        train, ["f.yaml", *words], config=config, ranks=ranks, folder=folder, watch=True, **how
+    )
 
 
 def summary(folder: Path) -> dict:

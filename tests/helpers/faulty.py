@@ -33,7 +33,14 @@ def happens(fault: str) -> None:
     """Cause one fault."""
     name, _, value = fault.partition(":")
     if name == "raise":
-        kinds = (ValueError, StopIteration, MemoryError, KeyboardInterrupt, asyncio.CancelledError, Unspeakable)
+        kinds = (
+            ValueError,
+            StopIteration,
+            MemoryError,
+            KeyboardInterrupt,
+            asyncio.CancelledError,
+            Unspeakable,
+        )
         raise next(kind for kind in kinds if kind.__name__ == value)("the fault")
     if name == "thread":
         threading.Thread(target=time.sleep, args=(float(value),)).start()
@@ -50,7 +57,14 @@ def happens(fault: str) -> None:
         time.sleep(float(value))
     if name == "garbage":  # to the port of rank 0's supervisor, followed by a hang
         host, port, _ = os.environ[ADDRESS].split()
-        for line in (b"[]", b'{"word": "\xc3\xa9"}', b"[" * 200_000, b'{"word": []}', b"\xff", b"x" * (1 << 21)):
+        for line in (
+            b"[]",
+            b'{"word": "\xc3\xa9"}',
+            b"[" * 200_000,
+            b'{"word": []}',
+            b"\xff",
+            b"x" * (1 << 21),
+        ):
             with socket.create_connection((host, int(port))) as stranger, suppress(OSError):
                 stranger.sendall(line + b"\n")
         time.sleep(600)
@@ -123,16 +137,29 @@ class Faulty(Ragged):
         self.unlike = unlike if os.environ.get("RANK") == "1" else ""
         super().__init__(samples=samples - 4 * (self.unlike == "shorter"), **more)
         self.width += self.unlike == "wider"
-        self.fault, self.where, self.rank, self.at, self.once, self.pause = fault, where, rank, at, once, pause
+        self.fault, self.where, self.rank, self.at, self.once, self.pause = (
+            fault,
+            where,
+            rank,
+            at,
+            once,
+            pause,
+        )
         self.slow, self.eval_pause, self.epoch_pause = slow, eval_pause, epoch_pause
         if compute_pause:
-            self.metrics = lambda: torchmetrics.MetricCollection({"mean": SlowMetric(compute_pause)})
+            self.metrics = lambda: torchmetrics.MetricCollection(
+                {"mean": SlowMetric(compute_pause)}
+            )
             self.update = lambda metric, batch, outputs: metric.update(outputs["loss"])
         self.come_by = 0
         self.come("init")
 
     def come(self, where: str) -> None:
-        if not self.fault or where != self.where or self.rank not in (-1, int(os.environ.get("RANK", "0"))):
+        if (
+            not self.fault
+            or where != self.where
+            or self.rank not in (-1, int(os.environ.get("RANK", "0")))
+        ):
             return
         self.come_by += 1
         if self.come_by > self.at and not (self.once and Path(self.once).exists()):
@@ -145,7 +172,9 @@ class Faulty(Ragged):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if model.training:
-            slow = random.Random(int(batch["index"].sum())).random() < self.slow  # the same in every run
+            slow = (
+                random.Random(int(batch["index"].sum())).random() < self.slow
+            )  # the same in every run
             time.sleep(self.pause * (100 if slow else 1))
             self.come("loss")
         else:

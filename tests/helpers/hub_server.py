@@ -67,7 +67,9 @@ class Hub:
             parquet.write_table(pa.Table.from_pylist(rows), self.folder / self.head / name)
         return self.head
 
-    def answer(self, request: BaseHTTPRequestHandler, path: str, sent: bytes | None, *, body: bool = True) -> None:
+    def answer(
+        self, request: BaseHTTPRequestHandler, path: str, sent: bytes | None, *, body: bool = True
+    ) -> None:
         path = path.partition("?")[0].replace("%40", "@")
         self.asked.append(path)
         api, files = f"/api/datasets/{self.name}", f"/datasets/{self.name}/resolve/"
@@ -77,12 +79,24 @@ class Hub:
             if not file.is_file():
                 return self._send(request, 404, b"{}", {"X-Error-Code": "EntryNotFound"}, body=body)
             content = file.read_bytes()
-            more = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": self._commit(commit)}
+            more = {
+                "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
+                "X-Repo-Commit": self._commit(commit),
+            }
             return self._send(request, 200, content, more, body=body)
         if path == api or path.startswith(f"{api}/revision/"):
             commit = self._commit(path.rpartition("/")[2] if path != api else "main")
-            siblings = [{"rfilename": file.name} for file in sorted((self.folder / commit).iterdir())]
-            about = {"id": self.name, "sha": commit, "siblings": siblings, "private": False, "tags": [], "downloads": 0}
+            siblings = [
+                {"rfilename": file.name} for file in sorted((self.folder / commit).iterdir())
+            ]
+            about = {
+                "id": self.name,
+                "sha": commit,
+                "siblings": siblings,
+                "private": False,
+                "tags": [],
+                "downloads": 0,
+            }
             return self._send(request, 200, json.dumps(about).encode(), body=body)
         if path.startswith((f"{api}/tree/", f"{api}/paths-info/")):
             commit, _, inside = path.split("/", 6)[6].partition("/")
@@ -108,7 +122,12 @@ class Hub:
 
     @staticmethod
     def _send(
-        request: BaseHTTPRequestHandler, code: int, content: bytes, more: dict[str, str] | None = None, *, body: bool
+        request: BaseHTTPRequestHandler,
+        code: int,
+        content: bytes,
+        more: dict[str, str] | None = None,
+        *,
+        body: bool,
     ) -> None:
         request.send_response(code)
         for name, value in {
@@ -139,7 +158,9 @@ class Models(Hub):
         folder = self.folder / (self.heads[name] if revision == "main" else revision)
         return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
-    def answer(self, request: BaseHTTPRequestHandler, path: str, sent: bytes | None, *, body: bool = True) -> None:
+    def answer(
+        self, request: BaseHTTPRequestHandler, path: str, sent: bytes | None, *, body: bool = True
+    ) -> None:
         path = path.partition("?")[0].replace("%40", "@").replace("%2F", "/")
         self.asked.append(path)
 
@@ -155,7 +176,9 @@ class Models(Hub):
             if name in self.heads:
                 return say(409, {"error": "You already created this model repo", "url": f"/{name}"})
             self.heads[name] = self._write(name, {".gitattributes": b""})
-            self.private[name] = bool(message.get("private")) or message.get("visibility") == "private"
+            self.private[name] = (
+                bool(message.get("private")) or message.get("visibility") == "private"
+            )
             return say(200, {"url": f"http://127.0.0.1/{name}", "name": name})
         if path.startswith("/api/validate-yaml"):
             return say(200, {"errors": [], "warnings": []})
@@ -177,17 +200,35 @@ class Models(Hub):
             if not file.is_file():
                 return say(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
             content = file.read_bytes()
-            return say(200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit})
+            return say(
+                200,
+                content,
+                {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit},
+            )
         commit = self.heads[name] if rest in ([""], ["revision", "main"]) else rest[1]
         if rest[0] == "tree":
             commit = self.heads[name] if commit == "main" else commit
             entries = [
-                {"type": "file", "path": file, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+                {
+                    "type": "file",
+                    "path": file,
+                    "size": len(content),
+                    "oid": hashlib.sha1(content).hexdigest(),
+                }
                 for file, content in self.files(name, commit).items()
             ]
             return say(200, entries)
         siblings = [{"rfilename": file} for file in self.files(name, commit)]
-        return say(200, {"id": name, "sha": commit, "siblings": siblings, "private": self.private[name], "tags": []})
+        return say(
+            200,
+            {
+                "id": name,
+                "sha": commit,
+                "siblings": siblings,
+                "private": self.private[name],
+                "tags": [],
+            },
+        )
 
     def _committed(self, name: str, sent: bytes) -> dict[str, Any]:
         files = self.files(name)

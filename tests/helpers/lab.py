@@ -55,12 +55,19 @@ class Node:
     ) -> None:
         self.space, self.lines, self.began = space, list[tuple[float, str]](), time.monotonic()
         inside = ["ip", "netns", "exec", f"h{space}"] if space else []
-        inside += ["unshare", "--mount", "bash", "-c", f'{mounts} && exec "$@"', "bash"] if mounts else []
+        inside += (
+            ["unshare", "--mount", "bash", "-c", f'{mounts} && exec "$@"', "bash"] if mounts else []
+        )
         environment = {**os.environ, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
         environment |= {"GLOO_SOCKET_IFNAME": f"v{space}"} if space else {}
         environment |= variables or {}
         command = [*inside, sys.executable, "-m", "oneloop", command, *words]
-        how = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+        how = {
+            "stdout": subprocess.PIPE,
+            "stderr": subprocess.STDOUT,
+            "text": True,
+            "start_new_session": True,
+        }
         self.process = subprocess.Popen(command, cwd=folder, env=environment, **how)
         NODES.append(self)
         threading.Thread(target=self._read, daemon=True).start()
@@ -75,7 +82,9 @@ class Node:
 
     def processes(self) -> list[int]:
         """Return the ids of all running processes of this node."""
-        listed = subprocess.run(["ps", "-o", "pid=,stat=", "-s", str(self.process.pid)], capture_output=True, text=True)
+        listed = subprocess.run(
+            ["ps", "-o", "pid=,stat=", "-s", str(self.process.pid)], capture_output=True, text=True
+        )
         rows = [line.split() for line in listed.stdout.splitlines()]
         found = {int(pid) for pid, state in rows if not state.startswith("Z")}
         return sorted(found | set(self._below(self.process.pid)))
@@ -129,11 +138,18 @@ def when(nodes: Sequence[Node], *words: str, since: float = 0.0, seconds: float 
     """Wait for a line of any node that contains one of the words, printed after ``since``; return its time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
-        found = [at for node in nodes for at, line in list(node.lines) if at > since and any(w in line for w in words)]
+        found = [
+            at
+            for node in nodes
+            for at, line in list(node.lines)
+            if at > since and any(w in line for w in words)
+        ]
         if found:
             return min(found)
         time.sleep(0.05)
-    raise AssertionError(f"no {words} in {seconds:.0f} s:\n" + "\n\n".join(node.output for node in nodes))
+    raise AssertionError(
+        f"no {words} in {seconds:.0f} s:\n" + "\n\n".join(node.output for node in nodes)
+    )
 
 
 def until(file: Path, seconds: float = 90.0) -> None:
@@ -199,12 +215,18 @@ def two_hosts() -> Iterator[None]:
         ip("link add v1 type veth peer name v2")
         for number in (1, 2):
             ip(f"link set v{number} netns h{number}")
-            for words in (f"addr add 10.77.0.{number}/24 dev v{number}", "link set lo up", f"link set v{number} up"):
+            for words in (
+                f"addr add 10.77.0.{number}/24 dev v{number}",
+                "link set lo up",
+                f"link set v{number} up",
+            ):
                 ip(f"-n h{number} {words}")
         yield
     finally:
         for space in ("h1", "h2"):
-            listed = subprocess.run(["ip", "netns", "pids", space], capture_output=True, text=True).stdout.split()
+            listed = subprocess.run(
+                ["ip", "netns", "pids", space], capture_output=True, text=True
+            ).stdout.split()
             for pid in map(int, listed):
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -216,7 +238,15 @@ def link(state: str) -> None:
     subprocess.run(["ip", "-n", "h1", "link", "set", "v1", state], check=True)
 
 
-CASES = ("link cut", "host killed", "store killed", "host added", "agent killed", "rank killed", "rank hanging")
+CASES = (
+    "link cut",
+    "host killed",
+    "store killed",
+    "host added",
+    "agent killed",
+    "rank killed",
+    "rank hanging",
+)
 
 
 @dataclass
@@ -259,7 +289,11 @@ def fault(case: str, folder: Path, keys: str, *, port: int = 29400) -> Outcome:
     else:
         (folder / "hang-1").touch()
     try:
-        named = ("oneloop: error: rank", "oneloop: error: the launcher of rank", "oneloop: a node joins")
+        named = (
+            "oneloop: error: rank",
+            "oneloop: error: the launcher of rank",
+            "oneloop: a node joins",
+        )
         reported = when(nodes, *named, since=began) - began
         (folder / "hang-1").unlink(missing_ok=True)
         ended = gone(concerned) - began
@@ -272,4 +306,6 @@ def fault(case: str, folder: Path, keys: str, *, port: int = 29400) -> Outcome:
         codes = [node.ended(120) for node in nodes]
     finally:
         link("up")
-    return Outcome(reported, ended, first_step, resumed, codes, "\n\n".join(node.output for node in nodes))
+    return Outcome(
+        reported, ended, first_step, resumed, codes, "\n\n".join(node.output for node in nodes)
+    )

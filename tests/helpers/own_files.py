@@ -84,11 +84,15 @@ def images(folder: Path, kind: str, *, each: int = 30) -> Path:
         for file in folder.rglob("*.png"):
             file.unlink()
         kinds = Features({"image": Picture(), "label": ClassLabel(names=list(WORDS))})
-        Dataset.from_list(made, features=kinds).to_parquet(folder / "pictures.parquet", batch_size=16)
+        Dataset.from_list(made, features=kinds).to_parquet(
+            folder / "pictures.parquet", batch_size=16
+        )
     return folder
 
 
-def bulk(folder: Path, *, megabytes: float, files: int, group: int = 100, letters: int = 950) -> int:
+def bulk(
+    folder: Path, *, megabytes: float, files: int, group: int = 100, letters: int = 950
+) -> int:
     """Write Parquet files of numbered rows of about a kilobyte; return the number of rows."""
     folder.mkdir(parents=True)
     draw, total, each = np.random.default_rng(0), 0, int(megabytes * 1e6 / (letters + 50) / files)
@@ -97,7 +101,11 @@ def bulk(folder: Path, *, megabytes: float, files: int, group: int = 100, letter
         texts = [noise[row].tobytes().decode() for row in range(each)]
         table = pa.table({"text": texts, "id": np.arange(total, total + each)})
         parquet.write_table(
-            table, folder / f"part-{number:03d}.parquet", row_group_size=group, compression="none", use_dictionary=False
+            table,
+            folder / f"part-{number:03d}.parquet",
+            row_group_size=group,
+            compression="none",
+            use_dictionary=False,
         )
         total += each
     return total
@@ -130,7 +138,9 @@ class Numbered:
         self.start = anonymous()
         threading.Thread(target=self._watch, daemon=True).start()
         [source] = named_sources(data, {"text": "text", "id": "id"})
-        self.sets = sets_of([opened(source, held_out=0.02, window=window)], lambda source: self.sample)
+        self.sets = sets_of(
+            [opened(source, held_out=0.02, window=window)], lambda source: self.sample
+        )
         self.ids = self.folder / f"ids-{os.environ.get('RANK', '0')}-{time.time()}"
 
     def _watch(self) -> None:
@@ -143,7 +153,9 @@ class Numbered:
     def sample(self, row: dict[str, Any]) -> tuple[Tensor, int]:
         self.seen += 1
         if self.seen % 200 == 0 and torch.utils.data.get_worker_info():
-            (self.folder / f"memory-{os.getpid()}-{self.seen}").write_text(f"{anonymous() - self.start:.1f}")
+            (self.folder / f"memory-{os.getpid()}-{self.seen}").write_text(
+                f"{anonymous() - self.start:.1f}"
+            )
         return torch.tensor([ord(row["text"][0]) / 128, len(row["text"]) / 1000]), row["id"]
 
     def model(self) -> nn.Module:

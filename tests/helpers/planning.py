@@ -33,7 +33,13 @@ SFT = ["sft", "--task.length", "96", "--batch.size", "8", "--batch.micro", "2"]
 def planned_recipes(base: Path) -> dict[str, list[str]]:
     """Return small recipes by name; ``base`` is a model for LoRA."""
     lora = [*SFT, "--task.pack", "padded", "--task.model", str(base), "--task.lora.rank", "4"]
-    return {"digits": ["digits"], "gpt": GPT, "llama": LLAMA, "lora": lora, "packed": [*SFT, "--task.pack", "packed"]}
+    return {
+        "digits": ["digits"],
+        "gpt": GPT,
+        "llama": LLAMA,
+        "lora": lora,
+        "packed": [*SFT, "--task.pack", "packed"],
+    }
 
 
 def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
@@ -49,26 +55,42 @@ def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
     from oneloop.recipe.parse import read
 
     if planned_ranks > 1:
-        places = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": planned_ranks, "LOCAL_WORLD_SIZE": planned_ranks}
+        places = {
+            "RANK": 0,
+            "LOCAL_RANK": 0,
+            "WORLD_SIZE": planned_ranks,
+            "LOCAL_WORLD_SIZE": planned_ranks,
+        }
         os.environ |= {name: str(value) for name, value in places.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         dist.init_process_group("fake", rank=0, world_size=planned_ranks, store=FakeStore())
     recipe = read(words)
-    how = {"sync_each_batch": recipe.machine.sync_each_batch, "exact": recipe.batch.grain is not None}
+    how = {
+        "sync_each_batch": recipe.machine.sync_each_batch,
+        "exact": recipe.batch.grain is not None,
+    }
     how["find_unused_parameters"] = recipe.machine.find_unused_parameters
     run = start(**how)
     job = build_job(recipe, ranks=run.ranks, sharded=run.sharded, on_meta=bool(planned_ranks))
-    costs = StepCosts(job, run, FakeTensorMode(allow_non_fake_inputs=True) if planned_ranks else None)
+    costs = StepCosts(
+        job, run, FakeTensorMode(allow_non_fake_inputs=True) if planned_ranks else None
+    )
     step, evaluation = costs.step(), costs.evaluation()
     costs.ledger.operators = []
     with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
         costs._run_step()
     operators, costs.ledger.operators = costs.ledger.operators, None
-    called = [(event.name, event.input_shapes) for event in trace.events() if event.name.startswith("gloo:")]
+    called = [
+        (event.name, event.input_shapes)
+        for event in trace.events()
+        if event.name.startswith("gloo:")
+    ]
     return {
         "peak": step.peak,
         "kinds": step.kinds,
-        "collectives": [(call.name, call.size, call.ranks, number) for call, number in step.collectives],
+        "collectives": [
+            (call.name, call.size, call.ranks, number) for call, number in step.collectives
+        ],
         "operations": step.operations,
         "evaluation": evaluation and evaluation.peak,
         "operators": operators,
@@ -97,7 +119,9 @@ class Blocks:
         self.width, self.layers = width, layers
 
     def model(self) -> nn.Module:
-        return nn.Sequential(*(Block(self.width) for _ in range(self.layers)), nn.Linear(self.width, 1))
+        return nn.Sequential(
+            *(Block(self.width) for _ in range(self.layers)), nn.Linear(self.width, 1)
+        )
 
     def train_set(self) -> Any:
         return [torch.full((self.width,), index / 64) for index in range(64)]
@@ -129,7 +153,11 @@ class Odd(Blocks):
         if self.does == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         print("printed by the task")
-        return nn.Sequential(super().model(), nn.BatchNorm1d(1)) if self.does == "norm" else super().model()
+        return (
+            nn.Sequential(super().model(), nn.BatchNorm1d(1))
+            if self.does == "norm"
+            else super().model()
+        )
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if self.does == "lines":

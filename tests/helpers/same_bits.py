@@ -43,14 +43,26 @@ def _tensors(folder: Path) -> dict[str, str]:
             for name in opened.keys():  # noqa: SIM118
                 at = tuple(places.get(name, {}).get("saved_offsets", ()))
                 pieces.setdefault(name, []).append((at, opened.get_tensor(name).numpy().tobytes()))
-    return {name: hashlib.sha256(b"".join(raw for _, raw in sorted(each))).hexdigest() for name, each in pieces.items()}
+    return {
+        name: hashlib.sha256(b"".join(raw for _, raw in sorted(each))).hexdigest()
+        for name, each in pieces.items()
+    }
 
 
-def trained(place: Path, words: list[str], *, ranks: int, config: str, options=(), function=train, **more) -> dict:
+def trained(
+    place: Path, words: list[str], *, ranks: int, config: str, options=(), function=train, **more
+) -> dict:
     """Return the digest of a run with these command-line words on these processes."""
     place.mkdir(parents=True, exist_ok=True)
     more = {"timeout": 600.0} | more
-    run(function, [*words, "--run.dir", str(place / "run")], ranks=ranks, config=config, options=options, **more).ok()
+    run(
+        function,
+        [*words, "--run.dir", str(place / "run")],
+        ranks=ranks,
+        config=config,
+        options=options,
+        **more,
+    ).ok()
     return digest(place / "run")
 
 
@@ -72,7 +84,11 @@ def mortal(words: list[str], step: int, delay: float) -> None:
         while True:
             time.sleep(0.005)
             try:
-                logged = [json.loads(line).get("step", 0) for line in log.read_text().splitlines() if "bits" in line]
+                logged = [
+                    json.loads(line).get("step", 0)
+                    for line in log.read_text().splitlines()
+                    if "bits" in line
+                ]
             except (OSError, ValueError):
                 continue
             if logged and logged[-1] >= step:
@@ -83,12 +99,16 @@ def mortal(words: list[str], step: int, delay: float) -> None:
     train(words)
 
 
-def history(folder: Path, words: list[str], deaths: list[tuple[int, str, int]], last: tuple[int, str], draw) -> int:
+def history(
+    folder: Path, words: list[str], deaths: list[tuple[int, str, int]], last: tuple[int, str], draw
+) -> int:
     """Kill a run at these steps, each on a new layout, and end it on the last one; return the number of kills."""
     folder.mkdir(parents=True, exist_ok=True)
     words, killed = [*words, "--run.dir", str(folder / "run")], 0
     for ranks, config, step in deaths:
-        world = run(mortal, words, step, draw.uniform(0.0, 0.1), ranks=ranks, config=config, timeout=300.0)
+        world = run(
+            mortal, words, step, draw.uniform(0.0, 0.1), ranks=ranks, config=config, timeout=300.0
+        )
         assert set(world.codes) <= {-9, 0, 1}, world.output  # 1: another rank died first
         killed += -9 in world.codes
     ranks, config = last

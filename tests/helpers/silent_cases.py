@@ -60,23 +60,31 @@ class Case:
     recipe: tuple[str, ...] = ("digits", "--task", "mine.Mine")
 
 
-LOSS = "    def loss(self, model, batch):\n        each = (model(batch['x']) - batch['y']).square()\n"
+LOSS = (
+    "    def loss(self, model, batch):\n        each = (model(batch['x']) - batch['y']).square()\n"
+)
 
 CONTRACT = {
     "a mean for a sum": Case(
-        ("mine.py:34: Mine.loss returned", "that is a mean"), LOSS + "        return each.mean(), {}"
+        ("mine.py:34: Mine.loss returned", "that is a mean"),
+        LOSS + "        return each.mean(), {}",
     ),
     "a loss that is a number": Case(
         ("loss returned a float as the loss", "0-dim tensor"), LOSS + "        return 1.0, {}"
     ),
     "a loss alone": Case(
-        ("loss returned a tensor 0-dim", "return (loss, outputs)"), LOSS + "        return each.sum()"
+        ("loss returned a tensor 0-dim", "return (loss, outputs)"),
+        LOSS + "        return each.sum()",
     ),
-    "a loss per sample": Case(("loss returned a tensor of shape",), LOSS + "        return each[:, 0], {}"),
+    "a loss per sample": Case(
+        ("loss returned a tensor of shape",), LOSS + "        return each[:, 0], {}"
+    ),
     "a loss without a gradient": Case(
         ("without a gradient in training",), LOSS + "        return each.sum().detach(), {}"
     ),
-    "outputs in a list": Case(("returned a list as the outputs",), LOSS + "        return each.sum(), [each]"),
+    "outputs in a list": Case(
+        ("returned a list as the outputs",), LOSS + "        return each.sum(), [each]"
+    ),
     "a loss that fails": Case(
         ("Mine.loss failed: KeyError: 'z'", "mine.py:35"),
         "    def loss(self, model, batch):\n        return batch['z'].sum(), {}",
@@ -87,10 +95,12 @@ CONTRACT = {
     ),
     "a loss over the batch in training": Case(
         ("in training for samples whose losses are", "additive = False"),
-        LOSS + "        aux = each.mean() if model.training else 0\n        return each.sum() + aux, {}",
+        LOSS
+        + "        aux = each.mean() if model.training else 0\n        return each.sum() + aux, {}",
     ),
     "a contrastive loss": Case(
-        ("for the same sample twice", "additive = False"), LOSS + "        return (each * len(each)).sum(), {}"
+        ("for the same sample twice", "additive = False"),
+        LOSS + "        return (each * len(each)).sum(), {}",
     ),
     "a weight that is a number": Case(
         ("weight returned a int",), "    def weight(self, batch):\n        return len(batch['x'])"
@@ -126,16 +136,20 @@ CONTRACT = {
         "        return MetricCollection({'mean': MeanMetric()})\n"
         "    def update(self, metrics, batch, outputs):\n\n        metrics.update(outputs['logits'])",
     ),
-    "a model that is none": Case(("model returned a int",), "    def model(self):\n        return 3"),
+    "a model that is none": Case(
+        ("model returned a int",), "    def model(self):\n        return 3"
+    ),
     "a model that fails": Case(
-        ("Mine.model failed: ZeroDivisionError", "mine.py:35"), "    def model(self):\n        return 1 / 0"
+        ("Mine.model failed: ZeroDivisionError", "mine.py:35"),
+        "    def model(self):\n        return 1 / 0",
     ),
     "a train_set that fails": Case(
         ("Mine.train_set failed: KeyError: 'no such column'", "mine.py:35"),
         "    def train_set(self):\n        raise KeyError('no such column')",
     ),
     "an __init__ that fails": Case(
-        ("__init__ failed: TypeError", "mine.py:35"), "    def __init__(self):\n        raise TypeError('not so')"
+        ("__init__ failed: TypeError", "mine.py:35"),
+        "    def __init__(self):\n        raise TypeError('not so')",
     ),
     "a state of tensors": Case(
         ("Mine.state_dict cannot be saved as it is", "buffers of the model"),
@@ -147,9 +161,12 @@ CONTRACT = {
         "    n = 0\n    def state_dict(self):\n        self.n += 1\n        return {'n': self.n}\n"
         "    def load_state_dict(self, state):\n        pass",
     ),
-    "a state that nothing loads": Case(("it lacks load_state_dict",), "    def state_dict(self):\n        return {}"),
+    "a state that nothing loads": Case(
+        ("it lacks load_state_dict",), "    def state_dict(self):\n        return {}"
+    ),
     "eval_sets in a list": Case(
-        ("eval_sets() returned a list",), "    def eval_sets(self):\n        return [self.train_set()]"
+        ("eval_sets() returned a list",),
+        "    def eval_sets(self):\n        return [self.train_set()]",
     ),
 }
 
@@ -161,7 +178,8 @@ GOOD = {
     ),
     "a loss that draws": Case(
         ("model, loss or collate draw random numbers",),
-        LOSS + "        return (each * (1 + torch.rand_like(each))).sum() if model.training else each.sum(), {}",
+        LOSS
+        + "        return (each * (1 + torch.rand_like(each))).sum() if model.training else each.sum(), {}",
         code=0,
     ),
     "a loss that draws in evaluation too": Case(
@@ -186,7 +204,9 @@ GOOD = {
         code=0,
     ),
     "a figure that is there now and then": Case(
-        ("done",), LOSS + "        return each.sum(), {'big': each.max().detach()} if len(each) < 8 else {}", code=0
+        ("done",),
+        LOSS + "        return each.sum(), {'big': each.max().detach()} if len(each) < 8 else {}",
+        code=0,
     ),
     "sparse samples and sets": Case(
         ("done",),
@@ -256,25 +276,42 @@ BUFFER = """    def model(self):
         return model"""
 
 START = {
-    "betas above 1": Case(("optimizer.name adamw betas=(2.0, 0.9)",), words=("--optimizer.betas", "[2.0,0.9]")),
+    "betas above 1": Case(
+        ("optimizer.name adamw betas=(2.0, 0.9)",), words=("--optimizer.betas", "[2.0,0.9]")
+    ),
     "an eps below 0": Case(("optimizer.name adamw", "eps=-1.0"), words=("--optimizer.eps", "-1.0")),
-    "a momentum below 0": Case(("momentum",), words=("--optimizer.name", "sgd", "--optimizer.momentum", "-1.0")),
+    "a momentum below 0": Case(
+        ("momentum",), words=("--optimizer.name", "sgd", "--optimizer.momentum", "-1.0")
+    ),
     "muon's betas above 1": Case(
         ("muon", "betas"), words=("--optimizer.name", "muon", "--optimizer.betas", "[0.9,2.0]")
     ),
     "LBFGS": Case(("LBFGS", "closure"), words=("--optimizer.name", "torch.optim.LBFGS")),
-    "SparseAdam": Case(("SparseAdam", "dense gradients"), words=("--optimizer.name", "torch.optim.SparseAdam")),
-    "all frozen": Case(("Mine.model returned a model with 4 parameters of which none is trained",), FROZEN),
-    "a lazy module": Case(("lazy module",), "    def model(self):\n        return nn.LazyLinear(1)"),
+    "SparseAdam": Case(
+        ("SparseAdam", "dense gradients"), words=("--optimizer.name", "torch.optim.SparseAdam")
+    ),
+    "all frozen": Case(
+        ("Mine.model returned a model with 4 parameters of which none is trained",), FROZEN
+    ),
+    "a lazy module": Case(
+        ("lazy module",), "    def model(self):\n        return nn.LazyLinear(1)"
+    ),
     "an extra state": Case(
         ("get_extra_state", "buffer"),
         "    def model(self):\n        return Odd(1, 1)\n\nclass Odd(nn.Linear):\n"
         "    def get_extra_state(self):\n        return {'seen': 3}\n    def set_extra_state(self, state): ...",
     ),
-    "a type that no file holds": Case(("odd has uint16",), BUFFER.format("torch.zeros(3, dtype=torch.uint16)")),
-    "an expanded buffer": Case(("odd is an expanded view",), BUFFER.format("torch.zeros(1).expand(3)")),
+    "a type that no file holds": Case(
+        ("odd has uint16",), BUFFER.format("torch.zeros(3, dtype=torch.uint16)")
+    ),
+    "an expanded buffer": Case(
+        ("odd is an expanded view",), BUFFER.format("torch.zeros(1).expand(3)")
+    ),
     "unused parameters under DDP": Case(
-        ("more.weight", "the loss does not use", "machine.find_unused_parameters"), UNUSED, ranks=2, config="ddp"
+        ("more.weight", "the loss does not use", "machine.find_unused_parameters"),
+        UNUSED,
+        ranks=2,
+        config="ddp",
     ),
     "mixed types under FSDP2": Case(
         ("float32 and float64", "FSDP2"),
@@ -283,18 +320,27 @@ START = {
         config="fsdp2",
     ),
     "a decay longer than the run": Case(
-        ("schedule.decay 200%", "shorten"), words=("--schedule.name", "wsd", "--schedule.decay", "200%")
+        ("schedule.decay 200%", "shorten"),
+        words=("--schedule.name", "wsd", "--schedule.decay", "200%"),
     ),
-    "a window of a billion": Case(("guard.window", "100000"), words=("--guard.window", "1000000000")),
-    "a learning rate of infinity": Case(("optimizer.lr", "finite"), words=("--optimizer.lr", ".inf")),
+    "a window of a billion": Case(
+        ("guard.window", "100000"), words=("--guard.window", "1000000000")
+    ),
+    "a learning rate of infinity": Case(
+        ("optimizer.lr", "finite"), words=("--optimizer.lr", ".inf")
+    ),
     "a name too long": Case(("run.dir", "too long"), words=("--run.dir", "x" * 300)),
-    "a checkpoint that is not there": Case(("no such checkpoint",), words=("--run.resume", "nowhere")),
+    "a checkpoint that is not there": Case(
+        ("no such checkpoint",), words=("--run.resume", "nowhere")
+    ),
     "the best weights of no evaluation": Case(
         ("save.final best", "requires a validation set"),
         "    def eval_sets(self):\n        return {}",
         ("--save.final", "best"),
     ),
-    "the best weights that are not kept": Case(("save.best",), words=("--save.final", "best", "--save.best", "false")),
+    "the best weights that are not kept": Case(
+        ("save.best",), words=("--save.final", "best", "--save.best", "false")
+    ),
     "a key without its value": Case(("run.resume needs a value",), words=("--run.resume",)),
 }
 
@@ -306,26 +352,40 @@ ALONE = """    def loss(self, model, batch):
 START["what one rank alone finds, under FSDP2"] = Case(
     ("rank 1: ", "KeyError: 'only here'"), ALONE, ranks=2, config="fsdp2"
 )
-START["what one rank alone finds, under DDP"] = Case(("KeyError: 'only here'",), ALONE, ranks=2, config="ddp")
+START["what one rank alone finds, under DDP"] = Case(
+    ("KeyError: 'only here'",), ALONE, ranks=2, config="ddp"
+)
 
 CODE = {
     "a program for a task": Case(
         ("task.name 'subprocess.Popen' is in Python's standard library",),
         recipe=("digits", "--task", "subprocess.Popen", "--task.args", "[touch,ran]"),
     ),
-    "a builtin for a task": Case(("standard library",), recipe=("digits", "--task", "builtins.exec")),
-    "a function for a task": Case(("is a function, not a class",), recipe=("digits", "--task", "torch.save")),
-    "a class that is no task": Case(("is a class that lacks",), recipe=("digits", "--task", "torch.nn.Linear")),
+    "a builtin for a task": Case(
+        ("standard library",), recipe=("digits", "--task", "builtins.exec")
+    ),
+    "a function for a task": Case(
+        ("is a function, not a class",), recipe=("digits", "--task", "torch.save")
+    ),
+    "a class that is no task": Case(
+        ("is a class that lacks",), recipe=("digits", "--task", "torch.nn.Linear")
+    ),
     "a class that is no optimizer": Case(
         ("optimizer.name 'torch.nn.Linear'", "not a torch.optim.Optimizer"),
         words=("--optimizer.name", "torch.nn.Linear"),
     ),
     "two optimizers": Case(
-        ("optimizer.name mine.both", "it returned a tuple", "a run has one optimizer (GANs are not supported)"),
+        (
+            "optimizer.name mine.both",
+            "it returned a tuple",
+            "a run has one optimizer (GANs are not supported)",
+        ),
         "    pass\n\n\ndef both(params, lr: float = 0.1):\n    return (torch.optim.SGD(params, lr=lr),) * 2",
         words=("--optimizer.name", "mine.both", "--optimizer.weight_decay", "0"),
     ),
-    "a program for an optimizer": Case(("standard library",), words=("--optimizer.name", "os.system")),
+    "a program for an optimizer": Case(
+        ("standard library",), words=("--optimizer.name", "os.system")
+    ),
     "a schedule of one argument": Case(
         ("schedule.name 'torch.nn.functional.relu6'", "two arguments"),
         words=("--schedule.name", "torch.nn.functional.relu6"),
@@ -340,7 +400,9 @@ DATA = {
     "csv without the column": Case(
         ("no column 'text'", "id, body", "task.column"), recipe=("gpt", "--task.data", "rows.csv")
     ),
-    "what is no text": Case(("odd.txt is not UTF-8 text",), recipe=("gpt", "--task.data", "odd.txt")),
+    "what is no text": Case(
+        ("odd.txt is not UTF-8 text",), recipe=("gpt", "--task.data", "odd.txt")
+    ),
     "a file beside named parts": Case(
         ("parts", "other.txt belongs to no split"), recipe=("gpt", "--task.data", "parts")
     ),
@@ -365,13 +427,39 @@ def files(case: Case) -> dict[str, str | bytes]:
 def words(case: Case) -> list[str]:
     """Return the command-line words."""
     given = ["--duration", "4", "--batch.size", "8", "--track", "none"]
-    return [*case.recipe, *given, *([] if "--run.dir" in case.words else ["--run.dir", "run"]), *case.words]
+    return [
+        *case.recipe,
+        *given,
+        *([] if "--run.dir" in case.words else ["--run.dir", "run"]),
+        *case.words,
+    ]
 
 
 # --- changes to a run that was killed ---------------------------------------------------------------------------------
 
-WORDS = ["digits", "--task", "mine.Mine", "--duration", "12", "--batch.size", "8", "--track", "none"]
-WORDS += ["--save.every", "4", "--save.keep", "9", "--log.every", "1", "--eval.every", "6", "--run.dir", "run"]
+WORDS = [
+    "digits",
+    "--task",
+    "mine.Mine",
+    "--duration",
+    "12",
+    "--batch.size",
+    "8",
+    "--track",
+    "none",
+]
+WORDS += [
+    "--save.every",
+    "4",
+    "--save.keep",
+    "9",
+    "--log.every",
+    "1",
+    "--eval.every",
+    "6",
+    "--run.dir",
+    "run",
+]
 
 
 def lay(folder: Path, members: str = "    pass", base: str = BASE) -> None:
@@ -403,7 +491,11 @@ CHANGES = {
         [],
         "the train set has as many samples, but some of 16",
     ),
-    "requires a validation set": ("    def eval_sets(self):\n        return {}", [], "the validation set is missing"),
+    "requires a validation set": (
+        "    def eval_sets(self):\n        return {}",
+        [],
+        "the validation set is missing",
+    ),
     "another activation": (
         "    def model(self):\n        return nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))",
         [],
@@ -417,7 +509,11 @@ CHANGES = {
         [],
         "trained parameters: 4 of 4",
     ),
-    "another precision": ("    pass", ["--mixed_precision", "bf16"], "precision: no, weights in float32 -> bf16"),
+    "another precision": (
+        "    pass",
+        ["--mixed_precision", "bf16"],
+        "precision: no, weights in float32 -> bf16",
+    ),
 }
 
 DAMAGE = {

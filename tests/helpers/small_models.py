@@ -29,7 +29,9 @@ def vit(folder: Path, classes: int) -> Path:
         attention_probs_dropout_prob=0.0,
     )
     ViTForImageClassification(config).save_pretrained(folder)
-    (folder / "preprocessor_config.json").write_text(json.dumps({"image_mean": [0.4] * 3, "image_std": [0.3] * 3}))
+    (folder / "preprocessor_config.json").write_text(
+        json.dumps({"image_mean": [0.4] * 3, "image_std": [0.3] * 3})
+    )
     return folder
 
 
@@ -39,10 +41,15 @@ def bert(folder: Path, *, positions: int = 16) -> Path:
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     made.train_from_iterator(
-        [row["text"] for row in rows(120)], trainers.WordPieceTrainer(vocab_size=90, special_tokens=special)
+        [row["text"] for row in rows(120)],
+        trainers.WordPieceTrainer(vocab_size=90, special_tokens=special),
     )
     made.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    names = dict(
+        zip(
+            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True
+        )
+    )
     transformers.PreTrainedTokenizerFast(tokenizer_object=made, **names).save_pretrained(folder)
     torch.manual_seed(1)
     config = transformers.BertConfig(
@@ -62,13 +69,21 @@ def bert(folder: Path, *, positions: int = 16) -> Path:
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
         self.inward, self.outward = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.drop = nn.Dropout(0.2)
 
     def forward(self, x: torch.Tensor, *, gain: float = 1.0) -> torch.Tensor:
         q, k, v = self.inward(self.norm(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        y = (
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .flatten(2)
+        )
         x = x + self.drop(self.outward(y)) * gain
         return x + self.drop(self.down(nn.functional.gelu(self.up(self.norm(x)))))
 

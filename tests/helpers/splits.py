@@ -15,7 +15,9 @@ from worlds import run, train
 BATCH, CLIP, LR, DECAY = 16, 0.4, 0.01, 0.1  # about half of the steps are clipped
 
 
-def words(folder: Path, *, ranks: int, accumulate: int, steps: int, dtype: str, optimizer: str) -> list[str]:
+def words(
+    folder: Path, *, ranks: int, accumulate: int, steps: int, dtype: str, optimizer: str
+) -> list[str]:
     (folder / "recipe.yaml").write_text("task: tiny.Ragged\n")
     return [
         str(folder / "recipe.yaml"),
@@ -68,18 +70,33 @@ def trained(
     folder.mkdir()
     world = run(
         function,
-        [*words(folder, ranks=ranks, accumulate=accumulate, steps=steps, dtype=dtype, optimizer=optimizer), *extra],
+        [
+            *words(
+                folder,
+                ranks=ranks,
+                accumulate=accumulate,
+                steps=steps,
+                dtype=dtype,
+                optimizer=optimizer,
+            ),
+            *extra,
+        ],
         ranks=ranks,
         config=strategy,
         variables={"TINY_FOLDER": str(folder)},
     )
     world.ok()
     weights = load_file(folder / "run" / "final" / "model.safetensors")
-    lines = [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     losses = [line["train/loss"] for line in lines if "train/loss" in line]
     share = BATCH // ranks
     by_rank = [drawn(folder, rank, micro=BATCH // ranks // accumulate) for rank in range(ranks)]
-    ids = [[i for one in by_rank for i in one[step * share : (step + 1) * share]] for step in range(steps)]
+    ids = [
+        [i for one in by_rank for i in one[step * share : (step + 1) * share]]
+        for step in range(steps)
+    ]
     return weights, losses, ids
 
 
@@ -104,7 +121,11 @@ def expected(ids: list[list[int]], *, dtype: torch.dtype, optimizer: str):
     if optimizer == "muon":
         return both_optimizers(model, samples, ids, rates)
     losses = plain_loop(
-        model, kinds[optimizer](), ([samples[i] for i in step] for step in ids), rate=rates.__getitem__, clip=CLIP
+        model,
+        kinds[optimizer](),
+        ([samples[i] for i in step] for step in ids),
+        rate=rates.__getitem__,
+        clip=CLIP,
     )
     return {name: p.detach() for name, p in model.state_dict().items()}, losses
 
@@ -133,14 +154,22 @@ def both_optimizers(model, samples, ids, rates):
             adamw.step()
             muon.step()
 
-    losses = plain_loop(model, Both(), ([samples[i] for i in step] for step in ids), rate=rates.__getitem__, clip=CLIP)
+    losses = plain_loop(
+        model,
+        Both(),
+        ([samples[i] for i in step] for step in ids),
+        rate=rates.__getitem__,
+        clip=CLIP,
+    )
     return {name: p.detach() for name, p in model.state_dict().items()}, losses
 
 
 def distance(found: dict[str, torch.Tensor], reference: dict[str, torch.Tensor]) -> float:
     """Return the relative L2 distance of two sets of weights."""
     assert found.keys() == reference.keys()
-    apart = sum((found[name].double() - reference[name].double()).square().sum() for name in reference)
+    apart = sum(
+        (found[name].double() - reference[name].double()).square().sum() for name in reference
+    )
     return float((apart / sum(one.double().square().sum() for one in reference.values())).sqrt())
 
 

@@ -73,7 +73,9 @@ def s3_server() -> Iterator[dict[str, str]]:
     try:
         until = time.monotonic() + 60
         while socket.socket().connect_ex(("127.0.0.1", port)):
-            assert process.poll() is None and time.monotonic() < until, "moto's server did not start"
+            assert process.poll() is None and time.monotonic() < until, (
+                "moto's server did not start"
+            )
             time.sleep(0.1)
         yield KEYS | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
     finally:
@@ -111,15 +113,35 @@ def _killer(kill: float, writers: float) -> None:
 
 def writers_of(pid: int) -> list[int]:
     """Return the writing processes of a trainer."""
-    children = [child for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()]
-    return [int(child) for child in children if b"checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    children = [
+        child
+        for file in Path(f"/proc/{pid}/task").glob("*/children")
+        for child in file.read_text().split()
+    ]
+    return [
+        int(child)
+        for child in children
+        if b"checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
 
 
-def trained(folder: Path, *more: str, ranks: int = 1, config: str = "", variables=None, hosts: bool = False, **faults):
+def trained(
+    folder: Path,
+    *more: str,
+    ranks: int = 1,
+    config: str = "",
+    variables=None,
+    hosts: bool = False,
+    **faults,
+):
     """Run the small task in a folder; ``hosts``: each rank on its own host."""
     lay(folder)
     words = [*WORDS.split(), *more]
-    how = {"ranks": ranks, "config": config or ("single" if ranks == 1 else "ddp"), "folder": folder}
+    how = {
+        "ranks": ranks,
+        "config": config or ("single" if ranks == 1 else "ddp"),
+        "folder": folder,
+    }
     how["variables"] = LEASE | (variables or {})
     if hosts:
         return run(on_hosts, words, faults.get("kill", 0.0), faults.get("writers", 0.0), **how)
@@ -136,7 +158,13 @@ class Proxy(ThreadingHTTPServer):
 
     def __init__(self, address: str) -> None:
         super().__init__(("127.0.0.1", 0), _Forward)
-        self.host, self.fail, self.down, self.latency, self.rate = address.partition("://")[2], 0.0, False, 0.0, 0.0
+        self.host, self.fail, self.down, self.latency, self.rate = (
+            address.partition("://")[2],
+            0.0,
+            False,
+            0.0,
+            0.0,
+        )
         self.broken = ""  # requests for paths with this text get the status 503
         self.requests, self.lock, self.free_at, self.written = 0, threading.Lock(), 0.0, list[str]()
         threading.Thread(target=self.serve_forever, daemon=True).start()

@@ -21,7 +21,9 @@ def drawn(folder: Path, rank: int, *, micro: int = 99) -> list[int]:
     from oneloop.run.compatibility import FIRST, SAMPLES
 
     before = 2 * min(SAMPLED, micro) + (SAMPLES + 2 if rank == 0 else 0)
-    before += 2 * FIRST if (folder / "drawn-1.txt").exists() else 0  # loaded for the comparison between ranks
+    before += (
+        2 * FIRST if (folder / "drawn-1.txt").exists() else 0
+    )  # loaded for the comparison between ranks
     return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][before:]
 
 
@@ -31,9 +33,13 @@ class Sequences:
     def __init__(self, count: int, *, seed: int, record: bool = False) -> None:
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(2, 10, (count,), generator=generator).tolist()
-        self.samples = [torch.randint(0, WORDS, (length,), generator=generator) for length in lengths]
+        self.samples = [
+            torch.randint(0, WORDS, (length,), generator=generator) for length in lengths
+        ]
         folder = os.environ.get("TINY_FOLDER")
-        self.record = Path(folder, f"drawn-{os.environ.get('RANK', '0')}.txt") if record and folder else None
+        self.record = (
+            Path(folder, f"drawn-{os.environ.get('RANK', '0')}.txt") if record and folder else None
+        )
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -88,7 +94,12 @@ class Ragged:
         weightless: int = -1,
     ) -> None:
         self.samples, self.held_out, self.width, self.dropout = samples, held_out, width, dropout
-        self.spoiled, self.infinite, self.loud, self.weightless = spoiled, infinite, loud, weightless
+        self.spoiled, self.infinite, self.loud, self.weightless = (
+            spoiled,
+            infinite,
+            loud,
+            weightless,
+        )
 
     def model(self) -> nn.Module:
         return Net(self.width, self.dropout)

@@ -63,7 +63,9 @@ class Contrast:
 
     batch_columns = ("label",)
 
-    def __init__(self, loss: str = "clip", dropout: float = 0.0, lora: bool = False, fault: str = "") -> None:
+    def __init__(
+        self, loss: str = "clip", dropout: float = 0.0, lora: bool = False, fault: str = ""
+    ) -> None:
         self.table = F.normalize(torch.randn(BATCH, 6), dim=1)
         self.kind, self.dropout, self.lora, self.fault = loss, dropout, lora, fault
 
@@ -75,12 +77,16 @@ class Contrast:
         if self.fault == "private generator":
             model.a.register_forward_hook(_noisy)
         if self.fault == "noise":
-            model.a.register_forward_hook(lambda *given: given[2] + torch.rand((), generator=PRIVATE))
+            model.a.register_forward_hook(
+                lambda *given: given[2] + torch.rand((), generator=PRIVATE)
+            )
         if self.lora:
             from peft import LoraConfig, inject_adapter_in_model
 
             scalars = [model.scale, model.bias]
-            inject_adapter_in_model(LoraConfig(r=2, target_modules=["linear", "out"], init_lora_weights=False), model)
+            inject_adapter_in_model(
+                LoraConfig(r=2, target_modules=["linear", "out"], init_lora_weights=False), model
+            )
             for scalar in scalars:
                 scalar.requires_grad_(True)
         if self.kind != "siglip":
@@ -132,7 +138,9 @@ class Contrast:
             scale = scale.reshape(1)
         return {"a": a, "b": b, "scale": scale, "bias": bias}
 
-    def batch_loss(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def batch_loss(
+        self, parts: dict[str, Tensor], columns: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         from oneloop.tasks.contrastive import info_nce, sigmoid_loss, supervised
 
         a, b, scale = parts["a"], parts["b"], parts["scale"]
@@ -170,7 +178,9 @@ def _noisy(module: nn.Module, given: object, output: Tensor) -> Tensor:
     return output + torch.rand((), generator=PRIVATE) if torch.is_grad_enabled() else output
 
 
-def plain_loss(kind: str, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, label: Tensor) -> Tensor:
+def plain_loss(
+    kind: str, a: Tensor, b: Tensor, scale: Tensor, bias: Tensor, label: Tensor
+) -> Tensor:
     """Return the loss as the papers write it, without blocks."""
     target, similarity = torch.arange(len(a)), a @ b.T
     if kind == "infonce":
@@ -205,7 +215,16 @@ def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, 
     run, found = start(), {}
     for kind, words in cases:
         recipe = read(
-            [f"{__file__}:Contrast", "--duration", "4", "--task.loss", kind, "--batch.size", str(BATCH), *words]
+            [
+                f"{__file__}:Contrast",
+                "--duration",
+                "4",
+                "--task.loss",
+                kind,
+                "--batch.size",
+                str(BATCH),
+                *words,
+            ]
         )
         job = build_job(recipe, ranks=run.ranks, sharded=run.sharded)
         run.accelerator.gradient_accumulation_steps = job.layout.accumulate
@@ -217,18 +236,26 @@ def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, 
         group = group_of(job, run, samples)
         sums = accumulate(job, run, made, group, Meter(run.accelerator), position=0, measured=True)
         loss = float(made.total(torch.as_tensor(sums.loss))) / BATCH
-        whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters]
-        places = [(rank, micro) for rank in range(run.ranks) for micro in range(job.layout.accumulate)]
+        whole = [
+            p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in parameters
+        ]
+        places = [
+            (rank, micro) for rank in range(run.ranks) for micro in range(job.layout.accumulate)
+        ]
         by_leaf = sorted((job.layout.leaf(*place), place) for place in places)
         each = job.layout.each
         micros = [
-            ((leaf,) if job.exact else place, samples[leaf * each : (leaf + 1) * each]) for leaf, place in by_leaf
+            ((leaf,) if job.exact else place, samples[leaf * each : (leaf + 1) * each])
+            for leaf, place in by_leaf
         ]
         differences = []
         for pieces in (micros, [((0, 0), samples)]):
             reference = _reference(job, initial, pieces)
             size = max(float(value.abs().max()) for value in reference)
-            apart = [float((a.reshape(b.shape) - b).abs().max()) for a, b in zip(whole, reference, strict=True)]
+            apart = [
+                float((a.reshape(b.shape) - b).abs().max())
+                for a, b in zip(whole, reference, strict=True)
+            ]
             differences.append(max(apart) / size)
         found[f"{kind} {' '.join(words)}"] = (loss, *differences)
     return found
@@ -253,7 +280,9 @@ def _reference(
     from oneloop.basics.seeds import reseed
 
     model = job.task.model().double()
-    model.load_state_dict({name: value.reshape(model.state_dict()[name].shape) for name, value in initial.items()})
+    model.load_state_dict(
+        {name: value.reshape(model.state_dict()[name].shape) for name, value in initial.items()}
+    )
     parts = []
     for own, samples in micros:
         reseed(torch.device("cpu"), job.recipe.seed, 0, *own, others=True)

@@ -27,7 +27,9 @@ ROOT = HERE.parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 
 # The server takes its path from here (Python 3.11 has no other way).
-os.environ["PYTHONPATH"] = os.pathsep.join([str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+)
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["warm"])
 
@@ -52,7 +54,11 @@ def environment(config: str, *options: str) -> dict[str, str]:
 
     words = ["--config_file", str(CONFIGS / f"{config}.yaml"), *options, "-m", "oneloop.train"]
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(words))
-    made = prepare_multi_gpu_env(args) if args.multi_gpu or args.use_fsdp else prepare_simple_launcher_cmd_env(args)[1]
+    made = (
+        prepare_multi_gpu_env(args)
+        if args.multi_gpu or args.use_fsdp
+        else prepare_simple_launcher_cmd_env(args)[1]
+    )
     return {k: v for k, v in made.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
 
 
@@ -73,7 +79,9 @@ def run(
         watch: give each process a supervisor, as on a command line; None: for :func:`train`, if the variable
             ONELOOP_TESTS_WATCHED is set (which adds two minutes to the whole suite).
     """
-    watch = (function is train and "ONELOOP_TESTS_WATCHED" in os.environ) if watch is None else watch
+    watch = (
+        (function is train and "ONELOOP_TESTS_WATCHED" in os.environ) if watch is None else watch
+    )
     config = config or ("single" if ranks == 1 else "ddp")
     shared = environment(config, *options) | (variables or {})
     with tempfile.TemporaryDirectory() as scratch:
@@ -109,7 +117,9 @@ def run(
         )
         assert not late, f"{len(late)} of {ranks} processes hung\n{output}"
         results = [
-            pickle.loads(path.read_bytes()) if (path := Path(scratch, f"{rank}.pickle")).exists() else None
+            pickle.loads(path.read_bytes())
+            if (path := Path(scratch, f"{rank}.pickle")).exists()
+            else None
             for rank in range(ranks)
         ]
         return World([process.exitcode for process in processes], results, output)
@@ -125,10 +135,14 @@ def _child(
     watch: bool,
 ) -> None:
     os.environ.update(env)
-    multiprocessing.set_start_method("fork", force=True)  # its child processes do not use the forkserver
+    multiprocessing.set_start_method(
+        "fork", force=True
+    )  # its child processes do not use the forkserver
     if folder:
         os.chdir(folder)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a suite in the background ignores SIGINT
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a suite in the background ignores SIGINT
     output = os.open(Path(scratch, f"{rank}.txt"), os.O_CREAT | os.O_WRONLY, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -195,7 +209,14 @@ def apply(words: list[str]) -> None:
 
 
 def after(folder: Path, *words: str, config: str = "single", ranks: int = 1):
-    return run(apply, list(words), ranks=ranks, config=config, folder=folder, variables={"OMP_NUM_THREADS": "1"})
+    return run(
+        apply,
+        list(words),
+        ranks=ranks,
+        config=config,
+        folder=folder,
+        variables={"OMP_NUM_THREADS": "1"},
+    )
 
 
 def back_to(folder: Path, step: int) -> None:

@@ -267,7 +267,9 @@ class AdaptersNet(Net):
     def __init__(self) -> None:
         super().__init__()
         self.base = nn.Linear(8, 8)
-        self.adapters = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("usual", "rare")})
+        self.adapters = nn.ModuleDict(
+            {name: nn.Linear(8, 8, bias=False) for name in ("usual", "rare")}
+        )
 
     def forward(self, x: Tensor, rare: Tensor) -> Tensor:
         h = self.base(x)
@@ -431,7 +433,10 @@ class UsedEarlyUnannounced(UsedEarly):
     """DDP would wait for the gradient of the unused layer."""
 
 
-@animal(ddp=rejected("late", "find_unused_parameters"), ddp_grain=rejected("late", "find_unused_parameters"))
+@animal(
+    ddp=rejected("late", "find_unused_parameters"),
+    ddp_grain=rejected("late", "find_unused_parameters"),
+)
 class NeverUsed(Late):
     def used(self) -> bool:
         return False
@@ -468,7 +473,10 @@ class TiedLayersNet(PlainNet):
         self.layers[1].inner.weight = self.layers[0].inner.weight
 
 
-@animal(fsdp2=EQUAL + rejected("FSDP", "inner.weight"), fsdp2_grain=EQUAL + rejected("FSDP", "inner.weight"))
+@animal(
+    fsdp2=EQUAL + rejected("FSDP", "inner.weight"),
+    fsdp2_grain=EQUAL + rejected("FSDP", "inner.weight"),
+)
 class TiedLayers(Animal):
     """One parameter in two FSDP2 units."""
 
@@ -521,7 +529,9 @@ class ChannelsLastData(Animal):
     """A contiguous convolution on channels-last images."""
 
     inputs = ("picture",)
-    net = staticmethod(lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)))
+    net = staticmethod(
+        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3))
+    )
 
     def output(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["picture"].contiguous(memory_format=torch.channels_last))
@@ -840,7 +850,10 @@ class BufferNet(PlainNet):
 
 
 BUFFER = late("center")
-BUFFERS = {"plain": BUFFER + rejected("additive") + reported("center") + reported("buffer"), "grain": BUFFER}
+BUFFERS = {
+    "plain": BUFFER + rejected("additive") + reported("center") + reported("buffer"),
+    "grain": BUFFER,
+}
 
 
 class RunningAverageNet(BufferNet):
@@ -902,7 +915,10 @@ class CountedNet(PlainNet):
         return super().forward(x)
 
 
-@animal(plain=rejected("forwards") + reported("forwards") + reported("buffer"), grain=rejected("forwards"))
+@animal(
+    plain=rejected("forwards") + reported("forwards") + reported("buffer"),
+    grain=rejected("forwards"),
+)
 class Counted(Animal):
     """A buffer that counts forwards and is not read."""
 
@@ -914,7 +930,11 @@ class OddBuffersNet(PlainNet):
         super().__init__()
         self.register_buffer("wide", torch.linspace(0, 1, 8, dtype=torch.float64))
         self.register_buffer("order", torch.tensor([7, 6, 5, 4, 3, 2, 1, 0]))
-        self.register_buffer("mask", torch.tensor([True, True, False, True, True, True, True, False]), persistent=False)
+        self.register_buffer(
+            "mask",
+            torch.tensor([True, True, False, True, True, True, True, False]),
+            persistent=False,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward((x[:, self.order] + self.wide.to(x)) * self.mask)
@@ -934,7 +954,10 @@ NOISE: dict[str, Expected] = {
     "grain": rejected("twice|additive|generator"),
 }
 """two evaluations of the same samples differ; the loss of the whole is not the sum of its parts, either"""
-UNSEEN: dict[str, Expected] = {"plain": reported("twice|generator|resume"), "grain": rejected("twice|generator")}
+UNSEEN: dict[str, Expected] = {
+    "plain": reported("twice|generator|resume"),
+    "grain": rejected("twice|generator"),
+}
 """two evaluations of the same samples differ, and nothing else shows it"""
 
 
@@ -1028,7 +1051,11 @@ class NoisySamples(Samples):
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         sample = super().__getitem__(index)
-        noise = torch.randn(8, generator=self.torch) if self.numpy is None else torch.tensor(self.numpy.normal(size=8))
+        noise = (
+            torch.randn(8, generator=self.torch)
+            if self.numpy is None
+            else torch.tensor(self.numpy.normal(size=8))
+        )
         return sample | {"x": sample["x"] + 0.1 * noise.to(sample["x"])}
 
 
@@ -1242,18 +1269,27 @@ class FunctionalCall(Animal):
 
 @animal()
 class WeightNorm(Animal):
-    net = staticmethod(lambda: nn.Sequential(parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3)))
+    net = staticmethod(
+        lambda: nn.Sequential(
+            parametrizations.weight_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3)
+        )
+    )
 
 
 SPECTRAL = rejected("0.parametrizations")
 
 
-@animal(plain=SPECTRAL + rejected("additive") + reported("0.parametrizations") + reported("buffer"), grain=SPECTRAL)
+@animal(
+    plain=SPECTRAL + rejected("additive") + reported("0.parametrizations") + reported("buffer"),
+    grain=SPECTRAL,
+)
 class SpectralNorm(Animal):
     """Change buffers by a power iteration at every forward in training."""
 
     net = staticmethod(
-        lambda: nn.Sequential(parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3))
+        lambda: nn.Sequential(
+            parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Tanh(), nn.Linear(8, 3)
+        )
     )
 
 
@@ -1380,7 +1416,9 @@ class PenaltyInLoss(Plain):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         total, outputs = super().loss(model, batch)
-        return total + 0.01 * len(batch["x"]) * sum(p.square().sum() for p in model.parameters()), outputs
+        return total + 0.01 * len(batch["x"]) * sum(
+            p.square().sum() for p in model.parameters()
+        ), outputs
 
 
 @animal()

@@ -17,8 +17,26 @@ from same_bits import SPLITS, _tensors
 from worlds import run, train
 from zoo import SKIPPED, ZOO, Expected
 
-COMMON = ["--batch.size", "16", "--duration", "10", "--optimizer.name", "sgd", "--optimizer.lr", "0.05"]
-COMMON += ["--optimizer.clip", "0", "--machine.dtype", "float64", "--machine.workers", "0", "--eval.every", "0"]
+COMMON = [
+    "--batch.size",
+    "16",
+    "--duration",
+    "10",
+    "--optimizer.name",
+    "sgd",
+    "--optimizer.lr",
+    "0.05",
+]
+COMMON += [
+    "--optimizer.clip",
+    "0",
+    "--machine.dtype",
+    "float64",
+    "--machine.workers",
+    "0",
+    "--eval.every",
+    "0",
+]
 COMMON += ["--save.every", "0", "--log.every", "1", "--track", "none", "--machine.check_every", "4"]
 PATIENCE = 60.0
 """seconds after which a world hangs"""
@@ -41,13 +59,25 @@ class Outcome:
     @property
     def message(self) -> str:
         """Return the error message in the output: all lines from the last one that names an error."""
-        lines = [line for line in self.output.splitlines() if line.strip() and not line.startswith("--- rank")]
-        lines = [line for line in lines if "but did not leave" not in line] or lines  # due to low patience
-        errors = [n for n, line in enumerate(lines) if re.match(r"oneloop: |(\w+\.)*\w+Error: |terminate called", line)]
+        lines = [
+            line
+            for line in self.output.splitlines()
+            if line.strip() and not line.startswith("--- rank")
+        ]
+        lines = [
+            line for line in lines if "but did not leave" not in line
+        ] or lines  # due to low patience
+        errors = [
+            n
+            for n, line in enumerate(lines)
+            if re.match(r"oneloop: |(\w+\.)*\w+Error: |terminate called", line)
+        ]
         return "\n".join(lines[errors[-1] :] if errors else lines[-1:])
 
 
-def outcome(name: str, ranks: int, config: str, *, grain: bool, folder: Path, **more: Any) -> Outcome:
+def outcome(
+    name: str, ranks: int, config: str, *, grain: bool, folder: Path, **more: Any
+) -> Outcome:
     """Train a zoo model in a new world, with ``more`` options."""
     place = folder / f"{name}-{config}-{ranks}-{'grain' if grain else 'plain'}"
     place.mkdir(parents=True)
@@ -59,24 +89,36 @@ def outcome(name: str, ranks: int, config: str, *, grain: bool, folder: Path, **
     elif micro:
         words += ["--batch.micro", str(micro)]
     if config == "fsdp2" and ("stopped", SKIPPED[0][1]) in ZOO[name].expected["fsdp2", grain]:
-        words += ["--machine.patience", "0.03"]  # a hang in the first steps is reported after 18 seconds, not 600
+        words += [
+            "--machine.patience",
+            "0.03",
+        ]  # a hang in the first steps is reported after 18 seconds, not 600
     config = "single" if config == "accumulated" else config
     more = {"watch": ranks > 1, "timeout": PATIENCE} | more
     try:
         world = run(train, words, ranks=ranks, config=config, **more)
     except AssertionError as hung:
         return Outcome("hang", str(hung))
-    codes, output = set(world.codes), world.output.replace(str(folder), "").replace(name, "MODEL")  # for shorter lines
+    codes, output = (
+        set(world.codes),
+        world.output.replace(str(folder), "").replace(name, "MODEL"),
+    )  # for shorter lines
     if codes == {0}:
         final = place / "run" / "final"
-        weights = {key: value for file in final.glob("*.safetensors") for key, value in load_file(file).items()}
+        weights = {
+            key: value
+            for file in final.glob("*.safetensors")
+            for key, value in load_file(file).items()
+        }
         return Outcome("trained", output, weights, _tensors(final))
     if codes - {0, 1, 2} or re.search("SIGABRT|SIGSEGV|Fatal Python error", output):
         return Outcome("abort", output)
     if "Traceback (most recent call last)" in output:
         return Outcome("traceback", output)
     if 2 in codes:
-        return Outcome("rejected, files written" if (place / "run").exists() else "rejected", output)
+        return Outcome(
+            "rejected, files written" if (place / "run").exists() else "rejected", output
+        )
     return Outcome("stopped", output)
 
 
@@ -85,10 +127,15 @@ def distance(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> fl
     assert one.keys() == other.keys()
 
     def norm(tensors) -> float:
-        return sum(float(tensor.to(torch.complex128).abs().square().sum()) for tensor in tensors) ** 0.5
+        return (
+            sum(float(tensor.to(torch.complex128).abs().square().sum()) for tensor in tensors)
+            ** 0.5
+        )
 
     wide = torch.complex128
-    return norm(one[name].to(wide) - other[name].to(wide) for name in one) / max(norm(one.values()), 1e-30)
+    return norm(one[name].to(wide) - other[name].to(wide) for name in one) / max(
+        norm(one.values()), 1e-30
+    )
 
 
 def fits(verdict: str, found: Outcome, expected: Expected) -> bool:
@@ -97,7 +144,10 @@ def fits(verdict: str, found: Outcome, expected: Expected) -> bool:
         text = (found.output if kind == "reported" else found.message).lower()
         matches = all(any(one in text for one in word.lower().split("|")) for word in words)
         reached = {"equal": verdict == "equal", "reported": found.kind == "trained"}
-        reached |= {"rejected": found.kind == "rejected", "stopped": found.kind in ("stopped", "traceback")}
+        reached |= {
+            "rejected": found.kind == "rejected",
+            "stopped": found.kind in ("stopped", "traceback"),
+        }
         if reached[kind] and (matches or kind == "equal"):
             return True
     return False
@@ -150,14 +200,22 @@ class Runs:
 
     def line(self, ranks: int, config: str, *, grain: bool) -> tuple[bool, str]:
         """Return whether the outcome is right, and a line that describes it."""
-        found, verdict = self.of(ranks, config, grain=grain), self.verdict(ranks, config, grain=grain)
+        found, verdict = (
+            self.of(ranks, config, grain=grain),
+            self.verdict(ranks, config, grain=grain),
+        )
         right = fits(verdict, found, expected(self.name, ranks, config, grain=grain))
         report = "" if found.weights is not None else ": " + found.message[:300].replace("\n", " ")
         mark = " " if right else "!"
-        return right, f"{mark} {config:<11} {ranks} {'grain' if grain else 'plain'}  {verdict}{report}"
+        return (
+            right,
+            f"{mark} {config:<11} {ranks} {'grain' if grain else 'plain'}  {verdict}{report}",
+        )
 
 
-def table(name: str, folder: Path, layouts=LAYOUTS, grains=(False, True)) -> Iterator[tuple[bool, str]]:
+def table(
+    name: str, folder: Path, layouts=LAYOUTS, grains=(False, True)
+) -> Iterator[tuple[bool, str]]:
     """Yield for each layout whether the outcome is right, and a line that describes it."""
     runs = Runs(name, folder)
     for grain in grains:
@@ -170,7 +228,9 @@ def main(words: Sequence[str]) -> None:
     """Print a table: model x layout x grain -> outcome."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="models (default: all)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of processes"
+    )
     parser.add_argument("--only", choices=["plain", "grain"], help="without or with batch.grain")
     given = parser.parse_args(words)
     layouts = [(ranks, config) for ranks, config in LAYOUTS if ranks in given.ranks]

@@ -33,10 +33,23 @@ def _parts(folders: Sequence[Path], metrics: Sequence[str], width: int) -> Itera
         raise BadInput(str(error)) from error
     names = [run.name for run in runs]
     changed = differences(runs)
-    yield _table(["key", *names], changed) if changed else Text("the recipes are equal, except for run.dir")
+    yield (
+        _table(["key", *names], changed)
+        if changed
+        else Text("the recipes are equal, except for run.dir")
+    )
     yield _table(["metric", *names], [*_results(runs)])
-    evals = [name for run in runs for name in run.metrics() if name.startswith("eval/") and name != "eval/loss"]
-    drawn = [name for name in ("train/loss", "eval/loss", *evals[:1]) if any(len(_curve(r, name)) > 1 for r in runs)]
+    evals = [
+        name
+        for run in runs
+        for name in run.metrics()
+        if name.startswith("eval/") and name != "eval/loss"
+    ]
+    drawn = [
+        name
+        for name in ("train/loss", "eval/loss", *evals[:1])
+        if any(len(_curve(r, name)) > 1 for r in runs)
+    ]
     for name in metrics or drawn:
         series = [(run.name, _curve(run, name)) for run in runs]
         yield chart(series, head=f"{name}:  ", width=max(width, 36), height=_HEIGHT)
@@ -51,18 +64,34 @@ def _parts(folders: Sequence[Path], metrics: Sequence[str], width: int) -> Itera
 def _results(runs: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     summaries = [run.summary for run in runs]
     yield "step", *("" if run.last is None else f"{run.last:,}" for run in runs)
-    for name in dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith(("eval/", "test/"))):
+    for name in dict.fromkeys(
+        name for run in runs for name in run.metrics() if name.startswith(("eval/", "test/"))
+    ):
         last = [run.curve(name, "raw")[1][-1:] for run in runs]
         yield name, *(metric(values[0]) if values else "" for values in last)
     best = [(summary.get("best") or {}) for summary in summaries]
     for name in dict.fromkeys(one["metric"] for one in best if one.get("value") is not None):
-        own = [one if one.get("metric") == name and one.get("value") is not None else None for one in best]
-        yield f"best {name}", *("" if one is None else f"{metric(one['value'])} at step {one['step']:,}" for one in own)
-    yield "seconds", *(f"{summary['seconds']:,.1f}" if "seconds" in summary else "" for summary in summaries)
+        own = [
+            one if one.get("metric") == name and one.get("value") is not None else None
+            for one in best
+        ]
+        yield (
+            f"best {name}",
+            *(
+                "" if one is None else f"{metric(one['value'])} at step {one['step']:,}"
+                for one in own
+            ),
+        )
+    yield (
+        "seconds",
+        *(f"{summary['seconds']:,.1f}" if "seconds" in summary else "" for summary in summaries),
+    )
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    table = Table(*(Column(Text(printable(name))) for name in head), show_edge=False, pad_edge=False)
+    table = Table(
+        *(Column(Text(printable(name))) for name in head), show_edge=False, pad_edge=False
+    )
     for row in rows:
         table.add_row(*(Text(printable(str(cell))) for cell in row))
     return table
@@ -70,4 +99,6 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
 
 def _curve(run: Record, name: str) -> list[tuple[int, float]]:
     """Return the points of a metric; of an evaluation those of the raw weights, not of EMAs."""
-    return [*zip(*run.curve(name, "raw" if "raw" in run.curves.get(name, ()) else None), strict=True)]
+    return [
+        *zip(*run.curve(name, "raw" if "raw" in run.curves.get(name, ()) else None), strict=True)
+    ]

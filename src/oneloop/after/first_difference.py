@@ -20,7 +20,9 @@ class FirstDifference(NamedTuple):
     """The first step at which two runs differ."""
 
     step: int
-    names: list[str]  # the tensors that differ, in the order of the model; empty if they are not known
+    names: list[
+        str
+    ]  # the tensors that differ, in the order of the model; empty if they are not known
     of: int  # number of compared tensors
     why: str = ""  # the known reason if there are no names
 
@@ -43,7 +45,11 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
     for step in steps:
         left, right = logs[one][step], logs[other][step]
         if left["bits"] != right["bits"]:
-            since = "before it nothing was logged" if before is None else f"at step {before} they were bit-identical"
+            since = (
+                "before it nothing was logged"
+                if before is None
+                else f"at step {before} they were bit-identical"
+            )
             parted = FirstDifference(step, *_tensors(one, other, left, right))
             lines = [f"they differ from step {step} on ({since}): {parted}"]
             break
@@ -55,9 +61,19 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
         return parted, lines + changed
     longest = max(logs, key=lambda folder: max(logs[folder]))
     more = max(logs[longest]) - steps[-1]
-    rest = [f"{longest} goes on for {more} steps, which the other run does not have"] if more else []
-    which = f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} log lines, step {steps[0]} to {steps[-1]}"
-    return None, [f"bit-identical at {which}: weights, EMA weights and optimizer state", *rest, *changed]
+    rest = (
+        [f"{longest} goes on for {more} steps, which the other run does not have"] if more else []
+    )
+    which = (
+        f"step {steps[0]}"
+        if len(steps) == 1
+        else f"{len(steps)} log lines, step {steps[0]} to {steps[-1]}"
+    )
+    return None, [
+        f"bit-identical at {which}: weights, EMA weights and optimizer state",
+        *rest,
+        *changed,
+    ]
 
 
 def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
@@ -74,7 +90,9 @@ def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
         except (ValueError, KeyError, AttributeError, TypeError, OverflowError):
             continue  # incomplete or damaged
     if not found:
-        raise BadInput(f"{folder} has no hashes in metrics.jsonl; a run logs them if batch.grain is set")
+        raise BadInput(
+            f"{folder} has no hashes in metrics.jsonl; a run logs them if batch.grain is set"
+        )
     return found
 
 
@@ -90,7 +108,9 @@ def _recipe(folder: Path) -> dict[str, Any]:
         return {}
 
 
-def _tensors(one: Path, other: Path, left: Mapping[str, Any], right: Mapping[str, Any]) -> tuple[list[str], int, str]:
+def _tensors(
+    one: Path, other: Path, left: Mapping[str, Any], right: Mapping[str, Any]
+) -> tuple[list[str], int, str]:
     """Return the names of the tensors that differ, the number of all tensors, and a reason if there are no names."""
     try:
         raw = [base64.b64decode(line["bits_of"]) for line in (left, right)]
@@ -103,7 +123,11 @@ def _tensors(one: Path, other: Path, left: Mapping[str, Any], right: Mapping[str
     apart = [a != b for a, b in zip(*hashes, strict=True)]
     names = _names(one, number) or _names(other, number)
     differ = dict(zip(sorted(names), apart, strict=False))
-    return [name for name in names if differ[name]], number, f"{sum(apart) or 'some'} of {number} tensors"
+    return (
+        [name for name in names if differ[name]],
+        number,
+        f"{sum(apart) or 'some'} of {number} tensors",
+    )
 
 
 def _names(folder: Path, number: int) -> list[str]:

@@ -49,8 +49,16 @@ class Trained:
     def options(self) -> dict[str, Any]:
         """Return the options for evaluation: micro-batch size, dtype and seed."""
         recipe = self.recipe
-        own = recipe.batch.micro if isinstance(recipe.batch.micro, int) else min(recipe.batch.size, 64)
-        return {"micro": recipe.eval.micro or self.eval_micro or own, "dtype": torch_dtype(recipe), "seed": recipe.seed}
+        own = (
+            recipe.batch.micro
+            if isinstance(recipe.batch.micro, int)
+            else min(recipe.batch.size, 64)
+        )
+        return {
+            "micro": recipe.eval.micro or self.eval_micro or own,
+            "dtype": torch_dtype(recipe),
+            "seed": recipe.seed,
+        }
 
 
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
@@ -62,7 +70,10 @@ def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
         raise BadInput(f"{run} holds no run (no recipe.yaml)")
     name = task or _trusted(task_name(file), run)
     if is_main() and (place := source("task", name)):
-        print(printable(f"oneloop {command}: task.name {name} of {file} is imported from {place}"), file=sys.stderr)
+        print(
+            printable(f"oneloop {command}: task.name {name} of {file} is imported from {place}"),
+            file=sys.stderr,
+        )
     return read_again(file, task=name)
 
 
@@ -78,11 +89,19 @@ def _trusted(name: str, run: Path) -> str:
     place = source("task", name)
     if ":" in name and recorded.is_file() and place is not None and not place.exists():
         place = recorded  # imported from its recorded path
-    elif place is None or not (place.is_relative_to(there) or (":" in name and not place.is_relative_to(here))):
+    elif place is None or not (
+        place.is_relative_to(there) or (":" in name and not place.is_relative_to(here))
+    ):
         return name
-    where = "which is in the run folder" if place.is_relative_to(there) else "which is not below the current folder"
+    where = (
+        "which is in the run folder"
+        if place.is_relative_to(there)
+        else "which is not below the current folder"
+    )
     trust = f"--task {place}:{name.rpartition(':')[2].rpartition('.')[2]}"
-    raise BadInput(f"{run}: its task {name} would be imported from {place}, {where}; to trust that file, set {trust}")
+    raise BadInput(
+        f"{run}: its task {name} would be imported from {place}, {where}; to trust that file, set {trust}"
+    )
 
 
 def _recorded(run: Path) -> dict[str, Any]:
@@ -111,18 +130,32 @@ def trained(
     ``own_data``, a packaged task does not open its data if the run has recorded its classes. Raise ValueError if the
     weights are missing or damaged, the task cannot be created, or its data differs."""
     if weights.startswith("power:"):
-        raise ValueError(f"--weights {weights}: only oneloop export can mix EMAs; give raw, or the name of a saved EMA")
+        raise ValueError(
+            f"--weights {weights}: only oneloop export can mix EMAs; give raw, or the name of a saved EMA"
+        )
     chosen = chosen_of(run, checkpoint, weights=weights)
     plain = replace(recipe.machine, compile="none", recompute="none", offload=False)
     if plain.base_dtype != "float32":
         plain = replace(plain, base_dtype=None)
     options = recipe.task.options
-    named = "base" in read_manifest(chosen)["about"] if chosen.name == FINAL else base_model_of(chosen) is not None
-    if not named and recipe.task.name in CHOICES["task"] and options.get("pretrained") not in (None, False):
+    named = (
+        "base" in read_manifest(chosen)["about"]
+        if chosen.name == FINAL
+        else base_model_of(chosen) is not None
+    )
+    if (
+        not named
+        and recipe.task.name in CHOICES["task"]
+        and options.get("pretrained") not in (None, False)
+    ):
         options = {**options, "pretrained": False}  # the run's weights replace the pretrained ones
-    bare = replace(recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options))
+    bare = replace(
+        recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options)
+    )
     recorded = None if own_data else _recorded(run).get("recorded")
-    recorded = recorded if recorded and recorded["task"] == recipe.task.name else None  # --task may name another task
+    recorded = (
+        recorded if recorded and recorded["task"] == recipe.task.name else None
+    )  # --task may name another task
     token = RECORDED.set(recorded)
     try:
         task = make_task(bare)
@@ -144,7 +177,9 @@ def trained(
         task.progress = Progress(lambda: 1, 1, 1)  # progress at the end of training
     micro = _recorded(run).get("eval_micro")
     about = f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}"
-    return Trained(recipe, task, built, about, micro if isinstance(micro, int) and micro > 0 else None)
+    return Trained(
+        recipe, task, built, about, micro if isinstance(micro, int) and micro > 0 else None
+    )
 
 
 def _reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
@@ -157,7 +192,10 @@ def _reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
     if not there:
         if is_main():
             why = "cannot be read, or was written by an older oneloop" if sealed else "is missing"
-            print(printable(f"{run}: its newest checkpoint {why}: its data is not compared"), file=sys.stderr)
+            print(
+                printable(f"{run}: its newest checkpoint {why}: its data is not compared"),
+                file=sys.stderr,
+            )
         return
     sets = {"train": task.train_set(), **task.eval_sets()}
     now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there["recipe"]}

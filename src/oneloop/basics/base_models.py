@@ -25,7 +25,12 @@ def fetched(name: str, file: str) -> Path | None:
         path = Path(where) / file
         return path if path.is_file() else None
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        EntryNotFoundError,
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         return Path(hf_hub_download(where, file, revision=revision))
@@ -49,10 +54,14 @@ class BaseModel:
 
     place: str  # for messages: a folder, or hf:ID
     names: frozenset[str]  # tensors of the model that were read from the base model
-    look: Callable[[], dict[str, Any]]  # identifies the current content: checksums of the files, or the hub's commit
+    look: Callable[
+        [], dict[str, Any]
+    ]  # identifies the current content: checksums of the files, or the hub's commit
     file: str  # name of the exported file of the other (trained) weights
     outside: Callable[[str], str]  # maps the model's tensor names to names in that file
-    settings: Mapping[str, Any]  # settings that the trained weights require, as in adapter_config.json
+    settings: Mapping[
+        str, Any
+    ]  # settings that the trained weights require, as in adapter_config.json
     seen: Callable[[], object] = lambda: None  # a cheap stamp that changes with the content
 
     def __post_init__(self) -> None:
@@ -63,7 +72,9 @@ class BaseModel:
         if (now := self.seen()) == self.__dict__["_first"]:
             return
         if self.look() != self.__dict__.get("content"):
-            raise ValueError(f"{self.place}, the base model, changed since the start; restore the original files")
+            raise ValueError(
+                f"{self.place}, the base model, changed since the start; restore the original files"
+            )
         self.__dict__["_first"] = now
 
     @cached_property
@@ -87,7 +98,9 @@ class BaseModel:
     def other_settings(self, there: Mapping[str, Any]) -> str:
         """Return the settings that differ; empty if none does."""
         apart = ((key, there.get(key, value), value) for key, value in self.settings.items())
-        return "; ".join(f"{key} {other}, expected {value}" for key, other, value in apart if other != value)
+        return "; ".join(
+            f"{key} {other}, expected {value}" for key, other, value in apart if other != value
+        )
 
     def of_another(self, about: Mapping[str, Any], there: Mapping[str, Any] | None) -> str:
         """Return the other base model that adapters were trained on, empty if it is this one; ``about`` is their

@@ -17,7 +17,10 @@ from oneloop.basics.files import one_line
 BLOCK = 1 << 23  # bytes that one request writes or reads, and that one checksum covers
 _PARTS = 9000  # of one upload; S3 allows 10,000
 _AT_ONCE = 8  # blocks that are read at the same time
-_PATIENCE = {"connect_timeout": 5, "read_timeout": 15}  # seconds; botocore tries five times (AWS_MAX_ATTEMPTS)
+_PATIENCE = {
+    "connect_timeout": 5,
+    "read_timeout": 15,
+}  # seconds; botocore tries five times (AWS_MAX_ATTEMPTS)
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
 
 
@@ -30,12 +33,20 @@ def check_address(address: str, key: str) -> None:
     """Raise BadInput, without secrets in its message, if a run cannot be mirrored to this address."""
     scheme, netloc, path, query, fragment = urlsplit(address)
     if "@" in netloc or query or fragment:
-        safe = "take credentials from the environment (AWS_ACCESS_KEY_ID, …) or the provider's files"
-        raise BadInput(f"{key}: the address contains a user, a password or a query; remove it, and {safe}")
+        safe = (
+            "take credentials from the environment (AWS_ACCESS_KEY_ID, …) or the provider's files"
+        )
+        raise BadInput(
+            f"{key}: the address contains a user, a password or a query; remove it, and {safe}"
+        )
     if scheme not in _PACKAGES:
-        raise BadInput(f"{key} {address}: {scheme}:// cannot hold a mirror; use s3://, gs:// or file://")
+        raise BadInput(
+            f"{key} {address}: {scheme}:// cannot hold a mirror; use s3://, gs:// or file://"
+        )
     if not path.strip("/") or (scheme == "file") == bool(netloc):
-        raise BadInput(f"{key} {address} must name a folder: s3://BUCKET/RUN, gs://BUCKET/RUN or file:///FOLDER/RUN")
+        raise BadInput(
+            f"{key} {address} must name a folder: s3://BUCKET/RUN, gs://BUCKET/RUN or file:///FOLDER/RUN"
+        )
     if find_spec(_PACKAGES[scheme]) is None:
         raise BadInput(f"{key} {address} needs {_PACKAGES[scheme]}: pip install 'oneloop[buckets]'")
 
@@ -50,7 +61,9 @@ class Bucket:
         self.address, self._limit, self._next = address.rstrip("/"), limit, 0.0
         scheme = address.partition("://")[0]
         self._is_local = scheme == "file"
-        how: dict[str, Any] = {"auto_mkdir": True} if self._is_local else {"use_listings_cache": False}
+        how: dict[str, Any] = (
+            {"auto_mkdir": True} if self._is_local else {"use_listings_cache": False}
+        )
         how |= {"config_kwargs": _PATIENCE} if scheme == "s3" else {}
         with self._errors():
             self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **how)
@@ -65,7 +78,10 @@ class Bucket:
         except Exception as error:  # those of botocore and aiohttp are of many classes
             if str(error).startswith(self.address):
                 raise
-            kind = next((kind for kind in (FileNotFoundError, FileExistsError) if isinstance(error, kind)), OSError)
+            kind = next(
+                (kind for kind in (FileNotFoundError, FileExistsError) if isinstance(error, kind)),
+                OSError,
+            )
             raise kind(f"{self.address}: {type(error).__name__}: {one_line(error)}") from error
 
     def get(self, name: str) -> bytes:
@@ -94,7 +110,9 @@ class Bucket:
             try:
                 for block in _in_blocks(pieces):
                     time.sleep(max(0.0, self._next - time.monotonic()))
-                    self._next = time.monotonic() + (len(block) / self._limit if self._limit else 0.0)
+                    self._next = time.monotonic() + (
+                        len(block) / self._limit if self._limit else 0.0
+                    )
                     stream.write(block)
                     whole.update(block)
                     blocks.append(xxh3_64_hexdigest(block))
@@ -112,7 +130,9 @@ class Bucket:
         for first in range(0, len(spans), _AT_ONCE):
             starts, ends = ([*part] for part in zip(*spans[first : first + _AT_ONCE], strict=True))
             with self._errors():
-                found = self._fs.cat_ranges([f"{self._root}/{name}"] * len(starts), starts, ends, on_error="raise")
+                found = self._fs.cat_ranges(
+                    [f"{self._root}/{name}"] * len(starts), starts, ends, on_error="raise"
+                )
             yield from zip(starts, map(bytes, found), strict=True)
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -121,7 +141,9 @@ class Bucket:
         with self._errors():
             found = self._fs.find(below, detail=True)
         files = {name: entry["size"] for name, entry in found.items() if entry["type"] == "file"}
-        return {name[len(below) + 1 :]: size for name, size in files.items() if len(name) > len(below)}
+        return {
+            name[len(below) + 1 :]: size for name, size in files.items() if len(name) > len(below)
+        }
 
     def remove(self, name: str) -> None:
         """Delete an object, if it exists."""

@@ -13,13 +13,18 @@ class Options(ArgumentParser):
     """The options of a command, whose help page is ``about``; a wrong option raises BadInput."""
 
     def __init__(self, command: str, about: str | None, *, usage: str | None = None) -> None:
-        how: dict[str, Any] = {"formatter_class": RawDescriptionHelpFormatter, "allow_abbrev": False}
+        how: dict[str, Any] = {
+            "formatter_class": RawDescriptionHelpFormatter,
+            "allow_abbrev": False,
+        }
         super().__init__(f"oneloop {command}", usage, cleandoc(about or ""), **how)
 
     def error(self, message: str) -> NoReturn:
         if isinstance(why := getattr(sys.exc_info()[1], "__context__", None), BadInput):
             raise why  # of an option's type
-        raise BadInput(f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists the options")
+        raise BadInput(
+            f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists the options"
+        )
 
 
 def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -31,7 +36,9 @@ def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
         except ValueError:
             number = 0
         if not number > 0:
-            raise ArgumentTypeError(f"must be a positive {'integer' if kind is int else 'number'}, got {text}")
+            raise ArgumentTypeError(
+                f"must be a positive {'integer' if kind is int else 'number'}, got {text}"
+            )
         return number
 
     return parse

@@ -37,32 +37,47 @@ class Duration:
     def _steps(self, scale: "Scale", total: int | None, key: str) -> Fraction:
         if self.unit == "steps":
             if self.amount.denominator != 1:
-                raise ValueError(f"{key} {self.text!r} is not a whole number of steps; add a unit ('2.5ep') or round")
+                raise ValueError(
+                    f"{key} {self.text!r} is not a whole number of steps; add a unit ('2.5ep') or round"
+                )
             return self.amount
         if self.unit == "seconds":
-            raise ValueError(f"{key} {self.text!r} is a time, which only save.every and stop.after accept; use steps")
+            raise ValueError(
+                f"{key} {self.text!r} is a time, which only save.every and stop.after accept; use steps"
+            )
         if self.unit == "samples":
             return self.amount / scale.batch
         if self.unit == "ep":
             return self.amount * scale.epoch / scale.batch
         if self.unit == "%":
             if total is None:
-                raise ValueError(f"{key} {self.text!r} is a share of the run, and the run's own length cannot be one")
+                raise ValueError(
+                    f"{key} {self.text!r} is a share of the run, and the run's own length cannot be one"
+                )
             return self.amount * total / 100
         if scale.sample_tokens is None:
             why = "this task's samples differ in length or are not tokens"
-            raise ValueError(f"{key} {self.text!r} is in tokens, but {why}; use steps, 'ep' or 'samples'")
+            raise ValueError(
+                f"{key} {self.text!r} is in tokens, but {why}; use steps, 'ep' or 'samples'"
+            )
         return self.amount / (scale.batch * Fraction(scale.sample_tokens))
 
     def samples(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> float:
         """Return the length in samples, not rounded. Raise ValueError as :meth:`steps` does."""
-        return float(self.amount) if self.unit == "samples" else float(self._steps(scale, total, key) * scale.batch)
+        return (
+            float(self.amount)
+            if self.unit == "samples"
+            else float(self._steps(scale, total, key) * scale.batch)
+        )
 
     def __repr__(self) -> str:
         return self.text
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Duration) and (self.amount, self.unit) == (other.amount, other.unit)
+        return isinstance(other, Duration) and (self.amount, self.unit) == (
+            other.amount,
+            other.unit,
+        )
 
     def __hash__(self) -> int:
         return hash((self.amount, self.unit))

@@ -103,7 +103,9 @@ def exact_norm(
     zero = torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(held, math.inf) if held else []
     largest = torch.stack([zero, *(norm.double() for norm in norms)]).max()
-    largest = torch.where(torch.isfinite(largest), largest, math.inf)  # a maximum over ranks may lose a NaN
+    largest = torch.where(
+        torch.isfinite(largest), largest, math.inf
+    )  # a maximum over ranks may lose a NaN
     if group is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     first = _first_digit(largest)
@@ -113,7 +115,9 @@ def exact_norm(
     top, middle, low = (total + _whole_digits(whole, first)).double()
     unit = 2.0 ** (-2 * _HALF)
     square = ((low * unit + middle) * unit + top) * unit
-    return torch.where(torch.isfinite(largest), square.sqrt() * _power_of_two(_HALF * first), math.inf)
+    return torch.where(
+        torch.isfinite(largest), square.sqrt() * _power_of_two(_HALF * first), math.inf
+    )
 
 
 def _whole_digits(tensors: Sequence[Tensor], first: Tensor) -> Tensor:

@@ -29,7 +29,9 @@ def at_least(bound: float, **values: float) -> None:
     """Raise BadInput if a value is below ``bound``, infinite or NaN; names are recipe keys with ``__`` for the dot."""
     for key, value in values.items():
         if not bound <= value < math.inf:
-            raise BadInput(f"{key.replace('__', '.')} must be at least {bound}, and finite; got {value}")
+            raise BadInput(
+                f"{key.replace('__', '.')} must be at least {bound}, and finite; got {value}"
+            )
 
 
 def within(bound: float, most: float, **values: float) -> None:

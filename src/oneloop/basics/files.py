@@ -32,7 +32,9 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
         if draft.is_symlink():
             draft.unlink()  # else the write would follow the link
         draft.touch()
-        mode = draft.stat().st_mode & 0o777  # by umask; some libraries write files that only the owner can read
+        mode = (
+            draft.stat().st_mode & 0o777
+        )  # by umask; some libraries write files that only the owner can read
         yield draft
         draft.chmod(mode)
     except BaseException:
@@ -80,7 +82,9 @@ def printable(text: object) -> str:
     shown = str(text)
     if shown.isprintable():
         return shown
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in shown)
+    return "".join(
+        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in shown
+    )
 
 
 def one_line(error: object) -> str:

@@ -10,10 +10,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-SET_UP, TRAINING, EVALUATION, SAVING, ENDING = "set-up", "training", "evaluation", "saving", "ending"
+SET_UP, TRAINING, EVALUATION, SAVING, ENDING = (
+    "set-up",
+    "training",
+    "evaluation",
+    "saving",
+    "ending",
+)
 EPOCH, METRICS = "training (new epoch)", "evaluation (metrics)"
 
-_FIRST = {SET_UP: 1800.0, ENDING: 1800.0, **dict.fromkeys((TRAINING, EPOCH, EVALUATION, METRICS, SAVING), 600.0)}
+_FIRST = {
+    SET_UP: 1800.0,
+    ENDING: 1800.0,
+    **dict.fromkeys((TRAINING, EPOCH, EVALUATION, METRICS, SAVING), 600.0),
+}
 """hang limit in seconds until enough intervals are measured (the first step may compile)"""
 _LEARNS = (TRAINING, EPOCH, EVALUATION)  # phases that consist of similar steps
 _WARM = 2  # first intervals of a phase, which are not typical
@@ -75,7 +85,11 @@ class Beats:
     def limit(self, patience: float) -> float:
         """Return the hang limit in seconds: longest interval + patience * max(3 * median interval, 9)."""
         usual = None if self._opening else self.usual()
-        return patience * _FIRST[self.now_in] if usual is None else usual[1] + patience * max(3 * usual[0], _AT_LEAST)
+        return (
+            patience * _FIRST[self.now_in]
+            if usual is None
+            else usual[1] + patience * max(3 * usual[0], _AT_LEAST)
+        )
 
 
 BEATS = Beats()  # of this process

@@ -30,7 +30,11 @@ _NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
 def stop_signals() -> list[signal.Signals]:
     """Return the signals that request a stop; SIGHUP is not one under nohup."""
     there = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
-    return [found for found in there if found.name != "SIGHUP" or signal.getsignal(found) is not signal.SIG_IGN]
+    return [
+        found
+        for found in there
+        if found.name != "SIGHUP" or signal.getsignal(found) is not signal.SIG_IGN
+    ]
 
 
 def on_stops(do: Callable[[int, Any], Any] | signal.Handlers) -> None:
@@ -66,7 +70,9 @@ def launcher() -> int | None:
         return None
     parent = os.getppid()
     if parent == 1 and not _is_python(1):
-        variables = sorted({"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys())
+        variables = sorted(
+            {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+        )
         print(
             f"oneloop: the launcher of this process has exited; to run without one, unset {', '.join(variables)}",
             file=sys.stderr,
@@ -139,7 +145,11 @@ def report_exit_code(code: int) -> bool:
     if not file:
         return False
     try:
-        if code == ERROR or not os.path.exists(file) or (code != STOPPED and Path(file).read_text() == str(STOPPED)):
+        if (
+            code == ERROR
+            or not os.path.exists(file)
+            or (code != STOPPED and Path(file).read_text() == str(STOPPED))
+        ):
             Path(file).write_text(str(code))
     except OSError:  # the launcher has ended
         return False

@@ -15,7 +15,9 @@ from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
 
-_SCALARS = "_oneloop_scalars"  # class attribute: names of parameters that are stored with the shape (1,)
+_SCALARS = (
+    "_oneloop_scalars"  # class attribute: names of parameters that are stored with the shape (1,)
+)
 
 
 class Planned:
@@ -35,7 +37,10 @@ def local(tensor: Tensor) -> Tensor:
 def dense(tensor: Tensor) -> bool:
     """Return whether a tensor has no gaps between its elements, in any order of dimensions."""
     packed = torch.empty_like(tensor, device="meta").stride()
-    return all(a == b or size == 1 for a, b, size in zip(tensor.stride(), packed, tensor.size(), strict=True))
+    return all(
+        a == b or size == 1
+        for a, b, size in zip(tensor.stride(), packed, tensor.size(), strict=True)
+    )
 
 
 def first_element(tensor: Tensor) -> int:
@@ -44,8 +49,12 @@ def first_element(tensor: Tensor) -> int:
     if not isinstance(tensor, DTensor):
         return 0
     if len(tensor.placements) != 1 or not tensor.placements[0].is_shard(0):
-        raise ValueError(f"the sharding {tensor.placements} is not supported; expected dim 0 over a 1-D mesh")
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        raise ValueError(
+            f"the sharding {tensor.placements} is not supported; expected dim 0 over a 1-D mesh"
+        )
+    _, offset = compute_local_shape_and_global_offset(
+        tensor.shape, tensor.device_mesh, tensor.placements
+    )
     return int(offset[0]) * math.prod(tensor.shape[1:])
 
 
@@ -89,23 +98,33 @@ def share_buffers(model: nn.Module) -> None:
     joined = torch.cat(flat)
     dist.broadcast(joined, src=0)
     for buffer, got in zip(buffers, joined.split([len(own) for own in flat]), strict=True):
-        buffer.copy_(got.clone().view(buffer.dtype).view(buffer.shape))  # the clone is aligned for every dtype
+        buffer.copy_(
+            got.clone().view(buffer.dtype).view(buffer.shape)
+        )  # the clone is aligned for every dtype
 
 
 def one_element(model: nn.Module) -> None:
     """Store each 0-dim parameter with the shape (1,), in place, since FSDP2 cannot shard a scalar. In the forward, the
     module's attribute is still 0-dim: a view, defined by a subclass of the same name."""
     found = [(module, *one) for module in model.modules() for one in module._parameters.items()]
-    for module, name in [(module, name) for module, name, value in found if value is not None and not value.ndim]:
+    for module, name in [
+        (module, name) for module, name, value in found if value is not None and not value.ndim
+    ]:
         module._parameters[name].data = module._parameters[name].data.reshape(1)  # type: ignore[union-attr]
         kind, names = type(module), [*getattr(module, _SCALARS, ()), name]
-        own = {"__module__": kind.__module__, _SCALARS: names, name: property(partial(_as_scalar, name))}
+        own = {
+            "__module__": kind.__module__,
+            _SCALARS: names,
+            name: property(partial(_as_scalar, name)),
+        }
         module.__class__ = type(kind.__name__, (kind,), own)
 
 
 def _as_scalar(name: str, module: nn.Module) -> Tensor:
     held: Any = module._parameters[name]
-    return held if isinstance(held, DTensor) else held.reshape(())  # FSDP2 itself looks for its shard
+    return (
+        held if isinstance(held, DTensor) else held.reshape(())
+    )  # FSDP2 itself looks for its shard
 
 
 def scalar_names(model: nn.Module) -> set[str]:

@@ -30,7 +30,12 @@ class WritingProcess:
     :class:`oneloop.checkpoint.uploads.Uploads`, if there is a mirror; ``heard`` receives its news."""
 
     def __init__(
-        self, module: str, *, pin: bool, uploads: dict[str, Any] | None = None, heard: Callable[..., None] = print
+        self,
+        module: str,
+        *,
+        pin: bool,
+        uploads: dict[str, Any] | None = None,
+        heard: Callable[..., None] = print,
     ) -> None:
         self._pin, self._heard = pin, heard
         if hasattr(os, "memfd_create"):
@@ -43,7 +48,11 @@ class WritingProcess:
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", module, str(os.getpid()), str(shared), json.dumps(uploads)]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "pass_fds": [shared]}
+        pipes: dict[str, Any] = {
+            "stdin": subprocess.PIPE,
+            "stdout": subprocess.PIPE,
+            "pass_fds": [shared],
+        }
         self._process = subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONPATH": path})
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
@@ -53,9 +62,13 @@ class WritingProcess:
         """Let the shared memory have at least ``size`` bytes; its content may be lost."""
         if size > len(self.buffer):
             self._shared.truncate(size)
-            self.buffer = torch.frombuffer(mmap.mmap(self._shared.fileno(), size), dtype=torch.uint8)
+            self.buffer = torch.frombuffer(
+                mmap.mmap(self._shared.fileno(), size), dtype=torch.uint8
+            )
             if self._pin:
-                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0)))
+                torch.cuda.check_error(
+                    int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0))
+                )
 
     def send(self, request: Mapping[str, Any] | None) -> None:
         """Send a request; None cancels the save in progress."""
@@ -98,7 +111,9 @@ class WritingProcess:
         self._process.stdin.close()
         try:
             self._process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:  # its storage hangs, or it waits for a rank that has exited
+        except (
+            subprocess.TimeoutExpired
+        ):  # its storage hangs, or it waits for a rank that has exited
             self.kill()
 
     def kill(self) -> None:
@@ -110,7 +125,9 @@ class WritingProcess:
 
 WRITER = "oneloop.checkpoint.writer"  # module of the writing process
 _MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save
-_MIN_THROUGHPUT = 10e6  # bytes per second; assumed minimum throughput of storage (a tenth of it for a bucket)
+_MIN_THROUGHPUT = (
+    10e6  # bytes per second; assumed minimum throughput of storage (a tenth of it for a bucket)
+)
 _MIN_UPLOAD = 120.0  # seconds; minimum of the time limit of a save to a bucket
 _STILL = "still"
 _TAKEN = "Taken: "
@@ -160,7 +177,9 @@ class SaveInProgress:
             self._process.close()
             self._process = None
         if self._process is None:
-            self._process = WritingProcess(WRITER, pin=self._pin, uploads=self.uploads, heard=self._heard)
+            self._process = WritingProcess(
+                WRITER, pin=self._pin, uploads=self.uploads, heard=self._heard
+            )
         return self._process
 
     def _heard(self, *, step: int = 0, error: str | None = None, taken: bool = False) -> None:
@@ -219,17 +238,23 @@ class SaveInProgress:
             taken = f"the save of step {self._step} did not finish within {time.monotonic() - self._began:.0f} s"
             if or_go_on:
                 if self._rank == 0:
-                    self._say(f"{taken}: its storage does not respond; continuing without a new checkpoint")
+                    self._say(
+                        f"{taken}: its storage does not respond; continuing without a new checkpoint"
+                    )
                 return None
             self._end_process()
-            raise OSError(f"{taken} (rank {', '.join(map(str, still))}): its storage does not respond")
+            raise OSError(
+                f"{taken} (rank {', '.join(map(str, still))}): its storage does not respond"
+            )
         if self._pending:
             self._end_process()  # another rank failed, so this rank's shard is useless
         self._error, self._pending, self.stuck = None, False, False
         if not real:
             self._failures = 0
             return None
-        return self._failed(next((first for first in real if not first.startswith("Gone")), real[0]))
+        return self._failed(
+            next((first for first in real if not first.startswith("Gone")), real[0])
+        )
 
     def _collect_errors(self) -> list[str | None]:
         """Return the error of every rank. Rank 0 waits last, because it completes the checkpoint."""
@@ -241,8 +266,12 @@ class SaveInProgress:
                 self._process.send(None)
             if _STILL not in others[1:]:
                 self._wait()
-        if self._rank == 0 and (self._error or any(problem not in (None, _STILL) for problem in others)):
-            self._store.sweep(".draft")  # no writer is active, and none starts before all ranks know the result
+        if self._rank == 0 and (
+            self._error or any(problem not in (None, _STILL) for problem in others)
+        ):
+            self._store.sweep(
+                ".draft"
+            )  # no writer is active, and none starts before all ranks know the result
         return self._gather(self._state())
 
     def _state(self) -> str | None:
@@ -255,7 +284,9 @@ class SaveInProgress:
         if self._failures > self._max_failures:
             raise OSError(f"{self._failures} saves in a row have failed, the last one: {problem}")
         if self._rank == 0:
-            self._say(f"SAVE FAILED; the next save tries again: {problem} (the previous checkpoint is intact)")
+            self._say(
+                f"SAVE FAILED; the next save tries again: {problem} (the previous checkpoint is intact)"
+            )
         return problem
 
     def _wait(self) -> None:
@@ -264,7 +295,11 @@ class SaveInProgress:
             if self.uploads is not None and self.uploads["counts"]:
                 least, rate = _MIN_UPLOAD, min(rate, self.uploads["limit"] or rate) / 10
             limit = self._patience * max(least, 3 * self._slowest, self._size / rate)
-            self._record(self._process.answer(max(0.0, self._began + limit - time.monotonic()) if limit else None))
+            self._record(
+                self._process.answer(
+                    max(0.0, self._began + limit - time.monotonic()) if limit else None
+                )
+            )
 
     def _record(self, answer: dict[str, Any] | None) -> None:
         if answer is not None:

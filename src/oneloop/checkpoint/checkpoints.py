@@ -65,10 +65,17 @@ class Checkpoints:
         self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
         self._attempt = 0
         self.fetcher: Fetcher | None = None  # reads the mirror
-        self._counts = self._began = False  # whether checkpoints are written only there; whether it has resumed
-        self._leader = self.rank - accelerator.local_process_index  # rank of the first process of this host
+        self._counts = self._began = (
+            False  # whether checkpoints are written only there; whether it has resumed
+        )
+        self._leader = (
+            self.rank - accelerator.local_process_index
+        )  # rank of the first process of this host
         options: dict[str, Any] = {"max_failures": max_failures, "patience": patience, "say": say}
-        options |= {"agree": self._gather if self.ranks > 1 else None, "pin": accelerator.device.type == "cuda"}
+        options |= {
+            "agree": self._gather if self.ranks > 1 else None,
+            "pin": accelerator.device.type == "cuda",
+        }
         self.saving = SaveInProgress(self.store, rank=self.rank, **options)
 
     def save(
@@ -132,12 +139,28 @@ class Checkpoints:
         OSError: on all ranks, after more than ``max_failures`` consecutive failures, or after the time limit."""
         return self.saving.finish()
 
-    def mirror(self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool, limit: float = 0.0) -> None:
+    def mirror(
+        self,
+        address: str,
+        *,
+        lease: tuple[int, Mapping[str, Any]],
+        counts: bool,
+        limit: float = 0.0,
+    ) -> None:
         """Copy the checkpoints to a mirror from now on, and read from it what the folder lacks. Call on every rank.
         ``lease``: number and description of a Lease. ``counts``: write only there. ``limit``: bytes per second."""
-        how: dict[str, Any] = {"rank": self.rank, "leader": self._leader, "gather": self._gather, "say": self._say}
+        how: dict[str, Any] = {
+            "rank": self.rank,
+            "leader": self._leader,
+            "gather": self._gather,
+            "say": self._say,
+        }
         self.fetcher, self._counts = Fetcher(Bucket(address), self.store, **how), counts
-        about: dict[str, Any] = {"address": address, "run": str(self.store.root.parent.absolute()), "limit": limit}
+        about: dict[str, Any] = {
+            "address": address,
+            "run": str(self.store.root.parent.absolute()),
+            "limit": limit,
+        }
         about |= {"counts": counts, "lease": lease, "owns": self.rank == 0}
         self.saving.uploads = about if counts or self.rank == 0 else None
         if self.rank == 0:
@@ -165,9 +188,13 @@ class Checkpoints:
             except ValueError as error:
                 wrong = [str(error)]
         elif self.rank == 0:
-            wrong = (problems(path) or base_problems(path)) if path.is_dir() else ["it does not exist"]
+            wrong = (
+                (problems(path) or base_problems(path)) if path.is_dir() else ["it does not exist"]
+            )
         if wrong and self.rank == 0:
-            self._say(f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}")
+            self._say(
+                f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}"
+            )
         return None if self._gather(wrong)[0] else path
 
     def newest(self, needs: Needs = no_needs) -> Path | None:
@@ -177,7 +204,10 @@ class Checkpoints:
 
         Raises ValueError: there are checkpoints, and none is intact; or the mirror cannot be read."""
         own, error = self._newest_here()
-        looks, self._began = own is None or not self._began, True  # later, a failing mirror must not stop a rewind
+        looks, self._began = (
+            own is None or not self._began,
+            True,
+        )  # later, a failing mirror must not stop a rewind
         fetched = self.fetcher.newest(own, needs) if self.fetcher is not None and looks else None
         if fetched is None and error is not None:
             raise ValueError(error)
@@ -195,7 +225,11 @@ class Checkpoints:
                     break
                 bad.append(f"checkpoint {path} is damaged and was skipped: {'; '.join(wrong)}")
             if bad and chosen[0] is None:
-                chosen = (None, "; ".join(bad) + "; no good one is left: restore one, or choose another run.dir")
+                chosen = (
+                    None,
+                    "; ".join(bad)
+                    + "; no good one is left: restore one, or choose another run.dir",
+                )
             else:
                 for line, (path, _) in zip(bad, list(self.store.newest_good()), strict=False):
                     self._say(f"{line}; kept as {self.store.set_aside(path)}")
@@ -207,7 +241,9 @@ class Checkpoints:
         own = path.resolve().parent == self.store.root.resolve()
         than = step_in(path.name.lstrip(".").partition(".")[0]) if own else None
         steps = [] if self._counts or self.rank else [*map(step_of, self.store.sealed())]
-        steps = self._gather(steps)[0] + (self.fetcher.later(-1) if self.fetcher is not None else [])
+        steps = self._gather(steps)[0] + (
+            self.fetcher.later(-1) if self.fetcher is not None else []
+        )
         return [name_of(step) for step in sorted(steps) if than is None or step > than]
 
     def load(
@@ -224,10 +260,14 @@ class Checkpoints:
 
         Raise ValueError if the checkpoint is damaged or of another model, or if its frozen parameters are damaged and
         differ from those of the current model."""
-        fetched = folder.name.endswith(".fetched")  # its blocks were verified, and the rest is empty
+        fetched = folder.name.endswith(
+            ".fetched"
+        )  # its blocks were verified, and the rest is empty
         wrong = self._gather(problems(folder) if self.rank == 0 and not fetched else [])[0]
         if wrong:
-            raise ValueError(f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint")
+            raise ValueError(
+                f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint"
+            )
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
         if check is not None:
             check(state)

@@ -38,14 +38,21 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
     return model_tensors(model, frozen=True)
 
 
-def write_base(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> tuple[dict[str, Any], str | None]:
+def write_base(
+    folder: Path, tensors: Mapping[str, Tensor], *, rank: int
+) -> tuple[dict[str, Any], str | None]:
     """Write frozen parameters to a new folder, one after another. Collective; rank 0 writes. Return the size and
     checksum of the file (on rank 0), and the error if any."""
     whole = [Piece(name, tensor, (0,) * tensor.ndim) for name, tensor in sorted(tensors.items())]
     whole.sort(key=lambda piece: -piece.tensor.element_size())
     text, size = header_of(whole)
     padded = text.encode() + b" " * (-len(text.encode()) % 8)
-    draft, state, problem, stream = folder.with_name(f".{folder.name}.draft"), xxh3_128(), None, None
+    draft, state, problem, stream = (
+        folder.with_name(f".{folder.name}.draft"),
+        xxh3_128(),
+        None,
+        None,
+    )
     try:
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -59,7 +66,11 @@ def write_base(folder: Path, tensors: Mapping[str, Tensor], *, rank: int) -> tup
         if stream is None or problem is not None:
             continue
         try:
-            _append(stream, state, tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+            _append(
+                stream,
+                state,
+                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data,
+            )
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
     entry = {"size": 8 + len(padded) + size, "xxh3": state.hexdigest()}
@@ -88,7 +99,9 @@ def _append(stream: Any, state: Any, data: Any) -> None:
     state.update(data)
 
 
-def _commit(draft: Path, folder: Path, entry: dict[str, Any], file: str, stream: Any = None) -> str | None:
+def _commit(
+    draft: Path, folder: Path, entry: dict[str, Any], file: str, stream: Any = None
+) -> str | None:
     try:
         if stream is not None:
             stream.flush()
@@ -116,7 +129,13 @@ class Base:
         agree: Callable[[Any], list[Any]],
         say: Callable[[str], None],
     ) -> None:
-        self._store, self._origin, self._rank, self._agree, self._say = store, origin, rank, agree, say
+        self._store, self._origin, self._rank, self._agree, self._say = (
+            store,
+            origin,
+            rank,
+            agree,
+            say,
+        )
         self._known: tuple[Path, dict[str, Any], set[str]] | None = None  # folder, entry and names
 
     def others(self, model: nn.Module) -> dict[str, Tensor]:
@@ -124,7 +143,11 @@ class Base:
         if self._origin is None:
             return model_tensors(model, frozen=False)
         names = self._origin.names
-        return {name: held for name, held in model_tensors(model).items() if name.removeprefix("model.") not in names}
+        return {
+            name: held
+            for name, held in model_tensors(model).items()
+            if name.removeprefix("model.") not in names
+        }
 
     def _names(self, model: nn.Module) -> set[str]:
         if self._origin is not None:
@@ -140,7 +163,9 @@ class Base:
         self._check_base_model()
         if self._known is None or self._known[2] != names:
             store = self._store
-            folder = self._agree(fresh(store.root.parent, store.sealed()) if self._rank == 0 else None)[0]
+            folder = self._agree(
+                fresh(store.root.parent, store.sealed()) if self._rank == 0 else None
+            )[0]
             self._known = folder, self._written(folder, model), names
         folder, entry, _ = self._known
         return {"base": {"folder": folder.name, **entry}}
@@ -163,22 +188,30 @@ class Base:
         named = recorded is not None and file_of(recorded[1]) == NAMED
         if named != (self._origin is not None):
             one, other = ("only referenced", "stored") if named else ("stored", "only referenced")
-            raise ValueError(f"{checkpoint}: its frozen parameters are {one}, but those of this model are {other}")
+            raise ValueError(
+                f"{checkpoint}: its frozen parameters are {one}, but those of this model are {other}"
+            )
         own = checkpoint.resolve().parent == self._store.root.resolve()
         wrong = "; ".join(self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0])
         if recorded is not None and wrong:
             self._repair(checkpoint, *recorded, model, own=own, wrong=wrong)
         if self._origin is not None:
-            other = self._origin.difference(base_model_of(checkpoint) or {}) if self._rank == 0 else ""
+            other = (
+                self._origin.difference(base_model_of(checkpoint) or {}) if self._rank == 0 else ""
+            )
             if other := self._agree(other)[0]:
                 raise ValueError(
                     f"{checkpoint} needs the base model {other}; set task.model to the model that it was trained with"
                 )
         self._known = (*recorded, names_in(recorded[0])) if own and recorded is not None else None
 
-    def _repair(self, checkpoint: Path, folder: Path, entry: Any, model: nn.Module, *, own: bool, wrong: str) -> None:
+    def _repair(
+        self, checkpoint: Path, folder: Path, entry: Any, model: nn.Module, *, own: bool, wrong: str
+    ) -> None:
         if not own:
-            raise ValueError(f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); restore it")
+            raise ValueError(
+                f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); restore it"
+            )
         again = folder.with_name(f".{folder.name}.again")
         made = self._written(again, model)
         same = all(entry[key] == made[key] for key in made)
@@ -190,7 +223,9 @@ class Base:
         self._agree(None)  # no rank reads the file before
         if not same:
             why = f"the frozen parameters of {checkpoint.name} are damaged ({wrong}), and the new model has others"
-            raise ValueError(f"{folder}: {why}; restore the folder from a copy, or the files of the base model")
+            raise ValueError(
+                f"{folder}: {why}; restore the folder from a copy, or the files of the base model"
+            )
 
     def _written(self, folder: Path, model: nn.Module) -> dict[str, Any]:
         made: Any = None

@@ -37,13 +37,20 @@ class Lease:
             return
         newest, owner = _newest(self.bucket)
         if newest > self.number or owner.get("token", self.about["token"]) != self.about["token"]:
-            raise Taken(f"{self.bucket.address} was taken over by {_who(owner)}; nothing more is written there")
+            raise Taken(
+                f"{self.bucket.address} was taken over by {_who(owner)}; nothing more is written there"
+            )
 
     def renew(self, *, released: bool = False) -> None:
         """Renew the lease, or release it. Raises Taken."""
         self.check(now=True)
-        began, self.about = time.clock_gettime(_CLOCK), {**self.about, "beat": self.about["beat"] + 1}
-        self.bucket.put(_name(self.number), json.dumps({**self.about, "released": released}).encode())
+        began, self.about = (
+            time.clock_gettime(_CLOCK),
+            {**self.about, "beat": self.about["beat"] + 1},
+        )
+        self.bucket.put(
+            _name(self.number), json.dumps({**self.about, "released": released}).encode()
+        )
         self._renewed = began
 
     def keep(self, taken: Callable[[Taken], None]) -> None:
@@ -69,7 +76,9 @@ def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] 
         newest, there = _newest(bucket)
         gone = not newest or there.get("released") or there.get("token") == own["token"]
         if not gone and seen not in (None, (newest, there)):
-            raise Taken(f"{bucket.address} is in use by {_who(there)}; wait for its end, or choose another address")
+            raise Taken(
+                f"{bucket.address} is in use by {_who(there)}; wait for its end, or choose another address"
+            )
         since = time.monotonic() if seen is None else since
         if gone or time.monotonic() - since > there.get("seconds", 60.0):
             try:
@@ -79,7 +88,9 @@ def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] 
             bucket.remove(_name(newest - 1))
             return Lease(bucket, newest + 1, own)
         if seen is None:
-            say(f"{bucket.address} is held by {_who(there)}; waiting for up to {there.get('seconds', 60.0):.0f} s")
+            say(
+                f"{bucket.address} is held by {_who(there)}; waiting for up to {there.get('seconds', 60.0):.0f} s"
+            )
         seen = newest, there
         time.sleep(min(0.5, own["seconds"] / 10))
 
@@ -99,4 +110,6 @@ def _newest(bucket: Bucket) -> tuple[int, dict[str, Any]]:
 
 
 def _who(owner: Mapping[str, Any]) -> str:
-    return "process {pid} on {host}, since {since}".format(**{"pid": "?", "host": "?", "since": "?", **owner})
+    return "process {pid} on {host}, since {since}".format(
+        **{"pid": "?", "host": "?", "since": "?", **owner}
+    )

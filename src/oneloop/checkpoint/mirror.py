@@ -35,16 +35,27 @@ from oneloop.checkpoint.store import (
 )
 
 CHECKPOINTS, FINAL, BASE = "checkpoints", "final", "base"
-FILES = ("summary.json", "recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "report.html")
+FILES = (
+    "summary.json",
+    "recipe.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "examples.json",
+    "report.html",
+)
 """files of the run folder that a mirror holds"""
 ADDRESS = ".address"  # file of a copy in the cache, with the address of the mirror
-Span = tuple[Path, int, int]  # a file of a copy, and the first and the last byte (exclusive) that are needed
+Span = tuple[
+    Path, int, int
+]  # a file of a copy, and the first and the last byte (exclusive) that are needed
 Block = tuple[str, int]  # name of a file, and number of the block
 Needs = Callable[[Path], Iterable[Span]]
 no_needs: Needs = lambda folder: ()  # noqa: E731
 
 _STEP = re.compile(rf"(?:{CHECKPOINTS}/)?step-(\d{{8,}})/{MANIFEST}")
-OURS = re.compile(rf"(?:{CHECKPOINTS}/step-\d{{8,}}|{BASE}/[0-9a-f]{{32}}|{FINAL})/(?:\d+-.+|{MANIFEST})")
+OURS = re.compile(
+    rf"(?:{CHECKPOINTS}/step-\d{{8,}}|{BASE}/[0-9a-f]{{32}}|{FINAL})/(?:\d+-.+|{MANIFEST})"
+)
 """names of the objects in its folders"""
 
 
@@ -58,7 +69,9 @@ def folder_of(step: int) -> str:
 
 def steps_in(bucket: Bucket, names: Iterable[str] | None = None) -> list[int]:
     """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order, not verified."""
-    found = (_STEP.fullmatch(name) for name in (bucket.sizes(CHECKPOINTS) if names is None else names))
+    found = (
+        _STEP.fullmatch(name) for name in (bucket.sizes(CHECKPOINTS) if names is None else names)
+    )
     return sorted(int(match[1]) for match in found if match)
 
 
@@ -66,7 +79,10 @@ def manifest_at(bucket: Bucket, folder: str) -> dict[str, Any]:
     """Return the manifest of a folder of a mirror, whose objects are all there. Raises Damaged and OSError."""
     try:
         manifest, sizes = parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")), bucket.sizes(folder)
-        expected = {f"{manifest['attempt']}-{name}": entry["size"] for name, entry in manifest["files"].items()}
+        expected = {
+            f"{manifest['attempt']}-{name}": entry["size"]
+            for name, entry in manifest["files"].items()
+        }
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise Damaged(f"{MANIFEST} is missing, or not of a mirror ({error})") from error
     for name, size in expected.items():
@@ -102,13 +118,24 @@ class Copy:
     def blocks(self, spans: Iterable[Span]) -> list[Block]:
         """Return the blocks that cover these spans, without those in other folders."""
         own = [span for span in spans if span[0].parent == self.path]
-        return sorted({(file.name, at) for file, start, end in own for at in range(start // BLOCK, -(-end // BLOCK))})
+        return sorted(
+            {
+                (file.name, at)
+                for file, start, end in own
+                for at in range(start // BLOCK, -(-end // BLOCK))
+            }
+        )
 
     def fill(self, blocks: Iterable[Block]) -> None:
         """Fetch these blocks, in order of their files."""
         for name, group in groupby(blocks, key=lambda block: block[0]):
-            entry, remote = self.manifest["files"][name], f"{self.folder}/{self.manifest['attempt']}-{name}"
-            places = [(block * BLOCK, min(entry["size"], (block + 1) * BLOCK)) for _, block in group]
+            entry, remote = (
+                self.manifest["files"][name],
+                f"{self.folder}/{self.manifest['attempt']}-{name}",
+            )
+            places = [
+                (block * BLOCK, min(entry["size"], (block + 1) * BLOCK)) for _, block in group
+            ]
             with (self.path / name).open("r+b") as stream:
                 for offset, data in self.bucket.read(remote, places):
                     if xxh3_64_hexdigest(data) != entry["blocks"][offset // BLOCK]:
@@ -118,7 +145,12 @@ class Copy:
     def whole(self) -> None:
         """Fetch everything."""
         self.begin()
-        self.fill(self.blocks((self.path / name, 0, entry["size"]) for name, entry in self.manifest["files"].items()))
+        self.fill(
+            self.blocks(
+                (self.path / name, 0, entry["size"])
+                for name, entry in self.manifest["files"].items()
+            )
+        )
 
 
 def fetch_base(bucket: Bucket, manifest: dict[str, Any], run: Path) -> None:
@@ -148,9 +180,14 @@ def local_run(run: str | Path) -> Path:
     folder = cache_folder() / "mirrors" / str(run).replace("://", "/")
     try:
         bucket = Bucket(str(run))
-        there = [*map(folder_of, steps_in(bucket)), *([FINAL] if MANIFEST in bucket.sizes(FINAL) else [])]
+        there = [
+            *map(folder_of, steps_in(bucket)),
+            *([FINAL] if MANIFEST in bucket.sizes(FINAL) else []),
+        ]
         if not there:
-            raise BadInput(f"{run} holds no checkpoint of a run (looked for {CHECKPOINTS}/step-…/{MANIFEST})")
+            raise BadInput(
+                f"{run} holds no checkpoint of a run (looked for {CHECKPOINTS}/step-…/{MANIFEST})"
+            )
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
             fetch_files(bucket, folder)
@@ -163,7 +200,9 @@ def local_run(run: str | Path) -> Path:
                 (folder / name).mkdir(parents=True, exist_ok=True)
                 (folder / name / MANIFEST).write_bytes(manifest)
     except OSError as error:
-        raise BadInput(f"the mirror cannot be read: {error}; check address, credentials and network") from error
+        raise BadInput(
+            f"the mirror cannot be read: {error}; check address, credentials and network"
+        ) from error
     return folder
 
 
@@ -189,7 +228,9 @@ def complete(path: Path, *, again: bool = False) -> None:
                 copy.whole()
             fetch_base(copy.bucket, copy.manifest, run)
     except (OSError, ValueError) as error:
-        raise BadInput(f"{path.name} of the mirror cannot be fetched: {error}; choose another checkpoint") from error
+        raise BadInput(
+            f"{path.name} of the mirror cannot be fetched: {error}; choose another checkpoint"
+        ) from error
 
 
 class Fetcher:
@@ -241,7 +282,9 @@ class Fetcher:
                     place = f"{self._bucket.address}/{folder_of(step)}"
                     self._say(f"checkpoint {place} cannot be used, and was skipped: {error}")
         if steps and own is None:
-            raise ValueError(f"no intact checkpoint is left in {self._bucket.address}; choose another address")
+            raise ValueError(
+                f"no intact checkpoint is left in {self._bucket.address}; choose another address"
+            )
         return None
 
     def later(self, than: int) -> list[int]:

@@ -83,12 +83,20 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
         return checkpoint_of(run, asked)
     final = run / FINAL
     if mixed:
-        raise BadInput(f"--weights {weights} needs checkpoints, and {final} is not one; use a step number or newest")
+        raise BadInput(
+            f"--weights {weights} needs checkpoints, and {final} is not one; use a step number or newest"
+        )
     complete(final)
     if wrong := problems_of_files(final):
-        raise BadInput(f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP")
+        raise BadInput(
+            f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP"
+        )
     if weights != "raw" and not (final / f"{weights}.safetensors").is_file():
-        there = sorted(file.stem for file in final.glob("*.safetensors") if file.stem not in ("model", "adapter_model"))
+        there = sorted(
+            file.stem
+            for file in final.glob("*.safetensors")
+            if file.stem not in ("model", "adapter_model")
+        )
         raise BadInput(f"{final} has no EMA {weights!r}; it has {', '.join(there) or 'none'}")
     return final
 
@@ -107,7 +115,9 @@ def _default(run: Path) -> str:
     try:
         about = read_manifest(run / FINAL)["about"]
     except ValueError:
-        return FINAL if (run / FINAL / MANIFEST).exists() else "newest"  # chosen_of reports the damage
+        return (
+            FINAL if (run / FINAL / MANIFEST).exists() else "newest"
+        )  # chosen_of reports the damage
     end = about.get("end", about.get("step", 0))
     return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
 
@@ -125,13 +135,19 @@ def checkpoint_of(run: Path, asked: str) -> Path:
         except ValueError as error:
             raise BadInput(f"{names[newest]}: {error}; name a step instead of best") from error
         if step not in names:
-            raise BadInput("--checkpoint best: no checkpoint of an evaluation is there; name a step, or newest")
+            raise BadInput(
+                "--checkpoint best: no checkpoint of an evaluation is there; name a step, or newest"
+            )
     else:
         step = newest if asked == "newest" else int(asked) if asked.isdigit() else -1
     if step not in names:
         steps = ", ".join(map(str, names))
-        raise BadInput(f"--checkpoint {asked} not found; available steps: {steps}; or final, newest, best")
+        raise BadInput(
+            f"--checkpoint {asked} not found; available steps: {steps}; or final, newest, best"
+        )
     complete(names[step])
     if wrong := problems(names[step]) or base_problems(names[step]):
-        raise BadInput(f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP")
+        raise BadInput(
+            f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP"
+        )
     return names[step]

@@ -63,20 +63,39 @@ class RunState:
         if checkpoints only name it.
         """
         elsewhere = {f"model.{name}" for name in origin.names} if origin else set()
-        held = {name: tensor for name, tensor in model_tensors(self.model).items() if name not in elsewhere}
-        weights = sum(tensor.numel() * tensor.element_size() for tensor in (*held.values(), *self._extra().values()))
+        held = {
+            name: tensor
+            for name, tensor in model_tensors(self.model).items()
+            if name not in elsewhere
+        }
+        weights = sum(
+            tensor.numel() * tensor.element_size()
+            for tensor in (*held.values(), *self._extra().values())
+        )
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         parameters = [] if origin else self.model.parameters()
         frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
-        return weights + frozen, weights - frozen + int(optimizer_share * sum(p.nbytes for p in trained))
+        return weights + frozen, weights - frozen + int(
+            optimizer_share * sum(p.nbytes for p in trained)
+        )
 
     def save(
-        self, checkpoints: Checkpoints, step: int, *, about: Mapping[str, Any] | None = None, keep: Keep | None = None
+        self,
+        checkpoints: Checkpoints,
+        step: int,
+        *,
+        about: Mapping[str, Any] | None = None,
+        keep: Keep | None = None,
     ) -> None:
         """Start to save a checkpoint with :meth:`Checkpoints.save`. Collective: call on every rank."""
         plain = {name: part.state_dict() for name, part in self.parts.items()}
         files = [file for part in self.parts.values() for file in getattr(part, "files", ())]
-        more: dict[str, Any] = {"extra": self._extra(), "about": about, "keep": keep, "flush": files}
+        more: dict[str, Any] = {
+            "extra": self._extra(),
+            "about": about,
+            "keep": keep,
+            "flush": files,
+        }
         checkpoints.save(step, self.model, self.optimizer, plain, **more)
 
     def take(self, folder: Path) -> None:
@@ -89,29 +108,45 @@ class RunState:
         load_tensors(folder, self.model, self.optimizer, extra=self._extra(), needed=needed)
         return needed
 
-    def resume(self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print) -> dict[str, Any]:
+    def resume(
+        self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print
+    ) -> dict[str, Any]:
         """Load the checkpoint that ``asked`` selects: ``auto`` or ``never`` (the newest intact one), or a path.
 
         Return the components' saved state; empty if there is no checkpoint. A component without saved state restarts if
         it has ``restart``. Collective: call on every rank. Raise ValueError if the checkpoint is missing or damaged, or
         if newer checkpoints would be overwritten."""
-        path = checkpoints.newest(self.needs) if asked in ("auto", "never") else local_checkpoint(asked)
+        path = (
+            checkpoints.newest(self.needs)
+            if asked in ("auto", "never")
+            else local_checkpoint(asked)
+        )
         if path is None:
             return {}
         own = path.resolve().parent == checkpoints.store.root.resolve()
         if newer := checkpoints.later(path):
             why = f"this run already has {newer[-1]}, which would be lost"
-            raise ValueError(f"run.resume {asked}: {why}; choose another run.dir to start from there")
-        saved = checkpoints.load(path, self.model, self.optimizer, extra=self._extra(), check=self._check)
+            raise ValueError(
+                f"run.resume {asked}: {why}; choose another run.dir to start from there"
+            )
+        saved = checkpoints.load(
+            path, self.model, self.optimizer, extra=self._extra(), check=self._check
+        )
         if not own:
             saved = {name: value for name, value in saved.items() if name not in self._own}
-        there = read_manifest(path).get("tensors") or self._extra()  # format 1 does not list the tensors
+        there = (
+            read_manifest(path).get("tensors") or self._extra()
+        )  # format 1 does not list the tensors
         for ema in self.emas:
-            ema.begin(ema.tensors().keys() - there.keys())  # parameters that were not trained before
+            ema.begin(
+                ema.tensors().keys() - there.keys()
+            )  # parameters that were not trained before
         for name, part in self.parts.items():
             if name in saved and hasattr(part, "load_state_dict"):
                 part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
                 part.restart()  # an EMA that is new in this run starts from the current weights
-        say(f"resuming from {checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path}")
+        say(
+            f"resuming from {checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path}"
+        )
         return saved

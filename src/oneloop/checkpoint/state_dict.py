@@ -25,8 +25,20 @@ from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
 from oneloop.checkpoint.store import header
 
 Tensors = Mapping[str, Tensor]
-_NAMES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "BOOL": torch.bool}
-_NAMES |= {"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8}
+_NAMES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "BOOL": torch.bool,
+}
+_NAMES |= {
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
 _TYPES = {dtype: name for name, dtype in _NAMES.items()}
 
 
@@ -35,11 +47,16 @@ def unsavable(model: nn.Module) -> str:
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(tensor, Tensor):
             kind = f"a {type(tensor).__name__} of get_extra_state()"
-            return f"{name} is {kind}; only parameters and buffers are saved: register it as a buffer"
+            return (
+                f"{name} is {kind}; only parameters and buffers are saved: register it as a buffer"
+            )
         if tensor.dtype not in (*_TYPES, torch.complex64):
             known = ", ".join(str(kind).removeprefix("torch.") for kind in _TYPES)
             return f"{name} has {str(tensor.dtype).removeprefix('torch.')}; a checkpoint supports {known}, complex64"
-        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+        if any(
+            stride == 0 and size > 1
+            for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
             return f"{name} is an expanded view, whose elements share memory; copy it with .clone()"
     return ""
 
@@ -51,11 +68,15 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
-            raise TypeError(f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can be saved")
+            raise TypeError(
+                f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can be saved"
+            )
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        if frozen is None or frozen == (isinstance(tensor, nn.Parameter) and not tensor.requires_grad):
+        if frozen is None or frozen == (
+            isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        ):
             tensors[f"model.{bare_name(name)}"] = as_real(tensor.detach())
     return tensors
 
@@ -63,11 +84,21 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
 def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer state that is not tensors: per parameter, and group entries beyond the constructor's."""
     states = {
-        name: {key: value for key, value in optimizer.state.get(parameter, {}).items() if not isinstance(value, Tensor)}
+        name: {
+            key: value
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if not isinstance(value, Tensor)
+        }
         for name, parameter, _ in optimized(model, optimizer)
     }
-    groups = [{k: v for k, v in g.items() if k not in ("params", *optimizer.defaults)} for g in optimizer.param_groups]
-    return {"parameters": {name: values for name, values in states.items() if values}, "groups": groups}
+    groups = [
+        {k: v for k, v in g.items() if k not in ("params", *optimizer.defaults)}
+        for g in optimizer.param_groups
+    ]
+    return {
+        "parameters": {name: values for name, values in states.items() if values},
+        "groups": groups,
+    }
 
 
 def described(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
@@ -89,7 +120,9 @@ def buffers_of(model: nn.Module) -> set[str]:
     return {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
 
 
-def pieces(tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()) -> list[Piece]:
+def pieces(
+    tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()
+) -> list[Piece]:
     """Return what this rank writes: its shards, and its share of the unsharded tensors by bytes. Rank 0 writes those in
     ``of_rank_0``, which may differ between ranks. No communication. ``tensors`` has the same order on all ranks."""
     mine: list[Piece] = []
@@ -97,8 +130,13 @@ def pieces(tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor):
             coordinate = tensor.device_mesh.get_coordinate()
-            replica = any(p.is_replicate() and at for p, at in zip(tensor.placements, coordinate or (), strict=True))
-            _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+            replica = any(
+                p.is_replicate() and at
+                for p, at in zip(tensor.placements, coordinate or (), strict=True)
+            )
+            _, offset = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
             if not replica and tensor.to_local().numel():
                 mine.append(Piece(name, tensor.to_local(), tuple(offset)))
             continue
@@ -106,7 +144,9 @@ def pieces(tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str
         load[owner] += tensor.numel() * tensor.element_size() + 1
         if owner == rank:
             mine.append(Piece(name, tensor, (0,) * tensor.ndim))
-    return sorted(mine, key=lambda piece: -piece.tensor.element_size())  # keeps every tensor aligned
+    return sorted(
+        mine, key=lambda piece: -piece.tensor.element_size()
+    )  # keeps every tensor aligned
 
 
 def header_of(mine: list[Piece]) -> tuple[str, int]:
@@ -117,8 +157,14 @@ def header_of(mine: list[Piece]) -> tuple[str, int]:
         start, end = end, end + piece.tensor.numel() * piece.tensor.element_size()
         kind = _TYPES.get(piece.tensor.dtype)
         if kind is None:
-            raise TypeError(f"{piece.name} has dtype {piece.tensor.dtype}, which safetensors does not support")
-        entries[piece.name] = {"dtype": kind, "shape": list(piece.tensor.shape), "data_offsets": [start, end]}
+            raise TypeError(
+                f"{piece.name} has dtype {piece.tensor.dtype}, which safetensors does not support"
+            )
+        entries[piece.name] = {
+            "dtype": kind,
+            "shape": list(piece.tensor.shape),
+            "data_offsets": [start, end],
+        }
     sharding = {piece.name: {"saved_offsets": list(piece.offset)} for piece in mine}
     about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
     return json.dumps({"__metadata__": about, **entries}), end
@@ -155,17 +201,22 @@ def load_tensors(
     load nothing, but list the files and the bytes (first, last) that this rank reads; only the headers must exist."""
     folders, elsewhere = _folders(folder)
     readers: list[Any] = [
-        HuggingFaceStorageReader(str(path)) if needed is None else _Needs(str(path)) for path in folders
+        HuggingFaceStorageReader(str(path)) if needed is None else _Needs(str(path))
+        for path in folders
     ]
     for reader in readers if needed is not None else ():
         reader.needed = needed
     held = [reader.read_metadata().state_dict_metadata for reader in readers]
     saved = {name: about for several in held for name, about in several.items()}
-    targets = {name: tensor for name, tensor in model_tensors(model).items() if name not in elsewhere}
+    targets = {
+        name: tensor for name, tensor in model_tensors(model).items() if name not in elsewhere
+    }
     if (there := {name for name in saved if name.startswith("model.")}) != (here := set(targets)):
         missing, strange = sorted(here - there)[:3], sorted(there - here)[:3]
         apart = f"missing in the checkpoint: {missing}; unknown to the model: {strange}"
-        raise ValueError(f"{folder} is of another model ({apart}); use the same task.* settings, or another run.dir")
+        raise ValueError(
+            f"{folder} is of another model ({apart}); use the same task.* settings, or another run.dir"
+        )
     for name, target in targets.items():
         about: Any = saved[name]
         targets[name] = target = of_shape(target, about.size)
@@ -174,29 +225,54 @@ def load_tensors(
             raise ValueError(f"{folder}: {apart}")
         if about.properties.dtype != target.dtype and not cast:
             apart = f"{name} has dtype {about.properties.dtype} in the checkpoint and {target.dtype} in the model"
-            raise ValueError(f"{folder}: {apart}; use the same machine.dtype, or a new run with --init.from")
+            raise ValueError(
+                f"{folder}: {apart}; use the same machine.dtype, or a new run with --init.from"
+            )
     if weights != "raw":
         averaged = {name: f"ema.{weights}.{name.removeprefix('model.')}" for name in targets}
         if not any(name in saved for name in averaged.values()):
-            raise ValueError(f"{folder} has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}")
-        targets = {averaged[name] if averaged[name] in saved else name: target for name, target in targets.items()}
-    targets |= {name: of_shape(tensor, saved[name].size) for name, tensor in (extra or {}).items() if name in saved}
+            raise ValueError(
+                f"{folder} has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}"
+            )
+        targets = {
+            averaged[name] if averaged[name] in saved else name: target
+            for name, target in targets.items()
+        }
+    targets |= {
+        name: of_shape(tensor, saved[name].size)
+        for name, tensor in (extra or {}).items()
+        if name in saved
+    }
     if optimizer is not None:
         for name, parameter, group in optimized(model, optimizer):
             prefix = f"optimizer.{name}."
-            for key in [key for key, value in optimizer.state[parameter].items() if isinstance(value, Tensor)]:
+            for key in [
+                key
+                for key, value in optimizer.state[parameter].items()
+                if isinstance(value, Tensor)
+            ]:
                 if f"{prefix}{key}" not in saved:
                     del optimizer.state[parameter][key]
-            for entry in (name for name in saved if name.startswith(prefix) and "." not in name.removeprefix(prefix)):
+            for entry in (
+                name
+                for name in saved
+                if name.startswith(prefix) and "." not in name.removeprefix(prefix)
+            ):
                 known = optimizer.state[parameter]
                 key = entry.removeprefix(prefix)
                 if key not in known:
                     known[key] = _empty_entry(saved[entry], parameter, key, group)
                 targets[entry] = of_shape(as_real(known[key]), saved[entry].size)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each rank reads its own shards
+        warnings.filterwarnings(
+            "ignore", message="torch.distributed is disabled"
+        )  # each rank reads its own shards
         for reader, names in zip(readers, held, strict=True):
-            load({name: targets[name] for name in names if name in targets}, storage_reader=reader, no_dist=True)
+            load(
+                {name: targets[name] for name in names if name in targets},
+                storage_reader=reader,
+                no_dist=True,
+            )
 
 
 class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
@@ -211,7 +287,9 @@ class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
             entries = headers[file] = headers.get(file) or header(file)
             ends = [entry["data_offsets"][1] for entry in entries.values() if "dtype" in entry]
             entry = entries[item.storage_index.fqn]
-            start, end = (file.stat().st_size - max(ends) + offset for offset in entry["data_offsets"])
+            start, end = (
+                file.stat().st_size - max(ends) + offset for offset in entry["data_offsets"]
+            )
             if entry["shape"] and end > start:  # rows of the first dimension are contiguous
                 row = (end - start) // entry["shape"][0]
                 start += row * item.storage_offsets[0]
@@ -234,7 +312,9 @@ def averages_in(saved: Mapping[str, Any]) -> list[str]:
     for name in saved:
         if name.startswith("ema."):
             for parameter in saved:
-                if parameter.startswith("model.") and name.endswith(tail := parameter.removeprefix("model")):
+                if parameter.startswith("model.") and name.endswith(
+                    tail := parameter.removeprefix("model")
+                ):
                     names[name.removeprefix("ema.").removesuffix(tail)] = None
     return list(names)
 

@@ -29,7 +29,9 @@ def header(file: Path) -> dict[str, Any]:
     return content
 
 
-def tensor_problems(folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]) -> list[str]:
+def tensor_problems(
+    folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]
+) -> list[str]:
     """List the tensors of a manifest (dtype and global shape by name) that the files do not hold exactly once."""
     wrong, rows = [], defaultdict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]](list)
     for name in (name for name in files if name.endswith(".safetensors")):
@@ -40,7 +42,9 @@ def tensor_problems(folder: Path, files: Mapping[str, Any], tensors: Mapping[str
                 shape = tuple(entry["shape"])
                 offset = tuple(about[tensor]["saved_offsets"])
                 if tensor in tensors and entry["dtype"] != tensors[tensor][0]:
-                    wrong.append(f"{tensor} is {entry['dtype']} in {name}, and {tensors[tensor][0]} in the manifest")
+                    wrong.append(
+                        f"{tensor} is {entry['dtype']} in {name}, and {tensors[tensor][0]} in the manifest"
+                    )
                 rows[tensor].append((offset, shape))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             wrong.append(f"{name}: its header cannot be read ({type(error).__name__}: {error})")
@@ -50,12 +54,21 @@ def tensor_problems(folder: Path, files: Mapping[str, Any], tensors: Mapping[str
         held = rows.pop(tensor, [])
         inside = all(
             len(piece) == len(shape) == len(offset)
-            and all(at >= 0 and at + size <= whole for at, size, whole in zip(offset, piece, shape, strict=True))
+            and all(
+                at >= 0 and at + size <= whole
+                for at, size, whole in zip(offset, piece, shape, strict=True)
+            )
             for offset, piece in held
         )
         count = sum(math.prod(piece) for _, piece in held)
-        if not inside or count != math.prod(shape) or len({offset for offset, _ in held}) < len(held):
-            wrong.append(f"{tensor} of shape {tuple(shape)} is not whole: {count} of {math.prod(shape)} elements")
+        if (
+            not inside
+            or count != math.prod(shape)
+            or len({offset for offset, _ in held}) < len(held)
+        ):
+            wrong.append(
+                f"{tensor} of shape {tuple(shape)} is not whole: {count} of {math.prod(shape)} elements"
+            )
     return wrong + [f"{tensor} is not in the manifest" for tensor in rows]
 
 
@@ -120,7 +133,9 @@ class Keep:
 
     def among(self, steps: Sequence[int]) -> set[int]:
         """Return those of the steps, in ascending order, whose checkpoints are kept."""
-        kept = {step for step in steps if (self.every and step % self.every == 0) or step == self.best}
+        kept = {
+            step for step in steps if (self.every and step % self.every == 0) or step == self.best
+        }
         return kept | set(steps[-max(1, self.newest) :])
 
 
@@ -140,7 +155,9 @@ class Store:
         path.mkdir(parents=True, exist_ok=True)
         return path
 
-    def seal(self, draft: Path, step: int, files: Entries, about: Entries, tensors: Entries | None = None) -> Path:
+    def seal(
+        self, draft: Path, step: int, files: Entries, about: Entries, tensors: Entries | None = None
+    ) -> Path:
         """Commit the ``draft`` of the checkpoint of ``step``, whose files are flushed: write the manifest, flush,
         rename the folder, flush.
 
@@ -191,9 +208,16 @@ class Store:
             yield path, problems(path)
 
 
-def manifest_of(step: int, files: Entries, about: Entries, tensors: Entries | None = None) -> dict[str, Any]:
+def manifest_of(
+    step: int, files: Entries, about: Entries, tensors: Entries | None = None
+) -> dict[str, Any]:
     """Return the manifest of a checkpoint; see :meth:`Store.seal`."""
-    manifest = {"format": FORMAT, "step": step, "files": dict(sorted(files.items())), "about": dict(about)}
+    manifest = {
+        "format": FORMAT,
+        "step": step,
+        "files": dict(sorted(files.items())),
+        "about": dict(about),
+    }
     return manifest | {"tensors": dict(tensors or {})}
 
 
@@ -220,13 +244,19 @@ def parsed_manifest(content: bytes) -> dict[str, Any]:
         manifest = json.loads(content)
         recorded = manifest.pop("self")
         files = manifest["files"]
-        plain = all(name.count("/") <= 1 and not {"", ".", ".."} & set(name.split("/")) for name in files)
+        plain = all(
+            name.count("/") <= 1 and not {"", ".", ".."} & set(name.split("/")) for name in files
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if recorded != _of(manifest) or not plain:
-        raise ValueError(f"{MANIFEST} is damaged: expected checksum {_of(manifest)}, found {recorded}")
+        raise ValueError(
+            f"{MANIFEST} is damaged: expected checksum {_of(manifest)}, found {recorded}"
+        )
     if manifest.get("format") not in _READ:
-        raise ValueError(f"{MANIFEST} has format {manifest.get('format')}; this oneloop reads formats {_READ}")
+        raise ValueError(
+            f"{MANIFEST} has format {manifest.get('format')}; this oneloop reads formats {_READ}"
+        )
     return manifest  # type: ignore[no-any-return]
 
 
@@ -235,7 +265,9 @@ def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | Non
     known manifest entries (None: of all files in the folder)."""
     files = files or {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "xxh3": checksum(path)}
-        for path in sorted([*folder.iterdir(), *folder.glob("[0-9]_*/*")])  # parts of a model of sentence-transformers
+        for path in sorted(
+            [*folder.iterdir(), *folder.glob("[0-9]_*/*")]
+        )  # parts of a model of sentence-transformers
         if path.is_file() and path.name != MANIFEST
     }
     write_file(folder / MANIFEST, signed({"format": FORMAT, "files": files, "about": dict(about)}))
@@ -276,7 +308,11 @@ def problems(folder: Path) -> list[str]:
 
 
 def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    wrong = [f"{path.name}: a link, which may lead elsewhere" for path in folder.iterdir() if path.is_symlink()]
+    wrong = [
+        f"{path.name}: a link, which may lead elsewhere"
+        for path in folder.iterdir()
+        if path.is_symlink()
+    ]
     if _NAME.fullmatch(folder.name) and manifest["step"] != step_of(folder):
         wrong.append(f"its manifest belongs to step {manifest['step']}")
     if wrong:

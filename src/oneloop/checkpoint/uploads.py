@@ -14,8 +14,26 @@ from xxhash import xxh3_64_digest
 
 from oneloop.basics.bucket import BLOCK, Bucket
 from oneloop.checkpoint.lease import Lease, Taken
-from oneloop.checkpoint.mirror import BASE, CHECKPOINTS, FILES, FINAL, OURS, Damaged, folder_of, manifest_at, steps_in
-from oneloop.checkpoint.store import MANIFEST, Keep, Store, manifest_of, read_manifest, signed, step_of
+from oneloop.checkpoint.mirror import (
+    BASE,
+    CHECKPOINTS,
+    FILES,
+    FINAL,
+    OURS,
+    Damaged,
+    folder_of,
+    manifest_at,
+    steps_in,
+)
+from oneloop.checkpoint.store import (
+    MANIFEST,
+    Keep,
+    Store,
+    manifest_of,
+    read_manifest,
+    signed,
+    step_of,
+)
 from oneloop.checkpoint.writer import SaveRequest, gathered, padded
 
 _PAUSE = 0.3  # seconds between two looks for the shards of other ranks
@@ -28,13 +46,25 @@ class Uploads:
     and ``owns`` (this process renews it, and copies). ``news`` reports the newest ``step`` there, or an ``error``."""
 
     def __init__(self, to: Mapping[str, Any], news: Callable[..., None]) -> None:
-        self.bucket, self.run, self._news = Bucket(to["address"], limit=to["limit"]), Path(to["run"]), news
-        self.lease, self._request = Lease(self.bucket, *to["lease"]), SaveRequest("", 0, 0, 0, 0, "", 0)
+        self.bucket, self.run, self._news = (
+            Bucket(to["address"], limit=to["limit"]),
+            Path(to["run"]),
+            news,
+        )
+        self.lease, self._request = (
+            Lease(self.bucket, *to["lease"]),
+            SaveRequest("", 0, 0, 0, 0, "", 0),
+        )
         self._check: Callable[[], None] = self.lease.check if to["owns"] else lambda: None
         self.counts, self._delay, self._not_before = bool(to["counts"]), _BACKOFF[0], 0.0
-        self._used = dict[str, tuple[str, ...]]()  # beginnings of the names of the objects of each folder
+        self._used = dict[
+            str, tuple[str, ...]
+        ]()  # beginnings of the names of the objects of each folder
         self._sent = dict[str, bytes | None]()  # checksums of the files there
-        self._newest, self._mended = 0, set[int]()  # the newest step there; those that were written again
+        self._newest, self._mended = (
+            0,
+            set[int](),
+        )  # the newest step there; those that were written again
         self._lock, self._wanted = threading.Lock(), threading.Event()
         if to["owns"]:
             taken = lambda error: news(error=str(error), taken=True)  # noqa: E731
@@ -44,16 +74,31 @@ class Uploads:
     def save(self, request: SaveRequest, data: memoryview, cancelled: Callable[[], bool]) -> None:
         """Write this rank's files of a checkpoint, as :func:`oneloop.checkpoint.writer.write` does to a disk."""
         folder, head, self._request = folder_of(request.step), padded(request.header), request
-        draft, shard = f"{folder}/{self.lease.number}-{request.attempt}-", f"rank-{request.rank:05d}"
+        draft, shard = (
+            f"{folder}/{self.lease.number}-{request.attempt}-",
+            f"rank-{request.rank:05d}",
+        )
         pieces = [head, *(data[at : at + BLOCK] for at in range(0, len(data), BLOCK))]
         try:
-            files = {f"{shard}.safetensors": self._write(f"{draft}{shard}.safetensors", pieces, request.size)}
+            files = {
+                f"{shard}.safetensors": self._write(
+                    f"{draft}{shard}.safetensors", pieces, request.size
+                )
+            }
             if request.rank:
-                self.bucket.put(f"{draft}{shard}.json", json.dumps(files[f"{shard}.safetensors"]).encode())
+                self.bucket.put(
+                    f"{draft}{shard}.json", json.dumps(files[f"{shard}.safetensors"]).encode()
+                )
                 return
-            files["state.json"] = self._write(f"{draft}state.json", [json.dumps(request.state, indent=1).encode()])
-            names = lambda: [f"{folder}/{name}".removeprefix(draft) for name in self.bucket.sizes(folder)]  # noqa: E731
-            files |= gathered(names, lambda name: self.bucket.get(draft + name), request.ranks, cancelled, _PAUSE)
+            files["state.json"] = self._write(
+                f"{draft}state.json", [json.dumps(request.state, indent=1).encode()]
+            )
+            names = lambda: [
+                f"{folder}/{name}".removeprefix(draft) for name in self.bucket.sizes(folder)
+            ]  # noqa: E731
+            files |= gathered(
+                names, lambda name: self.bucket.get(draft + name), request.ranks, cancelled, _PAUSE
+            )
         except OSError as error:
             with suppress(OSError):
                 if not isinstance(error, Taken):
@@ -88,7 +133,9 @@ class Uploads:
         try:
             self.bucket.put(name, content, create=True)
         except FileExistsError:
-            if self.bucket.get(name) != content:  # else the client has repeated its request: an answer was lost
+            if (
+                self.bucket.get(name) != content
+            ):  # else the client has repeated its request: an answer was lost
                 if manifest.get("step", -1) not in [-1, *self._request.bad]:
                     raise
                 self._remove([name])  # of a damaged checkpoint, or of earlier final weights
@@ -104,7 +151,9 @@ class Uploads:
         """Write the files of the run folder that have changed; delete those that it does not have any more."""
         for name in FILES:
             content = (self.run / name).read_bytes() if (self.run / name).exists() else None
-            if self._sent.get(name, b"") != (sent := None if content is None else xxh3_64_digest(content)):
+            if self._sent.get(name, b"") != (
+                sent := None if content is None else xxh3_64_digest(content)
+            ):
                 self._remove([name]) if content is None else self._write(name, [content])
             self._sent[name] = sent
 
@@ -116,7 +165,9 @@ class Uploads:
         kept = Keep(**self._request.keep).among([step for step in steps if step not in bad]) | bad
         kept |= set() if self._request.keep else set(steps)
         self._remove(f"{folder_of(step)}/{MANIFEST}" for step in steps if step not in kept)
-        used = tuple(name for folder in [FINAL, *map(folder_of, kept)] for name in self._objects(folder))
+        used = tuple(
+            name for folder in [FINAL, *map(folder_of, kept)] for name in self._objects(folder)
+        )
         self._remove(name for name in there if not name.startswith(used))
 
     def _objects(self, folder: str, manifest: Mapping[str, Any] | None = None) -> tuple[str, ...]:
@@ -152,7 +203,10 @@ class Uploads:
                 if final is not None:
                     self._run_files()
             except Exception as error:
-                self._not_before, self._delay = time.monotonic() + self._delay, min(2 * self._delay, _BACKOFF[1])
+                self._not_before, self._delay = (
+                    time.monotonic() + self._delay,
+                    min(2 * self._delay, _BACKOFF[1]),
+                )
                 self._news(error=str(error), taken=isinstance(error, Taken))
                 return str(error)
             self._delay = _BACKOFF[0]
@@ -174,11 +228,15 @@ class Uploads:
     def _copy(self, folder: Path, remote: str) -> None:
         manifest, attempt = read_manifest(folder), f"{self.lease.number}-{uuid4().hex[:8]}"
         files = manifest["files"]
-        with ExitStack() as stack:  # open files stay readable if the checkpoint is deleted meanwhile
+        with (
+            ExitStack() as stack
+        ):  # open files stay readable if the checkpoint is deleted meanwhile
             streams = {name: stack.enter_context((folder / name).open("rb")) for name in files}
             for name, stream in streams.items():
                 blocks = iter(lambda stream=stream: stream.read(BLOCK), b"")  # type: ignore[misc]
-                entry = self._write(f"{remote}/{attempt}-{name}", blocks, os.fstat(stream.fileno()).st_size)
+                entry = self._write(
+                    f"{remote}/{attempt}-{name}", blocks, os.fstat(stream.fileno()).st_size
+                )
                 if entry["xxh3"] != files[name]["xxh3"]:
                     raise OSError(f"{folder / name} is damaged")
                 files[name] = entry

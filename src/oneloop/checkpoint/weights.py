@@ -40,14 +40,18 @@ def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[
     model (``origin``), return only the other weights, under the names in peft's files."""
     if origin is not None:
         return _trained_weights(model, origin)
-    state: Any = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    state: Any = get_model_state_dict(
+        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
+    )
     tied, seen, scalars = tied_names(bare(model)), set[int](), scalar_names(bare(model))
     weights = {}
     for name, tensor in state.items():
         if name in tied:
             continue
         whole = tensor.reshape(()) if name in scalars else tensor.contiguous()
-        if (data := whole.untyped_storage().data_ptr()) in seen:  # shared memory, which safetensors rejects
+        if (
+            data := whole.untyped_storage().data_ptr()
+        ) in seen:  # shared memory, which safetensors rejects
             whole = whole.clone()
         seen.add(data)
         weights[name] = whole
@@ -102,19 +106,33 @@ def load_weights(
     if origin is not None:
         about = _config_next_to(file, source)
         _reject_other_origin(file.parent, source, origin, about)
-        inside = {origin.outside(name): name for name in model.state_dict() if name not in origin.names}
+        inside = {
+            origin.outside(name): name for name in model.state_dict() if name not in origin.names
+        }
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
     loaded |= {name: loaded[name].reshape(1) for name in scalar_names(model) if name in loaded}
-    own = {name: tensor for name, tensor in model.state_dict().items() if origin is None or name not in origin.names}
+    own = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if origin is None or name not in origin.names
+    }
     for pattern in leave_out:
         if not any(matches(pattern, name) for name in own):
             some = ", ".join([*own][:8])
-            raise ValueError(f"init.leave_out {pattern!r} matches no parameter of the model; it has {some}, …")
+            raise ValueError(
+                f"init.leave_out {pattern!r} matches no parameter of the model; it has {some}, …"
+            )
     left = [name for name in own if any(matches(pattern, name) for pattern in leave_out)]
-    loaded = {name: tensor for name, tensor in loaded.items() if not any(matches(p, name) for p in leave_out)}
+    loaded = {
+        name: tensor
+        for name, tensor in loaded.items()
+        if not any(matches(p, name) for p in leave_out)
+    }
     _reject_others(own, loaded, tied_names(model) | set(left), source, file)
     if origin is not None and (other := origin.other_settings(about)):
-        raise ValueError(f"init.from {source!r}: its adapters have another scale ({other}); set task.lora.* to match")
+        raise ValueError(
+            f"init.from {source!r}: its adapters have another scale ({other}); set task.lora.* to match"
+        )
     with torch.no_grad():
         model.load_state_dict(loaded, strict=False)
     return left
@@ -128,14 +146,26 @@ def _file_of(source: str, weights: str, origin: BaseModel | None) -> Path:
         found = Path(source) if Path(source).is_file() else None
     else:
         folders = [""] if hub else ["final/", ""]
-        names = [f"{folder}{own if weights == 'raw' else weights}.safetensors" for folder in folders]
+        names = [
+            f"{folder}{own if weights == 'raw' else weights}.safetensors" for folder in folders
+        ]
         candidates = [f"{source}/{name}" for name in names]
         found = next((file for name in names if (file := fetched(source, name)) is not None), None)
-        if found is None and any(fetched(source, f"{folder}{other}.safetensors") for folder in folders):
-            one, other = ("adapters", "none") if origin is None else ("a whole model", "only adapters to train")
-            raise ValueError(f"init.from {source!r} contains {one}, but the model has {other}; set it as task.model")
+        if found is None and any(
+            fetched(source, f"{folder}{other}.safetensors") for folder in folders
+        ):
+            one, other = (
+                ("adapters", "none")
+                if origin is None
+                else ("a whole model", "only adapters to train")
+            )
+            raise ValueError(
+                f"init.from {source!r} contains {one}, but the model has {other}; set it as task.model"
+            )
     if found is None:
-        raise ValueError(f"init.from {source!r}: no weights found (looked for {' and '.join(candidates)})")
+        raise ValueError(
+            f"init.from {source!r}: no weights found (looked for {' and '.join(candidates)})"
+        )
     return found
 
 
@@ -147,16 +177,22 @@ def _config_next_to(weights: Path, source: str) -> dict[str, Any]:
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
-def _reject_other_origin(folder: Path, source: str, origin: BaseModel, about: Mapping[str, Any]) -> None:
+def _reject_other_origin(
+    folder: Path, source: str, origin: BaseModel, about: Mapping[str, Any]
+) -> None:
     try:
         there = read_manifest(folder)["about"].get("base")
     except ValueError:
         there = None
     if other := origin.of_another(about, there):
-        raise ValueError(f"init.from {source!r}: its adapters are for {other}; set task.model to it")
+        raise ValueError(
+            f"init.from {source!r}: its adapters are for {other}; set task.model to it"
+        )
 
 
-def _reject_others(own: Tensors, loaded: Tensors, known: Collection[str], source: str, file: Path) -> None:
+def _reject_others(
+    own: Tensors, loaded: Tensors, known: Collection[str], source: str, file: Path
+) -> None:
     """Reject weights whose names or shapes differ from the model's; names in ``known`` may be missing."""
     missing = sorted(own.keys() - loaded.keys() - set(known))
     unexpected = sorted(loaded.keys() - own.keys())
@@ -168,8 +204,14 @@ def _reject_others(own: Tensors, loaded: Tensors, known: Collection[str], source
     if missing or unexpected or shapes:
         wrong = [
             f"{what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-            for what, names in (("missing", missing), ("unexpected", unexpected), ("other shape", shapes))
+            for what, names in (
+                ("missing", missing),
+                ("unexpected", unexpected),
+                ("other shape", shapes),
+            )
             if names
         ]
         why = f"is of another model ({'; '.join(wrong)})"
-        raise ValueError(f"init.from {source!r}: {file.name} {why}; choose weights of the same task.* settings")
+        raise ValueError(
+            f"init.from {source!r}: {file.name} {why}; choose weights of the same task.* settings"
+        )

@@ -37,19 +37,27 @@ class SaveRequest:
     ranks: int
     header: str  # the safetensors header: name, dtype, shape and offset of every tensor, as JSON
     size: int  # bytes of tensor data
-    state: dict[str, Any] = field(default_factory=dict)  # state other than tensors; rank 0 writes it
+    state: dict[str, Any] = field(
+        default_factory=dict
+    )  # state other than tensors; rank 0 writes it
     about: dict[str, Any] = field(default_factory=dict)  # for the manifest
     bad: list[int] = field(default_factory=list)  # steps of damaged checkpoints in the mirror
     keep: dict[str, Any] = field(default_factory=dict)  # fields of :class:`Keep`
-    tensors: dict[str, Any] = field(default_factory=dict)  # their dtypes and global shapes, for the manifest
-    flush: list[str] = field(default_factory=list)  # other files that must be on disk before it is complete
+    tensors: dict[str, Any] = field(
+        default_factory=dict
+    )  # their dtypes and global shapes, for the manifest
+    flush: list[str] = field(
+        default_factory=list
+    )  # other files that must be on disk before it is complete
 
 
 class Gone(Exception):
     """An error: another rank's shard failed, or this save was cancelled."""
 
 
-def write(request: SaveRequest, data: memoryview, cancelled: Callable[[], bool] = lambda: False) -> None:
+def write(
+    request: SaveRequest, data: memoryview, cancelled: Callable[[], bool] = lambda: False
+) -> None:
     """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones. Raises OSError and Gone."""
     store = Store(Path(request.root))
     draft = store.draft(request.step, request.attempt)
@@ -61,7 +69,9 @@ def write(request: SaveRequest, data: memoryview, cancelled: Callable[[], bool] 
             (draft / f"{shard}.draft").rename(draft / f"{shard}.json")
             return
         files = {f"{shard}.safetensors": entry}
-        files["state.json"] = write_file(draft / "state.json", json.dumps(request.state, indent=1).encode())
+        files["state.json"] = write_file(
+            draft / "state.json", json.dumps(request.state, indent=1).encode()
+        )
         done = lambda name: (draft / name).read_bytes()  # noqa: E731
         files |= gathered(lambda: os.listdir(draft), done, request.ranks, cancelled)
         for other in range(1, request.ranks):

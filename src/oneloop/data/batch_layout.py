@@ -9,7 +9,9 @@ class BatchLayout:
 
     size: int
     ranks: int
-    micro: int | None = None  # samples of one micro-batch (None: ``grain`` if set, else size / ranks)
+    micro: int | None = (
+        None  # samples of one micro-batch (None: ``grain`` if set, else size / ranks)
+    )
     grain: int | None = None
     """samples of a micro-batch (leaf) for bit-identical results; size / grain and ranks are then powers of two"""
     sharded: bool = False
@@ -26,10 +28,17 @@ class BatchLayout:
             unit = self.ranks * micro
             nearest = max(1, round(self.size / unit)) * unit
             share, rest = divmod(self.size, self.ranks)
-            if not rest and not self.grain:  # batch.micro does not change the results, batch.size does
-                fits = min((n for n in range(1, share + 1) if not share % n), key=lambda n: (abs(n - micro), -n))
+            if (
+                not rest and not self.grain
+            ):  # batch.micro does not change the results, batch.size does
+                fits = min(
+                    (n for n in range(1, share + 1) if not share % n),
+                    key=lambda n: (abs(n - micro), -n),
+                )
                 each = f"batch.size {self.size} over {self.ranks} ranks is {share} samples each"
-                raise ValueError(f"{each}; batch.micro {micro} does not divide this number; nearest: {fits}")
+                raise ValueError(
+                    f"{each}; batch.micro {micro} does not divide this number; nearest: {fits}"
+                )
             requested = "" if self.micro is None else f" x micro {micro}"
             message = f"{self.ranks} ranks{requested}; nearest size: {nearest}"
             raise ValueError(f"batch.size {self.size} cannot be split over {message}")
@@ -44,7 +53,11 @@ class BatchLayout:
 
     def leaf(self, rank: int, micro: int) -> int:
         """Return the index, among all micro-batches of a step, of the ``micro``-th one of ``rank``."""
-        return micro * self.ranks + rank if self.grain and self.sharded else rank * self.accumulate + micro
+        return (
+            micro * self.ranks + rank
+            if self.grain and self.sharded
+            else rank * self.accumulate + micro
+        )
 
     def __str__(self) -> str:
         return f"batch {self.size} = {self.ranks} ranks x {self.accumulate} micro-batches x {self.micro}"

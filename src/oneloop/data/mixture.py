@@ -31,7 +31,9 @@ class Mixture:
                 raise ValueError(f"the set {name!r} of a mixture is empty; remove it")
         self.sets, self.weights = dict(sets), list(weights)
         self.cycle = proportions(weights)
-        self.bounds = np.cumsum([0, *map(len, self.sets.values())])  # first index of each set, and the total length
+        self.bounds = np.cumsum(
+            [0, *map(len, self.sets.values())]
+        )  # first index of each set, and the total length
 
     @property
     def sources(self) -> dict[str, range]:
@@ -66,10 +68,18 @@ class Mixture:
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return the fingerprint of the sets; None if one of them has none."""
-        described = {name: s.fingerprint() if hasattr(s, "fingerprint") else None for name, s in self.sets.items()}
+        described = {
+            name: s.fingerprint() if hasattr(s, "fingerprint") else None
+            for name, s in self.sets.items()
+        }
         if None in described.values():
             return None
-        return {"length": len(self), "weights": self.weights, "order": list(described), "sets": described}
+        return {
+            "length": len(self),
+            "weights": self.weights,
+            "order": list(described),
+            "sets": described,
+        }
 
     def about(self) -> str:
         """Return the share and size of each set for the log."""
@@ -87,7 +97,9 @@ class Mixed:
     number at each position, repeated endlessly, as :func:`proportions` returns it.
     """
 
-    def __init__(self, orders: Sequence[Ordered], offsets: NDArray[np.int64], cycle: NDArray[np.int64]) -> None:
+    def __init__(
+        self, orders: Sequence[Ordered], offsets: NDArray[np.int64], cycle: NDArray[np.int64]
+    ) -> None:
         self.orders, self._offsets, self._cycle = orders, offsets, cycle
         each = cycle[:, None] == np.arange(len(orders))[None, :]
         self._each = each.sum(0)
@@ -101,7 +113,9 @@ class Mixed:
         """Return epochs and sample indices, each in the shape of ``positions``."""
         cycles, offsets = np.divmod(positions.reshape(-1), len(self._cycle))
         which = self._cycle[offsets]
-        local = cycles * self._each[which] + self._before[offsets]  # position within its set's order
+        local = (
+            cycles * self._each[which] + self._before[offsets]
+        )  # position within its set's order
         epochs, indices = np.empty_like(local), np.empty_like(local)
         for number, order in enumerate(self.orders):
             of_set = which == number
@@ -121,17 +135,23 @@ def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
     Raises ValueError: a weight is negative or not a number, all are 0, or the cycle would be too long."""
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
         described = ", ".join(map(str, weights))
-        raise ValueError(f"the weights of a mixture are {described}; expected numbers above 0 (0 drops a set)")
+        raise ValueError(
+            f"the weights of a mixture are {described}; expected numbers above 0 (0 drops a set)"
+        )
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     length = math.lcm(*(share.denominator for share in shares))
     if length > _MAX_CYCLE:
         described = ", ".join(map(str, weights))
-        raise ValueError(f"the weights of a mixture are {described}, shares of {length:,}; round them to four digits")
+        raise ValueError(
+            f"the weights of a mixture are {described}, shares of {length:,}; round them to four digits"
+        )
     each = [int(share * length) for share in shares]
     cycle, counts = np.zeros(length, dtype=np.int64), [0] * len(weights)
     for position in range(length):
-        candidates = [i for i, count in enumerate(counts) if count * length < each[i] * (position + 1)]
+        candidates = [
+            i for i, count in enumerate(counts) if count * length < each[i] * (position + 1)
+        ]
         chosen = min(candidates, key=lambda i: (-(-(counts[i] + 1) * length // each[i]), i))
         cycle[position] = chosen
         counts[chosen] += 1

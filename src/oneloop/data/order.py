@@ -34,8 +34,14 @@ def permuted(positions: UInt64Array, sizes: int | UInt64Array, keys: UInt64Array
     if isinstance(sizes, int):
         bits: Any = max(_MIN_BITS, (sizes - 1).bit_length())
     else:
-        bits = np.maximum(np.frexp((sizes - np.uint64(1)).astype(np.float64))[1], _MIN_BITS).astype(np.int64)
-    right_bits = np.uint64(bits - bits // 2) if isinstance(sizes, int) else (bits - bits // 2).astype(np.uint64)
+        bits = np.maximum(np.frexp((sizes - np.uint64(1)).astype(np.float64))[1], _MIN_BITS).astype(
+            np.int64
+        )
+    right_bits = (
+        np.uint64(bits - bits // 2)
+        if isinstance(sizes, int)
+        else (bits - bits // 2).astype(np.uint64)
+    )
     left_mask, right_mask = _mask(bits // 2), _mask(bits - bits // 2)
 
     def select(value: Any, which: NDArray[np.int64]) -> Any:
@@ -56,7 +62,9 @@ def _mask(bits: Any) -> Any:
     return (np.uint64(1) << bits.astype(np.uint64)) - np.uint64(1)
 
 
-def _network(positions: UInt64Array, keys: UInt64Array, shift: Any, left_mask: Any, right_mask: Any) -> Any:
+def _network(
+    positions: UInt64Array, keys: UInt64Array, shift: Any, left_mask: Any, right_mask: Any
+) -> Any:
     left, right = positions >> shift, positions & right_mask
     for turn in range(0, _ROUNDS, 2):
         left = left ^ (_mix(keys + right + np.uint64((turn << 40) + 1)) & left_mask)
@@ -117,6 +125,8 @@ def order_of(dataset: Any, *, seed: int, batch: int) -> Ordered:
     Args: ``dataset``: a map-style data set. ``seed``: seed of the order. ``batch``: samples of a step.
     """
     order: Ordered = (
-        dataset.order(seed=seed, batch=batch) if hasattr(dataset, "order") else Order(len(dataset), seed=seed)
+        dataset.order(seed=seed, batch=batch)
+        if hasattr(dataset, "order")
+        else Order(len(dataset), seed=seed)
     )
     return order

@@ -20,7 +20,9 @@ class Bins:
     [[0, 2], [1, 3]]
     """
 
-    members: NDArray[np.int64]  # (items,), bin after bin: ascending in each bin; bins ascend by first item
+    members: NDArray[
+        np.int64
+    ]  # (items,), bin after bin: ascending in each bin; bins ascend by first item
     ends: NDArray[np.int64]  # (bins,), end of each bin in ``members``
 
     def __len__(self) -> int:
@@ -92,7 +94,9 @@ class _FreeSpace:
 
     def __init__(self) -> None:
         self._bins: dict[int, list[int]] = {}
-        self._occupied = 0  # bit set of the free spaces: finding the next one is faster than in a tree
+        self._occupied = (
+            0  # bit set of the free spaces: finding the next one is faster than in a tree
+        )
 
     def least(self, length: int) -> int | None:
         above = self._occupied >> length
@@ -121,13 +125,17 @@ class Bucketed:
     >>> epochs, indices = Bucketed(lengths, seed=0, batch=32)[3_200:3_232]      # one step, by length
     """
 
-    def __init__(self, lengths: Sequence[int] | NDArray[np.int64], *, seed: int, batch: int, window: int = 50) -> None:
+    def __init__(
+        self, lengths: Sequence[int] | NDArray[np.int64], *, seed: int, batch: int, window: int = 50
+    ) -> None:
         self.lengths = np.asarray(lengths)
         self.size, self.seed, self.batch, self.window = len(self.lengths), seed, batch, window
         if self.size < 1:
             raise ValueError("an order needs at least one sample, got no lengths")
         if batch < 1 or window < 1:
-            raise ValueError(f"a step and a window must be 1 or more, got a batch of {batch} and a window of {window}")
+            raise ValueError(
+                f"a step and a window must be 1 or more, got a batch of {batch} and a window of {window}"
+            )
         self._windows: dict[tuple[int, int], tuple[int, NDArray[np.int64]]] = {}
 
     def __getitem__(self, window: slice) -> EpochsAndIndices:
@@ -139,7 +147,9 @@ class Bucketed:
         indices = np.empty_like(flat)
         epochs, offsets = np.divmod(flat, self.size)
         phases, steps, numbers = self._window_layout(epochs)
-        windows = (((offsets + phases) // self.batch + 1) * numbers - 1) // steps  # as in _window_indices
+        windows = (
+            ((offsets + phases) // self.batch + 1) * numbers - 1
+        ) // steps  # as in _window_indices
         # Epoch and window ascend with the position, so the sorted positions form one run per window.
         ascending = np.argsort(flat, kind="stable")
         changes = np.diff(epochs[ascending]).astype(bool) | np.diff(windows[ascending]).astype(bool)
@@ -164,7 +174,9 @@ class Bucketed:
     def _window_indices(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
         phase, steps, windows = self._window_layout(epoch)
         first, last = number * steps // windows, (number + 1) * steps // windows
-        edges = np.clip(np.arange(first, last + 1, dtype=np.int64) * self.batch - phase, 0, self.size)
+        edges = np.clip(
+            np.arange(first, last + 1, dtype=np.int64) * self.batch - phase, 0, self.size
+        )
         offsets = np.arange(edges[0], edges[-1], dtype=np.uint64)
         epoch_key = epoch_keys(np.array([epoch], dtype=np.int64), self.seed)
         row = permuted(offsets, self.size, np.repeat(epoch_key, len(offsets))).astype(np.int64)

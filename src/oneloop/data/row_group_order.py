@@ -29,15 +29,21 @@ class Windows:
     have about ``open_groups`` groups; if that is every group, the order is a permutation of all samples. ``batch`` is
     in samples. Raises ValueError if there are no samples or open groups."""
 
-    def __init__(self, sizes: Sequence[int] | NDArray[np.int64], *, seed: int, open_groups: int, batch: int) -> None:
+    def __init__(
+        self, sizes: Sequence[int] | NDArray[np.int64], *, seed: int, open_groups: int, batch: int
+    ) -> None:
         self.sizes, self.seed = np.asarray(sizes, dtype=np.int64), seed
         self.size = int(self.sizes.sum())
         if self.size < 1 or open_groups < 1:
-            raise ValueError(f"an order requires samples and open groups, got {self.size} and {open_groups}")
+            raise ValueError(
+                f"an order requires samples and open groups, got {self.size} and {open_groups}"
+            )
         self._firsts = np.cumsum(self.sizes) - self.sizes
         all_open = open_groups >= len(self.sizes)
         self.lanes = 1 if all_open else lanes(open_groups, batch)
-        self.window = len(self.sizes) if all_open else open_groups // self.lanes  # groups of a window
+        self.window = (
+            len(self.sizes) if all_open else open_groups // self.lanes
+        )  # groups of a window
         self.run = batch // self.lanes  # consecutive samples of one lane
         self._layouts: dict[int, _Layout] = {}
 
@@ -65,7 +71,9 @@ class Windows:
         sample = first + permuted((sample - first).astype(np.uint64), size, keys).astype(np.int64)
         slot = np.searchsorted(layout.ends, sample, side="right")
         group = layout.groups[slot]
-        indices: NDArray[np.int64] = self._firsts[group] + sample - (layout.ends[slot] - self.sizes[group])
+        indices: NDArray[np.int64] = (
+            self._firsts[group] + sample - (layout.ends[slot] - self.sizes[group])
+        )
         return indices
 
     def _layout(self, epoch: int) -> "_Layout":
@@ -78,15 +86,23 @@ class Windows:
     def _new_layout(self, epoch: int) -> "_Layout":
         total = len(self.sizes)
         key = epoch_keys(np.array([epoch], dtype=np.int64), self.seed)[0]
-        groups = permuted(np.arange(total, dtype=np.uint64), total, np.full(total, key)).astype(np.int64)
+        groups = permuted(np.arange(total, dtype=np.uint64), total, np.full(total, key)).astype(
+            np.int64
+        )
         ends = np.cumsum(self.sizes[groups])
         # If the epoch begins within a step, its first round continues the round of the previous epoch.
         phase = epoch * self.size % (self.lanes * self.run)
         missing = self._counts_by_lane(phase)
         counts = self._counts_by_lane(phase + self.size) - missing
         starts = np.cumsum(counts) - counts
-        edges = [self._edges(ends, start, start + count) for start, count in zip(starts, counts, strict=True) if count]
-        return _Layout(groups, ends, starts, missing, np.concatenate([*edges, [self.size]]), phase, key)
+        edges = [
+            self._edges(ends, start, start + count)
+            for start, count in zip(starts, counts, strict=True)
+            if count
+        ]
+        return _Layout(
+            groups, ends, starts, missing, np.concatenate([*edges, [self.size]]), phase, key
+        )
 
     def _counts_by_lane(self, samples: int) -> NDArray[np.int64]:
         """Return how many of the first ``samples`` samples each lane has."""
@@ -106,7 +122,9 @@ class _Layout:
     groups: NDArray[np.int64]
     ends: NDArray[np.int64]  # end of each group
     starts: NDArray[np.int64]  # start of each lane
-    missing: NDArray[np.int64]  # samples of the first round that the previous epoch took from each lane
+    missing: NDArray[
+        np.int64
+    ]  # samples of the first round that the previous epoch took from each lane
     edges: NDArray[np.int64]  # start of each window, and the end
     phase: int  # samples of the first round that belong to the previous epoch
     key: np.uint64

@@ -44,7 +44,9 @@ class SeededSamples(Dataset[Any]):
     def __getitem__(self, place: Place) -> tuple[int, Any]:
         return self._one_by_one([place], self._seed)[0]
 
-    def batch(self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]) -> Collated:
+    def batch(
+        self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]
+    ) -> Collated:
         """Return the collated samples of these (epoch, index) pairs; ``collate`` may draw random numbers, too. Raise
         SampleError if a sample cannot be loaded; the message names the sample, the set and the worker."""
         try:
@@ -62,12 +64,20 @@ class SeededSamples(Dataset[Any]):
         of = f"the {self.name} set" if self.name else type(self.dataset).__name__
         return f"sample {self._loading[1]} of {of} cannot be loaded{by}: {type(error).__name__}: {error}"
 
-    def _batch(self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]) -> Collated:
-        if not self._draws and len(places) > 1:  # for one sample, seeding costs no more than checking
+    def _batch(
+        self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]
+    ) -> Collated:
+        if (
+            not self._draws and len(places) > 1
+        ):  # for one sample, seeding costs no more than checking
             if self._together is None:
                 self._together = self._same_together(places)
             _seed_others(0)
-            samples = self._load_together(places) if self._together else self._one_by_one(places, self._seed_torch)
+            samples = (
+                self._load_together(places)
+                if self._together
+                else self._one_by_one(places, self._seed_torch)
+            )
             if samples is not None:
                 collated = collate(samples)
                 if _next_draws() == _UNTOUCHED:
@@ -75,7 +85,9 @@ class SeededSamples(Dataset[Any]):
             self._draws = True
         return collate(self._one_by_one(places, self._seed))
 
-    def _one_by_one(self, places: Sequence[Place], seed: Callable[[Place], object]) -> list[tuple[int, Any]]:
+    def _one_by_one(
+        self, places: Sequence[Place], seed: Callable[[Place], object]
+    ) -> list[tuple[int, Any]]:
         samples, dataset = [], self.dataset
         for place in places:
             self._loading = place
@@ -125,7 +137,9 @@ class UnfitSample(SampleError, ValueError):
 class Batches(Dataset[Any]):
     """Collated batches of a :class:`SeededSamples` set, indexed by lists of (epoch, index) pairs."""
 
-    def __init__(self, samples: SeededSamples, collate: Callable[[list[tuple[int, Any]]], Any]) -> None:
+    def __init__(
+        self, samples: SeededSamples, collate: Callable[[list[tuple[int, Any]]], Any]
+    ) -> None:
         self.samples, self.collate = samples, collate
 
     def __getitem__(self, places: Sequence[Place]) -> Any:

@@ -55,7 +55,12 @@ class CollateWithWeight:
         sample_weight: float | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.collate, self.weight, self.sample_weight, self.dtype = collate, weight, sample_weight, dtype
+        self.collate, self.weight, self.sample_weight, self.dtype = (
+            collate,
+            weight,
+            sample_weight,
+            dtype,
+        )
 
     def __call__(self, samples: list[tuple[int, Any]]) -> tuple[Batch, float]:
         indices, values = zip(*samples, strict=True)
@@ -82,9 +87,15 @@ class _RankBatches:
 
     def __iter__(self) -> Iterator[list[Place]]:
         each = self.layout.each
-        starts = each * np.array([self.layout.leaf(self.rank, micro) for micro in range(self.layout.accumulate)])
-        share = (starts[:, None] + np.arange(each)).reshape(-1)  # offsets of this rank's samples within a step
-        ahead = max(1, 4096 // len(share))  # steps per computation: the overhead of numpy's calls dominates
+        starts = each * np.array(
+            [self.layout.leaf(self.rank, micro) for micro in range(self.layout.accumulate)]
+        )
+        share = (starts[:, None] + np.arange(each)).reshape(
+            -1
+        )  # offsets of this rank's samples within a step
+        ahead = max(
+            1, 4096 // len(share)
+        )  # steps per computation: the overhead of numpy's calls dominates
         start = self.start
         while True:
             steps = start + self.layout.size * np.arange(ahead)
@@ -99,7 +110,11 @@ def workers_here(requested: int | str, *, device: torch.device, local_ranks: int
     """Return the number of worker processes per training process; ``auto`` is 0 on a CPU, whose cores train."""
     if requested != "auto":
         return int(requested)
-    return 0 if device.type == "cpu" else max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks - 1))
+    return (
+        0
+        if device.type == "cpu"
+        else max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks - 1))
+    )
 
 
 def in_memory(dataset: Any) -> bool:
@@ -119,11 +134,20 @@ def loader(
 ) -> Iterable[tuple[Batch, float]]:
     """Return batches and their weights for lists of (epoch, index) pairs; draw nothing from the global generator."""
     dataset = Batches(samples, collate)
-    if not workers and device.type != "cuda":  # a DataLoader would only add a profiler record (8 us) per batch
+    if (
+        not workers and device.type != "cuda"
+    ):  # a DataLoader would only add a profiler record (8 us) per batch
         return map(dataset.__getitem__, batches)
-    options: dict[str, Any] = {"num_workers": workers, "persistent_workers": False, "generator": torch.Generator()}
+    options: dict[str, Any] = {
+        "num_workers": workers,
+        "persistent_workers": False,
+        "generator": torch.Generator(),
+    }
     options |= {"prefetch_factor": max(2, math.ceil(ahead / workers)) if workers else None}
-    options |= {"pin_memory": pinned and device.type == "cuda", "worker_init_fn": partial(_begin_worker, os.getpid())}
+    options |= {
+        "pin_memory": pinned and device.type == "cuda",
+        "worker_init_fn": partial(_begin_worker, os.getpid()),
+    }
     loading = DataLoader(dataset, batch_size=None, sampler=batches, collate_fn=_identity, **options)
     return _from_workers(loading) if workers else loading
 
@@ -143,7 +167,9 @@ def _from_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batc
     try:
         yield from loading
     except (ConnectionError, EOFError) as error:
-        raise RuntimeError(f"a DataLoader worker exited without an error message ({error})") from error
+        raise RuntimeError(
+            f"a DataLoader worker exited without an error message ({error})"
+        ) from error
 
 
 def _begin_worker(parent: int, number: int) -> None:
@@ -175,7 +201,17 @@ def groups(
     copied while the current one is used."""
     batches_of_rank = _RankBatches(order, layout, rank=rank, start=start)
     keyed, ahead = SeededSamples(dataset, seed=seed, name="train"), 2 * layout.accumulate
-    batches = iter(loader(keyed, collate, batches_of_rank, workers=workers, device=device, ahead=ahead, pinned=pinned))
+    batches = iter(
+        loader(
+            keyed,
+            collate,
+            batches_of_rank,
+            workers=workers,
+            device=device,
+            ahead=ahead,
+            pinned=pinned,
+        )
+    )
     loaded: deque[Batch] = deque()
     weights: deque[list[float]] = deque()
 
@@ -196,12 +232,16 @@ def groups(
         while True:
             while len(weights) < ahead:
                 load()
-            yield Group(islice(moved, layout.accumulate), weights.popleft(), apart=bool(layout.grain))
+            yield Group(
+                islice(moved, layout.accumulate), weights.popleft(), apart=bool(layout.grain)
+            )
     finally:
         batches = iter(())  # ends the workers, even if the caller keeps a group
 
 
-def transferred(batches: Iterator[Batch], device: torch.device, *, pinned: bool = True) -> Iterator[Batch]:
+def transferred(
+    batches: Iterator[Batch], device: torch.device, *, pinned: bool = True
+) -> Iterator[Batch]:
     """Yield the batches on ``device``; on CUDA a second stream copies each while the previous one is used.
 
     Args: ``batches``: in host memory. ``device``: the target device. ``pinned``: whether they are in pinned memory; if
@@ -220,11 +260,15 @@ def transferred(batches: Iterator[Batch], device: torch.device, *, pinned: bool 
         torch.cuda.current_stream(device).wait_stream(copies)
         for value in upcoming.values():
             if torch.is_tensor(value):
-                value.record_stream(torch.cuda.current_stream(device))  # keeps its memory from being reused too early
+                value.record_stream(
+                    torch.cuda.current_stream(device)
+                )  # keeps its memory from being reused too early
         current = upcoming
     if current is not None:
         yield current
 
 
 def _to(batch: Batch, device: torch.device) -> Batch:
-    return {k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()}
+    return {
+        k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()
+    }

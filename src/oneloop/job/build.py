@@ -60,7 +60,9 @@ class Job:
     train_set: Any
     eval_sets: dict[str, Any]
     built: BuiltModel
-    make_optimizer: Callable[[nn.Module], Optimizer]  # builds the recipe's optimizer for a prepared model
+    make_optimizer: Callable[
+        [nn.Module], Optimizer
+    ]  # builds the recipe's optimizer for a prepared model
     optimizer_share: float  # bytes of optimizer state per byte of parameters, approximately
     emas: list[dict[str, Any]]  # arguments of each EMA, except model and optimizer
     layout: BatchLayout
@@ -118,7 +120,13 @@ class Job:
 
 
 def build_job(
-    recipe: Recipe, *, ranks: int, sharded: bool = False, device: str = "cpu", micro: Any = None, on_meta: bool = False
+    recipe: Recipe,
+    *,
+    ranks: int,
+    sharded: bool = False,
+    device: str = "cpu",
+    micro: Any = None,
+    on_meta: bool = False,
 ) -> Job:
     """Build the job; ``micro`` is the result of ``batch.micro auto``. ``on_meta``: without memory for the weights, if
     the task can build its model so. Raise ValueError for bad input."""
@@ -127,7 +135,9 @@ def build_job(
     micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro
     layout = BatchLayout(recipe.batch.size, ranks, micro, grain=recipe.batch.grain, sharded=sharded)
     task = make_task(recipe)
-    train_set, eval_sets = (theirs(task, member, getattr(task, member)) for member in ("train_set", "eval_sets"))
+    train_set, eval_sets = (
+        theirs(task, member, getattr(task, member)) for member in ("train_set", "eval_sets")
+    )
     check_sets(train_set, eval_sets)
     if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
         raise ValueError("save.final best requires a validation set; the task has none")
@@ -141,7 +151,9 @@ def build_job(
     upward = _larger_is_better(recipe.eval.best, task, eval_sets, [ema["name"] for ema in emas])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")
-    collate = CollateWithWeight(task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe))
+    collate = CollateWithWeight(
+        task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe)
+    )
     built = build_model(recipe, task, layout, sharded=sharded, device=device, on_meta=on_meta)
     optimizer = resolve("optimizer", recipe.optimizer.name)
     return Job(
@@ -178,7 +190,9 @@ def _make_optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Opti
             elementwise=recipe.batch.grain is not None,
         )
     except Exception as error:
-        raise ValueError(f"optimizer.name {config.name} cannot be built: {error}{where(error)}") from error
+        raise ValueError(
+            f"optimizer.name {config.name} cannot be built: {error}{where(error)}"
+        ) from error
 
 
 def make_task(recipe: Recipe) -> Task:
@@ -199,17 +213,24 @@ def make_task(recipe: Recipe) -> Task:
             task.progress = Progress(lambda: 0, 1, 1)  # until the run sets it
         except (AttributeError, TypeError) as error:
             why = f"its progress cannot be set ({error})"
-            raise ValueError(f"task.name {recipe.task.name}: {why}; write progress = None in the class") from error
+            raise ValueError(
+                f"task.name {recipe.task.name}: {why}; write progress = None in the class"
+            ) from error
     return task
 
 
 def _larger_is_better(best: str, task: Task, eval_sets: Iterable[str], emas: Iterable[str]) -> bool:
     """Return whether a larger ``eval.best`` is better. Raise ValueError if no evaluation computes this metric."""
-    metrics, names = sorted(directions(task).items()), [prefix(name) for name in eval_sets if name != "test"]
+    metrics, names = (
+        sorted(directions(task).items()),
+        [prefix(name) for name in eval_sets if name != "test"],
+    )
     known = {f"{name}/{metric}": upward for name in names for metric, upward in metrics}
     known |= {f"{ema}/{metric}": upward for ema in emas for metric, upward in known.items()}
     if known and best not in known:
-        raise ValueError(f"eval.best {best!r} is not a metric of this task; known: {', '.join(known)}")
+        raise ValueError(
+            f"eval.best {best!r} is not a metric of this task; known: {', '.join(known)}"
+        )
     return known.get(best, False)
 
 
@@ -218,9 +239,14 @@ def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
         return every.steps(scale, total=total, key=key)
 
     machine = recipe.machine
-    every = {"log": max(1, steps(recipe.log.every, "log.every")), "eval": steps(recipe.eval.every, "eval.every")}
+    every = {
+        "log": max(1, steps(recipe.log.every, "log.every")),
+        "eval": steps(recipe.eval.every, "eval.every"),
+    }
     timed = recipe.save.every.unit == "seconds"
-    seconds = float(recipe.save.every.amount) if timed and recipe.save.every.amount else float("inf")
+    seconds = (
+        float(recipe.save.every.amount) if timed and recipe.save.every.amount else float("inf")
+    )
     every |= {"save": 0 if timed else steps(recipe.save.every, "save.every")}
     if machine.check_every.amount:
         every["check"] = steps(machine.check_every, "machine.check_every")
@@ -254,7 +280,10 @@ def peak(optimizer: OptimizerConfig, batch: int) -> float:
 def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
     ema = recipe.ema
     emas: list[dict[str, Any]] = [
-        {"half_life": half_life.samples(scale, total=total, key="ema.half_life"), "name": f"ema-{half_life.text}"}
+        {
+            "half_life": half_life.samples(scale, total=total, key="ema.half_life"),
+            "name": f"ema-{half_life.text}",
+        }
         for half_life in ema.half_lives
     ]
     emas += [{"decay": ema.decay, "name": f"ema-{ema.decay}"}] if ema.decay else []
@@ -267,4 +296,6 @@ def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
     if len(set(names)) < len(names):
         raise ValueError(f"ema: duplicate EMAs in {', '.join(names)}; remove one")
     shared = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
-    return [{**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)]
+    return [
+        {**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)
+    ]

@@ -22,9 +22,13 @@ def check_data(source: str, words: Sequence[str] = ()) -> Findings:
     """Read the data set ``source`` (a path, or ``hf:NAME``), or all data of the recipe ``source`` with the keys
     ``words``; return what cannot be used. Raise BadInput for an unknown recipe, or for keys after a data set."""
     path = Path(source).expanduser()
-    is_data = source.startswith("hf:") or (path.exists() and path.suffix not in (".yaml", ".yml", ".py"))
+    is_data = source.startswith("hf:") or (
+        path.exists() and path.suffix not in (".yaml", ".yml", ".py")
+    )
     if is_data and words:
-        raise BadInput(f"oneloop check {source} is a data set and takes no keys ({words[0]}); check a recipe with keys")
+        raise BadInput(
+            f"oneloop check {source} is a data set and takes no keys ({words[0]}); check a recipe with keys"
+        )
     findings = Findings()
     token = FINDINGS.set(findings)
     try:
@@ -46,7 +50,9 @@ def as_lines(source: str, found: Findings) -> list[str]:
     lines = [f"{where}: {why}" for where, why in found.unusable]
     lines += [f"{folder}: a class folder without images" for folder in found.empty]
     if found.converted:
-        lines.append(f"converted to RGB: {', '.join(f'{count:,} {kind}' for kind, count in found.converted.items())}")
+        lines.append(
+            f"converted to RGB: {', '.join(f'{count:,} {kind}' for kind, count in found.converted.items())}"
+        )
     if not found.values:
         lines.append("the rows can be read; check a recipe to check the values of its columns, too")
     return [*lines, f"{source}: {found.rows:,} rows, {len(found.unusable):,} cannot be used"]
@@ -83,7 +89,9 @@ def _check_task(words: Sequence[str], findings: Findings) -> None:
 
     task = make_task(read(words))
     sets: Mapping[str, Any] = {"train": task.train_set(), **task.eval_sets()}
-    if type(task).__module__.startswith("oneloop."):  # it has checked its rows; images are not decoded twice
+    if type(task).__module__.startswith(
+        "oneloop."
+    ):  # it has checked its rows; images are not decoded twice
         findings.rows = findings.rows or sum(map(len, sets.values()))
         return
     for name, dataset in sets.items():
@@ -101,6 +109,11 @@ def _unusable_samples(name: str, dataset: Any) -> Iterator[tuple[str, str]]:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return np.zeros(0, dtype=np.int32)
 
-    shards = [range(start, min(start + _SAMPLES, len(dataset))) for start in range(0, len(dataset), _SAMPLES)]
-    for _, wrong in tracked(in_order(range(len(dataset)), load, shards), f"checking {name}", total=len(shards)):
+    shards = [
+        range(start, min(start + _SAMPLES, len(dataset)))
+        for start in range(0, len(dataset), _SAMPLES)
+    ]
+    for _, wrong in tracked(
+        in_order(range(len(dataset)), load, shards), f"checking {name}", total=len(shards)
+    ):
         yield from ((f"{name}, sample {index}", why) for index, why in wrong)

@@ -44,9 +44,13 @@ class Trial:
         run = start(sync_each_batch=machine.sync_each_batch, deterministic=machine.deterministic)
         float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
         if run.device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(0.95)  # leave room for buffers of DDP and NCCL
+            torch.cuda.set_per_process_memory_fraction(
+                0.95
+            )  # leave room for buffers of DDP and NCCL
         micro = max(1, self.recipe.batch.size // run.ranks)
-        job = build_job(self.recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro)
+        job = build_job(
+            self.recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
+        )
         model = run.prepare(job.model, blocks=job.built.blocks)
         optimizer = job.make_optimizer(model)
         emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
@@ -62,11 +66,15 @@ class Trial:
             run.accelerator.gradient_accumulation_steps = accumulate
             whole = is_whole_batch(job.task)  # it keeps the inputs of all micro-batches
             loss_of, share = job.task.loss, self.recipe.batch.size // run.ranks
-            collated = [job.collate(samples) for _ in range(share // micro if whole else accumulate)]
+            collated = [
+                job.collate(samples) for _ in range(share // micro if whole else accumulate)
+            ]
             batches = [*transferred((batch for batch, _ in collated), run.device, pinned=False)]
             if whole:
                 again = replace(job, layout=BatchLayout(self.recipe.batch.size, run.ranks, micro))
-                passes = TwoPasses(again, run, model, lambda _: reseed(run.device, self.recipe.seed, others=True))
+                passes = TwoPasses(
+                    again, run, model, lambda _: reseed(run.device, self.recipe.seed, others=True)
+                )
                 loss_of, batches = passes.loss, passes.first(batches)
             for batch, (_, weight) in zip(batches[:accumulate], collated, strict=False):
                 with run.accelerator.accumulate(model):
@@ -98,7 +106,9 @@ def by_size(job: Job, most: int | None = None) -> list[int]:
         batch, _ = job.collate([samples[0, index]])
         return sum(value.numel() for value in batch.values() if torch.is_tensor(value))
 
-    return sorted(range(min(len(job.train_set), most or len(job.train_set))), key=size, reverse=True)
+    return sorted(
+        range(min(len(job.train_set), most or len(job.train_set))), key=size, reverse=True
+    )
 
 
 def find_micro(recipe: Recipe, run: Run) -> int | None:
@@ -111,12 +121,18 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
     share, rest = divmod(recipe.batch.size, run.ranks)
     if rest or not share:
         nearest = max(1, round(recipe.batch.size / run.ranks)) * run.ranks
-        raise ValueError(f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest: {nearest}")
+        raise ValueError(
+            f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest: {nearest}"
+        )
     cache = _Cache(recipe, run)
     if (cached := run.from_main(cache.read())) is not None:
-        run.display.say(f"batch.micro {mode}: {cached} (from an earlier search on this machine: {cache.file})")
+        run.display.say(
+            f"batch.micro {mode}: {cached} (from an earlier search on this machine: {cache.file})"
+        )
         return int(cached)
-    environment: dict[str, str | None] = dict.fromkeys(_RANK_VARS) if not run.sharded else {"MASTER_PORT": _port(run)}
+    environment: dict[str, str | None] = (
+        dict.fromkeys(_RANK_VARS) if not run.sharded else {"MASTER_PORT": _port(run)}
+    )
     if run.device.type == "cuda" and not run.sharded:
         environment["ACCELERATE_TORCH_DEVICE"] = str(run.device)
     environment["ONELOOP_EXIT_FILE"] = None
@@ -155,7 +171,9 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
 def _reject_notebook(recipe: Recipe) -> None:
     if recipe.task.name.startswith("__main__."):
         why = f"batch.micro {recipe.batch.micro} needs a second process, which cannot see a class of a notebook"
-        raise ValueError(f"{why}; put it into a file (my_task.py:MyTask), or give batch.micro a number")
+        raise ValueError(
+            f"{why}; put it into a file (my_task.py:MyTask), or give batch.micro a number"
+        )
 
 
 def _on_all_ranks(run: Run, answered: bool, failed: bool) -> tuple[bool, bool]:
@@ -179,8 +197,14 @@ class _Cache:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = root / "oneloop" / "batch_size.json"
         resolved = recipe.resolved
-        ignored = ("workers", "check_every", "gc_every")  # these keys change neither memory nor speed of a step
-        machine = {name: value for name, value in resolved["machine"].items() if name not in ignored}
+        ignored = (
+            "workers",
+            "check_every",
+            "gc_every",
+        )  # these keys change neither memory nor speed of a step
+        machine = {
+            name: value for name, value in resolved["machine"].items() if name not in ignored
+        }
         about = {
             "task": resolved["task"],
             "optimizer": resolved["optimizer"]["name"],
@@ -193,7 +217,9 @@ class _Cache:
             "devices": sorted(set(run.gathered(_describe_device(run.device)))),
             "torch": torch.__version__,
         }
-        self.key = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:16]
+        self.key = hashlib.sha256(
+            json.dumps(about, sort_keys=True, default=str).encode()
+        ).hexdigest()[:16]
         self.about = about
 
     def _entries(self) -> dict[str, Any]:
@@ -215,7 +241,11 @@ class _Cache:
         try:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             known = self._entries()
-            known[self.key] = {"micro": micro, "found": time.strftime("%Y-%m-%d %H:%M"), **self.about}
+            known[self.key] = {
+                "micro": micro,
+                "found": time.strftime("%Y-%m-%d %H:%M"),
+                **self.about,
+            }
             with replacing(self.file, shared=True) as draft:
                 draft.write_text(json.dumps(known, indent=1, default=str))
         except (OSError, ValueError):
@@ -231,22 +261,35 @@ def _describe_device(device: torch.device) -> str:
 
 def explained(job: Job, run: Run) -> str:
     """Return the message for an out-of-memory error, with advice and sizes in GiB."""
-    each, memory = job.layout.each, sum(p.numel() * p.element_size() for p in job.model.parameters())
+    each, memory = (
+        job.layout.each,
+        sum(p.numel() * p.element_size() for p in job.model.parameters()),
+    )
     gib = 2.0**30
     advice = []
     if each > 1:
         smaller = max(micro for micro in range(1, each) if each % micro == 0)
-        advice.append(f"--batch.micro {smaller} (now {each}; the result stays the same), or --batch.micro auto")
+        advice.append(
+            f"--batch.micro {smaller} (now {each}; the result stays the same), or --batch.micro auto"
+        )
     if job.recipe.machine.recompute == "none" and job.built.blocks:
-        advice.append("--machine.recompute full (activations are computed again: about a third more time)")
+        advice.append(
+            "--machine.recompute full (activations are computed again: about a third more time)"
+        )
     if not run.sharded:
         size = f"on this machine about {4 * memory / gib:.2f} GiB with AdamW"
-        advice.append(f"fsdp2.yaml (weights, gradients and optimizer, {size}, are divided among the processes)")
+        advice.append(
+            f"fsdp2.yaml (weights, gradients and optimizer, {size}, are divided among the processes)"
+        )
     else:
-        advice.append(f"more processes (each now holds {4 * memory / gib:.2f} GiB of weights, gradients and optimizer)")
+        advice.append(
+            f"more processes (each now holds {4 * memory / gib:.2f} GiB of weights, gradients and optimizer)"
+        )
     usage = ""
     if run.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(run.device)
         total = torch.cuda.get_device_properties(run.device).total_memory
         usage = f" (peak {peak / gib:.2f} of {total / gib:.2f} GiB)"
-    return f"out of memory on {run.device}{usage} with a micro-batch of {each}; " + "; or ".join(advice)
+    return f"out of memory on {run.device}{usage} with a micro-batch of {each}; " + "; or ".join(
+        advice
+    )

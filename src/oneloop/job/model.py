@@ -48,20 +48,36 @@ def torch_dtype(recipe: Recipe) -> torch.dtype:
 
 
 def build_model(
-    recipe: Recipe, task: Task, layout: BatchLayout, *, sharded: bool, device: str, on_meta: bool = False
+    recipe: Recipe,
+    task: Task,
+    layout: BatchLayout,
+    *,
+    sharded: bool,
+    device: str,
+    on_meta: bool = False,
 ) -> BuiltModel:
     """Build the task's model by the recipe. Raise ValueError if weights, layout or batch.grain do not fit it."""
-    model, notes = (_on_meta(recipe, task), []) if on_meta else _make_model(recipe, task, sharded=sharded)
+    model, notes = (
+        (_on_meta(recipe, task), []) if on_meta else _make_model(recipe, task, sharded=sharded)
+    )
     if not isinstance(model, nn.Module):
-        raise ValueError(f"{named(task, 'model')} returned a {type(model).__name__}; a torch.nn.Module is needed")
+        raise ValueError(
+            f"{named(task, 'model')} returned a {type(model).__name__}; a torch.nn.Module is needed"
+        )
     _reject_unfit(model, task, sharded=sharded)
     origin: BaseModel | None = getattr(task, "origin", None)
     structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))  # addresses of functions
     in_dtype(model, torch_dtype(recipe))
     if recipe.init.source:
         init = recipe.init
-        left_out = load_weights(model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin)
-        notes += [f"init.leave_out: {len(left_out)} tensors keep the task's initial values"] if left_out else []
+        left_out = load_weights(
+            model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin
+        )
+        notes += (
+            [f"init.leave_out: {len(left_out)} tensors keep the task's initial values"]
+            if left_out
+            else []
+        )
     if sharded:
         one_element(model)
     modules = blocks(model, recipe.machine.blocks)
@@ -96,36 +112,55 @@ def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list
 
 
 def _parameters(
-    model: nn.Module, recipe: Recipe, modules: Sequence[nn.Module], origin: BaseModel | None, *, sharded: bool
+    model: nn.Module,
+    recipe: Recipe,
+    modules: Sequence[nn.Module],
+    origin: BaseModel | None,
+    *,
+    sharded: bool,
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Freeze parameters in place; return the settings of single parameters, and lines for the log.
 
     Raise ValueError if a pattern matches no parameter, two patterns conflict, or no parameter is trainable."""
     optimizer = recipe.optimizer
-    settings, matched = chosen(model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()})
+    settings, matched = chosen(
+        model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()}
+    )
     freeze(model, [name for name, setting in settings.items() if setting.get("freeze")])
     sizes = {name: count(parameter) for name, parameter in model.named_parameters()}
     notes = []
     for pattern, names in matched.items():
-        pairs = ", ".join(f"{key} {value}" for key, value in optimizer.groups[pattern].settings.items())
-        notes.append(f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} tensors: {pairs}")
+        pairs = ", ".join(
+            f"{key} {value}" for key, value in optimizer.groups[pattern].settings.items()
+        )
+        notes.append(
+            f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} tensors: {pairs}"
+        )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ValueError("optimizer.groups freezes all parameters of the model; keep some of them trainable")
+        raise ValueError(
+            "optimizer.groups freezes all parameters of the model; keep some of them trainable"
+        )
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     machine = recipe.machine
     notes += hold_frozen(model, machine.base_dtype, sharded=sharded, stored=machine.quant_storage)
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
         share = f"{sum(map(count, frozen)):,} of {sum(sizes.values()):,} parameters"
-        location = "saved once, in base/" if origin is None else f"not saved, but read from {origin.place}"
-        notes.append(f"frozen: {share} ({size:,.1f} MB), {location}; without optimizer state and EMA weights")
+        location = (
+            "saved once, in base/" if origin is None else f"not saved, but read from {origin.place}"
+        )
+        notes.append(
+            f"frozen: {share} ({size:,.1f} MB), {location}; without optimizer state and EMA weights"
+        )
     if optimizer.layer_decay != 1:
         factors = layer_decay(model, modules, optimizer.layer_decay)
         for name, factor in factors.items():
             setting = settings.setdefault(name, {})
             setting[LR_FACTOR] = setting.get(LR_FACTOR, 1.0) * factor
         smallest = min(factors.values())
-        notes.append(f"layer-wise decay over {len(modules)} blocks: learning-rate factors from {smallest:.3g} to 1")
+        notes.append(
+            f"layer-wise decay over {len(modules)} blocks: learning-rate factors from {smallest:.3g} to 1"
+        )
     return settings, notes
 
 
@@ -139,24 +174,38 @@ def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
     parameters = dict(model.named_parameters())
     if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
         advice = "put a batch through it in model() first, or state the shape"
-        raise ValueError(f"{named(task, 'model')} returned a lazy module: {lazy[0]} has no shape yet; {advice}")
+        raise ValueError(
+            f"{named(task, 'model')} returned a lazy module: {lazy[0]} has no shape yet; {advice}"
+        )
     if not any(parameter.requires_grad for parameter in parameters.values()):
         none = f"{len(parameters)} parameters of which none is trained (requires_grad is False in all of them)"
-        raise ValueError(f"{named(task, 'model')} returned a model with {none}; keep some of them trainable")
+        raise ValueError(
+            f"{named(task, 'model')} returned a model with {none}; keep some of them trainable"
+        )
     tables = nn.Embedding | nn.EmbeddingBag
-    if sparse := [name for name, table in model.named_modules() if isinstance(table, tables) and table.sparse]:
-        raise ValueError(f"the gradient of {sparse[0]}.weight is sparse, which is not supported; set sparse=False")
+    if sparse := [
+        name for name, table in model.named_modules() if isinstance(table, tables) and table.sparse
+    ]:
+        raise ValueError(
+            f"the gradient of {sparse[0]}.weight is sparse, which is not supported; set sparse=False"
+        )
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
     if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
         kinds_ = " and ".join(kinds)
-        raise ValueError(f"{named(task, 'model')} trains {kinds_} parameters; FSDP2 needs one real dtype: use ddp.yaml")
+        raise ValueError(
+            f"{named(task, 'model')} trains {kinds_} parameters; FSDP2 needs one real dtype: use ddp.yaml"
+        )
     for name, parameter in parameters.items():
         if parameter.requires_grad and not dense(parameter):
             gaps = f"has gaps between its elements (strides {parameter.stride()})"
-            raise ValueError(f"{named(task, 'model')}: the parameter {name} {gaps}; call .contiguous() on it")
+            raise ValueError(
+                f"{named(task, 'model')}: the parameter {name} {gaps}; call .contiguous() on it"
+            )
         if sharded and (fault := _unshardable(parameter)):
-            raise ValueError(f"{named(task, 'model')}: the parameter {name} {fault}, or run it with ddp.yaml")
+            raise ValueError(
+                f"{named(task, 'model')}: the parameter {name} {fault}, or run it with ddp.yaml"
+            )
     if wrong := unsavable(model):
         raise ValueError(f"{named(task, 'model')} cannot be saved: {wrong}")
 
@@ -167,17 +216,25 @@ def _unshardable(parameter: nn.Parameter) -> str:
         return "has no elements, which FSDP2 cannot reduce; leave it out"
     if not parameter.is_contiguous():
         return f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call .contiguous() on it"
-    if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
+    if parameter.requires_grad and (
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ):
         return "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
     return ""
 
 
-def _adapt_to_machine(model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str) -> list[str]:
+def _adapt_to_machine(
+    model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str
+) -> list[str]:
     machine, notes = recipe.machine, []
     kind, share = parsed(machine.recompute)
     if machine.offload and device == "cpu":
-        raise ValueError("machine.offload requires a GPU; on a CPU, activations are in host memory already")
-    layout_setting = False if recipe.batch.grain else machine.channels_last  # auto would differ under FSDP2
+        raise ValueError(
+            "machine.offload requires a GPU; on a CPU, activations are in host memory already"
+        )
+    layout_setting = (
+        False if recipe.batch.grain else machine.channels_last
+    )  # auto would differ under FSDP2
     if channels_last(model, layout_setting, device=device, sharded=sharded):
         notes.append("convolutions run channels last")
     if count := recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload):
@@ -199,15 +256,25 @@ def _adapt_to_machine(model: nn.Module, recipe: Recipe, names: list[str], *, sha
 
 
 def _reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout) -> None:
-    if layout.grain and any(parameter.is_complex() for parameter in model.parameters() if parameter.requires_grad):
+    if layout.grain and any(
+        parameter.is_complex() for parameter in model.parameters() if parameter.requires_grad
+    ):
         why = "sums of complex gradients are not known to be exact"
-        raise ValueError(f"batch.grain {layout.grain} requires real parameters: {why}; or remove batch.grain")
-    hooked = [name for name, p in model.named_parameters() if p.requires_grad and p._post_accumulate_grad_hooks]
+        raise ValueError(
+            f"batch.grain {layout.grain} requires real parameters: {why}; or remove batch.grain"
+        )
+    hooked = [
+        name
+        for name, p in model.named_parameters()
+        if p.requires_grad and p._post_accumulate_grad_hooks
+    ]
     if hooked and not layout.grain:
         why = "has a post-accumulate gradient hook, so the weights would depend on batch.micro"
         raise ValueError(f"the parameter {hooked[0]} {why}; use register_hook, or set batch.grain")
     if layout.grain and has_batch_statistics(model):
-        why = "the running statistics of BatchNorm would depend on the micro-batches of each process"
+        why = (
+            "the running statistics of BatchNorm would depend on the micro-batches of each process"
+        )
         ways = "use GroupNorm or LayerNorm, or freeze it in eval mode"
         raise ValueError(f"batch.grain {layout.grain} does not work with BatchNorm: {why}; {ways}")
     skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")

@@ -21,7 +21,16 @@ from oneloop.checkpoint.weights import bare
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
-from oneloop.job.trial_passes import Pass, Samples, Wrapped, has_drawn, make_batch, one_pass, random_states, restored
+from oneloop.job.trial_passes import (
+    Pass,
+    Samples,
+    Wrapped,
+    has_drawn,
+    make_batch,
+    one_pass,
+    random_states,
+    restored,
+)
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import DROPOUT, has_batch_statistics, has_dropout
 from oneloop.machine.layout_checks import Checks, changed, content, other_units
@@ -62,18 +71,26 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
 
     def load() -> list[tuple[int, Any]]:
         positions = zip(epochs.tolist(), indices.tolist(), strict=True)
-        return theirs(job.task, "train_set()", lambda: [dataset[position] for position in positions])  # type: ignore[no-any-return]
+        return theirs(
+            job.task, "train_set()", lambda: [dataset[position] for position in positions]
+        )  # type: ignore[no-any-return]
 
     samples = load()
     try:
         # Compiled modules run eagerly: the samples here have other shapes than those of the run.
-        eager = torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+        eager = (
+            torch.compiler.set_stance("force_eager")
+            if "torch._dynamo" in sys.modules
+            else nullcontext()
+        )
         with restored(model, run.device), _task_state_restored(contract), eager:
             graph = _check_eval(contract, job, run, model, samples)
             return _check_training(contract, job, run, model, samples, load(), graph)
     except BadInput as error:
         if run.sharded and isinstance(error.__cause__, RuntimeError):
-            raise BadInput(f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model") from error
+            raise BadInput(
+                f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model"
+            ) from error
         raise
 
 
@@ -82,8 +99,13 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
     first = samples[0]
     tolerance = tolerance_of(job, run, model)
     if contract.whole:
-        dropouts = nn.ModuleList(module for module in model.modules() if isinstance(module, DROPOUT))
-        for quiet in (model, *([] if has_batch_statistics(model) else [dropouts])):  # in eval mode; as in training
+        dropouts = nn.ModuleList(
+            module for module in model.modules() if isinstance(module, DROPOUT)
+        )
+        for quiet in (
+            model,
+            *([] if has_batch_statistics(model) else [dropouts]),
+        ):  # in eval mode; as in training
             with evaluating(quiet):
                 _check_parts(contract, job, run, model, samples)
     with evaluating(model):
@@ -98,30 +120,46 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
             once = float(contract.loss(model, one)[0])
         both = float(contract.loss(model, two)[0])
         contract.draws = contract.draws or has_drawn(before, run.device)
-        if contract.additive and not contract.draws and not contract.is_double(once, both, tolerance):
-            again = float(contract.loss(model, one)[0])  # a repeat that differs comes from a private generator
+        if (
+            contract.additive
+            and not contract.draws
+            and not contract.is_double(once, both, tolerance)
+        ):
+            again = float(
+                contract.loss(model, one)[0]
+            )  # a repeat that differs comes from a private generator
             contract.draws = abs(again - once) > tolerance * abs(once)
             if not contract.draws:
                 contract.check_doubling("loss", once, both, tolerance)
         for dataset in job.eval_sets.values():
             evaluation_set = SeededSamples(dataset, seed=job.recipe.seed)
             positions = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
-            evaluated = theirs(job.task, "eval_sets()", lambda: [evaluation_set[position] for position in positions])  # noqa: B023
+            evaluated = theirs(
+                job.task,
+                "eval_sets()",
+                lambda: [evaluation_set[position] for position in positions],
+            )  # noqa: B023
             evaluation_contract = Contract(job.task)  # whose batches may have other keys
             batch, _ = make_batch(evaluation_contract, job, run, evaluated, trained=False)
             outputs = evaluation_contract.loss(model, batch)[1]
             if contract.whole:  # an evaluation gives it nothing else
-                batch, outputs = columns_of(job.task, batch), parts_of(contract, model, batch, len(evaluated))
+                batch, outputs = (
+                    columns_of(job.task, batch),
+                    parts_of(contract, model, batch, len(evaluated)),
+                )
             evaluation_contract.check_metrics(batch, outputs, run.device)
             break
     return graph_drawing.graph if graph_drawing is not None else None
 
 
-def _check_parts(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> None:
+def _check_parts(
+    contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples
+) -> None:
     """Check ``embed`` and ``batch_loss``: each sample alone, and all of them in both orders."""
     before = random_states(run.device)
     first, *alone = (
-        parts_of(contract, model, make_batch(contract, job, run, [one])[0], 1) for one in samples[:1] + samples
+        parts_of(contract, model, make_batch(contract, job, run, [one])[0], 1)
+        for one in samples[:1] + samples
     )
     batches = [make_batch(contract, job, run, samples[::step])[0] for step in (1, -1)]
     together, back = (parts_of(contract, model, batch, len(samples)) for batch in batches)
@@ -131,12 +169,25 @@ def _check_parts(contract: Contract, job: Job, run: Run, model: nn.Module, sampl
 
 
 def _check_training(
-    contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples, reloaded: Samples, graph: Any
+    contract: Contract,
+    job: Job,
+    run: Run,
+    model: nn.Module,
+    samples: Samples,
+    reloaded: Samples,
+    graph: Any,
 ) -> Preflight:
     """Check in training mode: forward and backward of a batch, its halves and the batch again, with the same seeds."""
     half, tolerance = len(samples) // 2, tolerance_of(job, run, model)
-    no_halves = not contract.additive or not half or has_batch_statistics(model) or has_dropout(model)
-    checks = Checks(model, parameters=run.ranks > 1 or job.exact, report=(moved := list[str]()).append, state=content)
+    no_halves = (
+        not contract.additive or not half or has_batch_statistics(model) or has_dropout(model)
+    )
+    checks = Checks(
+        model,
+        parameters=run.ranks > 1 or job.exact,
+        report=(moved := list[str]()).append,
+        state=content,
+    )
     run_pass = partial(one_pass, contract, job, run, model, checks)
     try:
         first = run_pass(samples)
@@ -145,7 +196,9 @@ def _check_training(
         unit_error = other_units([one.units for one in (first, *halves, last)])
         # Which FSDP2 units run may depend on the sample.
         if len(set(first.units)) > 1 and not has_batch_statistics(model):
-            unit_error = unit_error or other_units([run_pass([one], backward=False).units for one in samples])
+            unit_error = unit_error or other_units(
+                [run_pass([one], backward=False).units for one in samples]
+            )
     except Inexact as error:
         raise BadInput(str(error)) from None
     finally:
@@ -155,9 +208,16 @@ def _check_training(
     draws, linear = contract.draws or any(one.draws for one in (first, *halves, last)), True
     if halves and not draws and not stateful:
         contract.check_sum(first.loss, [one.loss for one in halves], tolerance)
-        noise = 1e-4 * sum(size for _, size in last.gradients.values())  # rounding, if a gradient is 0 (key biases)
+        noise = 1e-4 * sum(
+            size for _, size in last.gradients.values()
+        )  # rounding, if a gradient is 0 (key biases)
         linear = all(
-            _near(total, sum(one.gradients.get(name, (0.0, 0.0))[0] for one in halves), 10 * tolerance, size + noise)
+            _near(
+                total,
+                sum(one.gradients.get(name, (0.0, 0.0))[0] for one in halves),
+                10 * tolerance,
+                size + noise,
+            )
             for name, (total, size) in last.gradients.items()
         )
     result: dict[str, Any] = {
@@ -166,7 +226,11 @@ def _check_training(
         "stateful": stateful,
         "linear": linear,
     }
-    result |= {"metrics": _metrics(contract, last.outputs), "unused": last.unused, "moved": moved[0] if moved else ""}
+    result |= {
+        "metrics": _metrics(contract, last.outputs),
+        "unused": last.unused,
+        "moved": moved[0] if moved else "",
+    }
     return Preflight(flops=last.flops / len(samples), graph=graph, **result)
 
 
@@ -175,38 +239,65 @@ def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bo
     return not math.isfinite(a + b) or abs(a - b) <= tolerance * (abs(a) if size is None else size)
 
 
-def _reject(job: Job, run: Run, last: Pass, moved: list[str], units: str, losses: tuple[float, float] | None) -> None:
+def _reject(
+    job: Job, run: Run, last: Pass, moved: list[str], units: str, losses: tuple[float, float] | None
+) -> None:
     """Raise BadInput for a model whose training would depend on the parallel layout. ``moved``: buffers that a forward
     changed; ``units``: an FSDP2 error; ``losses``: two different losses of the same samples and seeds."""
     if units:
         raise BadInput(units)
     if job.exact and moved:
-        raise BadInput(f"batch.grain requires the same buffers on every process, but {changed(moved[0])}")
+        raise BadInput(
+            f"batch.grain requires the same buffers on every process, but {changed(moved[0])}"
+        )
     if job.exact and losses:
         values = f"got {losses[0]:.9g} and {losses[1]:.9g}"
         why = "the data set, the model or the loss keeps its own generator or counter"
-        requirement = "batch.grain requires that the same samples with the same seeds give the same loss"
-        raise BadInput(f"{requirement}; {values}: {why}. Use torch's global generator, or remove batch.grain")
+        requirement = (
+            "batch.grain requires that the same samples with the same seeds give the same loss"
+        )
+        raise BadInput(
+            f"{requirement}; {values}: {why}. Use torch's global generator, or remove batch.grain"
+        )
     if last.sparse:
-        raise BadInput(f"the gradient of {last.sparse[0]} is sparse, which is not supported; set sparse=False")
+        raise BadInput(
+            f"the gradient of {last.sparse[0]} is sparse, which is not supported; set sparse=False"
+        )
     unused = last.unused
-    if unused and run.ranks > 1 and not run.sharded and not job.recipe.machine.find_unused_parameters:
-        names = f"{', '.join(unused[:3])}{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}"
+    if (
+        unused
+        and run.ranks > 1
+        and not run.sharded
+        and not job.recipe.machine.find_unused_parameters
+    ):
+        names = (
+            f"{', '.join(unused[:3])}{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}"
+        )
         advice = "freeze them (requires_grad_(False) in model()), or set --machine.find_unused_parameters true"
-        raise BadInput(f"the loss does not use {names}, so DDP would wait for their gradients; {advice}")
+        raise BadInput(
+            f"the loss does not use {names}, so DDP would wait for their gradients; {advice}"
+        )
 
 
 def metric_names(outputs: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of the real 0-dim outputs, which are logged as metrics, without ``loss``."""
-    numbers = {name: value for name, value in outputs.items() if torch.is_tensor(value) and not value.ndim}
-    return tuple(name for name, value in numbers.items() if name != "loss" and not value.is_complex())
+    numbers = {
+        name: value for name, value in outputs.items() if torch.is_tensor(value) and not value.ndim
+    }
+    return tuple(
+        name for name, value in numbers.items() if name != "loss" and not value.is_complex()
+    )
 
 
 def _metrics(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:
     names = metric_names(outputs)
     for name in names:
         if f"train/{name}" in OWN_METRICS:
-            raise contract.wrong("loss", f"returned the output {name!r}", f"oneloop also logs train/{name}: rename it")
+            raise contract.wrong(
+                "loss",
+                f"returned the output {name!r}",
+                f"oneloop also logs train/{name}: rename it",
+            )
     return names
 
 
@@ -228,4 +319,8 @@ def _task_state_restored(contract: Contract) -> Iterator[None]:
     yield
     theirs(contract.task, "load_state_dict", lambda: contract.task.load_state_dict(before))
     if contract.state() != before:
-        raise contract.wrong("load_state_dict", "did not restore what state_dict() returned", "restore the whole state")
+        raise contract.wrong(
+            "load_state_dict",
+            "did not restore what state_dict() returned",
+            "restore the whole state",
+        )

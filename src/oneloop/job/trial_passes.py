@@ -37,10 +37,14 @@ class Wrapped(nn.Module):
             return super().__getattr__(name)
         except AttributeError:
             why = f"under DDP the model is wrapped, and has no {name!r}"
-            raise AttributeError(f"{why}: call model(...), and do what you need in its forward") from None
+            raise AttributeError(
+                f"{why}: call model(...), and do what you need in its forward"
+            ) from None
 
 
-def make_batch(contract: Contract, job: Job, run: Run, samples: Samples, *, trained: bool = True) -> tuple[Any, float]:
+def make_batch(
+    contract: Contract, job: Job, run: Run, samples: Samples, *, trained: bool = True
+) -> tuple[Any, float]:
     """Collate samples; return the batch on the device and its weight."""
     before = random_states(run.device)
     collated = contract.collated([sample for _, sample in samples])
@@ -65,7 +69,14 @@ class Pass(NamedTuple):
 
 
 def one_pass(
-    contract: Contract, job: Job, run: Run, model: nn.Module, checks: Checks, samples: Samples, *, backward: bool = True
+    contract: Contract,
+    job: Job,
+    run: Run,
+    model: nn.Module,
+    checks: Checks,
+    samples: Samples,
+    *,
+    backward: bool = True,
 ) -> Pass:
     """Run forward and backward over samples, with the same seeds each time."""
     with restored(model, run.device), Operations(modules=run.sharded) as operations:
@@ -78,7 +89,9 @@ def one_pass(
         operations.backward = True
         raw = theirs(job.task, "loss", lambda: _gradients(loss, model)) if backward else {}
         checks.end()
-        gradients = {name: local(gradient) for name, gradient in raw.items() if gradient is not None}
+        gradients = {
+            name: local(gradient) for name, gradient in raw.items() if gradient is not None
+        }
         sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
         sums = {name: _sums(gradient) for name, gradient in gradients.items()}
     units, checks.units.calls = checks.units.calls, []
@@ -98,10 +111,14 @@ def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor |
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
             return dict(zip(names, gradients, strict=True))
         except RuntimeError as error:
-            if "heckpoint" not in str(error):  # reentrant checkpointing allows nothing but backward()
+            if "heckpoint" not in str(
+                error
+            ):  # reentrant checkpointing allows nothing but backward()
                 raise
     loss.backward()
-    return {name: parameter.grad for name, parameter in named()}  # FSDP2 has resharded the gradients by now
+    return {
+        name: parameter.grad for name, parameter in named()
+    }  # FSDP2 has resharded the gradients by now
 
 
 def _sums(gradient: torch.Tensor) -> tuple[float, float]:
@@ -112,7 +129,11 @@ def _sums(gradient: torch.Tensor) -> tuple[float, float]:
 
 def random_states(device: torch.device) -> list[Any]:
     """Return the states of the generators of torch, Python and numpy (and of the CUDA device)."""
-    states: list[Any] = [torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tobytes()]  # type: ignore[index,union-attr]
+    states: list[Any] = [
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[1].tobytes(),
+    ]  # type: ignore[index,union-attr]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
@@ -153,4 +174,6 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer.copy_(before)  # a forward may have replaced the tensor
+                module._buffers[name] = buffer.copy_(
+                    before
+                )  # a forward may have replaced the tensor

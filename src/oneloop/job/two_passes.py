@@ -23,13 +23,19 @@ from oneloop.tasks.whole_batch import apart, columns_of
 class TwoPasses:
     """The two passes of each step. ``seed`` seeds a micro-batch (None: the loss)."""
 
-    def __init__(self, job: Job, run: Run, model: nn.Module, seed: Callable[[int | None], None]) -> None:
+    def __init__(
+        self, job: Job, run: Run, model: nn.Module, seed: Callable[[int | None], None]
+    ) -> None:
         self._job, self._run, self._model, self._seed = job, run, model, seed
         self._tolerance = tolerance_of(job, run, model)
         self._shapes: dict[str, str] = {}  # of each part and column
         self._micro = 0  # number of the next micro-batch of the second pass
-        self._expected: list[dict[str, Tensor]] = []  # of each micro-batch: the parts of the first pass
-        self._gradients: list[dict[str, Tensor]] = []  # of each micro-batch: the loss's gradients of its parts
+        self._expected: list[
+            dict[str, Tensor]
+        ] = []  # of each micro-batch: the parts of the first pass
+        self._gradients: list[
+            dict[str, Tensor]
+        ] = []  # of each micro-batch: the loss's gradients of its parts
         self._result: tuple[Tensor, dict[str, Tensor]] = torch.zeros(()), {}
 
     @torch.no_grad()
@@ -43,7 +49,9 @@ class TwoPasses:
             for micro, batch in enumerate(batches):
                 self._seed(micro)
                 parts = task.embed(self._model, {**batch})  # type: ignore[attr-defined]
-                self._expected.append({name: part.clone() for name, part in parts.items()})  # CUDA graphs reuse it
+                self._expected.append(
+                    {name: part.clone() for name, part in parts.items()}
+                )  # CUDA graphs reuse it
                 columns.append(columns_of(task, batch))
                 self._check_shapes(self._expected[-1] | columns[-1])
         self._differentiate(self._whole(self._expected), self._whole(columns))
@@ -55,15 +63,22 @@ class TwoPasses:
         expected, gradients = self._expected[self._micro], self._gradients[self._micro]
         self._micro += 1
         parts = self._job.task.embed(model, {**batch})  # type: ignore[attr-defined]
-        differ = torch.stack([apart(parts[name].detach(), expected[name]) for name in parts]) > self._tolerance
+        differ = (
+            torch.stack([apart(parts[name].detach(), expected[name]) for name in parts])
+            > self._tolerance
+        )
         if self._readable(differ) and differ.any():  # later on a GPU, the loss is NaN
             names = ", ".join(name for name, one in zip(parts, differ.tolist(), strict=True) if one)
             found = f"the method embed returned {names} with other values for the same micro-batch and random numbers"
             fix = "use torch's global generator"
             raise Inexact(f"{found}; the model or embed keeps its own generator or counter: {fix}")
-        known = {name: part for name, part in parts.items() if part.requires_grad and name in gradients}
+        known = {
+            name: part for name, part in parts.items() if part.requires_grad and name in gradients
+        }
         value, outputs = torch.where(differ.any(), torch.nan, self._result[0]), self._result[1]
-        return _Continued.apply(value, [gradients[name] for name in known], *known.values()), outputs
+        return _Continued.apply(
+            value, [gradients[name] for name in known], *known.values()
+        ), outputs
 
     def _readable(self, tensor: Tensor) -> bool:
         """Whether to read a value: on a GPU only in the first step, because it is a host sync. A plan has no values."""
@@ -74,17 +89,28 @@ class TwoPasses:
         layout, number = self._job.layout, self._run.ranks * self._job.layout.accumulate
         self._seed(None)
         with torch.enable_grad():
-            leaves = {name: part.requires_grad_(part.is_floating_point()) for name, part in parts.items()}
+            leaves = {
+                name: part.requires_grad_(part.is_floating_point()) for name, part in parts.items()
+            }
             loss, outputs = self._job.task.batch_loss(leaves, columns)  # type: ignore[attr-defined]
             wanted = [name for name, part in leaves.items() if part.requires_grad]
             found = torch.autograd.grad(loss, [leaves[name] for name in wanted], allow_unused=True)
-        known = {name: gradient for name, gradient in zip(wanted, found, strict=True) if gradient is not None}
+        known = {
+            name: gradient
+            for name, gradient in zip(wanted, found, strict=True)
+            if gradient is not None
+        }
         scalars = {name: part.detach() for name, part in parts.items() if not part.ndim}
         self._expected = [one | scalars for one in self._expected]
         self._result = loss.detach() / number, {**scalars, **(outputs or {})}
-        rows = [layout.leaf(self._run.rank, micro) * layout.each for micro in range(layout.accumulate)]
+        rows = [
+            layout.leaf(self._run.rank, micro) * layout.each for micro in range(layout.accumulate)
+        ]
         self._gradients = [
-            {name: own[row : row + layout.each] if own.ndim else own / number for name, own in known.items()}
+            {
+                name: own[row : row + layout.each] if own.ndim else own / number
+                for name, own in known.items()
+            }
             for row in rows
         ]
 
@@ -97,21 +123,29 @@ class TwoPasses:
             if not first.ndim:
                 whole[name] = rows[0].clone()
                 if self._readable(differ := apart(rows, whole[name]) > self._tolerance) and differ:
-                    problem = f"embed returned {name!r}, which is 0-dim and differs between micro-batches"
+                    problem = (
+                        f"embed returned {name!r}, which is 0-dim and differs between micro-batches"
+                    )
                     raise Inexact(f"the method {problem}; give it one row per sample")
                 continue
-            if layout.leaf(0, layout.accumulate - 1) != layout.accumulate - 1:  # neighbouring leaves are on other ranks
+            if (
+                layout.leaf(0, layout.accumulate - 1) != layout.accumulate - 1
+            ):  # neighbouring leaves are on other ranks
                 by_rank = rows.unflatten(0, (self._run.ranks, layout.accumulate, layout.each))
                 rows = by_rank.transpose(0, 1).flatten(0, 2)
             whole[name] = rows
         return whole
 
     def _check_shapes(self, tensors: dict[str, Tensor]) -> None:
-        shapes = {name: f"{name} {tuple(part.shape)} {part.dtype}" for name, part in tensors.items()}
+        shapes = {
+            name: f"{name} {tuple(part.shape)} {part.dtype}" for name, part in tensors.items()
+        }
         self._shapes = self._shapes or self._run.from_main(shapes)
         if shapes != self._shapes:
             now, before = (", ".join(values.values()) for values in (shapes, self._shapes))
-            raise Inexact(f"the results of embed and collate were {before}, and now {now}; let all rows have one shape")
+            raise Inexact(
+                f"the results of embed and collate were {before}, and now {now}; let all rows have one shape"
+            )
 
 
 class _Continued(torch.autograd.Function):

@@ -25,8 +25,12 @@ class Agreement:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        several = ranks > 1 and dist.get_backend() != "fake"  # oneloop plan: the other ranks do not exist
-        self.host = cast("dist.ProcessGroup | None", dist.new_group(backend="gloo") if several else None)
+        several = (
+            ranks > 1 and dist.get_backend() != "fake"
+        )  # oneloop plan: the other ranks do not exist
+        self.host = cast(
+            "dist.ProcessGroup | None", dist.new_group(backend="gloo") if several else None
+        )
         """process group of collectives on the host; None: one rank"""
 
     def union(self, flags: list[bool]) -> list[bool]:
@@ -85,7 +89,11 @@ def _exit_if_blocked(message: str | None) -> Iterator[None]:
     of the model. The launcher then ends them."""
 
     def end() -> None:
-        print(printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {message}"), file=sys.stderr, flush=True)
+        print(
+            printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {message}"),
+            file=sys.stderr,
+            flush=True,
+        )
         leave_at_once(BAD_INPUT)
 
     timer = threading.Timer(_PATIENCE, end)
@@ -105,7 +113,11 @@ def where(error: BaseException) -> str:
     if _ours(frames[-1].filename):
         return ""
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-    own = [frame for frame in frames if not _ours(frame.filename) and not frame.filename.startswith(libraries)]
+    own = [
+        frame
+        for frame in frames
+        if not _ours(frame.filename) and not frame.filename.startswith(libraries)
+    ]
     frame = (own or frames)[-1]
     return f" ({frame.filename}:{frame.lineno})"
 

@@ -80,7 +80,9 @@ def supervised() -> None:
         return
     for handle in (reporting, dumped, asked):
         os.close(handle)
-    Supervisor(Worker(pid, reports, stacks, requests, rank()), peers, selector, started_by=started_by).run()
+    Supervisor(
+        Worker(pid, reports, stacks, requests, rank()), peers, selector, started_by=started_by
+    ).run()
 
 
 def open_streams() -> None:

@@ -39,7 +39,9 @@ def config_file(asked: str) -> str:
     return str(found) if found else asked
 
 
-CPP_LOG = "TORCH_CPP_LOG_LEVEL"  # the store of a rendezvous warns about each client without a host name
+CPP_LOG = (
+    "TORCH_CPP_LOG_LEVEL"  # the store of a rendezvous warns about each client without a host name
+)
 _INTERVAL = 0.2  # seconds between two checks
 
 
@@ -77,17 +79,38 @@ def launch(
             environment = {CPP_LOG: os.environ.get(CPP_LOG, "ERROR")}
         elif environment is None:
             accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-            command, environment = [*accelerate, *given, *command[1:]], {"PET_SIGNALS_TO_HANDLE": "SIGTERM"}
+            command, environment = (
+                [*accelerate, *given, *command[1:]],
+                {"PET_SIGNALS_TO_HANDLE": "SIGTERM"},
+            )
         environment = {**os.environ, **exit_file_variable(Path(folder)), **environment}
         begin = partial(_begin, parent)
-        process = subprocess.Popen(command, env=environment, preexec_fn=begin, stdout=output, stderr=output)
+        process = subprocess.Popen(
+            command, env=environment, preexec_fn=begin, stdout=output, stderr=output
+        )
         return _Launched(process, Path(folder)).ended(time.monotonic() + seconds)
 
 
-_ONE_PROCESS: dict[str, Any] = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "NO", "gpu_ids": "all"}
-_ONE_PROCESS |= {"num_machines": 1, "num_processes": 1, "machine_rank": 0, "main_training_function": "main"}
-_ONE_PROCESS |= {"downcast_bf16": "no", "rdzv_backend": "static", "same_network": True, "tpu_env": []}
-_ONE_PROCESS |= dict.fromkeys(("debug", "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"), False)
+_ONE_PROCESS: dict[str, Any] = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "NO",
+    "gpu_ids": "all",
+}
+_ONE_PROCESS |= {
+    "num_machines": 1,
+    "num_processes": 1,
+    "machine_rank": 0,
+    "main_training_function": "main",
+}
+_ONE_PROCESS |= {
+    "downcast_bf16": "no",
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+}
+_ONE_PROCESS |= dict.fromkeys(
+    ("debug", "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"), False
+)
 """settings of a config file with which accelerate only sets the variables of :func:`_of_one_process`"""
 
 
@@ -115,9 +138,20 @@ def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
     plain = all(str(value) == str(_ONE_PROCESS.get(key)) for key, value in settings.items())
     if not plain or "distributed_type" not in settings or precision not in ("no", "bf16", "fp16"):
         return None
-    made = {"ACCELERATE_USE_CPU": "False", "ACCELERATE_MIXED_PRECISION": precision, "ACCELERATE_DYNAMO_BACKEND": "NO"}
-    made |= {f"ACCELERATE_DYNAMO_USE_{key}": "False" for key in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION")}
-    return {**made, "ACCELERATE_DYNAMO_MODE": "default", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    made = {
+        "ACCELERATE_USE_CPU": "False",
+        "ACCELERATE_MIXED_PRECISION": precision,
+        "ACCELERATE_DYNAMO_BACKEND": "NO",
+    }
+    made |= {
+        f"ACCELERATE_DYNAMO_USE_{key}": "False"
+        for key in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION")
+    }
+    return {
+        **made,
+        "ACCELERATE_DYNAMO_MODE": "default",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+    }
 
 
 def _begin(parent: int | None) -> None:
@@ -197,12 +231,20 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
     except SystemExit as end:
         if end.code == 0:  # --help
             raise
-        why = stderr.getvalue().strip().splitlines()[-1].rpartition("error: ")[2].replace("training_script_args", "")
+        why = (
+            stderr.getvalue()
+            .strip()
+            .splitlines()[-1]
+            .rpartition("error: ")[2]
+            .replace("training_script_args", "")
+        )
         why = why.replace("training_script, ", "a recipe")
         raise BadInput(f"{why}; for example: oneloop launch --config_file single digits") from None
     if unknown:
         example = f"oneloop launch --config_file single RECIPE {unknown[0]} …"
-        raise BadInput(f"{unknown[0]} is not an option of accelerate launch; keys follow the recipe: {example}")
+        raise BadInput(
+            f"{unknown[0]} is not an option of accelerate launch; keys follow the recipe: {example}"
+        )
     training = [parsed.training_script, *parsed.training_script_args]
     given, file = list(words[: len(words) - len(training)]), parsed.config_file
     precision, config = parsed.mixed_precision, dict[str, Any]()
@@ -215,23 +257,31 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
             precision = precision or config.get("mixed_precision")
         except OSError as error:
             known = ", ".join(config_files())
-            raise BadInput(f"--config_file {file} cannot be read: {error.strerror}; known: {known}") from error
+            raise BadInput(
+                f"--config_file {file} cannot be read: {error.strerror}; known: {known}"
+            ) from error
         except (yaml.YAMLError, AttributeError) as error:
             raise BadInput(f"--config_file {file} is not an accelerate config file") from error
     if precision == "fp8" and not is_fp8_available():
-        raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16")
+        raise BadInput(
+            "mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16"
+        )
     names = ("num_machines", "num_processes", "main_process_ip", "main_process_port")
     found = {name: getattr(parsed, name) or config.get(name) for name in names}
     number, processes = int(found["num_machines"] or 1), int(found["num_processes"] or 0)
     if number == 1:
         return given, training, None
     if not found["main_process_ip"] or processes % number:
-        raise BadInput(f"{number} machines need --main_process_ip, and --num_processes that they can share equally")
+        raise BadInput(
+            f"{number} machines need --main_process_ip, and --num_processes that they can share equally"
+        )
     place = str(found["main_process_ip"]), int(found["main_process_port"] or PORT)
     return given, training, Nodes(number, number, *place, processes // number, source=ACCELERATE)
 
 
-def accelerate_variables(words: Sequence[str], nodes: Nodes) -> tuple[dict[str, str], list[str], int]:
+def accelerate_variables(
+    words: Sequence[str], nodes: Nodes
+) -> tuple[dict[str, str], list[str], int]:
     """Return the variables that accelerate's launcher would set for its options, the recipe's words, and the number of
     processes per node. Raise BadInput."""
     import torch
@@ -239,8 +289,12 @@ def accelerate_variables(words: Sequence[str], nodes: Nodes) -> tuple[dict[str, 
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     options, training, _ = launch_options(words)
-    if nodes.source != ACCELERATE and any(option.startswith(("--num_processes", "--num-proc")) for option in options):
-        raise BadInput("--num_processes counts the processes of all nodes; give --processes_per_node")
+    if nodes.source != ACCELERATE and any(
+        option.startswith(("--num_processes", "--num-proc")) for option in options
+    ):
+        raise BadInput(
+            "--num_processes counts the processes of all nodes; give --processes_per_node"
+        )
     args = launch_command_parser().parse_args([*options, "-m", *training])
     try:
         args = _validate_launch_command(args)[0]
@@ -253,5 +307,11 @@ def accelerate_variables(words: Sequence[str], nodes: Nodes) -> tuple[dict[str, 
     if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
         raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
     if args.use_fsdp and processes * nodes.least < 2:
-        raise BadInput(f"FSDP2 needs two processes, and {nodes.least} nodes may have one; raise the minimum of --nodes")
-    return {name: value for name, value in made.items() if os.environ.get(name) != value}, training, processes
+        raise BadInput(
+            f"FSDP2 needs two processes, and {nodes.least} nodes may have one; raise the minimum of --nodes"
+        )
+    return (
+        {name: value for name, value in made.items() if os.environ.get(name) != value},
+        training,
+        processes,
+    )

@@ -27,7 +27,11 @@ from oneloop.launch.node_checks import about, compared, facts, foreign_folder, l
 from oneloop.launch.nodes import Nodes, address_towards, nodes, options
 
 _WAIT = 60.0  # seconds to wait for the other hosts, and for all links
-_TIMES, _FEW, _SLOW = 4, 4, 3.0  # tries of a link; of this many links, one with this many times the median is slow
+_TIMES, _FEW, _SLOW = (
+    4,
+    4,
+    3.0,
+)  # tries of a link; of this many links, one with this many times the median is slow
 
 
 def main(words: Sequence[str]) -> int:
@@ -40,17 +44,25 @@ def main(words: Sequence[str]) -> int:
     and each link between their processes. The exit code is 1 if there is a problem."""
     as_json, words = "--json" in words, [word for word in words if word != "--json"]
     if words[:1] in (["-h"], ["--help"]):
-        Options("doctor", main.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]").print_help()
+        Options(
+            "doctor", main.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]"
+        ).print_help()
         return 0
     own, rest = options([*words, "no-recipe"])  # the last word stands for a missing recipe
     given, _, found = launch_options(rest)
     known = replace(nodes(own, os.environ) or found or Nodes(1, 1, "127.0.0.1"), rejoin=_WAIT)
     if not any(option.startswith("--config") for option in given):
-        rest = ["--config_file", "ddp" if known.most > 1 or torch.accelerator.device_count() > 1 else "single", *rest]
+        rest = [
+            "--config_file",
+            "ddp" if known.most > 1 or torch.accelerator.device_count() > 1 else "single",
+            *rest,
+        ]
     variables, training, processes = accelerate_variables(rest, known)
     os.environ |= variables
     recipe = read_once(tuple(training[:-1])) if training[:-1] else None
-    folder = recipe.folder if recipe is not None and recipe.mirror is None else None  # a mirror needs no shared one
+    folder = (
+        recipe.folder if recipe is not None and recipe.mirror is None else None
+    )  # a mirror needs no shared one
     mine: dict[str, Any] = {"name": socket.gethostname(), "about": about()}
     mine["problems"] = [*local_problems(folder or Path("runs"))]
     every, shared, links = [mine], list[str](), ""
@@ -62,16 +74,25 @@ def main(words: Sequence[str]) -> int:
         lost = f"the rendezvous at {place} does not answer ({why}); check the address and its host"
         shared = [why if isinstance(error, ConnectionError) else lost]
     shown = every if every[0] is mine else [mine]  # the first host prints the problems of all
-    problems = [*(f"{host['name']}: {problem}" for host in shown for problem in host["problems"]), *shared]
+    problems = [
+        *(f"{host['name']}: {problem}" for host in shown for problem in host["problems"]),
+        *shared,
+    ]
     failed = bool(shared or any(host["problems"] for host in every))
-    lines = [f"{mine['name']}: {mine['about']}", *filter(None, [links]), *(f"problem: {text}" for text in problems)]
+    lines = [
+        f"{mine['name']}: {mine['about']}",
+        *filter(None, [links]),
+        *(f"problem: {text}" for text in problems),
+    ]
     lines += [f"problems: {len(problems) or 'see ' + every[0]['name']}" if failed else "no problem"]
     content = {"host": mine["name"], "about": mine["about"], "links": links, "problems": problems}
     print(dumps(content) if as_json else printable("\n".join(lines)))
     return int(failed)
 
 
-def _together(known: Nodes, mine: Any, processes: int, folder: Path | None) -> tuple[list[Any], list[str], str]:
+def _together(
+    known: Nodes, mine: Any, processes: int, folder: Path | None
+) -> tuple[list[Any], list[str], str]:
     """Return the facts of all hosts, the problems between them, and a line about links. Raise OSError, RuntimeError."""
     if known.most == 1:
         store, holds, address = TCPStore("127.0.0.1", 0, is_master=True), True, "127.0.0.1"
@@ -82,7 +103,11 @@ def _together(known: Nodes, mine: Any, processes: int, folder: Path | None) -> t
         store, holds = open_store(known)
     number, hosts = store.add("joined", 1) - 1, known.least
     if number >= hosts:
-        return [mine], [f"{hosts} hosts came before this one; start {hosts} hosts, or raise --nodes"], ""
+        return (
+            [mine],
+            [f"{hosts} hosts came before this one; start {hosts} hosts, or raise --nodes"],
+            "",
+        )
     mine |= facts(mine["name"], address, processes, folder, first=number == 0)
     try:
         every = exchanged(store, "facts", mine, number, hosts, _WAIT)
@@ -105,9 +130,19 @@ def _together(known: Nodes, mine: Any, processes: int, folder: Path | None) -> t
 
 def _links(known: Nodes, first: int, processes: int, ranks: int) -> list[Any]:
     """Return, for each process of this host, the seconds of its links, or an error message."""
-    command = [sys.executable, "-m", "oneloop.launch.doctor", known.host, str(known.port), str(ranks)]
+    command = [
+        sys.executable,
+        "-m",
+        "oneloop.launch.doctor",
+        known.host,
+        str(known.port),
+        str(ranks),
+    ]
     how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    started = [subprocess.Popen([*command, str(first + local), str(local)], **how) for local in range(processes)]
+    started = [
+        subprocess.Popen([*command, str(first + local), str(local)], **how)
+        for local in range(processes)
+    ]
     found, until = list[Any](), time.monotonic() + _WAIT
     try:
         for process in started:
@@ -127,9 +162,17 @@ def _judged(times: Sequence[Any], hosts: Sequence[str]) -> Iterator[str]:
     for rank, why in enumerate(times):
         if isinstance(why, str):
             how = "open all TCP ports between the hosts, or name the interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
-            yield from ("", f"rank {rank} on {hosts[rank]} cannot exchange data with the others: {why}; {how}")
+            yield from (
+                "",
+                f"rank {rank} on {hosts[rank]} cannot exchange data with the others: {why}; {how}",
+            )
             return
-    links = {(rank, other): seconds for rank, row in enumerate(times) for other, seconds in enumerate(row) if seconds}
+    links = {
+        (rank, other): seconds
+        for rank, row in enumerate(times)
+        for other, seconds in enumerate(row)
+        if seconds
+    }
     usual, most = median(links.values()), max(links.values())
     yield f"links: {ranks} ranks, 1 MiB in {1e3 * usual:.1f} ms (median), at most {1e3 * most:.1f} ms"
     for (rank, other), seconds in links.items():
@@ -141,7 +184,10 @@ def _judged(times: Sequence[Any], hosts: Sequence[str]) -> Iterator[str]:
 def _measured(store: TCPStore, ranks: int, rank: int, local: int) -> list[float]:
     """Return the seconds that this rank takes to send 1 MiB to each rank, while it receives as much; 0 for itself."""
     gpu = torch.cuda.is_available()
-    how: dict[str, Any] = {"store": PrefixStore("links", store), "timeout": timedelta(seconds=_WAIT / 2)}
+    how: dict[str, Any] = {
+        "store": PrefixStore("links", store),
+        "timeout": timedelta(seconds=_WAIT / 2),
+    }
     dist.init_process_group("nccl" if gpu else "gloo", rank=rank, world_size=ranks, **how)
     sent = torch.ones(1 << 18, device=f"cuda:{local}" if gpu else "cpu")
     dist.all_reduce(total := sent.clone())
@@ -151,7 +197,11 @@ def _measured(store: TCPStore, ranks: int, rank: int, local: int) -> list[float]
     for distance in range(1, ranks):
         seconds, got = [], torch.empty_like(sent)
         for _ in range(_TIMES):  # the first one connects
-            began, to, sender = time.perf_counter(), (rank + distance) % ranks, (rank - distance) % ranks
+            began, to, sender = (
+                time.perf_counter(),
+                (rank + distance) % ranks,
+                (rank - distance) % ranks,
+            )
             ends = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, got, sender)]
             for work in dist.batch_isend_irecv(ends):
                 work.wait()
@@ -165,7 +215,9 @@ if __name__ == "__main__":
     die_with(os.getppid())
     try:
         port, *ranks = map(int, sys.argv[2:])
-        print(json.dumps(_measured(TCPStore(sys.argv[1], port, is_master=False), *ranks)), flush=True)
+        print(
+            json.dumps(_measured(TCPStore(sys.argv[1], port, is_master=False), *ranks)), flush=True
+        )
     except (OSError, RuntimeError) as error:
         print(json.dumps(str(error).splitlines()[0]), flush=True)
     os._exit(0)  # without destructors: other ranks may be gone

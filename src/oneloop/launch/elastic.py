@@ -20,12 +20,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
 from oneloop.basics.launcher import FILE, HOST, on_stops, register_process
@@ -47,14 +59,20 @@ def usable_ranks(ranks: int, recipe: Recipe) -> int:
     """Return how many ranks can train: the largest number, up to ``ranks``, that divides batch.size / micro-batch."""
     batch = recipe.batch
     micro = batch.grain or (batch.micro if isinstance(batch.micro, int) else 1)
-    return max(number for number in range(1, ranks + 1) if number == 1 or batch.size // micro % number == 0)
+    return max(
+        number for number in range(1, ranks + 1) if number == 1 or batch.size // micro % number == 0
+    )
 
 
 class Agent(LocalElasticAgent):
     """torch's agent, for a training command with oneloop's exit codes."""
 
-    def __init__(self, spec: WorkerSpec, nodes: Nodes, folder: Path, recipe: Recipe | None, store: Store) -> None:
-        super().__init__(spec, DefaultLogsSpecs(), exit_barrier_timeout=_END, shutdown_timeout=_SAVE)
+    def __init__(
+        self, spec: WorkerSpec, nodes: Nodes, folder: Path, recipe: Recipe | None, store: Store
+    ) -> None:
+        super().__init__(
+            spec, DefaultLogsSpecs(), exit_barrier_timeout=_END, shutdown_timeout=_SAVE
+        )
         self._nodes, self.folder, self._recipe, self._everything = nodes, folder, recipe, store
         self._name = os.environ[HOST]
         self._failed_at: float | None = None  # when another node reported a failure
@@ -70,15 +88,25 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._worker_group.workers = []
-        with _announced(f"waiting for nodes to join: at least {self._nodes.least} within {self._nodes.rejoin:.0f} s"):
+        with _announced(
+            f"waiting for nodes to join: at least {self._nodes.least} within {self._nodes.rejoin:.0f} s"
+        ):
             super()._rendezvous(worker_group)
 
-    def _assign_worker_ranks(self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec) -> Any:
+    def _assign_worker_ranks(
+        self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
+    ) -> Any:
         address = address_towards(self._nodes.host, self._nodes.port)
-        folder = self._recipe.folder if self._recipe is not None and self._recipe.mirror is None else None
+        folder = (
+            self._recipe.folder
+            if self._recipe is not None and self._recipe.mirror is None
+            else None
+        )
         mine = facts(self._name, address, spec.local_world_size, folder, first=group_rank == 0)
         every = exchanged(store, "facts", mine, group_rank, group_world_size)
-        seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), group_rank, group_world_size)
+        seen = exchanged(
+            store, "seen", foreign_folder(self._name, every[0]), group_rank, group_world_size
+        )
         if group_rank == 0 and "file" in mine:
             Path(mine["file"]).unlink(missing_ok=True)
         if wrong := next(compared(every), "") or next(filter(None, seen), ""):
@@ -87,13 +115,19 @@ class Agent(LocalElasticAgent):
         ranks = workers[0].world_size
         used = ranks if self._recipe is None else usable_ranks(ranks, self._recipe)
         if group_rank == 0 and used < ranks:
-            say(f"{used} of {ranks} ranks train, the others stand by: the micro-batches do not divide evenly over more")
+            say(
+                f"{used} of {ranks} ranks train, the others stand by: the micro-batches do not divide evenly over more"
+            )
         for worker in workers:
             worker.world_size = worker.role_world_size = used
         return [worker for worker in workers if worker.global_rank < used]
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._attempt, self._failed_at, self._last_beat = self._attempt + 1, None, ("", time.monotonic())
+        self._attempt, self._failed_at, self._last_beat = (
+            self._attempt + 1,
+            None,
+            ("", time.monotonic()),
+        )
         os.environ[FILE] = str(self.folder / f"exit_code-{self._attempt}")
         return super()._start_workers(worker_group) if worker_group.workers else {}
 
@@ -108,8 +142,16 @@ class Agent(LocalElasticAgent):
         assert store is not None
         if self._stop_requested:
             store.set("stop", "1")
-        result = super()._monitor_workers(worker_group) if worker_group.workers else RunResult(WorkerState.HEALTHY)
-        if result.state is WorkerState.HEALTHY and not worker_group.workers and store.check(["ended"]):
+        result = (
+            super()._monitor_workers(worker_group)
+            if worker_group.workers
+            else RunResult(WorkerState.HEALTHY)
+        )
+        if (
+            result.state is WorkerState.HEALTHY
+            and not worker_group.workers
+            and store.check(["ended"])
+        ):
             result = RunResult(WorkerState.SUCCEEDED)
             self.code = int(store.get("ended"))
         elif result.state is WorkerState.SUCCEEDED:
@@ -117,7 +159,9 @@ class Agent(LocalElasticAgent):
             self.code = int(file.read_text()) if file.exists() else 0
         if result.state is WorkerState.HEALTHY and not self._failed_elsewhere(store):
             return result
-        joins = self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0 and not store.check(["stop"])
+        joins = self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0 and not store.check(
+            ["stop"]
+        )
         if result.state is WorkerState.SUCCEEDED and self.code == STOPPED and joins:
             return RunResult(WorkerState.HEALTHY)  # stopped only for a node that joins
         if result.state is WorkerState.SUCCEEDED and self.code != ERROR:
@@ -145,20 +189,30 @@ class Agent(LocalElasticAgent):
             store.set("counted", "1")
         store.wait(["counted"], timedelta(seconds=_END))
         self.code = ERROR
-        left = -1 if store.check(["stop"]) else self._nodes.restarts - self._everything.add("failures", 0)
+        left = (
+            -1
+            if store.check(["stop"])
+            else self._nodes.restarts - self._everything.add("failures", 0)
+        )
         self._remaining_restarts = max(0, left + 1)
         if self._nodes.restarts:
-            say(f"{self._name}: {f'restarting; {left} restarts are left' if left >= 0 else 'no restarts are left'}")
+            say(
+                f"{self._name}: {f'restarting; {left} restarts are left' if left >= 0 else 'no restarts are left'}"
+            )
 
 
-def exchanged(store: Store, name: str, mine: Any, rank: int, ranks: int, seconds: float = 30.0) -> list[Any]:
+def exchanged(
+    store: Store, name: str, mine: Any, rank: int, ranks: int, seconds: float = 30.0
+) -> list[Any]:
     """Return the values of all nodes, in order; a signal can interrupt it. Raise ConnectionError if one is missing."""
     store.set(f"{name}/{rank}", json.dumps(mine))
     keys, until = [f"{name}/{other}" for other in range(ranks)], time.monotonic() + seconds
     while not store.check(keys):
         time.sleep(0.05)
         if time.monotonic() > until:
-            raise ConnectionError(f"another node did not answer in {seconds:.0f} s; see the output of all nodes")
+            raise ConnectionError(
+                f"another node did not answer in {seconds:.0f} s; see the output of all nodes"
+            )
     return [json.loads(store.get(key)) for key in keys]
 
 
@@ -180,13 +234,21 @@ def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
     timeout = timedelta(seconds=30)
     if is_here(nodes.host):
         with suppress(RuntimeError):  # another agent on this host has opened it
-            return TCPStore(nodes.host, nodes.port, is_master=True, multi_tenant=True, timeout=timeout), True
+            return TCPStore(
+                nodes.host, nodes.port, is_master=True, multi_tenant=True, timeout=timeout
+            ), True
     until = time.monotonic() + nodes.rejoin
-    with _announced(f"waiting for the rendezvous at {nodes.host}:{nodes.port}, for up to {nodes.rejoin:.0f} s"):
+    with _announced(
+        f"waiting for the rendezvous at {nodes.host}:{nodes.port}, for up to {nodes.rejoin:.0f} s"
+    ):
         while not _answers(nodes):
             if time.monotonic() > until:
-                advice = f"start the same command on {nodes.host}, or check the address and the firewall"
-                raise ConnectionError(f"no answer from {nodes.host}:{nodes.port} in {nodes.rejoin:.0f} s; {advice}")
+                advice = (
+                    f"start the same command on {nodes.host}, or check the address and the firewall"
+                )
+                raise ConnectionError(
+                    f"no answer from {nodes.host}:{nodes.port} in {nodes.rejoin:.0f} s; {advice}"
+                )
             time.sleep(0.5)
     found: list[TCPStore] = []
 
@@ -194,11 +256,15 @@ def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
         with suppress(DistError):
             found.append(TCPStore(nodes.host, nodes.port, is_master=False, timeout=timeout))
 
-    thread = threading.Thread(target=connect, daemon=True)  # it never returns if another program listens there
+    thread = threading.Thread(
+        target=connect, daemon=True
+    )  # it never returns if another program listens there
     thread.start()
     thread.join(_LOST)
     if not found:
-        raise ConnectionError(f"another program uses {nodes.host}:{nodes.port}; choose another free port")
+        raise ConnectionError(
+            f"another program uses {nodes.host}:{nodes.port}; choose another free port"
+        )
     return found[0], False
 
 
@@ -230,24 +296,47 @@ def _end_without_rendezvous(agent: Agent, nodes: Nodes) -> None:
 def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     """Train on this node until the run ends; return oneloop's exit code. Raise BadInput."""
     variables, training, processes = accelerate_variables(words, nodes)
-    os.environ |= variables | {"TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    os.environ |= variables | {
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
+    }
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     from oneloop.launch.processes import reject_strategy
 
-    reject_strategy(sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most)
+    reject_strategy(
+        sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most
+    )
     recipe = read_once(tuple(training)) if module == "oneloop.train" else None
     say(f"{nodes}; processes on this node: {processes}")
     store, holds = open_store(nodes)
     mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
     if (other := store.compare_set("command", "", mine).decode()) != mine:
-        raise BadInput(f"start the same command on all nodes: another was started with {other!r}, this with {mine!r}")
+        raise BadInput(
+            f"start the same command on all nodes: another was started with {other!r}, this with {mine!r}"
+        )
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
-    timeout = RendezvousTimeout(timedelta(seconds=nodes.rejoin), timedelta(seconds=_LAST_CALL), timedelta(seconds=_END))
+    timeout = RendezvousTimeout(
+        timedelta(seconds=nodes.rejoin), timedelta(seconds=_LAST_CALL), timedelta(seconds=_END)
+    )
     backend = C10dRendezvousBackend(store, "oneloop")
-    some: Any = ("oneloop", store, backend, nodes.least, nodes.most, address, timeout, _BEAT, _BEATS)
+    some: Any = (
+        "oneloop",
+        store,
+        backend,
+        nodes.least,
+        nodes.most,
+        address,
+        timeout,
+        _BEAT,
+        _BEATS,
+    )
     handler = DynamicRendezvousHandler.from_backend(*some)
-    how: dict[str, Any] = {"max_restarts": nodes.restarts, "monitor_interval": 0.2, "entrypoint": sys.executable}
+    how: dict[str, Any] = {
+        "max_restarts": nodes.restarts,
+        "monitor_interval": 0.2,
+        "entrypoint": sys.executable,
+    }
     spec = WorkerSpec("oneloop", processes, handler, args=("-m", module, *training), **how)
     agent = Agent(spec, nodes, folder, recipe, store)
     on_stops(agent.stop)
@@ -257,7 +346,9 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
         agent.run()
         store.set("final", str(agent.code))
     except RendezvousTimeoutError:
-        say(f"fewer than {nodes.least} nodes joined in {nodes.rejoin:.0f} s; start the same command on more nodes")
+        say(
+            f"fewer than {nodes.least} nodes joined in {nodes.rejoin:.0f} s; start the same command on more nodes"
+        )
     except RendezvousClosedError:
         agent.code = int(store.get("final")) if store.check(["final"]) else ERROR
         say("the run has ended on the other nodes")

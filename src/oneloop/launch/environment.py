@@ -15,11 +15,30 @@ import torch
 
 from oneloop.recipe.schema import Recipe
 
-_PACKAGES = ["accelerate", "bitsandbytes", "datasets", "numpy", "oneloop", "peft", "safetensors", "tokenizers", "torch"]
+_PACKAGES = [
+    "accelerate",
+    "bitsandbytes",
+    "datasets",
+    "numpy",
+    "oneloop",
+    "peft",
+    "safetensors",
+    "tokenizers",
+    "torch",
+]
 _PACKAGES += ["torchmetrics", "torchvision", "transformers"]
 
 
-_COMPUTE = ("bitsandbytes", "numpy", "oneloop", "peft", "timm", "torch", "torchvision", "transformers")
+_COMPUTE = (
+    "bitsandbytes",
+    "numpy",
+    "oneloop",
+    "peft",
+    "timm",
+    "torch",
+    "torchvision",
+    "transformers",
+)
 """packages whose version may change computed values"""
 
 
@@ -35,15 +54,27 @@ def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
 def _git_revision() -> str | None:
     if not shutil.which("git"):
         return None
-    asked = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    )
     return asked.stdout.strip() if asked.returncode == 0 else None
 
 
 def environment(**more: Any) -> dict[str, Any]:
     """Return versions, machine, git revision and accelerate's settings, for environment.json."""
-    settings = {k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_"))}
-    host = {"host": socket.gethostname(), "cpus": len(os.sched_getaffinity(0)), "git": _git_revision()}
-    system = {"python": platform.python_version(), "platform": platform.platform(), "versions": versions()}
+    settings = {
+        k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_"))
+    }
+    host = {
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "git": _git_revision(),
+    }
+    system = {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "versions": versions(),
+    }
     return {**system, **host, "accelerate": settings, **more}
 
 
@@ -66,5 +97,7 @@ def _kind(device: torch.device) -> str:
     name = platform.machine()
     with suppress(OSError, StopIteration):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        name = next(
+            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
+        )
     return f"cpu, {name}, {torch.backends.cpu.get_cpu_capability()}"

@@ -59,7 +59,9 @@ def _clear(states: tuple[type, ...]) -> None:
 
 def _precision(asked: str | None) -> str:
     # notebook_launcher sets MIXED_PRECISION, which accelerate does not read.
-    current = os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no"
+    current = (
+        os.environ.get("ACCELERATE_MIXED_PRECISION") or os.environ.get("MIXED_PRECISION") or "no"
+    )
     if asked is not None and asked not in _PRECISIONS:
         raise BadInput(f"mixed_precision {asked!r} is unknown; known: {', '.join(_PRECISIONS)}")
     return asked or current

@@ -25,8 +25,15 @@ from oneloop.launch.environment import versions
 _CLOCK = 5.0  # seconds; a rendezvous takes a node whose clock is further off for dead
 _SEEN = 5.0  # seconds until a shared file system shows a new file to the other nodes
 
-_SHARED_MEMORY, _DISK, _LEAST = 512 << 20, 1 << 30, 1024  # least free bytes of /dev/shm and of a disk; least limits
-_LIMITS = {"open files (ulimit -n)": resource.RLIMIT_NOFILE, "processes (ulimit -u)": resource.RLIMIT_NPROC}
+_SHARED_MEMORY, _DISK, _LEAST = (
+    512 << 20,
+    1 << 30,
+    1024,
+)  # least free bytes of /dev/shm and of a disk; least limits
+_LIMITS = {
+    "open files (ulimit -n)": resource.RLIMIT_NOFILE,
+    "processes (ulimit -u)": resource.RLIMIT_NPROC,
+}
 _COLUMNS = {  # of nvidia-smi, and what a value other than 0 or No means
     "ecc.errors.uncorrected.volatile.total": "has uncorrected ECC errors; reset it, and replace it if they come back",
     "retired_pages.pending": "must be reset before it replaces bad memory",
@@ -36,9 +43,15 @@ _SMI = f"nvidia-smi --query-gpu=index,{','.join(_COLUMNS)} --format=csv,noheader
 _KERNEL_LOG = "dmesg", "journalctl --dmesg --no-pager"
 
 
-def facts(name: str, address: str, processes: int, run_folder: Path | None, *, first: bool) -> dict[str, Any]:
+def facts(
+    name: str, address: str, processes: int, run_folder: Path | None, *, first: bool
+) -> dict[str, Any]:
     """Return what must fit on all nodes; the first one leaves a file where it would write the run folder."""
-    settings = {key: os.environ[key] for key in os.environ if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
+    settings = {
+        key: os.environ[key]
+        for key in os.environ
+        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))
+    }
     found: dict[str, Any] = {"name": name, "processes": processes, "time": time.time()}
     found |= {"settings": versions() | settings, "loopback": loopback(name, address)}
     if run_folder is not None and first:
@@ -51,7 +64,9 @@ def facts(name: str, address: str, processes: int, run_folder: Path | None, *, f
 
 def existing(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
-    return next(path for path in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(path))
+    return next(
+        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(path)
+    )
 
 
 def foreign_folder(name: str, first: Mapping[str, Any]) -> str:
@@ -92,7 +107,9 @@ def loopback(name: str, address: str) -> str:
     if own[0].isdigit() and not own.startswith("127."):
         return ""
     cards = psutil.net_if_addrs().items()
-    interface = next((card for card, known in cards if address in [one.address for one in known]), "INTERFACE")
+    interface = next(
+        (card for card, known in cards if address in [one.address for one in known]), "INTERFACE"
+    )
     advice = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     return f"the host name of {name} resolves to {own}, which no other node can reach; {advice}"
 
@@ -109,7 +126,9 @@ def _output(*commands: str) -> str:
     """Return what the first command prints that is installed and does not fail; empty if all fail."""
     for command in commands:
         with suppress(OSError, subprocess.SubprocessError):
-            return subprocess.run(command.split(), capture_output=True, text=True, timeout=20, check=True).stdout
+            return subprocess.run(
+                command.split(), capture_output=True, text=True, timeout=20, check=True
+            ).stdout
     return ""
 
 
@@ -177,6 +196,11 @@ def about() -> str:
     devices = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
     gpus = f"{torch.cuda.device_count()} x {' and '.join(sorted(devices))}" if devices else "no GPU"
     host = f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
-    checked = {"ECC": _output(_SMI), "Xid": "NVRM" in _output(*_KERNEL_LOG)}  # the driver's messages begin with NVRM
-    missing = "".join(f"; {name} errors are not checked" for name, seen in checked.items() if devices and not seen)
+    checked = {
+        "ECC": _output(_SMI),
+        "Xid": "NVRM" in _output(*_KERNEL_LOG),
+    }  # the driver's messages begin with NVRM
+    missing = "".join(
+        f"; {name} errors are not checked" for name, seen in checked.items() if devices and not seen
+    )
     return f"torch {torch.__version__}, Python {platform.python_version()}, {gpus}, {host}{missing}"

@@ -37,7 +37,11 @@ class Nodes:
 def options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Split the options of :data:`OPTIONS`, which precede the recipe, from the other words. Raise BadInput."""
     own: dict[str, str] = {}
-    rest, left, follows = list[str](), list(words), False  # follows: an option of accelerate, which may take a value
+    rest, left, follows = (
+        list[str](),
+        list(words),
+        False,
+    )  # follows: an option of accelerate, which may take a value
     while left and (left[0].startswith("--") or follows):
         word = left.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
@@ -56,7 +60,9 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
     found = [one for read in _SOURCES if (one := read(environ)) is not None]
     for other in found[1:]:
         if (other.least, other.most) != (found[0].least, found[0].most):
-            raise BadInput(f"two sources disagree: {found[0]}; {other}; give --nodes and --rendezvous")
+            raise BadInput(
+                f"two sources disagree: {found[0]}; {other}; give --nodes and --rendezvous"
+            )
     known = found[0] if found else None
     if "nodes" in given:
         least, most = _range(given["nodes"])
@@ -72,7 +78,9 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
         known = replace(known, host="127.0.0.1", port=0)
     if not known.host:
         example = f"--nodes {given['nodes']} --rendezvous FIRST_HOST:{PORT}"
-        raise BadInput(f"--nodes {given['nodes']} needs the address of one node, the same on all of them: {example}")
+        raise BadInput(
+            f"--nodes {given['nodes']} needs the address of one node, the same on all of them: {example}"
+        )
     if "processes_per_node" in given:
         known = replace(known, processes=_whole(given, "processes_per_node", 1))
     if "max_restarts" in given:
@@ -93,7 +101,9 @@ def is_here(host: str) -> bool:
 
 def address_towards(host: str, port: int) -> str:
     """Return this host's address on the network that leads to ``host``. Raise OSError if no route exists."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:  # connecting a datagram socket sends nothing
+    with socket.socket(
+        socket.AF_INET, socket.SOCK_DGRAM
+    ) as unsent:  # connecting a datagram socket sends nothing
         unsent.connect((host, port or 9))
         return str(unsent.getsockname()[0])
 
@@ -102,16 +112,22 @@ def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if least < 1:
-        raise BadInput(f"--nodes {text} must be a number of nodes, or the least and the most of them: 2, 2:8")
+        raise BadInput(
+            f"--nodes {text} must be a number of nodes, or the least and the most of them: 2, 2:8"
+        )
     if least > most:
-        raise BadInput(f"--nodes {text}: the minimum {least} is above the maximum {most}; write {most}:{least}")
+        raise BadInput(
+            f"--nodes {text}: the minimum {least} is above the maximum {most}; write {most}:{least}"
+        )
     return least, most
 
 
 def _endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":") if ":" in text else (text, "", str(PORT))
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-        raise BadInput(f"--rendezvous {text} must be the address of one node, and a free port there: HOST:{PORT}")
+        raise BadInput(
+            f"--rendezvous {text} must be the address of one node, and a free port there: HOST:{PORT}"
+        )
     return host, int(port)
 
 
@@ -130,17 +146,23 @@ def _of_torchrun(environ: Mapping[str, str]) -> Nodes | None:
     place = environ.get("PET_RDZV_ENDPOINT") or ":".join(filter(None, own))
     each = environ.get("PET_NPROC_PER_NODE", "")
     host, port = _endpoint(place) if place else ("", PORT)
-    return Nodes(least, most, host, port, int(each) if each.isdigit() else None, source="PET_NNODES, …")
+    return Nodes(
+        least, most, host, port, int(each) if each.isdigit() else None, source="PET_NNODES, …"
+    )
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
     """Slurm's variables inside a step of srun; salloc's shell and a batch script have other variables."""
     number = environ.get("SLURM_STEP_NUM_NODES", "1")
-    if number == "1" or int(environ.get("SLURM_STEP_ID", "-1")) not in range(1 << 31):  # above: not from srun
+    if number == "1" or int(environ.get("SLURM_STEP_ID", "-1")) not in range(
+        1 << 31
+    ):  # above: not from srun
         return None
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
-        raise BadInput(f"srun starts {tasks} tasks per node, and oneloop launch needs one; add --ntasks-per-node=1")
+        raise BadInput(
+            f"srun starts {tasks} tasks per node, and oneloop launch needs one; add --ntasks-per-node=1"
+        )
     first = re.match(r"([^,\[]*)(?:\[(\d+))?", environ.get("SLURM_STEP_NODELIST", ""))
     host = f"{first[1]}{first[2] or ''}" if first else ""
     port = 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 10000  # two jobs may share a node
@@ -150,15 +172,34 @@ def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
 
 
 def _of_skypilot(environ: Mapping[str, str]) -> Nodes | None:
-    hosts, each = environ.get("SKYPILOT_NODE_IPS", "").split(), environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")
+    hosts, each = (
+        environ.get("SKYPILOT_NODE_IPS", "").split(),
+        environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0"),
+    )
     number = len(hosts)
-    return Nodes(number, number, hosts[0], PORT, int(each) or None, source="SKYPILOT_NODE_IPS") if number > 1 else None
+    return (
+        Nodes(number, number, hosts[0], PORT, int(each) or None, source="SKYPILOT_NODE_IPS")
+        if number > 1
+        else None
+    )
 
 
 def _of_dstack(environ: Mapping[str, str]) -> Nodes | None:
-    number, host = int(environ.get("DSTACK_NODES_NUM", "1")), environ.get("DSTACK_MASTER_NODE_IP", "")
+    number, host = (
+        int(environ.get("DSTACK_NODES_NUM", "1")),
+        environ.get("DSTACK_MASTER_NODE_IP", ""),
+    )
     each = int(environ.get("DSTACK_GPUS_PER_NODE", "0")) or None
-    return Nodes(number, number, host, PORT, each, source="DSTACK_NODES_NUM, …") if number > 1 else None
+    return (
+        Nodes(number, number, host, PORT, each, source="DSTACK_NODES_NUM, …")
+        if number > 1
+        else None
+    )
 
 
-_SOURCES: tuple[Callable[[Mapping[str, str]], Nodes | None], ...] = (_of_torchrun, _of_slurm, _of_skypilot, _of_dstack)
+_SOURCES: tuple[Callable[[Mapping[str, str]], Nodes | None], ...] = (
+    _of_torchrun,
+    _of_slurm,
+    _of_skypilot,
+    _of_dstack,
+)

@@ -28,7 +28,9 @@ from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
 from oneloop.measure.flops import peak_flops
 from oneloop.show.terminal import Display
 
-_AXES = tuple(f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD"))
+_AXES = tuple(
+    f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
+)
 _LONG = timedelta(hours=2)
 """time-out of collectives before step times are known: one rank may prepare, compile or write"""
 
@@ -112,12 +114,18 @@ def start(
         cpu=on_cpu,
         fsdp_plugin=plugin,
         log_with=list(track) or None,
-        project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard")) if folder else None,
+        project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard"))
+        if folder
+        else None,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
-            num_steps=1, sync_with_dataloader=False, sync_each_batch=sharding if exact else sync_each_batch
+            num_steps=1,
+            sync_with_dataloader=False,
+            sync_each_batch=sharding if exact else sync_each_batch,
         ),
         kwargs_handlers=[
-            DistributedDataParallelKwargs(gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters)
+            DistributedDataParallelKwargs(
+                gradient_as_bucket_view=True, find_unused_parameters=find_unused_parameters
+            )
         ],
         step_scheduler_with_optimizer=False,
     )
@@ -128,11 +136,15 @@ def start(
     return run
 
 
-def _sharding(state: PartialState, precision: str, *, exact: bool) -> FullyShardedDataParallelPlugin:
+def _sharding(
+    state: PartialState, precision: str, *, exact: bool
+) -> FullyShardedDataParallelPlugin:
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if state.distributed_type == DistributedType.NO:
-        raise BadInput("FSDP2 requires two or more processes, got one; use single.yaml, or --num_processes 2 or more")
+        raise BadInput(
+            "FSDP2 requires two or more processes, got one; use single.yaml, or --num_processes 2 or more"
+        )
     if state.device.type == "cpu":
         # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -144,31 +156,45 @@ def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
     """Raise BadInput for accelerate's settings that oneloop does not support, or not with ``elastic`` nodes."""
     for name in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_MIN_NUM_PARAMS", *_AXES):
         if not os.environ.get(name, "0").isdigit():
-            raise BadInput(f"{name} must be a whole number, got {os.environ[name]!r}; correct accelerate's config file")
+            raise BadInput(
+                f"{name} must be a whole number, got {os.environ[name]!r}; correct accelerate's config file"
+            )
     if sharding and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
-        raise BadInput("fsdp_offload_params true is not supported: it was never tried; set it to false")
+        raise BadInput(
+            "fsdp_offload_params true is not supported: it was never tried; set it to false"
+        )
     if sharding and os.environ.get("FSDP_VERSION", "1") != "2":
         raise BadInput("fsdp_version 1 is not supported; set fsdp_version: 2")
     if elastic and int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
-        raise BadInput("hybrid sharding (HSDP) has a fixed number of processes; give one number of --nodes or fsdp2")
+        raise BadInput(
+            "hybrid sharding (HSDP) has a fixed number of processes; give one number of --nodes or fsdp2"
+        )
     for other in ("DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
-            raise BadInput(f"{other} is not supported; use one of the config files in accelerate_configs/ (DDP, FSDP2)")
+            raise BadInput(
+                f"{other} is not supported; use one of the config files in accelerate_configs/ (DDP, FSDP2)"
+            )
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise BadInput("accelerate's dynamo_backend is not supported; set dynamo_backend: 'no'")
     if any(int(os.environ.get(axis, 1)) > 1 for axis in _AXES[:3]):
         why = "only data parallelism (dp_replicate, dp_shard) is supported"
-        raise BadInput(f"tensor, context or sequence parallelism is set, and {why}; set the other sizes to 1")
+        raise BadInput(
+            f"tensor, context or sequence parallelism is set, and {why}; set the other sizes to 1"
+        )
 
 
 def _reject_inexact(precision: str, device: torch.device | None) -> None:
     asked = "batch.grain requires bit-identical runs on any number of processes, but"
     if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
-        raise BadInput(f"{asked} hybrid sharding (HSDP) sums in another order; use fsdp2.yaml or ddp.yaml")
+        raise BadInput(
+            f"{asked} hybrid sharding (HSDP) sums in another order; use fsdp2.yaml or ddp.yaml"
+        )
     if precision == "fp8":
         raise BadInput(f"{asked} fp8 scales by what each process has seen; use bf16 or no")
     if device is not None and device.type == "mps":
-        raise BadInput(f"{asked} mps has no float64, which exact sums require; remove batch.grain, or use a CPU")
+        raise BadInput(
+            f"{asked} mps has no float64, which exact sums require; remove batch.grain, or use a CPU"
+        )
 
 
 def _reject_precision(precision: str, device: torch.device | None) -> None:
@@ -176,15 +202,23 @@ def _reject_precision(precision: str, device: torch.device | None) -> None:
     if precision not in ("no", "fp16", "bf16", "fp8"):
         raise BadInput(f"mixed_precision {precision!r} does not exist; use no, bf16, fp16 or fp8")
     if precision == "fp8" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
-        raise BadInput("mixed_precision fp8 with FSDP2 is not supported: it was never tried on a GPU; use bf16")
+        raise BadInput(
+            "mixed_precision fp8 with FSDP2 is not supported: it was never tried on a GPU; use bf16"
+        )
     if precision == "fp16" and device.type == "cpu":
-        raise BadInput("mixed_precision fp16 does not work on a CPU, which has no fp16 loss scaling; use bf16 or no")
+        raise BadInput(
+            "mixed_precision fp16 does not work on a CPU, which has no fp16 loss scaling; use bf16 or no"
+        )
     if precision == "fp8":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         if capability < (8, 9):
             needs = "compute capability 8.9 or higher"
-            raise BadInput(f"mixed_precision fp8 requires {needs}, got {device.type} {capability}; use bf16")
+            raise BadInput(
+                f"mixed_precision fp8 requires {needs}, got {device.type} {capability}; use bf16"
+            )
         from accelerate.utils import is_fp8_available
 
         if not is_fp8_available():
-            raise BadInput("mixed_precision fp8 needs torchao or transformer-engine, and neither is installed")
+            raise BadInput(
+                "mixed_precision fp8 needs torchao or transformer-engine, and neither is installed"
+            )

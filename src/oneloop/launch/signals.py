@@ -42,9 +42,13 @@ def leave(code: int, *, main: bool) -> NoReturn:
         distributed.destroy_process_group()  # after an error, other ranks may never call it
     if several:
         if not main and code not in (0, exit_codes.ERROR):
-            time.sleep(3)  # torchrun kills all ranks after the first failure: let rank 0 print its error first
+            time.sleep(
+                3
+            )  # torchrun kills all ranks after the first failure: let rank 0 print its error first
         os._exit(code)
-    if CHANNEL.watched and code == exit_codes.ERROR:  # do not wait for data workers, which may block
+    if (
+        CHANNEL.watched and code == exit_codes.ERROR
+    ):  # do not wait for data workers, which may block
         os._exit(code)
     raise SystemExit(code)
 
@@ -56,13 +60,17 @@ class Stopping:
     """Stop requests for this process, by signals, time limit or STOP file; only one rank ``looks`` for the file."""
 
     def __init__(self, *, looks: bool = True) -> None:
-        self.by: str | None = None  # source: a signal's name, ``stop.after`` or ``a STOP file``; None: no request
+        self.by: str | None = (
+            None  # source: a signal's name, ``stop.after`` or ``a STOP file``; None: no request
+        )
         self._looks, self._last_check = looks, 0.0
         self._file: Path | None = None
         self._deadline = float("inf")
         self._signals: list[signal.Signals] = []
         self._last_interrupt = 0.0
-        self.early: bool | None = False  # whether the run has not begun; None: StoppedEarly was raised
+        self.early: bool | None = (
+            False  # whether the run has not begun; None: StoppedEarly was raised
+        )
 
     def listen(self) -> None:
         """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP from now on: they stop the run after the current step. Before the
@@ -104,7 +112,11 @@ class Stopping:
     def _record(self, number: int, *, apart: float = 0.0) -> bool:
         """Record a signal; return whether it is a repeated SIGINT, at least ``apart`` seconds after the last one."""
         now = time.monotonic()
-        again = number == signal.SIGINT and number in self._signals and now - self._last_interrupt >= apart
+        again = (
+            number == signal.SIGINT
+            and number in self._signals
+            and now - self._last_interrupt >= apart
+        )
         self._last_interrupt = now if number == signal.SIGINT else self._last_interrupt
         self.by = self.by or signal.Signals(number).name
         self._signals.append(signal.Signals(number))

@@ -15,7 +15,9 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     present = {type(module).__name__ for module in model.modules()}
     if strange := sorted(classes - present):
         known = ", ".join(sorted(present))
-        raise ValueError(f"machine.blocks {', '.join(strange)}: not in {type(model).__name__}; it has {known}")
+        raise ValueError(
+            f"machine.blocks {', '.join(strange)}: not in {type(model).__name__}; it has {known}"
+        )
     if not classes:
         marked = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
         classes = {name for several in marked for name in several} & present
@@ -36,16 +38,26 @@ def class_names(modules: Sequence[nn.Module]) -> list[str]:
 
 
 def _class_name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix("FSDP")  # fully_shard replaces the class of a module by a subclass
+    return type(module).__name__.removeprefix(
+        "FSDP"
+    )  # fully_shard replaces the class of a module by a subclass
 
 
 def _repeated(model: nn.Module) -> set[str]:
     classes: set[str] = set()
     for container in model.modules():
         if isinstance(container, nn.ModuleList | nn.Sequential):
-            layers = [child for child in container.children() if any(True for _ in child.children())]
-            counted = Counter(type(child).__name__ for child in layers if any(True for _ in child.parameters()))
-            classes |= {name for name in counted if counted[name] > 1 and name not in ("Sequential", "ModuleList")}
+            layers = [
+                child for child in container.children() if any(True for _ in child.children())
+            ]
+            counted = Counter(
+                type(child).__name__ for child in layers if any(True for _ in child.parameters())
+            )
+            classes |= {
+                name
+                for name in counted
+                if counted[name] > 1 and name not in ("Sequential", "ModuleList")
+            }
     return classes
 
 
@@ -55,11 +67,18 @@ DROPOUT = (nn.modules.dropout._DropoutNd,)
 
 def has_batch_statistics(model: nn.Module) -> bool:
     """Return whether the model has BatchNorm layers that are not in eval mode."""
-    return any(isinstance(module, _BATCH_STATISTICS) and module.training for module in model.modules())
+    return any(
+        isinstance(module, _BATCH_STATISTICS) and module.training for module in model.modules()
+    )
 
 
 def has_dropout(model: nn.Module) -> bool:
     """Return whether the model has dropout: a dropout layer, or a rate of attention dropout in its config."""
     config = getattr(model, "config", None)
-    rates = [getattr(config, name, 0.0) for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")]
-    return any(isinstance(m, DROPOUT) and m.p > 0 for m in model.modules()) or any(rate for rate in rates if rate)
+    rates = [
+        getattr(config, name, 0.0)
+        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+    ]
+    return any(isinstance(m, DROPOUT) and m.p > 0 for m in model.modules()) or any(
+        rate for rate in rates if rate
+    )

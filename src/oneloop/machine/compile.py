@@ -42,21 +42,31 @@ def compile_(
     """
     if scope == "none":
         if budget is not None:
-            raise ValueError("recompute budget requires machine.compile regional or whole; or set recompute selective")
+            raise ValueError(
+                "recompute budget requires machine.compile regional or whole; or set recompute selective"
+            )
         return 0
     layers = blocks(model, names)
     if scope == "regional" and not layers:
         none = f"{type(model).__name__} has no repeated blocks"
         raise ValueError(f"compile regional: {none}; set machine.compile whole, or machine.blocks")
     if scope == "whole" and sharded and layers:
-        raise ValueError("machine.compile whole does not work with FSDP2, which gathers block by block; set regional")
+        raise ValueError(
+            "machine.compile whole does not work with FSDP2, which gathers block by block; set regional"
+        )
     if budget is not None:
         torch._functorch.config.activation_memory_budget = budget
-    if mode in ("reduce-overhead", "max-autotune"):  # CUDA graphs reuse their memory from one forward to the next
+    if mode in (
+        "reduce-overhead",
+        "max-autotune",
+    ):  # CUDA graphs reuse their memory from one forward to the next
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     compiled = layers if scope == "regional" else [model]
     for module in compiled:
         module.forward = torch.compile(
-            module.forward, mode=mode if backend == "inductor" else None, backend=backend, fullgraph=True
+            module.forward,
+            mode=mode if backend == "inductor" else None,
+            backend=backend,
+            fullgraph=True,
         )  # type: ignore[method-assign]
     return len(compiled)

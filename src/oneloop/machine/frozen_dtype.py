@@ -12,7 +12,9 @@ from oneloop.machine.mixed_precision import HALF
 _STORED = {torch.uint8: 1, torch.bfloat16: 2, torch.float16: 2, torch.float32: 4}
 
 
-def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: str = "auto") -> list[str]:
+def hold_frozen(
+    model: nn.Module, dtype: str | None, *, sharded: bool, stored: str = "auto"
+) -> list[str]:
     """Convert frozen parameters in place to their dtypes for the run; return lines for the log.
 
     ``dtype`` is for matrices, not norms and biases (None: unchanged). ``stored`` is the storage dtype of 4-bit
@@ -24,25 +26,41 @@ def hold_frozen(model: nn.Module, dtype: str | None, *, sharded: bool, stored: s
         _convert_matrices(frozen, dtype, precision)
     if precision == "no" and any(p.dtype is torch.float16 and not _in_four_bits(p) for p in frozen):
         why = "a frozen model in float16 without mixed precision: small gradients would underflow"
-        raise ValueError(f"{why}; set --mixed_precision fp16 or bf16, or --machine.base_dtype float32")
-    packed = [module for module in model.modules() if _in_four_bits(getattr(module, "weight", None))]
+        raise ValueError(
+            f"{why}; set --mixed_precision fp16 or bf16, or --machine.base_dtype float32"
+        )
+    packed = [
+        module for module in model.modules() if _in_four_bits(getattr(module, "weight", None))
+    ]
     if packed:
         _store(packed, stored, precision, sharded=sharded)
     elif stored != "auto":
-        raise ValueError(f"machine.quant_storage {stored} is given, and nothing is in 4 bits; see task.lora.quantize")
-    kinds = {str(p.dtype).removeprefix("torch.") for p in frozen if p.is_floating_point() and not _in_four_bits(p)}
+        raise ValueError(
+            f"machine.quant_storage {stored} is given, and nothing is in 4 bits; see task.lora.quantize"
+        )
+    kinds = {
+        str(p.dtype).removeprefix("torch.")
+        for p in frozen
+        if p.is_floating_point() and not _in_four_bits(p)
+    }
     if precision == "no" and kinds & {"bfloat16"}:
-        return ["the frozen model computes in bfloat16; --machine.base_dtype float32 computes in float32"]
+        return [
+            "the frozen model computes in bfloat16; --machine.base_dtype float32 computes in float32"
+        ]
     return []
 
 
 def _convert_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -> None:
     frozen = list(frozen)
     if not frozen:
-        raise ValueError(f"machine.base_dtype {dtype} requires frozen parameters, but none is; see optimizer.groups")
+        raise ValueError(
+            f"machine.base_dtype {dtype} requires frozen parameters, but none is; see optimizer.groups"
+        )
     if precision == "no" and dtype != "float32":
         why = "without mixed precision, and matrix products take one dtype"
-        raise ValueError(f"machine.base_dtype {dtype} is set {why}; set --mixed_precision bf16, or remove it")
+        raise ValueError(
+            f"machine.base_dtype {dtype} is set {why}; set --mixed_precision bf16, or remove it"
+        )
     wanted = getattr(torch, dtype)
     for parameter in frozen:
         if parameter.is_floating_point() and not _in_four_bits(parameter):
@@ -55,7 +73,9 @@ def rounded(model: nn.Module, dtype: str | None) -> None:
     """Round frozen float32 matrices to ``dtype`` in place, and keep them stored in float32 (None: unchanged)."""
     for parameter in model.parameters():
         held = dtype is not None and not parameter.requires_grad and parameter.ndim >= 2
-        if held and parameter.dtype is torch.float32 and not _in_four_bits(parameter):  # as hold_frozen does
+        if (
+            held and parameter.dtype is torch.float32 and not _in_four_bits(parameter)
+        ):  # as hold_frozen does
             parameter.data = parameter.data.to(getattr(torch, str(dtype))).float()
 
 
@@ -77,13 +97,17 @@ def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool)
     if sharded and (wanted is torch.uint8 or (precision in HALF and wanted is not compute)):
         name = str(compute).removeprefix("torch.")
         why = "FSDP2 would not shard it" if wanted is torch.uint8 else "FSDP2 would cast its bytes"
-        raise ValueError(f"machine.quant_storage {stored} with compute dtype {name}: {why}; set {name} or remove it")
+        raise ValueError(
+            f"machine.quant_storage {stored} with compute dtype {name}: {why}; set {name} or remove it"
+        )
     for module in packed:
         if sharded and precision in HALF:
             module.compute_dtype = compute
         weight = module.weight
         rows, rest = divmod(weight.data.numel() * weight.data.element_size(), _STORED[wanted])
         if rest:
-            raise ValueError(f"machine.quant_storage {stored} cannot hold {rows * _STORED[wanted] + rest} bytes")
+            raise ValueError(
+                f"machine.quant_storage {stored} cannot hold {rows * _STORED[wanted] + rest} bytes"
+            )
         weight.data = weight.data.view(-1).view(wanted).view(-1, 1)
         weight.quant_storage = module.quant_storage = wanted

@@ -24,7 +24,10 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import as_real
 
 SEARCH = "--machine.find_unused_parameters true"
-_MODULI = (1_048_573, 1_048_571)  # of the two hashes; sums of their squares over 4,096 ranks are exact in float64
+_MODULI = (
+    1_048_573,
+    1_048_571,
+)  # of the two hashes; sums of their squares over 4,096 ranks are exact in float64
 
 
 class Checks:
@@ -58,7 +61,9 @@ class Checks:
             for key, tensor in owner.items()
             if tensor is not None
         ]  # of each tensor: the dictionary that it is registered in, its key there, and its name
-        self._trained = [(bare_name(name), p) for name, p in model.named_parameters() if p.requires_grad]
+        self._trained = [
+            (bare_name(name), p) for name, p in model.named_parameters() if p.requires_grad
+        ]
         self._before: tuple[list[Any], list[Any]] | None = None
 
     def begin(self) -> None:
@@ -73,7 +78,9 @@ class Checks:
             raise Inexact(froze(frozen[0]))
         if self._before is None:
             return
-        for (_, _, name), tensor, state, before, state_before in zip(self._owners, *self._now(), *self._before):
+        for (_, _, name), tensor, state, before, state_before in zip(
+            self._owners, *self._now(), *self._before
+        ):
             if tensor is before and state == state_before:
                 continue
             if self._report is None or (self._strict and name.startswith("parameter")):
@@ -109,17 +116,23 @@ class Units:
     def __init__(self, model: nn.Module, *, state: Callable[[Tensor], Any] | None = None) -> None:
         self._state = state
         self.parameters: list[nn.Parameter] = []  # the trained ones, sharded
-        self.used: list[bool] = []  # whether each took part in the loss since the last :meth:`hashes`, on this rank
+        self.used: list[
+            bool
+        ] = []  # whether each took part in the loss since the last :meth:`hashes`, on this rank
         self.calls: list[str] = []  # the units that ran since then
         self.last: tuple[list[str], list[str]] = [], []
         """the input of the last :meth:`hashes`: names of units, and of unused parameters"""
         self._names: list[str] = []
         self.closing = ExitStack()  # removes the hooks
         names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
-        units: list[tuple[str, Any]] = [(n, one) for n, one in model.named_modules() if isinstance(one, FSDPModule)]
+        units: list[tuple[str, Any]] = [
+            (n, one) for n, one in model.named_modules() if isinstance(one, FSDPModule)
+        ]
         for name, module in units:
             held, states = list[tuple[str, Any]](), list[list[Any]]()
-            for group in (one for one in unit_groups(module) if "post_backward" not in vars(one)):  # once per group
+            for group in (
+                one for one in unit_groups(module) if "post_backward" not in vars(one)
+            ):  # once per group
                 held += (own := [(names[id(one.sharded_param)], one) for one in group.fsdp_params])
                 trained = [(name, one) for name, one in own if one.sharded_param.requires_grad]
                 self._names += [name for name, _ in trained]
@@ -128,12 +141,21 @@ class Units:
                 placed = [(number, one) for number, (_, one) in zip(numbers, trained, strict=True)]
                 group.post_backward = partial(self._reduce, placed, group.post_backward)
                 self.closing.callback(delattr, group, "post_backward")
-            enter, leave = partial(self._enter, bare_name(name), held, states), partial(self._leave, held, states)
-            self.closing.callback(module.register_forward_pre_hook(enter).remove)  # after FSDP2's own, which gathers
-            self.closing.callback(module.register_forward_hook(leave, prepend=True).remove)  # before FSDP2's own
+            enter, leave = (
+                partial(self._enter, bare_name(name), held, states),
+                partial(self._leave, held, states),
+            )
+            self.closing.callback(
+                module.register_forward_pre_hook(enter).remove
+            )  # after FSDP2's own, which gathers
+            self.closing.callback(
+                module.register_forward_hook(leave, prepend=True).remove
+            )  # before FSDP2's own
         self.used = [False] * len(self.parameters)
 
-    def _enter(self, name: str, held: list[tuple[str, Any]], states: list[list[Any]], *_: object) -> None:
+    def _enter(
+        self, name: str, held: list[tuple[str, Any]], states: list[list[Any]], *_: object
+    ) -> None:
         if torch.is_grad_enabled():
             self.calls.append(name)
             BEATS.unit = f"{len(self.calls)} ({name or 'the root'})"
@@ -148,7 +170,9 @@ class Units:
                 if one._unsharded_param.requires_grad is not one.sharded_param.requires_grad:
                     raise Inexact(froze(name))
 
-    def _reduce(self, trained: list[tuple[int, Any]], post_backward: Callable[..., None], *given: Any) -> None:
+    def _reduce(
+        self, trained: list[tuple[int, Any]], post_backward: Callable[..., None], *given: Any
+    ) -> None:
         """Record used parameters after a unit's backward, before FSDP2 frees the gradients."""
         for number, one in trained:
             whole = getattr(one, "_unsharded_param", None)
@@ -160,7 +184,11 @@ class Units:
         """Hash the units that ran and, without ``search``, the unused parameters. Clear both for the next step."""
         if not self.parameters:
             return []
-        unused = [] if search or not self.calls else [n for n, used in zip(self._names, self.used) if not used]
+        unused = (
+            []
+            if search or not self.calls
+            else [n for n, used in zip(self._names, self.used) if not used]
+        )
         self.last = self.calls, unused
         ran = hash((*map(_number, self.calls), -1, *map(_number, unused)))
         self.calls, self.used = [], [False] * len(self.parameters)
@@ -169,22 +197,31 @@ class Units:
 
 def agree(sums: Sequence[float], ranks: int) -> bool:
     """Return whether all ranks ran the same; ``sums`` are their summed :meth:`Checks.hashes`. (Cauchy-Schwarz)"""
-    return all(ranks * int(square) == int(total) ** 2 for total, square in zip(sums[::2], sums[1::2], strict=True))
+    return all(
+        ranks * int(square) == int(total) ** 2
+        for total, square in zip(sums[::2], sums[1::2], strict=True)
+    )
 
 
 def disagreement(ran: Sequence[tuple[list[str], list[str]]]) -> Inexact:
     """Return the error for ranks whose :attr:`Units.last` differ."""
     if units := other_units([calls for calls, _ in ran]):
         return Inexact(units)
-    rank, names = next((rank, unused) for rank, (_, unused) in enumerate(ran) if unused != ran[0][1] or unused)
+    rank, names = next(
+        (rank, unused) for rank, (_, unused) in enumerate(ran) if unused != ran[0][1] or unused
+    )
     apart = f"{', '.join(names[:3])} took no part in the loss of this step on rank {rank}, but did on another rank"
-    return Inexact(f"{apart}; set {SEARCH}, so that the processes compare the parameters that they used in every step")
+    return Inexact(
+        f"{apart}; set {SEARCH}, so that the processes compare the parameters that they used in every step"
+    )
 
 
 def other_units(calls: Sequence[Sequence[str]]) -> str:
     """Return the message for ranks, or samples, that run different units; empty if all run the same."""
     for number in range(max(map(len, calls))):
-        ran = {(names[number] or "the root") if number < len(names) else "nothing" for names in calls}
+        ran = {
+            (names[number] or "the root") if number < len(names) else "nothing" for names in calls
+        }
         if len(ran) > 1:
             why = "FSDP2 needs all processes to run the same units, and which units run depends on the samples"
             ways = f"run every unit for every batch, set machine.blocks to them, or use ddp.yaml with {SEARCH}"
@@ -205,10 +242,14 @@ def froze(name: str) -> str:
 
 def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
     """Return a clear error instead of DDP's error about parameters without a gradient; None for any other error."""
-    if not isinstance(error, RuntimeError) or "Expected to have finished reduction" not in str(error):
+    if not isinstance(error, RuntimeError) or "Expected to have finished reduction" not in str(
+        error
+    ):
         return None
     numbers = str(error).rpartition("did not receive grad for rank")[2].partition(":")[2].split()
-    missing = [names[int(number)] for number in numbers if number.isdecimal() and int(number) < len(names)]
+    missing = [
+        names[int(number)] for number in numbers if number.isdecimal() and int(number) < len(names)
+    ]
     names = ", ".join(missing[:3]) or "a parameter"
     why = f"{names} took no part in the loss of a step, and DDP waits for its gradient"
     return Inexact(f"{why}; set {SEARCH}, or freeze it (requires_grad_(False) in model())")
@@ -238,5 +279,9 @@ def _number(text: str) -> int:
 def unit_groups(module: Any) -> Iterator[Any]:
     """Yield FSDP2's parameter groups of one unit."""
     state = module._get_fsdp_state()
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    groups = (
+        state._fsdp_param_groups
+        if hasattr(state, "_fsdp_param_groups")
+        else [state._fsdp_param_group]
+    )
     return filter(None, groups)  # before torch 2.15: one, or None

@@ -30,7 +30,10 @@ def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
     OSError if the disk is full."""
     if local_processes() == 1:
         return make()
-    folder = Path(tempfile.gettempdir()) / f"oneloop-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', 0)}"
+    folder = (
+        Path(tempfile.gettempdir())
+        / f"oneloop-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', 0)}"
+    )
     folder.mkdir(mode=0o700, exist_ok=True)
     with FileLock(folder.with_suffix(".lock")):
         model = make()
@@ -54,7 +57,9 @@ def _map(model: nn.Module, file: Path) -> None:
         with file.with_suffix(".draft").open("wb") as stream:
             for start, parameter in offsets:
                 stream.seek(start)
-                stream.write(parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+                stream.write(
+                    parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data
+                )
             stream.truncate(size)
         file.with_suffix(".draft").rename(file)
     elif file.stat().st_size != size:
@@ -63,7 +68,9 @@ def _map(model: nn.Module, file: Path) -> None:
     for start, parameter in offsets:
         length = parameter.numel() * parameter.element_size()
         mapped = held[start : start + length].view(parameter.dtype).view(parameter.shape)
-        if parameter.is_contiguous() and torch.equal(mapped.view(-1).view(torch.uint8), _bytes(parameter)):
+        if parameter.is_contiguous() and torch.equal(
+            mapped.view(-1).view(torch.uint8), _bytes(parameter)
+        ):
             parameter.data = mapped
 
 

@@ -37,14 +37,19 @@ class Attempt:
     peak: int = 0  # peak memory in bytes, of the device or else of the host
 
 
-def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fastest: bool = False) -> Attempt:
+def search(
+    candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fastest: bool = False
+) -> Attempt:
     """Return the largest of the micro-batch sizes ``candidates`` that fits into memory, as ``attempt`` finds out.
 
     ``fastest`` tries all sizes below it, too, and returns the one with the least time per sample. Raise MemoryError if
     not even the smallest fits."""
     ordered = sorted(candidates)
     fitting = [tried for tried in [attempt(ordered[-1])] if tried.fits]
-    low, high = -1, len(ordered) - 1  # indices: the largest known to fit, the smallest known not to fit
+    low, high = (
+        -1,
+        len(ordered) - 1,
+    )  # indices: the largest known to fit, the smallest known not to fit
     while not (fitting and fitting[-1].micro == ordered[-1]) and high - low > 1:
         middle = (low + high) // 2
         tried = attempt(ordered[middle])
@@ -59,7 +64,9 @@ def search(candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fast
     if not fastest:
         return largest
     tried_already = {tried.micro for tried in fitting}
-    fitting += [attempt(micro) for micro in ordered if micro < largest.micro and micro not in tried_already]
+    fitting += [
+        attempt(micro) for micro in ordered if micro < largest.micro and micro not in tried_already
+    ]
     return min((tried for tried in fitting if tried.fits), key=lambda tried: tried.seconds)
 
 
@@ -67,7 +74,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error means that the device or the host ran out of memory."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
         isinstance(error, RuntimeError)
-        and any(words in str(error) for words in ("out of memory", "can't allocate memory", "ALLOC_FAILED"))
+        and any(
+            words in str(error)
+            for words in ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+        )
     )
 
 
@@ -83,7 +93,10 @@ class Child:
         make: Callable[[], Steps],
         *,
         environment: Mapping[str, str | None] | None = None,
-        wait: Callable[[bool, bool], tuple[bool, bool]] = lambda answered, failed: (answered, failed),
+        wait: Callable[[bool, bool], tuple[bool, bool]] = lambda answered, failed: (
+            answered,
+            failed,
+        ),
     ) -> None:
         self._make, self.environment, self._wait = make, dict(environment or {}), wait
         self._process: Any = None
@@ -105,7 +118,9 @@ class Child:
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, child_end = context.Pipe()
-            self._process = context.Process(target=_serve, args=(child_end, self._make, self.environment, os.getpid()))
+            self._process = context.Process(
+                target=_serve, args=(child_end, self._make, self.environment, os.getpid())
+            )
             self._process.start()
             child_end.close()
         self._pipe.send(micro)
@@ -113,11 +128,15 @@ class Child:
         while True:
             if answer is None and self._pipe.poll(0.05):
                 answer = self._receive()
-            everyone, anyone_failed = self._wait(answer is not None, answer is not None and not answer["fits"])
+            everyone, anyone_failed = self._wait(
+                answer is not None, answer is not None and not answer["fits"]
+            )
             if anyone_failed:
                 self.close()
                 if answer is not None and answer.get("error"):
-                    raise RuntimeError(f"a trial step with micro-batch {micro} failed: {answer['error']}")
+                    raise RuntimeError(
+                        f"a trial step with micro-batch {micro} failed: {answer['error']}"
+                    )
                 return Attempt(micro, fits=False)
             if everyone and answer is not None:
                 return Attempt(**answer)
@@ -129,7 +148,10 @@ class Child:
         except (EOFError, ConnectionResetError):
             self._process.join()
             killed = self._process.exitcode == -9  # SIGKILL: the kernel's out-of-memory killer
-            return {"fits": False, "error": None if killed else f"its process ended with {self._process.exitcode}"}
+            return {
+                "fits": False,
+                "error": None if killed else f"its process ended with {self._process.exitcode}",
+            }
 
     def close(self) -> None:
         """Kill the process, if there is one."""
@@ -139,7 +161,9 @@ class Child:
             self._process = None
 
 
-def _serve(pipe: Connection, make: Callable[[], Steps], environment: dict[str, str | None], parent: int) -> None:
+def _serve(
+    pipe: Connection, make: Callable[[], Steps], environment: dict[str, str | None], parent: int
+) -> None:
     die_with(parent)
     for name, value in environment.items():
         os.environ.pop(name, None)
@@ -156,8 +180,19 @@ def _serve(pipe: Connection, make: Callable[[], Steps], environment: dict[str, s
                 began = time.perf_counter()
                 steps(micro)
                 times.append(time.perf_counter() - began)
-            pipe.send({"micro": micro, "fits": True, "seconds": median(times) / micro, "peak": peak_memory()})
+            pipe.send(
+                {
+                    "micro": micro,
+                    "fits": True,
+                    "seconds": median(times) / micro,
+                    "peak": peak_memory(),
+                }
+            )
         except BaseException as error:
-            fault = None if is_out_of_memory(error) else "".join(traceback.format_exception(error)).strip()
+            fault = (
+                None
+                if is_out_of_memory(error)
+                else "".join(traceback.format_exception(error)).strip()
+            )
             pipe.send({"micro": micro, "fits": False, "error": fault})
             return

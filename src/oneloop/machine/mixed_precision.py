@@ -24,7 +24,9 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
         # One process with a process group: accelerate would wrap it in DDP, and synchronise in every micro-batch.
         prepared = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes == 1)
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
-            prepared.broadcast_buffers = has_batch_statistics(model)  # else every forward broadcasts needlessly
+            prepared.broadcast_buffers = has_batch_statistics(
+                model
+            )  # else every forward broadcasts needlessly
         return prepared  # type: ignore[no-any-return]
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -35,7 +37,11 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
     try:
         prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    except (ValueError, NotImplementedError, RuntimeError) as error:  # an unknown layer class, a container
+    except (
+        ValueError,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:  # an unknown layer class, a container
         policy = os.environ.get("FSDP_AUTO_WRAP_POLICY")
         asked_ = f"fsdp_auto_wrap_policy {policy}, layers {', '.join(asked) or 'none'}"
         advice = "use TRANSFORMER_BASED_WRAP, with machine.blocks for your own layers"
@@ -49,7 +55,9 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
 def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
     """Run the model's forward under autocast with float32 outputs, as accelerate does without FSDP2. FSDP2's own policy
     would cast at other places, so that results would not be bit-identical."""
-    context = get_mixed_precision_context_manager(accelerator.native_amp, accelerator.autocast_handler)
+    context = get_mixed_precision_context_manager(
+        accelerator.native_amp, accelerator.autocast_handler
+    )
     own: Any = getattr(model.forward, "__func__", None)
     if own is None:  # a plain function replaced the method
         model.forward = convert_outputs_to_fp32(context(model.forward))

@@ -17,13 +17,19 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from oneloop.machine.blocks import blocks
 
-_ATTENTION = "flash_attention efficient_attention flash_attention_for_cpu cudnn_attention attention_math"
+_ATTENTION = (
+    "flash_attention efficient_attention flash_attention_for_cpu cudnn_attention attention_math"
+)
 _KEPT = ["mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"]
-_KEPT += [f"_scaled_dot_product_{kind}" for kind in (*_ATTENTION.split(), "fused_attention_overrideable")]
+_KEPT += [
+    f"_scaled_dot_product_{kind}" for kind in (*_ATTENTION.split(), "fused_attention_overrideable")
+]
 """aten's matrix products, convolutions and attention: few operations, and expensive to recompute"""
 
 
-def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = (), offload: bool = False) -> int:
+def recompute(
+    model: nn.Module, mode: str = "full", *, names: Sequence[str] = (), offload: bool = False
+) -> int:
     """Apply activation checkpointing to blocks of ``model``, in place.
 
     Args: ``model``: not yet wrapped, sharded or compiled. ``mode``: ``none``; ``full``: keep only each block's input;
@@ -37,7 +43,9 @@ def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = ()
     kind, share = parsed(mode)
     if kind in ("none", "budget"):
         if offload:
-            raise ValueError(f"offload requires recompute full or every:K, got {mode}, which keeps nothing by block")
+            raise ValueError(
+                f"offload requires recompute full or every:K, got {mode}, which keeps nothing by block"
+            )
         return 0
     layers = blocks(model, names)
     if not layers:
@@ -48,8 +56,14 @@ def recompute(model: nn.Module, mode: str = "full", *, names: Sequence[str] = ()
     step = int(share) if kind == "every" else 1
     chosen = layers[step - 1 :: step]
     if not chosen:
-        raise ValueError(f"recompute {mode}: {type(model).__name__} has only {len(layers)} blocks; choose a smaller K")
-    contexts = partial(create_selective_checkpoint_contexts, _kept_operations()) if kind == "selective" else None
+        raise ValueError(
+            f"recompute {mode}: {type(model).__name__} has only {len(layers)} blocks; choose a smaller K"
+        )
+    contexts = (
+        partial(create_selective_checkpoint_contexts, _kept_operations())
+        if kind == "selective"
+        else None
+    )
     for block in chosen:
         block.forward = _recomputing(block.forward, contexts, offload=offload)  # type: ignore[method-assign]
     return len(chosen)
@@ -63,7 +77,10 @@ def parsed(mode: str) -> tuple[str, float]:
     except ValueError:
         share = -1.0
     valid = dict.fromkeys(("none", "full", "selective"), not colon)
-    valid |= {"every": bool(colon) and share >= 1 and share.is_integer(), "budget": bool(colon) and 0 <= share <= 1}
+    valid |= {
+        "every": bool(colon) and share >= 1 and share.is_integer(),
+        "budget": bool(colon) and 0 <= share <= 1,
+    }
     if not valid.get(kind, False):
         modes = "none, full, every:K (a whole number), selective, and budget:SHARE (0 to 1)"
         raise ValueError(f"recompute {mode!r} is unknown; known: {modes}")
@@ -72,13 +89,22 @@ def parsed(mode: str) -> tuple[str, float]:
 
 def _kept_operations() -> list[Any]:
     packets = [getattr(torch.ops.aten, name) for name in _KEPT if hasattr(torch.ops.aten, name)]
-    return [getattr(packet, overload) for packet in packets for overload in packet.overloads() if overload != "out"]
+    return [
+        getattr(packet, overload)
+        for packet in packets
+        for overload in packet.overloads()
+        if overload != "out"
+    ]
 
 
-def _recomputing(forward: Callable[..., Any], contexts: Any, *, offload: bool) -> Callable[..., Any]:
+def _recomputing(
+    forward: Callable[..., Any], contexts: Any, *, offload: bool
+) -> Callable[..., Any]:
     options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
     if contexts and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
-        options["respect_saved_tensors_hooks"] = True  # torch 2.15: hooks can count and offload kept tensors
+        options["respect_saved_tensors_hooks"] = (
+            True  # torch 2.15: hooks can count and offload kept tensors
+        )
 
     @wraps(forward)
     def inner(*args: Any, **kwargs: Any) -> Any:
@@ -97,7 +123,10 @@ def _recomputing(forward: Callable[..., Any], contexts: Any, *, offload: bool) -
 
 
 def _forward_on_device(forward: Callable[..., Any], inputs: list[Any], **kwargs: Any) -> Any:
-    return forward(*(value.on_device() if isinstance(value, _Offloaded) else value for value in inputs), **kwargs)
+    return forward(
+        *(value.on_device() if isinstance(value, _Offloaded) else value for value in inputs),
+        **kwargs,
+    )
 
 
 class _Offloaded:

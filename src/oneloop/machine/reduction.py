@@ -37,13 +37,21 @@ class Reduction:
     micro-batches per step, to which the ``checks`` apply."""
 
     def __init__(self, model: nn.Module, *, accumulate: int, checks: Checks | None = None) -> None:
-        self.factor = accumulate  # factor of the loss, which undoes accelerate's mean over the micro-batches
+        self.factor = (
+            accumulate  # factor of the loss, which undoes accelerate's mean over the micro-batches
+        )
         self._accumulate, self._leaves = accumulate, 0
         self._checks = checks or Checks(nn.Module())
-        self._names = [bare_name(name) for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._names = [
+            bare_name(name)
+            for name, parameter in model.named_parameters()
+            if parameter.requires_grad
+        ]
         self._replicated = isinstance(model, DistributedDataParallel)
         if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(self, lambda own, bucket: own._exchange(bucket))  # torch reads annotations
+            model.register_comm_hook(
+                self, lambda own, bucket: own._exchange(bucket)
+            )  # torch reads annotations
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -70,8 +78,12 @@ class Reduction:
     def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Sum a bucket over the ranks (DDP communication hook)."""
         buffer = bucket.buffer()
-        summed = dist.all_reduce(buffer, async_op=True).get_future()  # its value() raises if the collective failed
-        return cast("torch.futures.Future[Tensor]", summed.then(lambda done: (done.value(), buffer)[1]))
+        summed = dist.all_reduce(
+            buffer, async_op=True
+        ).get_future()  # its value() raises if the collective failed
+        return cast(
+            "torch.futures.Future[Tensor]", summed.then(lambda done: (done.value(), buffer)[1])
+        )
 
 
 class Tree(Reduction):
@@ -92,9 +104,14 @@ class Tree(Reduction):
         see: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
         super().__init__(model, accumulate=accumulate, checks=checks)
-        self._parameters, self._index = parameters, {id(p): index for index, p in enumerate(parameters)}
+        self._parameters, self._index = (
+            parameters,
+            {id(p): index for index, p in enumerate(parameters)},
+        )
         self._ranks = ranks
-        self._sums: list[tuple[int, list[Tensor | None]]] = []  # (level, sums of 2^level leaves), the largest first
+        self._sums: list[
+            tuple[int, list[Tensor | None]]
+        ] = []  # (level, sums of 2^level leaves), the largest first
         self._in_flight: list[tuple[Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
         self._searching = bool(getattr(model, "find_unused_parameters", False))
         for module in model.modules():
@@ -106,7 +123,9 @@ class Tree(Reduction):
         """Move the gradients of one leaf into the tree; after the last leaf, ``.grad`` holds the sums of all leaves."""
         if last:
             if not self._replicated:  # under DDP the hook did it, bucket by bucket
-                sums = self._add_up([parameter.grad for parameter in self._parameters], self._parameters)
+                sums = self._add_up(
+                    [parameter.grad for parameter in self._parameters], self._parameters
+                )
                 for parameter, gradient in zip(self._parameters, sums, strict=True):
                     parameter.grad = gradient
             self._sums = []
@@ -122,10 +141,14 @@ class Tree(Reduction):
         self._sums.append((level, mine))
         if self._searching and self._leaves == self._accumulate - 1:
             for index, parameter in enumerate(self._parameters):
-                if any(sums[index] is not None for _, sums in self._sums):  # DDP must treat it as used
+                if any(
+                    sums[index] is not None for _, sums in self._sums
+                ):  # DDP must treat it as used
                     parameter.grad = torch.zeros_like(parameter)
 
-    def _add_up(self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def _add_up(
+        self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
+    ) -> Sequence[Tensor | None]:
         """Add the earlier sums of the tree to the last leaf's gradients of these parameters, in place."""
         indices = [self._index[id(parameter)] for parameter in parameters]
         for _, earlier in reversed(self._sums):
@@ -149,11 +172,15 @@ class Tree(Reduction):
                 devices=[] if buffer.device.type == "cpu" else [buffer.device]
             )
             self._in_flight.append((work, received, buffer, future))
-            while len(self._in_flight) > (0 if bucket.is_last() else 1):  # in the same order on all ranks
+            while len(self._in_flight) > (
+                0 if bucket.is_last() else 1
+            ):  # in the same order on all ranks
                 self._gather(*self._in_flight.pop(0))
         return future
 
-    def _gather(self, work: Any, received: Tensor, buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
+    def _gather(
+        self, work: Any, received: Tensor, buffer: Tensor, future: torch.futures.Future[Tensor]
+    ) -> None:
         work.wait()
         dist.all_gather_into_tensor(received, tree_sum(received.view(self._ranks, -1)))
         future.set_result(buffer.copy_(received[: buffer.numel()]))
@@ -174,7 +201,14 @@ class _Scatter(DefaultReduceScatter):
         super().__init__()
         self._see = see
 
-    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: Any,
+        op: Any,
+        async_op: bool = False,
+    ) -> Any:
         self._see(input_tensor)
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)

@@ -40,7 +40,9 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
     group = replica_group(model)
     if group is None:
         return
-    named: dict[str, Tensor] = {bare_name(name): parameter for name, parameter in model.named_parameters()}
+    named: dict[str, Tensor] = {
+        bare_name(name): parameter for name, parameter in model.named_parameters()
+    }
     named |= optimizer_tensors(model, optimizer)
     device = next(iter(model.parameters())).device
     mine = torch.stack([_hash(tensor, device) for tensor in named.values()])

@@ -11,7 +11,9 @@ from torch import nn
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
-def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: str, sharded: bool = False) -> bool:
+def channels_last(
+    model: nn.Module, wanted: bool | Literal["auto"], *, device: str, sharded: bool = False
+) -> bool:
     """Convert 2-d convolutions of a model that is not yet wrapped to the channels-last memory format, in place.
 
     ``wanted`` is the value of machine.channels_last (``auto``: on a CUDA ``device``, without FSDP2, which needs
@@ -19,16 +21,22 @@ def channels_last(model: nn.Module, wanted: bool | Literal["auto"], *, device: s
     has no 2-d convolution or will be ``sharded``."""
     has = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
     if wanted is True and not has:
-        raise ValueError(f"machine.channels_last requires a 2-d convolution, and {type(model).__name__} has none")
+        raise ValueError(
+            f"machine.channels_last requires a 2-d convolution, and {type(model).__name__} has none"
+        )
     if wanted is True and sharded:
-        raise ValueError("machine.channels_last does not work with FSDP2, which needs contiguous weights; use ddp.yaml")
+        raise ValueError(
+            "machine.channels_last does not work with FSDP2, which needs contiguous weights; use ddp.yaml"
+        )
     on = has and ((device == "cuda" and not sharded) if wanted == "auto" else wanted)
     if on:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return on
 
 
-def float32_products(precision: Literal["highest", "high", "medium"], *, benchmark: bool = False) -> None:
+def float32_products(
+    precision: Literal["highest", "high", "medium"], *, benchmark: bool = False
+) -> None:
     """Set the precision of float32 products and convolutions: IEEE (``highest``) or TF32, which rounds to 1e-3.
 
     torch's own default for convolutions is TF32. ``benchmark``: cuDNN times its algorithms for every shape, and uses

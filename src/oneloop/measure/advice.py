@@ -7,12 +7,22 @@ from typing import Any
 
 SIGNIFICANT = 0.15  # share of the time from which something is worth a sentence
 LONG_ENOUGH = 30.0  # seconds of training from which changing a setting can pay
-_SMALLER_TYPES = "send smaller types (pixels as uint8, tokens as int32) and convert them in the model"
-_FEWER_UPDATES = "a larger batch.size has fewer updates; adamw and sgd are fused, other optimizers may not be"
+_SMALLER_TYPES = (
+    "send smaller types (pixels as uint8, tokens as int32) and convert them in the model"
+)
+_FEWER_UPDATES = (
+    "a larger batch.size has fewer updates; adamw and sgd are fused, other optimizers may not be"
+)
 
 
 def diagnosis(
-    shares: Mapping[str, float], *, workers: int, cores: int, steps: int = 0, eval_every: int = 0, save_every: int = 0
+    shares: Mapping[str, float],
+    *,
+    workers: int,
+    cores: int,
+    steps: int = 0,
+    eval_every: int = 0,
+    save_every: int = 0,
 ) -> str:
     """Return the largest part of the time that a setting could spare, or that the model's own work fills the time;
     after a colon, what to change, if ``shares`` cover :data:`LONG_ENOUGH` and a change helps in a run of ``steps``.
@@ -29,8 +39,14 @@ def diagnosis(
         "data": ("the device waits for data", _more_workers(share("data"), workers, cores)),
         "transfer": ("the device waits for the copy of batches", _SMALLER_TYPES),
         "update": ("goes into the optimizer's update", _FEWER_UPDATES),
-        "evaluate": ("goes into evaluation", _rarer("eval.every", eval_every, share("evaluate") / 0.05, steps)),
-        "save": ("training waits for checkpoints", _rarer("save.every", save_every, share("save") / 0.02, steps)),
+        "evaluate": (
+            "goes into evaluation",
+            _rarer("eval.every", eval_every, share("evaluate") / 0.05, steps),
+        ),
+        "save": (
+            "training waits for checkpoints",
+            _rarer("save.every", save_every, share("save") / 0.02, steps),
+        ),
     }
     largest = max(advice, key=share)
     if share(largest) < SIGNIFICANT:
@@ -46,7 +62,11 @@ def _rarer(key: str, every: int, times: float, steps: int) -> str:
     """Raise ``every`` (in steps) by this factor; nothing if that is beyond the end of the run."""
     scale = 10 ** max(0, math.floor(math.log10(max(1.0, every * times))) - 1)
     fewer = int(math.ceil(every * times / scale) * scale)
-    return f"raise {key} from {every} steps to {fewer}" if every and (not steps or fewer < steps) else ""
+    return (
+        f"raise {key} from {every} steps to {fewer}"
+        if every and (not steps or fewer < steps)
+        else ""
+    )
 
 
 class Advice:

@@ -33,7 +33,9 @@ class Clock:
         """Drop all marks; measure from now on."""
         self._spent: dict[str, float] = defaultdict(float)
         self._steps: list[float] = []
-        self._marks: list[tuple[str, float]] = []  # (phase, time) not yet summed, which keeps the cost per step low
+        self._marks: list[
+            tuple[str, float]
+        ] = []  # (phase, time) not yet summed, which keeps the cost per step low
         self._events.clear()
         self._last = self._began = self._since = perf_counter()
 
@@ -85,7 +87,9 @@ class Clock:
             self._total[phase] += seconds
         whole = sum(spent.values()) or 1.0
         metrics = {f"share/{phase}": spent.get(phase, 0.0) / whole for phase in PHASES}
-        metrics["seconds"] = perf_counter() - self._since - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
+        metrics["seconds"] = (
+            perf_counter() - self._since - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
+        )
         if self._steps:
             low, middle, high = _quartiles(self._steps)
             metrics["speed/step_seconds"], metrics["speed/step_seconds_iqr"] = middle, high - low
@@ -99,7 +103,9 @@ class Clock:
     def overall(self) -> dict[str, float]:
         """Return the shares of the time over all reads so far, and its ``seconds``."""
         seconds = sum(self._total.values())
-        return {f"share/{p}": value / (seconds or 1.0) for p, value in self.spent().items()} | {"seconds": seconds}
+        return {f"share/{p}": value / (seconds or 1.0) for p, value in self.spent().items()} | {
+            "seconds": seconds
+        }
 
     def _of_device(self, seconds: float) -> dict[str, float]:
         """Divide the host's seconds for the device phases in proportion to the device's own times."""

@@ -52,7 +52,9 @@ def _hash(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=mine.device)
     for begin in range(0, mine.numel(), _AT_ONCE):
         part = mine[begin : begin + _AT_ONCE]
-        factor = torch.arange(first + begin + 1, first + begin + 1 + part.numel(), device=mine.device)
+        factor = torch.arange(
+            first + begin + 1, first + begin + 1 + part.numel(), device=mine.device
+        )
         factor *= GOLDEN - (1 << 64)  # as a signed number: the product is taken modulo 2^64
         factor ^= factor >> 32
         factor |= 1

@@ -16,11 +16,18 @@ L4: 121 121 30.3; V100: 0 125 15.7; T4: 0 65 8.1; 4090: 165 165 82.6; 3090: 71 7
 MI300X: 1307 1307 163; MI250X: 383 383 47.9"""
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 PEAKS = {
-    name: {dtype: float(peak) * 1e12 for dtype, peak in zip(_DTYPES, peaks.split(), strict=True) if peak != "0"}
+    name: {
+        dtype: float(peak) * 1e12
+        for dtype, peak in zip(_DTYPES, peaks.split(), strict=True)
+        if peak != "0"
+    }
     for name, peaks in (entry.split(": ") for entry in re.split(r"; |\n", _TFLOPS))
 }  # dense FLOP/s from the vendors' data sheets, without sparsity; float32 without TF32
 
-IN_PLACE = {getattr(torch.ops.aten, f"{n}_"): flop_registry[getattr(torch.ops.aten, n)] for n in ("addmm", "baddbmm")}
+IN_PLACE = {
+    getattr(torch.ops.aten, f"{n}_"): flop_registry[getattr(torch.ops.aten, n)]
+    for n in ("addmm", "baddbmm")
+}
 
 
 class Operations(FlopCounterMode):
@@ -34,7 +41,9 @@ class Operations(FlopCounterMode):
         tracker: Any = nullcontext()
         tracker.parents = {"Global"}
         if not modules:
-            self.mod_tracker = tracker  # torch's hooks break a model that differentiates in its forward
+            self.mod_tracker = (
+                tracker  # torch's hooks break a model that differentiates in its forward
+            )
         self.backward = False  # whether the forward is over; set by the caller
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
@@ -102,6 +111,8 @@ def _handle(device: torch.device) -> Any:
         import pynvml
 
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+        return pynvml.nvmlDeviceGetHandleByUUID(
+            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+        )
     except Exception:  # no NVML: the metric is left out
         return None

@@ -37,7 +37,10 @@ class Sums:
         if self._names:
             wide = torch.float32 if loss.device.type == "mps" else torch.float64
             nothing = loss.detach().new_full((), torch.nan)
-            mine = torch.stack([outputs.get(name, nothing).detach().to(wide) for name in self._names]) * weight
+            mine = (
+                torch.stack([outputs.get(name, nothing).detach().to(wide) for name in self._names])
+                * weight
+            )
             if self._apart:
                 self.metrics = _with(self.metrics, mine)
             else:
@@ -88,10 +91,15 @@ class Meter:
         self._norm = torch.zeros((), device=device)
         self._names = tuple(metrics)
         self._leaf, self._leaves = leaf, leaves
-        shape = (len(self._names),) if leaf is None else (leaves, 1 + len(self._names))  # leaves include the loss
+        shape = (
+            (len(self._names),) if leaf is None else (leaves, 1 + len(self._names))
+        )  # leaves include the loss
         self._metrics = torch.zeros(shape, dtype=self._wide, device=device)
         self._weight = 0.0
-        self._timed_weight, self._timed_samples = 0.0, 0  # since the clock started: a checkpoint holds no times
+        self._timed_weight, self._timed_samples = (
+            0.0,
+            0,
+        )  # since the clock started: a checkpoint holds no times
         self._update = UpdateRatio(parameters) if leaf is None else ExactUpdateRatio(parameters)
 
     def before_update(self, measured: bool = True) -> None:
@@ -99,7 +107,15 @@ class Meter:
         if measured:
             self._update.before()
 
-    def step(self, *, loss: Tensor, weight: float, samples: int, norm: Tensor, metrics: Tensor | None = None) -> None:
+    def step(
+        self,
+        *,
+        loss: Tensor,
+        weight: float,
+        samples: int,
+        norm: Tensor,
+        metrics: Tensor | None = None,
+    ) -> None:
         """Add one step; no host sync, and no device work without named metrics.
 
         Args: ``loss``: this rank's summed loss, 0-dim, kept without a copy; with leaves, shape (leaves,). ``weight``:
@@ -107,7 +123,9 @@ class Meter:
         before clipping. ``metrics``: this rank's weighted sums, shape (names,); with leaves, (leaves, names).
         """
         if self._leaf is not None:
-            self._metrics += torch.cat([loss[:, None], *(() if metrics is None else [metrics])], dim=1)
+            self._metrics += torch.cat(
+                [loss[:, None], *(() if metrics is None else [metrics])], dim=1
+            )
         else:
             self._losses.append(loss)
             if metrics is not None:
@@ -127,7 +145,12 @@ class Meter:
         all ranks are then in :attr:`own`. (Only a wait that also left the device idle counts.)"""
         update = self._update.values(self._norm)
         values = [self._norm, *update, *self._metrics.flatten()]
-        host = [float(peak_memory()), utilisation(self._norm.device), min(own[0], self._idle), *own[1:]]
+        host = [
+            float(peak_memory()),
+            utilisation(self._norm.device),
+            min(own[0], self._idle),
+            *own[1:],
+        ]
         losses, others = self._gathered(values, host)
         times = self.clock.read()
         seconds = times.pop("seconds")
@@ -137,13 +160,18 @@ class Meter:
         loss, *named = self._totals(losses, rest[len(update) :])
         metrics = {"train/loss": loss / self._weight, "train/grad_norm": statistics.fmean(norms)}
         metrics |= {"train/samples_per_second": self._timed_samples / seconds}
-        metrics |= {f"train/{name}": total / self._weight for name, total in zip(self._names, named, strict=True)}
+        metrics |= {
+            f"train/{name}": total / self._weight
+            for name, total in zip(self._names, named, strict=True)
+        }
         if (ratio := self._update.ratio([*zip(*rest[: len(update)], strict=True)])) is not None:
             metrics["train/update_ratio"] = ratio
         if self._tokens:
             metrics["speed/tokens_per_second"] = self._timed_weight / seconds
         if self._flops and self._peak:
-            metrics["speed/mfu"] = self._flops * self._timed_samples / seconds / (self._peak * len(losses))
+            metrics["speed/mfu"] = (
+                self._flops * self._timed_samples / seconds / (self._peak * len(losses))
+            )
         if not math.isnan(sum(busy)):
             metrics["device/utilisation"] = statistics.fmean(busy)
         metrics |= {"memory/peak_gib": max(memory) / 2**30, **times}
@@ -157,9 +185,13 @@ class Meter:
         if self._leaf is None:
             return [sum(losses), *(sum(values) for values in metrics)]
         own = 1 + len(self._names)
-        return [rounded_sum(value for row in metrics[name::own] for value in row) for name in range(own)]
+        return [
+            rounded_sum(value for row in metrics[name::own] for value in row) for name in range(own)
+        ]
 
-    def _gathered(self, values: list[Tensor], host: list[float]) -> tuple[list[float], list[list[float]]]:
+    def _gathered(
+        self, values: list[Tensor], host: list[float]
+    ) -> tuple[list[float], list[list[float]]]:
         """Gather each rank's summed loss, and its other metrics: 0-dim tensors ``values`` and numbers ``host``.
 
         The host adds the losses one by one, so that their sum does not depend on when the run saved."""
@@ -172,7 +204,10 @@ class Meter:
         else:
             rows = [[self._loss, *host, *mine.tolist()]]  # host sync
         first, last = 1 + len(host), len(rows[0]) - len(values)
-        return ([_in_order([row[0], *row[first:last]]) for row in rows], [[*row[last:], *row[1:first]] for row in rows])
+        return (
+            [_in_order([row[0], *row[first:last]]) for row in rows],
+            [[*row[last:], *row[1:first]] for row in rows],
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums since the last read, per rank. Collective; one host sync."""
@@ -197,12 +232,24 @@ class Meter:
         losses, rank = state.get("losses", []), self._accelerator.process_index
         self._losses, self._chunks = [], []
         self._loss = (
-            losses[rank] if len(losses) == self._accelerator.num_processes else sum(losses) if rank == 0 else 0.0
+            losses[rank]
+            if len(losses) == self._accelerator.num_processes
+            else sum(losses)
+            if rank == 0
+            else 0.0
         )
-        self._weight, self._timed_weight, self._timed_samples = state["weight"] if losses else 0.0, 0.0, 0
+        self._weight, self._timed_weight, self._timed_samples = (
+            state["weight"] if losses else 0.0,
+            0.0,
+            0,
+        )
         rows = torch.tensor(state.get("figures", []), dtype=self._wide, device=self._metrics.device)
         if len(rows) and rows.shape[1] == len(self._names):  # the same number of metrics
-            self._metrics = rows[rank] if len(rows) == self._accelerator.num_processes else rows.sum(0) * (rank == 0)
+            self._metrics = (
+                rows[rank]
+                if len(rows) == self._accelerator.num_processes
+                else rows.sum(0) * (rank == 0)
+            )
         else:
             self._metrics = torch.zeros_like(self._metrics)
         self.clock.restart()
@@ -210,11 +257,18 @@ class Meter:
     def _load_leaves(self, state: dict[str, Any]) -> None:
         rows = torch.tensor(state.get("leaves", []), dtype=self._wide, device=self._metrics.device)
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
-        same = rows.ndim == 2 and rows.shape == (ranks * self._leaves, self._metrics.shape[1])  # else from zero
+        same = rows.ndim == 2 and rows.shape == (
+            ranks * self._leaves,
+            self._metrics.shape[1],
+        )  # else from zero
         assert self._leaf is not None
         mine = [self._leaf(rank, leaf) for leaf in range(self._leaves)]
         self._metrics = rows[mine] if same else torch.zeros_like(self._metrics)
-        self._weight, self._timed_weight, self._timed_samples = state["weight"] if same else 0.0, 0.0, 0
+        self._weight, self._timed_weight, self._timed_samples = (
+            state["weight"] if same else 0.0,
+            0.0,
+            0,
+        )
         self.clock.restart()
 
 

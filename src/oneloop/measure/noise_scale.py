@@ -43,11 +43,18 @@ class Sensor:
     """
 
     def __init__(
-        self, accelerator: Accelerator, model: nn.Module, *, exact: bool = False, summed: bool = False
+        self,
+        accelerator: Accelerator,
+        model: nn.Module,
+        *,
+        exact: bool = False,
+        summed: bool = False,
     ) -> None:
         self._accelerator, self._exact = accelerator, exact
         self._means = 1 if summed else accelerator.num_processes
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parameters = [
+            parameter for parameter in model.parameters() if parameter.requires_grad
+        ]
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for module in self._sharded if not exact else ():
             module.set_custom_reduce_scatter(_MeasuredReduceScatter(self))
@@ -94,7 +101,11 @@ class Sensor:
         self._weight += weight
         if self._norms:
             if self._weight > 0:
-                found = torch.cat(self._norms) if self._exact else torch.stack(self._norms).square().sum()
+                found = (
+                    torch.cat(self._norms)
+                    if self._exact
+                    else torch.stack(self._norms).square().sum()
+                )
                 self._parts.append((found, self._weight))
             self._norms, self._weight = [], 0.0
 
@@ -108,11 +119,16 @@ class Sensor:
         squares = [square.double().cpu() for square, _ in self._parts]
         undone = [(weight / (self._means * own * self._scale)) ** 2 for _, own in self._parts]
         if self._exact:
-            square, inverse, count = self._exactly([square_sum(rows.tolist()) for rows in squares], undone)
+            square, inverse, count = self._exactly(
+                [square_sum(rows.tolist()) for rows in squares], undone
+            )
         else:
             sums = torch.tensor(
                 [
-                    sum(float(square) * factor for square, factor in zip(squares, undone, strict=True)),
+                    sum(
+                        float(square) * factor
+                        for square, factor in zip(squares, undone, strict=True)
+                    ),
                     sum(1.0 / own for _, own in self._parts),
                     len(self._parts),
                 ],
@@ -137,8 +153,14 @@ class Sensor:
         ).view(-1, 2)
         most = max(self._accelerator.gather(torch.tensor([len(mine)], device=mine.device)).tolist())
         padded = torch.nn.functional.pad(mine, (0, 0, 0, most - len(mine)))[None]
-        found = [row for rank in self._accelerator.gather(padded).tolist() for row in rank if row[1]]
-        return rounded_sum(row[0] for row in found), rounded_sum(row[1] for row in found), len(found)
+        found = [
+            row for rank in self._accelerator.gather(padded).tolist() for row in rank if row[1]
+        ]
+        return (
+            rounded_sum(row[0] for row in found),
+            rounded_sum(row[1] for row in found),
+            len(found),
+        )
 
 
 class _MeasuredReduceScatter(DefaultReduceScatter):
@@ -161,7 +183,9 @@ class NoiseScale:
     def __init__(self, window: int = 64) -> None:
         self._measured: deque[tuple[float, float]] = deque(maxlen=window)
 
-    def add(self, small_square: float, small_inverse: float, big_inverse: float, *, norm: float) -> None:
+    def add(
+        self, small_square: float, small_inverse: float, big_inverse: float, *, norm: float
+    ) -> None:
         """Add the measurement of one step.
 
         Args: ``small_square``: mean squared gradient norm of the parts. ``small_inverse``: mean of 1 / samples of the
@@ -175,7 +199,11 @@ class NoiseScale:
     @property
     def value(self) -> float | None:
         """B_simple in samples; None before the first measurement, or if the noise is too large for an estimate."""
-        noise, signal = (sum(values) for values in zip(*self._measured, strict=True)) if self._measured else (0.0, 0.0)
+        noise, signal = (
+            (sum(values) for values in zip(*self._measured, strict=True))
+            if self._measured
+            else (0.0, 0.0)
+        )
         return noise / signal if noise > 0 and signal > 0 else None
 
     def metrics(self) -> dict[str, float]:
@@ -195,7 +223,9 @@ def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:
     if why_not is not None:
         return f"noise scale n/a: {why_not}"
     if value is None:
-        return "noise scale n/a: the gradient is too noisy to be seen; log more often, or train longer"
+        return (
+            "noise scale n/a: the gradient is too noisy to be seen; log more often, or train longer"
+        )
     critical = float(f"{value:.2g}")
     if critical >= 1.5 * batch:
         times = float(f"{critical / batch:.2g}")

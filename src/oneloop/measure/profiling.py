@@ -52,14 +52,19 @@ class Profiling:
     def __enter__(self) -> "Profiling":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         self._stop_trace()
         self._stop_memory()
 
     def step(self, number: int) -> None:
         """Start or stop recording before the step of this number."""
         if self._trace and self._profiler is None and self._trace[0] <= number <= self._trace[1]:
-            kinds = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._device.type == "cuda" else [])]
+            kinds = [
+                ProfilerActivity.CPU,
+                *([ProfilerActivity.CUDA] if self._device.type == "cuda" else []),
+            ]
             self._profiler = profile(activities=kinds, record_shapes=True, profile_memory=True)
             self._profiler.start()
         elif self._trace and number > self._trace[1]:
@@ -86,18 +91,24 @@ class Profiling:
             table = f"communication that nothing else overlaps: {100 * alone / whole:.1f} % of the span\n{table}"
             self._log({"profile/exposed_communication": alone / whole})
         (self._folder / "operators.txt").write_text(table)
-        self._say(f"watch.profile: {self._folder}/trace.json.gz (ui.perfetto.dev) and operators.txt")
+        self._say(
+            f"watch.profile: {self._folder}/trace.json.gz (ui.perfetto.dev) and operators.txt"
+        )
         self._profiler, self._trace = None, None
 
     def _stop_memory(self) -> None:
         if not self._recording:
             return
         if self._device.type == "cuda":
-            self._say(f"watch.memory: {memory_snapshot(self._folder / 'memory.pickle')} (pytorch.org/memory_viz)")
+            self._say(
+                f"watch.memory: {memory_snapshot(self._folder / 'memory.pickle')} (pytorch.org/memory_viz)"
+            )
             torch.cuda.memory._record_memory_history(enabled=None)
         else:
             peak = f"the peak of this process is {peak_memory() / 2**30:.2f} GiB"
-            self._say(f"watch.memory: a snapshot needs a GPU; {peak} (watch.profile shows what operators allocate)")
+            self._say(
+                f"watch.memory: a snapshot needs a GPU; {peak} (watch.profile shows what operators allocate)"
+            )
         self._recording, self._memory = False, None
 
 

@@ -30,15 +30,21 @@ class DeviceTime:
 
     def __init__(self, model: nn.Module, device: torch.device, *, alone: bool = True) -> None:
         self._model, self._device = getattr(model, "module", model), device
-        self._alone = alone and not any(isinstance(part, nn.SyncBatchNorm) for part in model.modules())
-        self._marks: list[list[Any]] = []  # of each forward: the elements of its input, its begin and its end
+        self._alone = alone and not any(
+            isinstance(part, nn.SyncBatchNorm) for part in model.modules()
+        )
+        self._marks: list[
+            list[Any]
+        ] = []  # of each forward: the elements of its input, its begin and its end
 
     @contextmanager
     def measuring(self, inside: AbstractContextManager[Any] | None = None) -> Iterator[None]:
         """Time the forwards in this context; also enter ``inside``."""
         with ExitStack() as stack:
             if self._alone:
-                stack.callback(self._model.register_forward_pre_hook(self._begin, with_kwargs=True).remove)
+                stack.callback(
+                    self._model.register_forward_pre_hook(self._begin, with_kwargs=True).remove
+                )
                 stack.callback(self._model.register_forward_hook(self._end).remove)
             stack.enter_context(inside or nullcontext())
             yield
@@ -54,10 +60,16 @@ class DeviceTime:
         """Return the seconds of the forwards since the last read, the elements of their inputs, and the seconds of the
         product. On a GPU, wait for it: call it only at log steps."""
         values = torch.ones([128 if self._device.type == "cpu" else 2048] * 2, device=self._device)
-        times = [self._now() for _ in range(5) if torch.is_tensor(values @ values)]  # one product between two times
+        times = [
+            self._now() for _ in range(5) if torch.is_tensor(values @ values)
+        ]  # one product between two times
         product = min(self._seconds(*pair) for pair in pairwise(times))
         marks, self._marks = [mark for mark in self._marks if len(mark) == 3], []
-        return sum(self._seconds(*mark[1:]) for mark in marks), float(sum(mark[0] for mark in marks)), product
+        return (
+            sum(self._seconds(*mark[1:]) for mark in marks),
+            float(sum(mark[0] for mark in marks)),
+            product,
+        )
 
     def _now(self) -> Any:
         if self._device.type == "cpu":
@@ -80,26 +92,48 @@ class Stragglers:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names, self._since = names, float("-inf")
-        self._seen: list[list[tuple[float, float, float]]] = []  # by log and rank: wait, device, seconds per step
+        self._seen: list[
+            list[tuple[float, float, float]]
+        ] = []  # by log and rank: wait, device, seconds per step
         self._streaks: defaultdict[tuple[int, str], int] = defaultdict(int)
 
-    def judge(self, times: Sequence[Sequence[float]], *, step_seconds: float, now: float) -> Iterator[tuple[int, str]]:
+    def judge(
+        self, times: Sequence[Sequence[float]], *, step_seconds: float, now: float
+    ) -> Iterator[tuple[int, str]]:
         """Add one log step, at the time ``now``: for each rank its wait for data per step in seconds, and the values of
         :meth:`DeviceTime.read`. Yield the ranks that are stragglers since this log, with a description.
 
         Forwards are compared only if all ranks had inputs of the same size; else the products are."""
         same = len({elements for _, _, elements, _ in times}) == 1 and times[0][2] > 0
-        self._seen.append([(wait, forward if same else product, step_seconds) for wait, forward, _, product in times])
+        self._seen.append(
+            [
+                (wait, forward if same else product, step_seconds)
+                for wait, forward, _, product in times
+            ]
+        )
         if now - self._since < _WINDOW:
             return
-        means = [[fmean(values) for values in zip(*rank, strict=True)] for rank in zip(*self._seen, strict=True)]
+        means = [
+            [fmean(values) for values in zip(*rank, strict=True)]
+            for rank in zip(*self._seen, strict=True)
+        ]
         self._seen, self._since = [], now
         wait, device = (median_low(rank[kind] for rank in means) for kind in (0, 1))
         for number, (mine, own, step) in enumerate(means):
-            without = max(step - max(mine - wait, 0.0), 1e-9)  # the step, if this rank waited as long as the others
+            without = max(
+                step - max(mine - wait, 0.0), 1e-9
+            )  # the step, if this rank waited as long as the others
             data = f"its wait for data makes a step {step / without:.2f}x as long; its disk, or its worker processes"
             slow = f"its device takes {own / (device or 1.0):.2f}x the median; its clock, temperature, other processes"
-            for kind, ratio, words in (("data", step / without, data), ("device", own / (device or 1.0), slow)):
-                streak = self._streaks[number, kind] = (self._streaks[number, kind] + 1) * (ratio > LIMIT)
+            for kind, ratio, words in (
+                ("data", step / without, data),
+                ("device", own / (device or 1.0), slow),
+            ):
+                streak = self._streaks[number, kind] = (self._streaks[number, kind] + 1) * (
+                    ratio > LIMIT
+                )
                 if streak == TIMES:
-                    yield number, f"rank {number} on {self._names[number]} slows down all ranks: {words}"
+                    yield (
+                        number,
+                        f"rank {number} on {self._names[number]} slows down all ranks: {words}",
+                    )

@@ -10,7 +10,9 @@ from torch import Tensor
 from oneloop.basics.exact_sums import NOTHING, digit_rows, square_ratio
 from oneloop.basics.tensors import as_real, first_element, local
 
-_SAMPLED = 1 << 13  # most weights to measure; of larger models a sample, which gives the ratio to about 1 %
+_SAMPLED = (
+    1 << 13
+)  # most weights to measure; of larger models a sample, which gives the ratio to about 1 %
 _RUN = 64  # adjacent weights that are sampled together: memory is read in cache lines
 
 
@@ -28,7 +30,9 @@ class UpdateRatio:
             if part.numel() and part.is_contiguous():
                 width = min(_RUN, part.numel())
                 runs = part.view(-1)[: part.numel() // width * width].view(-1, width)[::stride]
-                counts = torch.full((runs.numel(),), part.numel() / runs.numel(), device=part.device)
+                counts = torch.full(
+                    (runs.numel(),), part.numel() / runs.numel(), device=part.device
+                )
                 by_width[width].append((runs, counts))
         self._samples = [_Sample(*map(list, zip(*each, strict=True))) for each in by_width.values()]
         self._begun = False
@@ -64,7 +68,9 @@ class ExactUpdateRatio:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         trained = list(parameters)
         stride = max(1, sum(parameter.numel() for parameter in trained) // _SAMPLED)
-        self._chosen: list[tuple[Tensor, Tensor]] = []  # this rank's shard of a parameter, and sampled indices in it
+        self._chosen: list[
+            tuple[Tensor, Tensor]
+        ] = []  # this rank's shard of a parameter, and sampled indices in it
         offset = 0
         for parameter in trained:
             mine = as_real(local(parameter.detach()))
@@ -79,7 +85,9 @@ class ExactUpdateRatio:
         self._before: Tensor | None = None
 
     def _sampled(self) -> Tensor:
-        return torch.cat([mine.reshape(-1).index_select(0, indices) for mine, indices in self._chosen])
+        return torch.cat(
+            [mine.reshape(-1).index_select(0, indices) for mine, indices in self._chosen]
+        )
 
     def before(self) -> None:
         """Store the current weights. Call it before the update."""
@@ -96,7 +104,9 @@ class ExactUpdateRatio:
     def ratio(ranks: Sequence[Sequence[float]]) -> float | None:
         """Return the ratio from the :meth:`values` of all ranks; None if nothing was measured."""
         half = len(ranks[0]) // 2
-        found = square_ratio([values[:half] for values in ranks], [values[half:] for values in ranks])
+        found = square_ratio(
+            [values[:half] for values in ranks], [values[half:] for values in ranks]
+        )
         return found**0.5 if found == found else None
 
 
@@ -112,7 +122,9 @@ class _Sample:
         dtype = reduce(torch.promote_types, (run.dtype for run in runs), torch.float32)
         self._runs, self._counts = runs, torch.cat(counts).to(dtype)
         self._pair = self._counts.new_empty(2, self._counts.numel())
-        self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]  # the weights after and before the update
+        self._rows = [
+            row.view(-1, runs[0].shape[1]) for row in self._pair
+        ]  # the weights after and before the update
 
     def take(self, row: int) -> None:
         torch.cat(self._runs, out=self._rows[row])

@@ -5,7 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    Optimizer,
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+)
 
 from oneloop.basics.tensors import local
 from oneloop.optim.elementwise import adamw_
@@ -34,7 +38,9 @@ class AdamW(torch.optim.AdamW):
     parameter without a gradient, hooks, a closure, mixed dtypes. If ``found_inf``, a 0-dim tensor set before
     :meth:`step`, is 1, the step changes nothing."""
 
-    elementwise = False  # whether to update element by element, not fused: bit-identical for every sharding
+    elementwise = (
+        False  # whether to update element by element, not fused: bit-identical for every sharding
+    )
 
     def __init__(self, params: Any, **options: Any) -> None:
         self._lists: list[_Lists] | None = None
@@ -56,8 +62,12 @@ class AdamW(torch.optim.AdamW):
             return self._torch_step(closure)
         if self._lists is None or not self._current(self._lists):
             self._lists = self._gathered()
-        gradients = [[parameter.grad for parameter in lists.parameters] for lists in self._lists or ()]
-        if self._lists is None or any(gradient is None for several in gradients for gradient in several):
+        gradients = [
+            [parameter.grad for parameter in lists.parameters] for lists in self._lists or ()
+        ]
+        if self._lists is None or any(
+            gradient is None for several in gradients for gradient in several
+        ):
             return self._torch_step(None)
         found_inf = getattr(self, "found_inf", None)
         one = 1 if found_inf is None else 1 - found_inf
@@ -89,10 +99,14 @@ class AdamW(torch.optim.AdamW):
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
             for parameter in parameters:
                 if not self.state[parameter]:  # the same initial state as torch's
-                    self.state[parameter] = {name: torch.zeros_like(parameter) for name in _KEPT[:2]}
+                    self.state[parameter] = {
+                        name: torch.zeros_like(parameter) for name in _KEPT[:2]
+                    }
                     self.state[parameter]["step"] = torch.zeros((), device=local(parameter).device)
             weights = [local(parameter.detach()) for parameter in parameters]
-            state = [[local(self.state[parameter][name]) for parameter in parameters] for name in _KEPT]
+            state = [
+                [local(self.state[parameter][name]) for parameter in parameters] for name in _KEPT
+            ]
             how = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
             how["found_inf"] = getattr(self, "found_inf", None)
             adamw_(weights, [local(parameter.grad) for parameter in parameters], *state, **how)
@@ -110,11 +124,15 @@ class AdamW(torch.optim.AdamW):
     def _current(self, kept: list[_Lists]) -> bool:
         """Return whether the lists match the current parameters and state; loading a checkpoint replaces tensors."""
         for lists in kept:
-            for parameter, mine, held in zip(lists.parameters, lists.mine, lists.state, strict=True):
+            for parameter, mine, held in zip(
+                lists.parameters, lists.mine, lists.state, strict=True
+            ):
                 state = self.state[parameter]
                 if local(parameter).data_ptr() != mine.data_ptr():
                     return False
-                if any(state.get(name) is not tensor for name, tensor in zip(_KEPT, held, strict=True)):
+                if any(
+                    state.get(name) is not tensor for name, tensor in zip(_KEPT, held, strict=True)
+                ):
                     return False
         return True
 
@@ -123,13 +141,23 @@ class AdamW(torch.optim.AdamW):
         made = []
         for group in self.param_groups:
             states = [self.state.get(parameter, {}) for parameter in group["params"]]
-            if not states or not all(name in state for state in states for name in _KEPT) or group["amsgrad"]:
+            if (
+                not states
+                or not all(name in state for state in states for name in _KEPT)
+                or group["amsgrad"]
+            ):
                 return None
             mine, first, second, steps = (
                 [local(tensor).detach() for tensor in tensors]
-                for tensors in (group["params"], *([state[name] for state in states] for name in _KEPT))
+                for tensors in (
+                    group["params"],
+                    *([state[name] for state in states] for name in _KEPT),
+                )
             )
-            if len({(t.device, t.dtype) for t in (*mine, *first, *second)}) > 1 or group["maximize"]:
+            if (
+                len({(t.device, t.dtype) for t in (*mine, *first, *second)}) > 1
+                or group["maximize"]
+            ):
                 return None
             held = [tuple(state[name] for name in _KEPT) for state in states]
             made.append(_Lists(list(group["params"]), mine, first, second, steps, held))

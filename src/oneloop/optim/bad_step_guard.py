@@ -83,7 +83,9 @@ class Guard:
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
 
-    def step(self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0, metrics: Any = None) -> None:
+    def step(
+        self, norm: Tensor, *, loss: Tensor | None = None, weight: float = 1.0, metrics: Any = None
+    ) -> None:
         """Update the weights, unless the step is bad. The previous step must be resolved.
 
         ``norm`` is the global gradient norm, equal on all ranks; ``loss`` this rank's summed loss (0-dim), to find
@@ -92,13 +94,19 @@ class Guard:
         if self.pending:
             raise RuntimeError("the previous step is still pending: call resolve() first")
         mean = None if loss is None or self._window is None else loss.detach() / weight
-        fault = self._scaled_step(norm, mean) if self.scaler is not None else self._plain_step(norm, mean)
+        fault = (
+            self._scaled_step(norm, mean)
+            if self.scaler is not None
+            else self._plain_step(norm, mean)
+        )
         loss = torch.full_like(norm, torch.nan) if loss is None else loss
         self._pending = fault, norm, loss, weight, metrics
 
     def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
         # torch.amp's kernel sets the flag if the norm is not finite, and multiplies the norm by one.
-        torch._amp_foreach_non_finite_check_and_unscale_([norm.detach()], self._bad.zero_(), self._one)
+        torch._amp_foreach_non_finite_check_and_unscale_(
+            [norm.detach()], self._bad.zero_(), self._one
+        )
         if self._window is not None:
             self._bad = torch.maximum(self._bad, self._fault_value(norm, mean))
         if not self._on_device:
@@ -119,17 +127,25 @@ class Guard:
         if self._pending is None:
             return None
         (fault, norm, loss, weight, metrics), self._pending = self._pending, None
-        return Step(Fault(self._fault_copy.read()) if fault is None else fault, norm, loss, weight, metrics)
+        return Step(
+            Fault(self._fault_copy.read()) if fault is None else fault, norm, loss, weight, metrics
+        )
 
     def _fault_value(self, norm: Tensor, loss: Tensor | None) -> Tensor:
         """Return the value of the :class:`Fault`, 0-dim: 1 if a value is not finite, 2 if one is a spike, else 0."""
         assert self._window is not None
-        values = (norm if loss is None else torch.stack([norm.to(loss.dtype), self._total(loss)])).reshape(-1)
+        values = (
+            norm if loss is None else torch.stack([norm.to(loss.dtype), self._total(loss)])
+        ).reshape(-1)
         finite = torch.isfinite(values).all()
-        return torch.where(finite, 2 * self._window.spike(values, known=finite & (self._bad == 0)), 1.0)
+        return torch.where(
+            finite, 2 * self._window.spike(values, known=finite & (self._bad == 0)), 1.0
+        )
 
     def _scaled_step(self, norm: Tensor, loss: Tensor | None) -> Fault:
-        value = 0 if self._window is None else int(self._fault_value(norm, loss))  # host sync, as in the scaler
+        value = (
+            0 if self._window is None else int(self._fault_value(norm, loss))
+        )  # host sync, as in the scaler
         if value == Fault.SPIKE.value:
             self.scaler.update()
             return Fault.SPIKE
@@ -137,7 +153,13 @@ class Guard:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         after = self.scaler.get_scale()
-        return Fault.NONE if after >= before else Fault.RESCALED if after >= _SMALLEST_SCALE else Fault.NONFINITE
+        return (
+            Fault.NONE
+            if after >= before
+            else Fault.RESCALED
+            if after >= _SMALLEST_SCALE
+            else Fault.NONFINITE
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return self._window.state_dict() if self._window else {}
@@ -166,7 +188,9 @@ class Window:
         values = values.to(self._values.dtype)
         kept = self._values[: len(values)]
         deviation, mean = torch.std_mean(kept, dim=1)
-        high = (known & (values > mean + self.sigma * deviation).any() & (self._count >= self.length)).to(torch.float32)
+        high = (
+            known & (values > mean + self.sigma * deviation).any() & (self._count >= self.length)
+        ).to(torch.float32)
         joins = known & (high == 0)
         here = (self._indices == self._count % self.length) & joins
         self._values[: len(values)] = torch.where(here, values[:, None], kept)

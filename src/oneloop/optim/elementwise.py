@@ -69,7 +69,11 @@ def sgd_(
     Gradients and momentum ``buffers`` (zero before the first step; None without momentum) have the shapes of
     ``parameters``, this rank's shards. ``momentum`` is the share of the previous update to keep; the share
     ``weight_decay`` of the parameters is added to the gradients. If ``found_inf`` (0-dim) is 1, nothing changes."""
-    moved = torch._foreach_add(gradients, parameters, alpha=weight_decay) if weight_decay else [*gradients]
+    moved = (
+        torch._foreach_add(gradients, parameters, alpha=weight_decay)
+        if weight_decay
+        else [*gradients]
+    )
     if buffers is not None:
         new = torch._foreach_mul(buffers, momentum)
         torch._foreach_add_(new, moved)

@@ -21,18 +21,29 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Tensor]:
     """Return the hidden matrices: no embeddings, no output head, no modules named in ``adamw_for``."""
     heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
-    outside = {p for module in model.modules() if isinstance(module, nn.Embedding) for p in module.parameters()}
+    outside = {
+        p
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for p in module.parameters()
+    }
     outside |= {p for head in heads if isinstance(head, nn.Module) for p in head.parameters()}
     return {
         parameter
         for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2 and parameter not in outside and not set(adamw_for) & set(name.split("."))
+        if parameter.ndim >= 2
+        and parameter not in outside
+        and not set(adamw_for) & set(name.split("."))
     }
 
 
-def orthogonalized(matrix: Tensor, *, iterations: int = 5, dtype: torch.dtype = torch.float32) -> Tensor:
+def orthogonalized(
+    matrix: Tensor, *, iterations: int = 5, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """Approximate the nearest orthogonal matrix by Newton-Schulz iterations in ``dtype`` or better; (rows, columns)."""
-    x: Tensor = matrix.to(torch.promote_types(dtype, matrix.dtype) if dtype is torch.float32 else dtype)
+    x: Tensor = matrix.to(
+        torch.promote_types(dtype, matrix.dtype) if dtype is torch.float32 else dtype
+    )
     tall = x.shape[0] > x.shape[1]
     x = x.mT if tall else x
     x = x / (torch.linalg.vector_norm(x) + 1e-7)
@@ -66,10 +77,21 @@ class Muon(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        if not all(0 <= value < 1 for value in (momentum, *betas)) or not eps >= 0 or iterations < 1:
+        if (
+            not all(0 <= value < 1 for value in (momentum, *betas))
+            or not eps >= 0
+            or iterations < 1
+        ):
             got = f"momentum {momentum}, betas {betas}, eps {eps}, iterations {iterations}"
-            raise ValueError(f"muon needs momentum and betas in [0, 1), eps >= 0 and iterations >= 1; got {got}")
-        defaults: dict[str, Any] = {"lr": lr, "momentum": momentum, "nesterov": nesterov, "iterations": iterations}
+            raise ValueError(
+                f"muon needs momentum and betas in [0, 1), eps >= 0 and iterations >= 1; got {got}"
+            )
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "momentum": momentum,
+            "nesterov": nesterov,
+            "iterations": iterations,
+        }
         defaults |= {"betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": True}
         super().__init__(params, defaults)
         self.dtype = dtype
@@ -80,7 +102,9 @@ class Muon(Optimizer):
                     self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
                 else:
                     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                    moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+                    moments = {
+                        name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+                    }
                     self.state[parameter] = {"step": step, **moments}
 
     @torch.no_grad()
@@ -94,7 +118,9 @@ class Muon(Optimizer):
             elif params:
                 states = [self.state[parameter] for parameter in params]
                 mine, gradients = [local(p) for p in params], [local(p.grad) for p in params]
-                first, second = ([local(s[name]) for s in states] for name in ("exp_avg", "exp_avg_sq"))
+                first, second = (
+                    [local(s[name]) for s in states] for name in ("exp_avg", "exp_avg_sq")
+                )
                 steps = [s["step"] for s in states]
                 how: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
                 how |= {"found_inf": self.found_inf}
@@ -113,7 +139,9 @@ class Muon(Optimizer):
         if self.found_inf is not None:  # 0 or 1; no host sync
             keep = (1.0 - self.found_inf).to(weights.dtype)
             gradient = torch.where(self.found_inf > 0, torch.zeros_like(gradient), gradient)
-        momentum.lerp_(gradient, (1.0 - group["momentum"]) * torch.as_tensor(keep, dtype=weights.dtype))
+        momentum.lerp_(
+            gradient, (1.0 - group["momentum"]) * torch.as_tensor(keep, dtype=weights.dtype)
+        )
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         update = self._orthogonalized(update, parameter, group["iterations"])
         rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
@@ -125,9 +153,13 @@ class Muon(Optimizer):
         """Orthogonalize the whole matrix; return this rank's shard, in the shape of ``update``."""
         if isinstance(parameter, DTensor):
             mesh, cut = parameter.device_mesh, parameter.placements
-            sharded = DTensor.from_local(update, mesh, cut, shape=parameter.shape, stride=parameter.stride())
+            sharded = DTensor.from_local(
+                update, mesh, cut, shape=parameter.shape, stride=parameter.stride()
+            )
             update = sharded.full_tensor()  # one all-gather
-        whole = orthogonalized(update.flatten(1), iterations=iterations, dtype=self.dtype).view_as(update)
+        whole = orthogonalized(update.flatten(1), iterations=iterations, dtype=self.dtype).view_as(
+            update
+        )
         if isinstance(parameter, DTensor):
             replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
             whole = replicated.redistribute(mesh, cut).to_local()

@@ -39,21 +39,33 @@ def build(
         ValueError: ``make`` does not support ``weight_decay`` or ``elementwise``, or returned no optimizer.
     """
     arguments = inspect.signature(make).parameters
-    wanted = weight_decay or next((w for own in (settings or {}).values() if (w := own.get("weight_decay"))), 0)
+    wanted = weight_decay or next(
+        (w for own in (settings or {}).values() if (w := own.get("weight_decay"))), 0
+    )
     if wanted and isinstance(make, type) and "weight_decay" not in arguments:
-        raise ValueError(f"optimizer.weight_decay {wanted}: {make.__name__} has no weight decay; set it to 0")
+        raise ValueError(
+            f"optimizer.weight_decay {wanted}: {make.__name__} has no weight decay; set it to 0"
+        )
     extra = {"model": model} if "model" in arguments else {}
     named = [(bare_name(name), parameter) for name, parameter in model.named_parameters()]
     groups = parameter_groups(named, weight_decay, settings=settings)
     optimizer = make(groups, lr=lr, **extra, **(options or {}))
     if not isinstance(optimizer, Optimizer):
-        several = "; a run has one optimizer (GANs are not supported)" * isinstance(optimizer, list | tuple | dict)
-        raise ValueError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer{several}")
+        several = "; a run has one optimizer (GANs are not supported)" * isinstance(
+            optimizer, list | tuple | dict
+        )
+        raise ValueError(
+            f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer{several}"
+        )
     if elementwise:
         if not hasattr(optimizer, "elementwise"):
-            raise ValueError(f"batch.grain: the update of {type(optimizer).__name__} depends on the sharding")
+            raise ValueError(
+                f"batch.grain: the update of {type(optimizer).__name__} depends on the sharding"
+            )
         optimizer.elementwise = True
-    optimizer.defaults.setdefault(LR_FACTOR, 1.0)  # so that checkpoints do not store it as an option
+    optimizer.defaults.setdefault(
+        LR_FACTOR, 1.0
+    )  # so that checkpoints do not store it as an option
     for group in optimizer.param_groups:  # the user's class may set rates per group
         group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * (float(group["lr"]) / lr if lr else 1.0)
     return optimizer
@@ -73,21 +85,36 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
         optimizer = build(make, toy, lr=1e-3, weight_decay=0.0, options=options)
         optimizer.step()
         for group in optimizer.param_groups:
-            if kept := [key for key, value in group.items() if key != "params" and torch.is_tensor(value)]:
-                raise TypeError(f"it keeps {kept[0]} as a tensor in its parameter groups, which oneloop cannot save")
+            if kept := [
+                key for key, value in group.items() if key != "params" and torch.is_tensor(value)
+            ]:
+                raise TypeError(
+                    f"it keeps {kept[0]} as a tensor in its parameter groups, which oneloop cannot save"
+                )
     except Exception as error:
         given = "".join(f" {key}={value!r}" for key, value in options.items())
         needs = " (it needs a closure that computes the loss again, and the loop computes it once)"
         why = f"{error}{needs if 'closure' in str(error) else ''}"
-        raise ValueError(f"optimizer.name {name}{given} cannot be used: {why}; correct its options") from error
-    held = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
-    return sum(value.numel() for value in held if value.ndim) / sum(parameter.numel() for parameter in toy.parameters())
+        raise ValueError(
+            f"optimizer.name {name}{given} cannot be used: {why}; correct its options"
+        ) from error
+    held = [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if torch.is_tensor(value)
+    ]
+    return sum(value.numel() for value in held if value.ndim) / sum(
+        parameter.numel() for parameter in toy.parameters()
+    )
 
 
 def reject_if_sharded(make: Callable[..., Optimizer]) -> None:
     """Raise ValueError for Adafactor, which cannot update shards: torch takes its row and column means per shard."""
     if make in (adafactor, torch.optim.Adafactor):
-        raise ValueError("optimizer.name adafactor cannot update parameters under FSDP2; use adamw, muon or ddp.yaml")
+        raise ValueError(
+            "optimizer.name adafactor cannot update parameters under FSDP2; use adamw, muon or ddp.yaml"
+        )
 
 
 def _fused(groups: Groups) -> bool:
@@ -95,7 +122,9 @@ def _fused(groups: Groups) -> bool:
     return all(p.device.type in _FUSED_DEVICES and p.is_floating_point() for p in parameters)
 
 
-def adamw(params: Groups, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8) -> Optimizer:
+def adamw(
+    params: Groups, *, lr: float, betas: tuple[float, float] = (0.9, 0.999), eps: float = 1e-8
+) -> Optimizer:
     """AdamW (Loshchilov & Hutter 2019), fused.
 
     Args:
@@ -164,7 +193,12 @@ def muon(
             if members := [p for p in group["params"] if (p in matrices) is chosen]:
                 groups.append({**group, "params": members, "muon": chosen})
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    how: dict[str, Any] = {"momentum": momentum, "nesterov": nesterov, "iterations": iterations, "betas": betas}
+    how: dict[str, Any] = {
+        "momentum": momentum,
+        "nesterov": nesterov,
+        "iterations": iterations,
+        "betas": betas,
+    }
     return Muon(groups, lr=lr, dtype=dtype, eps=eps, **how)
 
 

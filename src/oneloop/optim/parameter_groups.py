@@ -17,12 +17,17 @@ Settings = Mapping[str, Mapping[str, Any]]
 """settings by parameter or by pattern: ``freeze``, ``lr_factor``, ``weight_decay``"""
 
 
-def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
+def chosen(
+    model: nn.Module, rules: Settings
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
     """Return the settings by parameter of a model that is not yet wrapped, and the parameters by pattern; tied
     parameters have their first name. ``rules`` are settings by pattern. Raise ValueError if a pattern matches no
     parameter, or if two patterns that match one parameter disagree."""
     first: dict[int, str] = {}
-    names = [(name, first.setdefault(id(p), name)) for name, p in model.named_parameters(remove_duplicate=False)]
+    names = [
+        (name, first.setdefault(id(p), name))
+        for name, p in model.named_parameters(remove_duplicate=False)
+    ]
     found: dict[str, dict[str, Any]] = {}
     chosen_by: dict[tuple[str, str], str] = {}
     taken: dict[str, list[str]] = {}
@@ -30,13 +35,17 @@ def chosen(model: nn.Module, rules: Settings) -> tuple[dict[str, dict[str, Any]]
         taken[pattern] = list(dict.fromkeys(own for name, own in names if matches(pattern, name)))
         if not taken[pattern]:
             known = _some(first.values())
-            raise ValueError(f"optimizer.groups: the pattern {pattern!r} matches no parameter; the model has {known}")
+            raise ValueError(
+                f"optimizer.groups: the pattern {pattern!r} matches no parameter; the model has {known}"
+            )
         for name in taken[pattern]:
             own = found.setdefault(name, {})
             for key, value in settings.items():
                 if own.setdefault(key, value) != value:
                     both = f"{chosen_by[name, key]!r} and {pattern!r} both take {name}, and disagree on {key}"
-                    raise ValueError(f"optimizer.groups: {both} ({own[key]} and {value}); narrow one of them")
+                    raise ValueError(
+                        f"optimizer.groups: {both} ({own[key]} and {value}); narrow one of them"
+                    )
                 chosen_by.setdefault((name, key), pattern)
     return found, taken
 
@@ -67,7 +76,9 @@ def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> 
     model is not yet wrapped; its ``blocks`` are in order. Raise ValueError if there are none."""
     if not blocks:
         none = f"{type(model).__name__} has no repeated blocks"
-        raise ValueError(f"optimizer.layer_decay {decay}: {none}; set machine.blocks, or optimizer.groups")
+        raise ValueError(
+            f"optimizer.layer_decay {decay}: {none}; set machine.blocks, or optimizer.groups"
+        )
     inside = {id(p): depth for depth, block in enumerate(blocks, 1) for p in block.parameters()}
     last = {id(p) for p in blocks[-1].parameters()}
     factors: dict[str, float] = {}
@@ -81,7 +92,10 @@ def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> 
 
 
 def parameter_groups(
-    parameters: Iterable[tuple[str, Tensor]], weight_decay: float, *, settings: Settings | None = None
+    parameters: Iterable[tuple[str, Tensor]],
+    weight_decay: float,
+    *,
+    settings: Settings | None = None,
 ) -> Groups:
     """Group the trained ``parameters``, pairs of bare name and parameter, by learning-rate factor and weight decay.
 
@@ -94,4 +108,7 @@ def parameter_groups(
         own = (settings or {}).get(name, {})
         decay = own.get("weight_decay", weight_decay if parameter.ndim >= 2 else 0.0)
         found.setdefault((own.get(LR_FACTOR, 1.0), decay), []).append(parameter)
-    return [{"params": members, "weight_decay": decay, LR_FACTOR: factor} for (factor, decay), members in found.items()]
+    return [
+        {"params": members, "weight_decay": decay, LR_FACTOR: factor}
+        for (factor, decay), members in found.items()
+    ]

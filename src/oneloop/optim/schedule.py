@@ -37,11 +37,15 @@ def wsd(step: int, total: int, *, final: float = 0.0, decay: Duration = Duration
         final: factor at the end.
         decay: duration of the decay at the end of the run.
     """
-    length = min(decay, total) if isinstance(decay, int) else total  # a Duration if called outside a run
+    length = (
+        min(decay, total) if isinstance(decay, int) else total
+    )  # a Duration if called outside a run
     return 1.0 if step < total - length else linear(step - (total - length), length, final=final)
 
 
-def plateau(step: int, total: int, *, reductions: int = 0, factor: float = 0.1, patience: int = 3) -> float:
+def plateau(
+    step: int, total: int, *, reductions: int = 0, factor: float = 0.1, patience: int = 3
+) -> float:
     """Multiply the rate by ``factor`` whenever ``patience`` evaluations in a row do not improve the best result.
 
     Args:
@@ -95,15 +99,21 @@ def learning_rate(
     warm-up, or a duration of the schedule, is longer than the run."""
     steps = warmup.steps(scale, total=total, key="schedule.warmup")
     if steps > total:
-        raise ValueError(f"schedule.warmup {warmup} is {steps} steps, and the whole run has {total}; shorten it")
+        raise ValueError(
+            f"schedule.warmup {warmup} is {steps} steps, and the whole run has {total}; shorten it"
+        )
     given = {
-        name: value.steps(scale, total=total, key=f"schedule.{name}") if isinstance(value, Duration) else value
+        name: value.steps(scale, total=total, key=f"schedule.{name}")
+        if isinstance(value, Duration)
+        else value
         for name, value in options.items()
     }
     for name, value in options.items():
         if isinstance(value, Duration) and given[name] > total - steps:
             room = f"the run has {total - steps} after a warm-up of {steps}"
-            raise ValueError(f"schedule.{name} {value} is {given[name]} steps, and {room}; shorten one of them")
+            raise ValueError(
+                f"schedule.{name} {value} is {given[name]} steps, and {room}; shorten one of them"
+            )
     if "final" in inspect.signature(factor).parameters:
         given["final"] = final
     return LearningRate(peak, steps, total, factor, given)

@@ -18,9 +18,22 @@ class SGD(torch.optim.SGD):
     elementwise = False  # as :attr:`oneloop.optim.adamw.AdamW.elementwise`
 
     def __init__(
-        self, params: Any, *, lr: float, momentum: float = 0.0, weight_decay: float = 0.0, nesterov: bool = False
+        self,
+        params: Any,
+        *,
+        lr: float,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
     ) -> None:
-        super().__init__(params, lr=lr, momentum=momentum, weight_decay=weight_decay, nesterov=nesterov, fused=True)
+        super().__init__(
+            params,
+            lr=lr,
+            momentum=momentum,
+            weight_decay=weight_decay,
+            nesterov=nesterov,
+            fused=True,
+        )
         self.found_inf: Tensor | None = None
         for group in self.param_groups:
             if group["momentum"]:
@@ -35,9 +48,20 @@ class SGD(torch.optim.SGD):
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
             mine, gradients = [local(p) for p in params], [local(p.grad) for p in params]
             kept: list[Any] = [b if b is None else local(b) for b in buffers]
-            how: dict[str, Any] = {name: group[name] for name in ("lr", "momentum", "weight_decay", "nesterov")}
+            how: dict[str, Any] = {
+                name: group[name] for name in ("lr", "momentum", "weight_decay", "nesterov")
+            }
             how |= {"found_inf": self.found_inf}
             if self.elementwise:
                 sgd_(mine, gradients, kept if group["momentum"] else None, **how)
             elif params:
-                sgd(mine, gradients, kept, fused=True, grad_scale=None, dampening=0.0, maximize=False, **how)
+                sgd(
+                    mine,
+                    gradients,
+                    kept,
+                    fused=True,
+                    grad_scale=None,
+                    dampening=0.0,
+                    maximize=False,
+                    **how,
+                )

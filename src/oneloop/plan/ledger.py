@@ -26,14 +26,21 @@ from oneloop.measure.flops import IN_PLACE
 BACKWARD, RECOMPUTE, COMMUNICATION = "backward", "recompute", "communication buffers"
 _FORMULAS = flop_registry | IN_PLACE
 _NAMES = {"allgather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
-_NAMES |= {"alltoall": "all-to-all", "all_to_all": "all-to-all", "allreduce": "all-reduce", "all_reduce": "all-reduce"}
+_NAMES |= {
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+}
 
 
 class Collective(NamedTuple):
     """One collective operation of this rank."""
 
     name: str  # all-gather, reduce-scatter, all-reduce, all-to-all, broadcast …
-    size: int  # bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter
+    size: (
+        int  # bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter
+    )
     ranks: int  # size of its process group
 
     @property
@@ -76,7 +83,9 @@ class Ledger(TorchDispatchMode):
             self._stage = before
 
     @contextmanager
-    def looking(self, at: int = 0, then: Callable[["Ledger"], None] = lambda _: None) -> Iterator[None]:
+    def looking(
+        self, at: int = 0, then: Callable[["Ledger"], None] = lambda _: None
+    ) -> Iterator[None]:
         """Reset the peak and the counts; in this context, call ``then`` after the event of this number."""
         self.peak, self.events, self.peak_event = self.size, 0, 0
         self.collectives, self.operations = [], Counter()
@@ -177,7 +186,9 @@ class Ledger(TorchDispatchMode):
         group = CollectiveOp.get_process_group(func, args)
         size = CollectiveOp.get_comm_tensor_size(func, result, args, kwargs)
         self.collectives.append(Collective(name, size, group.size()))
-        for storage in storages(tree_leaves(args)) if name in ("all-gather", "reduce-scatter") else ():
+        for storage in (
+            storages(tree_leaves(args)) if name in ("all-gather", "reduce-scatter") else ()
+        ):
             if (block := self._live.get(storage._cdata)) is not None:
                 block.kind = COMMUNICATION
 
@@ -197,7 +208,9 @@ def module_names(model: nn.Module, entered: list[str]) -> Iterator[None]:
     def leave(name: str, *given: Any) -> None:
         for tensor in tree_leaves(given[-1]):
             node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if node is not None and "oneloop" not in node.metadata:  # else an inner module returned it
+            if (
+                node is not None and "oneloop" not in node.metadata
+            ):  # else an inner module returned it
                 node.metadata["oneloop"] = True
                 node.register_prehook(lambda _: entered.append(name))
         entered.append(name.rpartition(".")[0])

@@ -25,13 +25,37 @@ from oneloop.recipe.parse import read
 Start = Callable[[Sequence[str], int], int]
 """runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the exit code"""
 _SECONDS = 1800.0  # time limit of one run
-_KEYS = {"eval.every": 0, "save.every": 0, "save.best": False, "save.final": "last", "save.mirror": None}
-_KEYS |= {"log.every": 1, "log.noise_scale": False, "watch.quiet": False, "watch.profile": None, "watch.memory": None}
-_KEYS |= {"track": "none", "run.resume": "auto", "stop.after": None, "debug.dry_run": False, "machine.check_every": 1}
+_KEYS = {
+    "eval.every": 0,
+    "save.every": 0,
+    "save.best": False,
+    "save.final": "last",
+    "save.mirror": None,
+}
+_KEYS |= {
+    "log.every": 1,
+    "log.noise_scale": False,
+    "watch.quiet": False,
+    "watch.profile": None,
+    "watch.memory": None,
+}
+_KEYS |= {
+    "track": "none",
+    "run.resume": "auto",
+    "stop.after": None,
+    "debug.dry_run": False,
+    "machine.check_every": 1,
+}
 """keys of every run; check_every ends a run whose replicas differ, because only rank 0's weights are compared"""
 _FACTOR = 10.0  # the layout may differ from the reference by at most this multiple of the control's difference
-_GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}  # relative limit: minimum, and maximum
-_CONTROL = {"float64": 1e-5, "float32": 1e-2}  # relative distance of its weights; more is not rounding
+_GRADIENTS = {
+    "float64": (1e-12, 1e-12),
+    "float32": (1e-6, 1e-4),
+}  # relative limit: minimum, and maximum
+_CONTROL = {
+    "float64": 1e-5,
+    "float32": 1e-2,
+}  # relative distance of its weights; more is not rounding
 
 
 class _Failed(RuntimeError):
@@ -55,11 +79,22 @@ def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None
 class _Proof:
     """The runs of one recipe: on one process, and on the parallel layout."""
 
-    def __init__(self, training: Sequence[str], own: Namespace, scratch: Path, start: Start) -> None:
-        self.recipe, file = read(training), launch_options(["--config_file", own.config_file, "recipe"])[0][1]
+    def __init__(
+        self, training: Sequence[str], own: Namespace, scratch: Path, start: Start
+    ) -> None:
+        self.recipe, file = (
+            read(training),
+            launch_options(["--config_file", own.config_file, "recipe"])[0][1],
+        )
         settings, batch = yaml.safe_load(Path(file).read_text()), self.recipe.batch
-        number, gpus = own.processes or settings.get("num_processes") or 1, torch.cuda.device_count()
-        micro, half = batch.micro if isinstance(batch.micro, int) else None, settings.get("mixed_precision") or "no"
+        number, gpus = (
+            own.processes or settings.get("num_processes") or 1,
+            torch.cuda.device_count(),
+        )
+        micro, half = (
+            batch.micro if isinstance(batch.micro, int) else None,
+            settings.get("mixed_precision") or "no",
+        )
         try:
             sharded = settings.get("distributed_type") == "FSDP"
             self.batch = BatchLayout(batch.size, number, micro, grain=batch.grain, sharded=sharded)
@@ -69,23 +104,43 @@ class _Proof:
         self.single = ["--config_file", config_file("single"), *precision]
         self.layout = ["--config_file", file, "--num_processes", str(number), *precision]
         if (settings.get("num_machines") or 1) > 1:
-            raise BadInput(f"oneloop prove runs on one machine, but {own.config_file} is for several; use ddp or fsdp2")
+            raise BadInput(
+                f"oneloop prove runs on one machine, but {own.config_file} is for several; use ddp or fsdp2"
+            )
         self.training, self.scratch, self.start = [str(own.steps), *training], scratch, start
         self.notes = []
         if number > max(1, gpus):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the runs
-            self.notes.append(f"{number} processes, {gpus} GPUs: all runs used the CPU; the processes used gloo")
+            self.notes.append(
+                f"{number} processes, {gpus} GPUs: all runs used the CPU; the processes used gloo"
+            )
         if half != "no" and not batch.grain:
-            self.notes.append(f"compared without mixed precision ({half}), because half precision rounds differently")
+            self.notes.append(
+                f"compared without mixed precision ({half}), because half precision rounds differently"
+            )
         layout = f"{Path(file).stem} on {number} process{'es' * (number > 1)}"
-        self.about = {"recipe": self.recipe.name, "layout": layout, "steps": own.steps, "notes": self.notes}
+        self.about = {
+            "recipe": self.recipe.name,
+            "layout": layout,
+            "steps": own.steps,
+            "notes": self.notes,
+        }
 
     def result(self) -> dict[str, Any]:
         machine, keys = self.recipe.machine, {"machine.matmul": "highest"}
         if self.recipe.batch.grain:
-            layout, reference = self._run("layout", self.layout, {}), self._run("reference", self.single, {})
-            return {"dtype": machine.dtype, **_verdict(parting(reference, layout)[0], "bit-identical"), "reason": None}
-        keys |= {"machine.base_dtype": "float32"} if machine.base_dtype not in (None, "float32") else {}
+            layout, reference = (
+                self._run("layout", self.layout, {}),
+                self._run("reference", self.single, {}),
+            )
+            return {
+                "dtype": machine.dtype,
+                **_verdict(parting(reference, layout)[0], "bit-identical"),
+                "reason": None,
+            }
+        keys |= (
+            {"machine.base_dtype": "float32"} if machine.base_dtype not in (None, "float32") else {}
+        )
         try:
             return self._compare_runs({**keys, "machine.dtype": "float64"}, "float64")
         except (_Failed, BadInput) as error:
@@ -100,7 +155,9 @@ class _Proof:
         size, each = self.batch.size, self.batch.each
         if self.recipe.batch.micro != each and each % 2 == 0:
             each //= 2  # so that the layout also accumulates gradients
-        larger = next((micro for micro in range(2 * each, size + 1, each) if size % micro == 0), each)
+        larger = next(
+            (micro for micro in range(2 * each, size + 1, each) if size % micro == 0), each
+        )
         layout = self._run(f"layout{again}", self.layout, {**keys, "batch.micro": each})
         reference = self._run(f"reference{again}", self.single, {**keys, "batch.micro": larger})
         control = self._run(f"control{again}", self.single, {**keys, "batch.micro": each})
@@ -111,34 +168,57 @@ class _Proof:
         if parted and self.recipe.optimizer.clip and not (result["reason"] or again):
             # Clipping spreads a difference to all tensors at once. Without it, the first tensor is the cause.
             other = self._compare_runs({**keys, "optimizer.clip": 0.0}, dtype, " without clipping")
-            result |= {key: other[key] for key in ("step", "tensor", "tensors", "by") if other["step"]}
+            result |= {
+                key: other[key] for key in ("step", "tensor", "tensors", "by") if other["step"]
+            }
         return result
 
     def _run(self, name: str, options: Sequence[str], keys: Mapping[str, Any]) -> Path:
         folder = self.scratch / f"{name}-{keys.get('machine.dtype', '')}"
         print(f"oneloop prove: {name} …", file=sys.stderr, flush=True)
-        arguments = [*options, *self.training, *as_arguments({**_KEYS, **keys, "run.dir": str(folder)})]
+        arguments = [
+            *options,
+            *self.training,
+            *as_arguments({**_KEYS, **keys, "run.dir": str(folder)}),
+        ]
         try:
             with folder.with_suffix(".txt").open("wb") as output:
                 code = self.start(arguments, output.fileno())
         except TimeoutError:
             raise _Failed(f"the {name} run did not end within {_SECONDS:.0f} s") from None
-        text, summary = folder.with_suffix(".txt").read_text(errors="replace").strip(), folder / "summary.json"
+        text, summary = (
+            folder.with_suffix(".txt").read_text(errors="replace").strip(),
+            folder / "summary.json",
+        )
         if code == BAD_INPUT:
             raise BadInput(text.rpartition("oneloop: ")[2])
         if code == STOPPED:
             sys.exit(code)
         if code:
-            why = json.loads(summary.read_text())["exit_reason"] if summary.exists() else text[-2000:]
+            why = (
+                json.loads(summary.read_text())["exit_reason"] if summary.exists() else text[-2000:]
+            )
             raise _Failed(f"the {name} run ended with exit code {code}: {why}")
         return folder
 
     def _reason(self, layout: Path, *, control: bool) -> str | None:
         """Return the start-up line that names a cause (BatchNorm, random numbers, unused parameters), or None."""
         lines = layout.with_suffix(".txt").read_text(errors="replace").splitlines()
-        known = [line for line in lines if "parallel layout" in line and not line.startswith("any parallel layout")]
-        known += [line for line in lines if line.startswith("parameters without a gradient in the preflight check")]
-        known += ["on one process, another micro-batch (the control) changes the weights, too"] if control else []
+        known = [
+            line
+            for line in lines
+            if "parallel layout" in line and not line.startswith("any parallel layout")
+        ]
+        known += [
+            line
+            for line in lines
+            if line.startswith("parameters without a gradient in the preflight check")
+        ]
+        known += (
+            ["on one process, another micro-batch (the control) changes the weights, too"]
+            if control
+            else []
+        )
         return known[0] if known else None
 
 
@@ -153,17 +233,30 @@ def _compare(runs: Sequence[Path], dtype: str) -> tuple[FirstDifference | None, 
             names, distance, noise, norm, size = _distances(*tensors)
             if kind == "weights":
                 each = torch.maximum(noise / size.sqrt(), noise.norm() / size.sum().sqrt())
-                rounding = torch.maximum(rounding, each)  # per element; the larger of tensor and model
+                rounding = torch.maximum(
+                    rounding, each
+                )  # per element; the larger of tensor and model
                 limit = torch.maximum(_FACTOR * rounding * size.sqrt(), 16 * eps * norm)
-                result |= {kind: float(distance.norm() / norm.norm()), "control": float(noise.norm() / norm.norm())}
+                result |= {
+                    kind: float(distance.norm() / norm.norm()),
+                    "control": float(noise.norm() / norm.norm()),
+                }
             elif step == 1:
-                norm = norm.clamp(min=float(norm.norm()) / 1000)  # a norm that is small by cancellation
-                limit = norm * max(always, min(_FACTOR * float((noise / norm).nan_to_num().max()), most))
+                norm = norm.clamp(
+                    min=float(norm.norm()) / 1000
+                )  # a norm that is small by cancellation
+                limit = norm * max(
+                    always, min(_FACTOR * float((noise / norm).nan_to_num().max()), most)
+                )
                 result[kind] = float((distance / norm).nan_to_num().max())
             else:
                 continue
             relative = dict(zip(names, (distance / norm).tolist(), strict=True))
-            differing = {name: relative[name] for name, fits in zip(names, distance <= limit, strict=True) if not fits}
+            differing = {
+                name: relative[name]
+                for name, fits in zip(names, distance <= limit, strict=True)
+                if not fits
+            }
             if differing and parted is None:
                 parted = FirstDifference(step, list(differing), len(names))
                 result["by"] = differing[parted.names[0]]
@@ -180,7 +273,11 @@ def _distances(*runs: Mapping[str, Tensor]) -> tuple[list[str], Tensor, Tensor, 
     for name in {name: None for run in reversed(runs) for name in run}:
         layout, control, reference = (run.get(name, torch.zeros(())).double() for run in runs)
         distances = float((layout - reference).norm()), float((control - reference).norm())
-        rows[name] = *distances, float(reference.norm()), float(max(1, layout.numel(), reference.numel()))
+        rows[name] = (
+            *distances,
+            float(reference.norm()),
+            float(max(1, layout.numel(), reference.numel())),
+        )
     return list(rows), *torch.tensor(list(rows.values()), dtype=torch.float64).T  # type: ignore[return-value]
 
 
@@ -196,7 +293,9 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
     verdict, layout = result["verdict"], result["layout"]
     numbers = f"{result['steps']} steps in {result.get('dtype')}"
     if "weights" in result:
-        numbers += f": gradients within {result['gradients']:.1e}, weights within {result['weights']:.1e}"
+        numbers += (
+            f": gradients within {result['gradients']:.1e}, weights within {result['weights']:.1e}"
+        )
         numbers += f", control {result['control']:.1e}"
     if verdict == "failed":
         yield f"failed: {layout}: {result['reason']}"
@@ -213,6 +312,8 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
 
 def _launch(arguments: Sequence[str], output: int) -> int:
     try:
-        return launch(arguments, module="oneloop.plan.recorded_run", seconds=_SECONDS, output=output)
+        return launch(
+            arguments, module="oneloop.plan.recorded_run", seconds=_SECONDS, output=output
+        )
     finally:  # launch() replaced the signal handlers
         on_stops(lambda *_: sys.exit(STOPPED))

@@ -39,7 +39,10 @@ def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str,
         made, numbers = make(model), count(1)
 
         def keep(*_: Any) -> None:
-            gradients = {f"model.{bare_name(name)}": parameter.grad for name, parameter in model.named_parameters()}
+            gradients = {
+                f"model.{bare_name(name)}": parameter.grad
+                for name, parameter in model.named_parameters()
+            }
             both = _full_tensors(gradients), _full_tensors(model_tensors(model, frozen=False))
             if run.main:
                 torch.save(both, folder.path / f"step-{next(numbers)}.pt")
@@ -48,13 +51,18 @@ def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str,
         return made
 
     intervals = replace(job.intervals, total=min(steps, job.steps))
-    return train(replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer), run, folder)
+    return train(
+        replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer), run, folder
+    )
 
 
 def _full_tensors(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Collective: call on every rank."""
     present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-    return {name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for name, tensor in present.items()}
+    return {
+        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        for name, tensor in present.items()
+    }
 
 
 def main(argv: Sequence[str]) -> NoReturn:

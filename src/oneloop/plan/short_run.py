@@ -28,7 +28,9 @@ class Measured:
     rate: float = 0.0  # samples per second, after the warm-up steps
     peak: float = 0.0  # peak memory of the process in MiB: of the device, or of the host if there is no device
     fault: str = ""  # why there is no result; empty: it succeeded
-    facts: Mapping[str, Any] | None = None  # of the model and the machine, for :class:`oneloop.plan.techniques.Machine`
+    facts: Mapping[str, Any] | None = (
+        None  # of the model and the machine, for :class:`oneloop.plan.techniques.Machine`
+    )
     weights: Mapping[str, Tensor] | None = None  # final weights, if requested
 
 
@@ -40,13 +42,28 @@ class Runner:
         self._recipe, self._timeout = list(recipe), timeout
         self._context = multiprocessing.get_context("forkserver")
         # The first optimizer that is built imports torch._dynamo, which takes seconds.
-        self._context.set_forkserver_preload(["oneloop.plan.short_run", "oneloop.train", "torch._dynamo"])
+        self._context.set_forkserver_preload(
+            ["oneloop.plan.short_run", "oneloop.train", "torch._dynamo"]
+        )
 
-    def __call__(self, keys: Mapping[str, Any], *, steps: int, warm: int, weights: bool = False) -> Measured:
+    def __call__(
+        self, keys: Mapping[str, Any], *, steps: int, warm: int, weights: bool = False
+    ) -> Measured:
         """Train ``steps`` steps with these recipe keys; time the steps after the first ``warm``."""
         with tempfile.TemporaryDirectory(prefix="oneloop-") as scratch:
-            common = {"duration": steps, "eval.every": 0, "save.every": 0, "save.best": False, "track": "none"}
-            common |= {"run.dir": f"{scratch}/run", "log.noise_scale": False, "watch.quiet": True, "save.mirror": None}
+            common = {
+                "duration": steps,
+                "eval.every": 0,
+                "save.every": 0,
+                "save.best": False,
+                "track": "none",
+            }
+            common |= {
+                "run.dir": f"{scratch}/run",
+                "log.noise_scale": False,
+                "watch.quiet": True,
+                "save.mirror": None,
+            }
             arguments = [*self._recipe, *as_arguments({**common, **keys})]
             pipe, sender = self._context.Pipe()
             precision = str(keys.get(PRECISION, "no"))

@@ -48,7 +48,9 @@ class Costs(NamedTuple):
     """What a step takes, or two micro-batches of the evaluation."""
 
     peak: int  # bytes
-    kinds: dict[str, int]  # bytes at the peak by the owner of a tensor, else by the stage that allocated it
+    kinds: dict[
+        str, int
+    ]  # bytes at the peak by the owner of a tensor, else by the stage that allocated it
     stage: str
     module: str
     operator: str
@@ -66,7 +68,9 @@ class StepCosts:
         layout, self._repeats = job.layout, 1
         if layout.accumulate > 2 and not job.exact and not is_whole_batch(job.task):
             self._repeats = layout.accumulate - 1
-            job = replace(job, layout=BatchLayout(2 * run.ranks * layout.each, run.ranks, layout.each))
+            job = replace(
+                job, layout=BatchLayout(2 * run.ranks * layout.each, run.ranks, layout.each)
+            )
         self.job, self.run, self._mode, self.ledger = job, run, mode, Ledger()
         self._laps: list[tuple[Counter[Collective], Counter[str]]] = []
         self.values = _RealValues(self.ledger)
@@ -75,20 +79,34 @@ class StepCosts:
         with self._working():
             with self.ledger.stage("gradients"):  # DDP's buckets
                 self.model = self._prepared()
-            self._see([local(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())])
-            self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            self._see(
+                [local(tensor) for tensor in (*self.model.parameters(), *self.model.buffers())]
+            )
+            self._parameters = [
+                parameter for parameter in self.model.parameters() if parameter.requires_grad
+            ]
             self.optimizer = job.make_optimizer(self.model)
             self.emas = [EMA(self.model, optimizer=self.optimizer, **ema) for ema in job.emas]
             with torch.no_grad():
                 names = metric_names(job.task.loss(self.model, {**self._inputs[0][0]})[1])
             reshard(self.model)
-            self._gradients = Gradients(job, run, self.model, self._parameters, Preflight(metrics=names))
-        about: dict[str, Any] = {"leaf": job.layout.leaf, "leaves": job.layout.accumulate} if job.exact else {}
+            self._gradients = Gradients(
+                job, run, self.model, self._parameters, Preflight(metrics=names)
+            )
+        about: dict[str, Any] = (
+            {"leaf": job.layout.leaf, "leaves": job.layout.accumulate} if job.exact else {}
+        )
         with self.ledger:  # it computes real indices
             self._meter = Meter(run.accelerator, self._parameters, metrics=names, **about)
         on_device = mode is None or all(group.get("fused") for group in self.optimizer.param_groups)
-        policy = job.policy if on_device else replace(job.policy, sigma=0.0)  # else the guard reads the window's value
-        how: dict[str, Any] = {"device": run.device, "scaler": run.accelerator.scaler, "policy": policy}
+        policy = (
+            job.policy if on_device else replace(job.policy, sigma=0.0)
+        )  # else the guard reads the window's value
+        how: dict[str, Any] = {
+            "device": run.device,
+            "scaler": run.accelerator.scaler,
+            "policy": policy,
+        }
         self._guard = Guard(self.optimizer, **how, total=self._gradients.total)
         for number in range(_WARM):
             self._run_step()
@@ -113,7 +131,9 @@ class StepCosts:
             _empty(model, self._mode)
             return model
         _empty(job.model, self._mode)
-        vars(job.model)["to"] = lambda *_, **__: job.model  # accelerate moves it to the device: torch cannot
+        vars(job.model)["to"] = lambda *_, **__: (
+            job.model
+        )  # accelerate moves it to the device: torch cannot
         names = ("_verify_param_shape_across_processes", "_sync_module_states")
         skipped: Any = dict.fromkeys(names, lambda *_, **__: None)
         with patch.multiple(ddp, **skipped):
@@ -152,7 +172,9 @@ class StepCosts:
 
         def look(ledger: Ledger) -> None:
             kinds = ledger.classify(self._owners())
-            found.update(peak=ledger.size, kinds=kinds, stage=ledger.now(), operator=ledger.operator)
+            found.update(
+                peak=ledger.size, kinds=kinds, stage=ledger.now(), operator=ledger.operator
+            )
 
         with self.ledger.looking():
             run()
@@ -161,7 +183,10 @@ class StepCosts:
             run()
         laps, self._laps = self._laps, []
         entered = [""]
-        with module_names(self.model, entered), self.ledger.looking(event, lambda _: found.update(module=entered[-1])):
+        with (
+            module_names(self.model, entered),
+            self.ledger.looking(event, lambda _: found.update(module=entered[-1])),
+        ):
             run()  # apart from the second time, since hooks keep tensors alive
         repeats = [self._repeats] + [1] * (len(laps) - 1)
         calls, operations = Counter[Collective](), Counter[str]()
@@ -177,12 +202,18 @@ class StepCosts:
         group = Group(self._each(), weights, apart=job.exact, total=sum(weights) * ranks)
         with self._working():
             with self.ledger.stage("forward"):
-                sums = accumulate(job, self.run, self._gradients, group, self._meter, position=0, measured=True)
+                sums = accumulate(
+                    job, self.run, self._gradients, group, self._meter, position=0, measured=True
+                )
             with self.ledger.stage("update"):
                 if (step := guard.resolve()) is not None:
                     accept(step, self._meter, self.emas, job.layout.size)
                 self._meter.before_update()
-                how = {"lr": job.recipe.optimizer.lr, "clip": job.recipe.optimizer.clip, "weight": group.total}
+                how = {
+                    "lr": job.recipe.optimizer.lr,
+                    "clip": job.recipe.optimizer.clip,
+                    "weight": group.total,
+                }
                 update(self._gradients, guard, sums, **how)
         self._lap()
 
@@ -210,7 +241,9 @@ class StepCosts:
         load, metrics = Batches.__getitem__, cast(Any, getattr(job.task, "metrics", None))
         loading = patch.object(Batches, "__getitem__", lambda *given: self._outside(load, *given))
         make = partial(self._outside, metrics)
-        measuring: Any = nullcontext() if metrics is None else patch.object(job.task, "metrics", make)
+        measuring: Any = (
+            nullcontext() if metrics is None else patch.object(job.task, "metrics", make)
+        )
 
         def pass_over() -> None:
             self._laps = []
@@ -218,8 +251,16 @@ class StepCosts:
                 holding: list[Any] = [nullcontext, *(ema.swapped for ema in self.emas)]
                 for held in holding:
                     interrupted = iter([False, False, True])
-                    how: dict[str, Any] = {"accelerator": run.accelerator, "micro": micro, "dtype": job.dtype}
-                    how |= {"seed": recipe.seed, "exact": job.exact, "interrupted": lambda: next(interrupted)}  # noqa: B023
+                    how: dict[str, Any] = {
+                        "accelerator": run.accelerator,
+                        "micro": micro,
+                        "dtype": job.dtype,
+                    }
+                    how |= {
+                        "seed": recipe.seed,
+                        "exact": job.exact,
+                        "interrupted": lambda: next(interrupted),
+                    }  # noqa: B023
                     with held():
                         evaluate(job.task, self.model, Subset(sets[0], indices), **how)
             self._lap()
@@ -228,17 +269,36 @@ class StepCosts:
 
     def _owners(self) -> dict[str, Sequence[Any]]:
         """Return the tensors of each kind."""
-        model, units = self.model, [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)]
-        sharded = [one for unit in units for group in unit_groups(unit) for one in group.fsdp_params]
-        whole = [tensor for one in sharded if (tensor := getattr(one, "_unsharded_param", None)) is not None]
+        model, units = (
+            self.model,
+            [unit for unit in self.model.modules() if isinstance(unit, FSDPModule)],
+        )
+        sharded = [
+            one for unit in units for group in unit_groups(unit) for one in group.fsdp_params
+        ]
+        whole = [
+            tensor
+            for one in sharded
+            if (tensor := getattr(one, "_unsharded_param", None)) is not None
+        ]
         gathered = [*whole, *(tensor for one in sharded for tensor in one.all_gather_outputs)]
         parameters = [*model.parameters(), *(one.sharded_param for one in sharded)]
         gradients = [parameter.grad for parameter in (*parameters, *whole)]
         gradients += [one.unsharded_accumulated_grad for one in sharded]
         emas = [tensor for ema in self.emas for tensor in ema.tensors().values()]
-        owners: dict[str, Sequence[Any]] = {"gathered parameters": gathered, "parameters": parameters}
-        owners |= {"EMA": emas, "optimizer": tree_leaves([*self.optimizer.state.values()]), "gradients": gradients}
-        return owners | {"buffers": [*model.buffers()], "inputs": tree_leaves([batch for batch, _ in self._inputs])}
+        owners: dict[str, Sequence[Any]] = {
+            "gathered parameters": gathered,
+            "parameters": parameters,
+        }
+        owners |= {
+            "EMA": emas,
+            "optimizer": tree_leaves([*self.optimizer.state.values()]),
+            "gradients": gradients,
+        }
+        return owners | {
+            "buffers": [*model.buffers()],
+            "inputs": tree_leaves([batch for batch, _ in self._inputs]),
+        }
 
     def owned(self) -> dict[str, int]:
         """Return the bytes of each kind between two steps."""
@@ -258,7 +318,11 @@ class _RealValues(TorchDispatchMode):
         real = not any(isinstance(value, FakeTensor) or value.is_meta for value in values)
         if not values:
             real = (kwargs or {}).get("dtype") is torch.int32
-        if not real and func is torch.ops.aten._local_scalar_dense.default and self._ledger.now() == "update":
+        if (
+            not real
+            and func is torch.ops.aten._local_scalar_dense.default
+            and self._ledger.now() == "update"
+        ):
             self.read = True
             return 1.0
         with cast(Any, _disable_current_modes() if real else nullcontext()):
@@ -273,7 +337,9 @@ def _empty(model: nn.Module, mode: FakeTensorMode) -> None:
         if id(tensor) not in made:
             with _disable_current_modes(), mode:
                 new = torch.empty_like(tensor, device="cpu")
-            made[id(tensor)] = nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            made[id(tensor)] = (
+                nn.Parameter(new, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else new
+            )
         return made[id(tensor)]
 
     for module in model.modules():

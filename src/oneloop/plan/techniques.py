@@ -8,7 +8,9 @@ from typing import Any
 
 from oneloop.recipe.schema import Recipe
 
-PRECISION = "mixed_precision"  # a key of Accelerate, not of the recipe; set by an environment variable
+PRECISION = (
+    "mixed_precision"  # a key of Accelerate, not of the recipe; set by an environment variable
+)
 DEFAULT = 8  # number of techniques that are tried by default
 
 
@@ -40,7 +42,10 @@ def _fused(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     if plain is None:
         return f"optimizer {recipe.optimizer.name} has no unfused version"
     options = {f"optimizer.{name}": value for name, value in recipe.optimizer.options.items()}
-    return {"optimizer.name": recipe.optimizer.name, **options}, {"optimizer.name": plain, **options}
+    return {"optimizer.name": recipe.optimizer.name, **options}, {
+        "optimizer.name": plain,
+        **options,
+    }
 
 
 def _accumulation(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
@@ -56,10 +61,19 @@ def _workers(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
 
 
 def _compile(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
-    return {"machine.compile": "regional" if machine.blocks else "whole"}, {"machine.compile": "none"}
+    return {"machine.compile": "regional" if machine.blocks else "whole"}, {
+        "machine.compile": "none"
+    }
 
 
-def _on(key: str, on: Any, off: Any, *, needs: str = "", has: Callable[[Machine], bool] = lambda machine: True) -> Any:
+def _on(
+    key: str,
+    on: Any,
+    off: Any,
+    *,
+    needs: str = "",
+    has: Callable[[Machine], bool] = lambda machine: True,
+) -> Any:
     return lambda recipe, machine: ({key: on}, {key: off}) if has(machine) else f"needs {needs}"
 
 
@@ -67,8 +81,12 @@ def _gpu(machine: Machine) -> bool:
     return machine.device == "cuda"
 
 
-_channels_last = _on("machine.channels_last", True, False, needs="2-d convolutions", has=attrgetter("convolutions"))
-_recompute = _on("machine.recompute", "full", "none", needs="a model with blocks", has=attrgetter("blocks"))
+_channels_last = _on(
+    "machine.channels_last", True, False, needs="2-d convolutions", has=attrgetter("convolutions")
+)
+_recompute = _on(
+    "machine.recompute", "full", "none", needs="a model with blocks", has=attrgetter("blocks")
+)
 
 
 _FP16 = _on(PRECISION, "fp16", "no", needs="a GPU", has=_gpu)
@@ -86,7 +104,9 @@ TECHNIQUES = (
     Technique("logging", "a line of metrics at every step", _on("log.every", 1, 10**9)),
     Technique("compile", "torch.compile, of the blocks or the whole model", _compile),
     Technique(
-        "fp16", "float16 mixed precision, with loss scaling", _on(PRECISION, "fp16", "no", needs="a GPU", has=_gpu)
+        "fp16",
+        "float16 mixed precision, with loss scaling",
+        _on(PRECISION, "fp16", "no", needs="a GPU", has=_gpu),
     ),
 )
 
@@ -94,5 +114,7 @@ TECHNIQUES = (
 def as_arguments(keys: Mapping[str, Any]) -> list[str]:
     """Return keys as command-line arguments: ``--batch.micro 16``."""
     typed = {key: value for key, value in keys.items() if key != PRECISION}
-    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in typed.items()}
+    texts = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in typed.items()
+    }
     return [argument for key, text in texts.items() for argument in (f"--{key}", text)]

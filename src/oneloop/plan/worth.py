@@ -26,12 +26,17 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
     """Measure the recipe in ``words``, print a table, and write worth.json and worth.html to ``folder`` (default:
     runs/worth-RECIPE). Return the exit code. Raise BadInput. ``how``: see :func:`measured`."""
     if read(words).batch.grain is not None:
-        raise BadInput("oneloop worth changes how a recipe is computed, which batch.grain forbids; remove it")
+        raise BadInput(
+            "oneloop worth changes how a recipe is computed, which batch.grain forbids; remove it"
+        )
     results = measured(words, **how)
     folder = folder or Path(f"runs/worth-{results['recipe']}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, content in (("worth.json", dumps(results, indent=1) + "\n"), ("worth.html", as_page(results))):
+        for file, content in (
+            ("worth.json", dumps(results, indent=1) + "\n"),
+            ("worth.html", as_page(results)),
+        ):
             with replacing(folder / file) as draft:
                 draft.write_text(content)
     except OSError as error:
@@ -81,17 +86,28 @@ def measured(
     same, faults = _compare_weights(runner, base, tried)
     rejected = {name: f"does not work with this recipe: {why}" for name, why in rejected.items()}
     rejected |= {name: f"failed: {fault}" for name, fault in faults.items()}
-    rows = [{"name": name, "about": known[name].about, "fault": why} for name, why in rejected.items()]
+    rows = [
+        {"name": name, "about": known[name].about, "fault": why} for name, why in rejected.items()
+    ]
     tried = [trial for trial in tried if trial.technique.name not in faults]
     runs = _run_rounds(runner, base, tried, steps=steps, rounds=rounds, say=say)
     rates = [outcome.rate for outcome in runs["none"] if not outcome.fault]
     about = {"processor": platform.machine(), "device": machine.device, "cores": machine.cores}
     about |= {"torch": torch.__version__, "python": platform.python_version()}
     return {
-        **{"recipe": recipe.name, "words": list(words), "date": str(date.today()), "machine": about},
+        **{
+            "recipe": recipe.name,
+            "words": list(words),
+            "date": str(date.today()),
+            "machine": about,
+        },
         **{"steps": steps, "rounds": rounds},
         "none": {**_summary(rates), "peak": _peak(runs["none"])},
-        "all": {**_ratios(runs["all"], runs["none"]), "peak": _peak(runs["all"]), "fault": _faults(runs["all"])},
+        "all": {
+            **_ratios(runs["all"], runs["none"]),
+            "peak": _peak(runs["all"]),
+            "fault": _faults(runs["all"]),
+        },
         "control": _ratios(runs["none again"], runs["none"]),
         "techniques": [*(_row(trial, runs, same[trial.technique.name]) for trial in tried), *rows],
     }
@@ -106,7 +122,9 @@ def _steps_and_machine(runner: Runner, seconds: float, batch: int) -> tuple[int,
     return steps, Machine(**outcome.facts)
 
 
-def _select(recipe: Recipe, machine: Machine, named: Sequence[Technique]) -> tuple[list[_Trial], dict[str, str]]:
+def _select(
+    recipe: Recipe, machine: Machine, named: Sequence[Technique]
+) -> tuple[list[_Trial], dict[str, str]]:
     tried: list[_Trial] = []
     rejected: dict[str, str] = {}
     for technique in named or TECHNIQUES:
@@ -118,7 +136,9 @@ def _select(recipe: Recipe, machine: Machine, named: Sequence[Technique]) -> tup
     return tried, rejected if named else {}
 
 
-def _compare_weights(runner: Runner, base: Keys, tried: Sequence[_Trial]) -> tuple[dict[str, str], dict[str, str]]:
+def _compare_weights(
+    runner: Runner, base: Keys, tried: Sequence[_Trial]
+) -> tuple[dict[str, str], dict[str, str]]:
     plain = runner(base, steps=_SAME_STEPS, warm=0, weights=True)
     if plain.fault or plain.weights is None:
         raise BadInput(f"the recipe does not train without any technique: {plain.fault}")
@@ -135,14 +155,22 @@ def _compare_weights(runner: Runner, base: Keys, tried: Sequence[_Trial]) -> tup
 def _difference(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> str:
     if all(torch.equal(weights[name], others[name]) for name in others):
         return "bit-identical"
-    apart = sum(float((weights[name].double() - others[name].double()).square().sum()) for name in others)
+    apart = sum(
+        float((weights[name].double() - others[name].double()).square().sum()) for name in others
+    )
     size = sum(float(others[name].double().square().sum()) for name in others)
     distance = (apart / size) ** 0.5
     return f"{'equal up to rounding' if distance <= _ROUNDING else 'different'} ({distance:.1e})"
 
 
 def _run_rounds(
-    runner: Runner, base: Keys, tried: Sequence[_Trial], *, steps: int, rounds: int, say: Callable[[str], object]
+    runner: Runner,
+    base: Keys,
+    tried: Sequence[_Trial],
+    *,
+    steps: int,
+    rounds: int,
+    say: Callable[[str], object],
 ) -> dict[str, list[Measured]]:
     """Return the outcomes by configuration, one list entry per round."""
     full = {**base, **{key: value for trial in tried for key, value in trial.on.items()}}
@@ -164,7 +192,13 @@ def _row(trial: _Trial, runs: Mapping[str, list[Measured]], same: str) -> dict[s
     name = trial.technique.name
     alone, without = runs[f"+{name}"], runs[f"-{name}"]
     return {
-        **{"name": name, "about": trial.technique.about, "on": trial.on, "off": trial.off, "result": same},
+        **{
+            "name": name,
+            "about": trial.technique.about,
+            "on": trial.on,
+            "off": trial.off,
+            "result": same,
+        },
         "alone": _ratios(alone, runs["none"]) | {"memory": _peak(alone) - _peak(runs["none"])},
         "on top": _ratios(runs["all"], without) | {"memory": _peak(runs["all"]) - _peak(without)},
         "fault": _faults([*alone, *without]),

@@ -20,8 +20,13 @@ _TASKS |= {"text_classification": "TextClassification", "text_regression": "Text
 _TASKS |= {"token_classification": "TokenClassification", "text_pairs": "TextPairs"}
 CHOICES: dict[str, dict[str, str]] = {
     "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in _TASKS.items()},
-    "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in ("adamw", "sgd", "muon", "adafactor")},
-    "schedule": {name: f"oneloop.optim.schedule.{name}" for name in ("constant", "linear", "cosine", "wsd", "plateau")},
+    "optimizer": {
+        name: f"oneloop.optim.optimizers.{name}" for name in ("adamw", "sgd", "muon", "adafactor")
+    },
+    "schedule": {
+        name: f"oneloop.optim.schedule.{name}"
+        for name in ("constant", "linear", "cosine", "wsd", "plateau")
+    },
 }  # class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``, by group
 
 
@@ -41,20 +46,30 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         chosen = getattr(module, attribute)
     except ModuleNotFoundError as error:
         lacks = f"needs the module {error.name!r}, which is not installed and not found from this folder"
-        raise BadInput(f"{group}.name {name!r} {lacks}; install it or correct the path{_extra(error.name)}") from error
+        raise BadInput(
+            f"{group}.name {name!r} {lacks}; install it or correct the path{_extra(error.name)}"
+        ) from error
     except AttributeError:
         if path == "__main__":
             file = f"my_file.py:{attribute}"
             where = f"put it into a file, and name that: {file} (of a run that has ended: --task {file})"
-            raise BadInput(f"{group}.name {name!r} was defined in a notebook, and is gone; {where}") from None
-        raise BadInput(f"{group}.name {name!r}: {path!r} has no {attribute!r}{_has(module)}") from None
+            raise BadInput(
+                f"{group}.name {name!r} was defined in a notebook, and is gone; {where}"
+            ) from None
+        raise BadInput(
+            f"{group}.name {name!r}: {path!r} has no {attribute!r}{_has(module)}"
+        ) from None
     except BadInput as error:
         raise BadInput(f"{group}.name {name!r}: {error}" if ":" in name else str(error)) from error
     except SystemExit:
         why = f"{path!r} calls sys.exit when it is imported"
-        raise BadInput(f'{group}.name {name!r}: {why}; put that under if __name__ == "__main__":') from None
+        raise BadInput(
+            f'{group}.name {name!r}: {why}; put that under if __name__ == "__main__":'
+        ) from None
     except Exception as error:
-        raise BadInput(f"{group}.name {name!r}: importing {path!r} failed: {type(error).__name__}: {error}") from error
+        raise BadInput(
+            f"{group}.name {name!r}: importing {path!r} failed: {type(error).__name__}: {error}"
+        ) from error
     if wrong := "" if name in known else _FITS[group](chosen):
         raise BadInput(f"{group}.name {name!r} {wrong}; expected {_WANTED[group]}")
     return chosen  # type: ignore[no-any-return]
@@ -73,7 +88,9 @@ def reject_while_importing() -> None:
     """Raise BadInput if a class is being imported from a script, which must not train meanwhile."""
     if _IMPORTING:
         advice = 'put the call under if __name__ == "__main__":'
-        raise BadInput(f"fit is called while {_IMPORTING[-1]} is imported for a class in it; {advice}")
+        raise BadInput(
+            f"fit is called while {_IMPORTING[-1]} is imported for a class in it; {advice}"
+        )
 
 
 def _split(group: str, name: str) -> tuple[str, str]:
@@ -82,14 +99,20 @@ def _split(group: str, name: str) -> tuple[str, str]:
     if ":" in name or name.endswith(".py"):
         file, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
         if not attribute.isidentifier() or not file.endswith(".py"):
-            raise BadInput(f"{group}.name {name!r}: write the file and the name in it: {file or 'my_file.py'}:Name")
+            raise BadInput(
+                f"{group}.name {name!r}: write the file and the name in it: {file or 'my_file.py'}:Name"
+            )
         return file, attribute
     module, _, attribute = known.get(name, name).rpartition(".")
     if not module:
         own = "or give the path of your own (my_file.py:Name or module.Name)"
-        raise BadInput(f"{group}.name {name!r} is unknown; use {', '.join(known)}, {own}{suggestion(name, known)}")
+        raise BadInput(
+            f"{group}.name {name!r} is unknown; use {', '.join(known)}, {own}{suggestion(name, known)}"
+        )
     if module.partition(".")[0] in sys.stdlib_module_names:
-        raise BadInput(f"{group}.name {name!r} is in Python's standard library; expected {_WANTED[group]}")
+        raise BadInput(
+            f"{group}.name {name!r} is in Python's standard library; expected {_WANTED[group]}"
+        )
     return module, attribute
 
 
@@ -110,11 +133,21 @@ def only_task(file: str) -> str:
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
             own = {one.name for one in node.body if isinstance(one, ast.FunctionDef)}
-            members[node.name] = own.union(*(members.get(ast.unparse(base), set()) for base in node.bases))
-    names = [name for name in members if name not in packaged and {"model", "loss"} <= members[name]]
+            members[node.name] = own.union(
+                *(members.get(ast.unparse(base), set()) for base in node.bases)
+            )
+    names = [
+        name for name in members if name not in packaged and {"model", "loss"} <= members[name]
+    ]
     if len(names) != 1:
-        found = f"has {len(names)} tasks ({', '.join(names)})" if names else "has no class with model() and loss()"
-        raise BadInput(f"task.name {file!r} {found}; name the class: {file}:{names[0] if names else 'MyTask'}")
+        found = (
+            f"has {len(names)} tasks ({', '.join(names)})"
+            if names
+            else "has no class with model() and loss()"
+        )
+        raise BadInput(
+            f"task.name {file!r} {found}; name the class: {file}:{names[0] if names else 'MyTask'}"
+        )
     return f"{file}:{names[0]}"
 
 
@@ -122,7 +155,9 @@ def _read(file: Path) -> ast.Module:
     try:
         return ast.parse(file.expanduser().read_text(encoding="utf-8"))
     except (OSError, SyntaxError, ValueError) as error:
-        raise BadInput(f"task.name {f'{file}'!r} cannot be read: {getattr(error, 'strerror', 0) or error}") from error
+        raise BadInput(
+            f"task.name {f'{file}'!r} cannot be read: {getattr(error, 'strerror', 0) or error}"
+        ) from error
 
 
 def arguments(task: str) -> set[str] | None:
@@ -132,16 +167,33 @@ def arguments(task: str) -> set[str] | None:
     if not packaged and ":" not in task:
         return None
     try:
-        tree = _read(Path(__file__).parents[2] / f"{module.replace('.', '/')}.py" if packaged else Path(module))
+        tree = _read(
+            Path(__file__).parents[2] / f"{module.replace('.', '/')}.py"
+            if packaged
+            else Path(module)
+        )
     except BadInput:
         return None
-    imported = {one.name: node.module for node in tree.body if isinstance(node, ast.ImportFrom) for one in node.names}
-    for kind in (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name):
-        for start in (node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name == "__init__"):
+    imported = {
+        one.name: node.module
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom)
+        for one in node.names
+    }
+    for kind in (
+        node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name
+    ):
+        for start in (
+            node
+            for node in kind.body
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__"
+        ):
             if start.args.kwarg and not packaged:
                 return None
             found = {one.arg for one in (*start.args.args[1:], *start.args.kwonlyargs)}
-            for base in map(ast.unparse, kind.bases if start.args.kwarg else ()):  # which gets the other arguments
+            for base in map(
+                ast.unparse, kind.bases if start.args.kwarg else ()
+            ):  # which gets the other arguments
                 found |= arguments(f"{imported[base]}.{base}") or set()
             return found
     return None
@@ -167,11 +219,19 @@ def path_of(chosen: Any) -> str:
     script, ``__main__.Name`` of a notebook, else ``module.Name``. Raise BadInput if there is none."""
     name, module = getattr(chosen, "__qualname__", ""), getattr(chosen, "__module__", "")
     if not module or not name.isidentifier():
-        raise BadInput(f"{chosen!r} cannot be found by its name; define it outside of any function or class")
+        raise BadInput(
+            f"{chosen!r} cannot be found by its name; define it outside of any function or class"
+        )
     main = sys.modules["__main__"]
     if getattr(sys.modules.get(module), name, None) is not chosen:
-        raise BadInput(f"{module}.{name} now refers to a different object than {chosen!r}; rename your class")
-    if module == "__main__" and (spec := getattr(main, "__spec__", None)) is not None and "." in spec.name:
+        raise BadInput(
+            f"{module}.{name} now refers to a different object than {chosen!r}; rename your class"
+        )
+    if (
+        module == "__main__"
+        and (spec := getattr(main, "__spec__", None)) is not None
+        and "." in spec.name
+    ):
         return f"{spec.name}.{name}"  # python -m package.module
     file = getattr(main, "__file__", None) if module == "__main__" else None
     return f"{file}:{name}" if file else f"{module}.{name}"
@@ -237,7 +297,11 @@ def _add_current_folder() -> None:
 
 
 def _has(module: ModuleType) -> str:
-    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    own = [
+        name
+        for name, value in vars(module).items()
+        if getattr(value, "__module__", None) == module.__name__
+    ]
     return f"; it has {', '.join(own[:8])}" if own else ""
 
 
@@ -252,12 +316,18 @@ def _task_like(chosen: Any) -> str:
 def _optimizer_like(chosen: Any) -> str:
     if isinstance(chosen, type):
         parents = [f"{parent.__module__}.{parent.__name__}" for parent in chosen.__mro__]
-        return "" if "torch.optim.optimizer.Optimizer" in parents else "is a class, but not a torch.optim.Optimizer"
+        return (
+            ""
+            if "torch.optim.optimizer.Optimizer" in parents
+            else "is a class, but not a torch.optim.Optimizer"
+        )
     takes = _parameters(chosen)
     if takes is None:
         return f"is a {type(chosen).__name__}, neither a class nor a function"
     accepted = {"params", "lr"} <= takes.keys()
-    return "" if accepted else f"is a function of ({', '.join(takes)}), and not of (params, *, lr, …)"
+    return (
+        "" if accepted else f"is a function of ({', '.join(takes)}), and not of (params, *, lr, …)"
+    )
 
 
 def _schedule_like(chosen: Any) -> str:
@@ -267,16 +337,25 @@ def _schedule_like(chosen: Any) -> str:
     needed = [
         parameter
         for parameter in takes.values()
-        if parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
     ]
-    return "" if len(needed) == 2 else f"is a function of ({', '.join(takes)}), and not of two arguments"
+    return (
+        ""
+        if len(needed) == 2
+        else f"is a function of ({', '.join(takes)}), and not of two arguments"
+    )
 
 
 def _parameters(chosen: Any) -> Mapping[str, inspect.Parameter] | None:
     return inspect.signature(chosen).parameters if inspect.isfunction(chosen) else None
 
 
-_FITS: dict[str, Callable[[Any], str]] = {"task": _task_like, "optimizer": _optimizer_like, "schedule": _schedule_like}
+_FITS: dict[str, Callable[[Any], str]] = {
+    "task": _task_like,
+    "optimizer": _optimizer_like,
+    "schedule": _schedule_like,
+}
 """checks before a resolved object is called, since a name can lead to any function of any package"""
 _WANTED = {
     "task": "a class with the members of oneloop.tasks.protocol.Task",
@@ -286,5 +365,9 @@ _WANTED = {
 
 
 def _extra(module: str | None) -> str:
-    packages = {"sklearn": "scikit-learn", "torchvision": "torchvision", "transformers": "transformers"}
+    packages = {
+        "sklearn": "scikit-learn",
+        "torchvision": "torchvision",
+        "transformers": "transformers",
+    }
     return f" (pip install {packages[module]})" if module in packages else ""

@@ -28,7 +28,11 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     """Return one line per key of the training configuration that differs. The path of the data is not compared."""
     before, after = training_configuration(old), training_configuration(new)
     keys = sorted(before.keys() | after.keys())
-    return [f"{k}: {before.get(k)!r} -> {after.get(k)!r}" for k in keys if not _same(k, before.get(k), after.get(k))]
+    return [
+        f"{k}: {before.get(k)!r} -> {after.get(k)!r}"
+        for k in keys
+        if not _same(k, before.get(k), after.get(k))
+    ]
 
 
 def _same(key: str, old: Any, new: Any) -> bool:
@@ -55,7 +59,10 @@ def _without_paths(data: Any) -> Any:
         return None
     if not isinstance(data, list):
         return data
-    return [{k: v for k, v in item.items() if k != "data"} if isinstance(item, Mapping) else item for item in data]
+    return [
+        {k: v for k, v in item.items() if k != "data"} if isinstance(item, Mapping) else item
+        for item in data
+    ]
 
 
 def same_data_path(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:

@@ -17,8 +17,20 @@ from oneloop.recipe.schema import GROUPS
 register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
-_NOT_OPTIONS: dict[str, set[str | int]] = {"task": set(), "schedule": {"step", "total", "final", "reductions"}}
-_NOT_OPTIONS["optimizer"] = {"params", "model", "lr", "weight_decay", "foreach", "fused", "capturable", "maximize"}
+_NOT_OPTIONS: dict[str, set[str | int]] = {
+    "task": set(),
+    "schedule": {"step", "total", "final", "reductions"},
+}
+_NOT_OPTIONS["optimizer"] = {
+    "params",
+    "model",
+    "lr",
+    "weight_decay",
+    "foreach",
+    "fused",
+    "capturable",
+    "maximize",
+}
 _NOT_OPTIONS["optimizer"] |= {"differentiable", "decoupled_weight_decay"}
 OPTIONS = {
     "optimizer": {
@@ -27,7 +39,13 @@ OPTIONS = {
         "muon": ("momentum", "nesterov", "iterations", "precision", "betas", "eps", "adamw_for"),
         "adafactor": ("eps", "d", "beta2_decay"),
     },
-    "schedule": {"constant": (), "linear": (), "cosine": (), "wsd": ("decay",), "plateau": ("factor", "patience")},
+    "schedule": {
+        "constant": (),
+        "linear": (),
+        "cosine": (),
+        "wsd": ("decay",),
+        "plateau": ("factor", "patience"),
+    },
 }  # options of the packaged optimizers and schedules, known without importing them
 
 
@@ -48,7 +66,9 @@ def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) ->
     names = {"task": task, "optimizer": optimizer, "schedule": schedule}
     known = all(name in CHOICES[group] for group, name in names.items())
     made = (_parser_once if known or not options else _parser)(task, optimizer, schedule, options)
-    made._actions[:] = [action for action in made._actions if action.dest != "print_shtab"]  # added by each parse
+    made._actions[:] = [
+        action for action in made._actions if action.dest != "print_shtab"
+    ]  # added by each parse
     return made
 
 
@@ -92,13 +112,25 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
             target = resolve(name, chosen[name])
             taken = {"name", "options"} & signature(target).parameters.keys()
             if taken and chosen[name] not in CHOICES[name]:
-                raise BadInput(f"{name}.name {chosen[name]!r}: rename the argument {taken.pop()!r}, a key of oneloop")
-            add = section.add_class_arguments if isinstance(target, type) else section.add_function_arguments
+                raise BadInput(
+                    f"{name}.name {chosen[name]!r}: rename the argument {taken.pop()!r}, a key of oneloop"
+                )
+            add = (
+                section.add_class_arguments
+                if isinstance(target, type)
+                else section.add_function_arguments
+            )
             add(target, name, skip=_NOT_OPTIONS[name], as_group=False, fail_untyped=False)
             for action in [action for action in made._actions if action.dest.endswith(".help")]:
                 action.container._remove_action(action)  # type: ignore[attr-defined]
-            parameters = signature(target).parameters.values()  # jsonargparse gives one without a type null
-            bare = {f"{name}.{one.name}" for one in parameters if one.default is one.annotation is one.empty}
+            parameters = signature(
+                target
+            ).parameters.values()  # jsonargparse gives one without a type null
+            bare = {
+                f"{name}.{one.name}"
+                for one in parameters
+                if one.default is one.annotation is one.empty
+            }
             about = documented(target)
             for action in made._actions:
                 action.required = action.required or action.dest in bare

@@ -44,16 +44,34 @@ def check_keys(argv: Sequence[str]) -> None:
         _check_without_imports(*_choose(typed, find_recipe(source, typed)[1]), typed)
 
 
-def _check_without_imports(chosen: dict[str, str], written: dict[str, Any], typed: Mapping[str, Any]) -> None:
-    made, given = parser(chosen["task"], chosen["optimizer"], chosen["schedule"], options=False), written | dict(typed)
+def _check_without_imports(
+    chosen: dict[str, str], written: dict[str, Any], typed: Mapping[str, Any]
+) -> None:
+    made, given = (
+        parser(chosen["task"], chosen["optimizer"], chosen["schedule"], options=False),
+        written | dict(typed),
+    )
     known = set(_types(made)) | {
-        f"{group}.{option}" for group, names in OPTIONS.items() for option in names.get(chosen[group], ())
+        f"{group}.{option}"
+        for group, names in OPTIONS.items()
+        for option in names.get(chosen[group], ())
     }
     if (own := arguments(chosen["task"])) is not None:
-        known |= {f"task.{name}" for name in own} | {key for key in OF_TASKS if key.split(".")[1] in own}
-    inside = ("task.",) if own is None else (f"task.{name}." for name in own)  # keys that only the task itself knows
-    foreign = (*inside, *(f"{group}." for group, names in OPTIONS.items() if chosen[group] not in names))
-    late = {key for key in given.keys() - known if key.startswith(foreign) or (own is None and may_be_of_task(key))}
+        known |= {f"task.{name}" for name in own} | {
+            key for key in OF_TASKS if key.split(".")[1] in own
+        }
+    inside = (
+        ("task.",) if own is None else (f"task.{name}." for name in own)
+    )  # keys that only the task itself knows
+    foreign = (
+        *inside,
+        *(f"{group}." for group, names in OPTIONS.items() if chosen[group] not in names),
+    )
+    late = {
+        key
+        for key in given.keys() - known
+        if key.startswith(foreign) or (own is None and may_be_of_task(key))
+    }
     _reject_unknown([key for key in given if key not in late], known)
     early = {key: value for key, value in given.items() if key in _types(made)}
     if None not in early.values():  # a flag, or a key without its value
@@ -71,7 +89,9 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
     if isinstance(source, Recipe):
         again = _made(source.name, flat(source.resolved), {}, set())
         if again != source:
-            raise BadInput("this recipe was changed after it was read; use recipe(old, batch={…}) for a changed copy")
+            raise BadInput(
+                "this recipe was changed after it was read; use recipe(old, batch={…}) for a changed copy"
+            )
         return _made(source.name, flat(source.resolved), given, set())
     if isinstance(source, Mapping):
         given = from_python(source) | given
@@ -82,7 +102,11 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
 def read_again(recipe: Path, *, task: str) -> Recipe:
     """Read a run's resolved recipe with this task, without its optimizer and schedule. Raise BadInput on errors."""
     name, written = load(str(recipe))
-    kept = {key: value for key, value in written.items() if not key.startswith(("optimizer.", "schedule."))}
+    kept = {
+        key: value
+        for key, value in written.items()
+        if not key.startswith(("optimizer.", "schedule."))
+    }
     return _made(name, kept | {"task.name": task}, {}, set())
 
 
@@ -95,12 +119,21 @@ def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[
     for key, value in typed.items():
         if value is None and key in (kinds := _types(made)) and kinds[key] is not bool:
             raise BadInput(f"{key} needs a value: --{key} VALUE")
-    if typed.get("batch.grain") not in (None, "null"):  # the file's micro-batches are for runs without it
-        written = {key: value for key, value in written.items() if key not in ("batch.micro", "eval.micro")}
+    if typed.get("batch.grain") not in (
+        None,
+        "null",
+    ):  # the file's micro-batches are for runs without it
+        written = {
+            key: value for key, value in written.items() if key not in ("batch.micro", "eval.micro")
+        }
     namespace, resolved = _parsed(made, written | typed)
     own = getattr(resolve("task", chosen["task"]), "needs", {})
-    if idle := without_effect(flat(resolved), {action.dest: action.default for action in made._actions}, typed, own):
-        namespace, resolved = _parsed(made, {key: value for key, value in written.items() if key not in idle} | typed)
+    if idle := without_effect(
+        flat(resolved), {action.dest: action.default for action in made._actions}, typed, own
+    ):
+        namespace, resolved = _parsed(
+            made, {key: value for key, value in written.items() if key not in idle} | typed
+        )
     recipe = _build(name, namespace, resolved)
     if "print_config" in flags:
         print(recipe.yaml(), end="")
@@ -145,13 +178,21 @@ def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
         elif source is None:
             source = word
         else:
-            raise BadInput(f"two recipes given, {source!r} and {word!r}; give one (values follow a --key)")
+            raise BadInput(
+                f"two recipes given, {source!r} and {word!r}; give one (values follow a --key)"
+            )
     return source, typed, flags
 
 
-def _choose(typed: Mapping[str, Any], written: dict[str, Any]) -> tuple[dict[str, str], dict[str, Any]]:
+def _choose(
+    typed: Mapping[str, Any], written: dict[str, Any]
+) -> tuple[dict[str, str], dict[str, Any]]:
     """Choose the names of task, optimizer and schedule; a newly typed name drops the file's options for the old one."""
-    defaults = {"task": TaskConfig().name, "optimizer": OptimizerConfig().name, "schedule": ScheduleConfig().name}
+    defaults = {
+        "task": TaskConfig().name,
+        "optimizer": OptimizerConfig().name,
+        "schedule": ScheduleConfig().name,
+    }
     chosen = {}
     for group, default in defaults.items():
         old = written.get(f"{group}.name", default)
@@ -160,24 +201,36 @@ def _choose(typed: Mapping[str, Any], written: dict[str, Any]) -> tuple[dict[str
             raise BadInput(f"{group}.name must be a name or a class path, found {new!r}")
         if new != old:
             common = {f"{group}.{field.name}" for field in fields(GROUPS[group])}
-            written = {key: value for key, value in written.items() if not key.startswith(f"{group}.") or key in common}
+            written = {
+                key: value
+                for key, value in written.items()
+                if not key.startswith(f"{group}.") or key in common
+            }
         chosen[group] = new
     return chosen, written
 
 
 @cache
 def _types(made: ArgumentParser) -> dict[str, Any]:
-    return {action.dest: getattr(action, "_typehint", action.type) for action in made._actions if action.dest != "help"}
+    return {
+        action.dest: getattr(action, "_typehint", action.type)
+        for action in made._actions
+        if action.dest != "help"
+    }
 
 
 def _reject_unknown(given: Iterable[str], known: Collection[str]) -> None:
     for key in given:
         if key in GROUPS:
             inside = [name for name in known if name.startswith(f"{key}.")]
-            raise BadInput(f"{key} is a group of keys and has no value; its keys: {', '.join(inside)}")
+            raise BadInput(
+                f"{key} is a group of keys and has no value; its keys: {', '.join(inside)}"
+            )
         if key not in known:
             near = suggestion(key, known)
-            raise BadInput(f"unknown key {key!r}{near}{'' if 'launcher' in near else ' (--help lists all)'}")
+            raise BadInput(
+                f"unknown key {key!r}{near}{'' if 'launcher' in near else ' (--help lists all)'}"
+            )
 
 
 def _argument(key: str, value: Any, made: ArgumentParser) -> str:
@@ -198,11 +251,17 @@ def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) 
     takes = wanted(_types(made).get(key))
     if key not in given or not takes:
         text = re.sub(r'Parser key "([^"]+)":', r"\1:", str(error))
-        text = re.sub(r"the following arguments are required: (.*)", r"\1 has no default; give a value", text)
+        text = re.sub(
+            r"the following arguments are required: (.*)", r"\1 has no default; give a value", text
+        )
         return one_line(re.sub(r"<class '([^']+)'>", r"\1", text))
     value = given[key]
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    new = f"; {text} is now called {_RENAMED[text]}" if key == "task.pack" and _RENAMED.get(text, "-") in takes else ""
+    new = (
+        f"; {text} is now called {_RENAMED[text]}"
+        if key == "task.pack" and _RENAMED.get(text, "-") in takes
+        else ""
+    )
     return f"{key} must be {takes}, got {text}{new}"
 
 

@@ -22,7 +22,9 @@ RECIPES = resources.files("oneloop") / "recipe" / "packaged"
 
 def packaged() -> list[str]:
     """Return the names of the packaged recipes."""
-    return sorted(file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml"))
+    return sorted(
+        file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml")
+    )
 
 
 def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -42,7 +44,9 @@ def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[st
     if given.get("task.name"):
         return name_after(given["task.name"]), {}
     known = ", ".join(packaged())
-    raise BadInput(f"no recipe given; use a packaged one ({known}), a YAML file, or a task (my_task.py:MyTask)")
+    raise BadInput(
+        f"no recipe given; use a packaged one ({known}), a YAML file, or a task (my_task.py:MyTask)"
+    )
 
 
 def name_after(task: Any) -> str:
@@ -63,9 +67,13 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
         if path.suffix not in (".yaml", ".yml"):
             if source in CHOICES["task"]:
                 known = ", ".join(packaged())
-                raise BadInput(f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}")
+                raise BadInput(
+                    f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}"
+                )
             known = ", ".join(packaged())
-            raise BadInput(f"recipe {source!r} is unknown; use {known} or a YAML file{suggestion(source, packaged())}")
+            raise BadInput(
+                f"recipe {source!r} is unknown; use {known} or a YAML file{suggestion(source, packaged())}"
+            )
         try:
             name, text = path.stem, path.read_text(encoding="utf-8")
         except OSError as error:
@@ -77,7 +85,9 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
     except yaml.YAMLError as error:
         raise BadInput(f"recipe {source!r} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
-        raise BadInput(f"recipe {source!r} must hold keys and values (batch: {{size: 64}}), found {content!r}")
+        raise BadInput(
+            f"recipe {source!r} must hold keys and values (batch: {{size: 64}}), found {content!r}"
+        )
     return name, flat(content)
 
 
@@ -85,7 +95,11 @@ def flat(content: Mapping[Any, Any]) -> dict[str, Any]:
     """Flatten keys by group to {"group.key": value}. Raise BadInput if a key is given twice."""
     made: dict[str, Any] = {}
     for key, value in content.items():
-        more = flattened({key: value}) if isinstance(value, Mapping) and key in GROUPS else {long(str(key)): value}
+        more = (
+            flattened({key: value})
+            if isinstance(value, Mapping) and key in GROUPS
+            else {long(str(key)): value}
+        )
         if twice := made.keys() & more.keys():
             raise BadInput(f"{', '.join(sorted(twice))} is given twice; give it once")
         made |= more
@@ -107,7 +121,9 @@ def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
         try:
             json.dumps(value)
         except (TypeError, ValueError):
-            raise BadInput(f"{key} is given {value!r}; give text, numbers, lists or dicts of them") from None
+            raise BadInput(
+                f"{key} is given {value!r}; give text, numbers, lists or dicts of them"
+            ) from None
     return given
 
 
@@ -138,5 +154,9 @@ def as_python(message: str) -> str:
 
     groups = "|".join(GROUPS)
     message = re.sub(rf"--({groups})\.(\w+)(?: (true|false|null|-?\d[\d.e-]*)\b)?", call, message)
-    message = re.sub(rf"did you mean '({groups})\.(\w+)()'\?", lambda found: f"did you mean {call(found)}?", message)
+    message = re.sub(
+        rf"did you mean '({groups})\.(\w+)()'\?",
+        lambda found: f"did you mean {call(found)}?",
+        message,
+    )
     return message.replace(" (--help lists all)", "")

@@ -32,7 +32,9 @@ class MachineConfig:
     """store the kept activations in pinned host memory (requires a GPU, and recompute full or every:K)"""
     compile: Literal["none", "regional", "whole"] = "none"
     """torch.compile: each block (starts faster), or the whole model"""
-    compile_mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
+    compile_mode: Literal[
+        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
+    ] = "default"
     """mode of torch.compile"""
     blocks: list[str] = field(default_factory=list)
     """class names of the model's blocks, for recompute, compile and FSDP2 (empty: detect them)"""
@@ -97,7 +99,9 @@ class SaveConfig:
         within(0, 1e6, save__upload_limit=self.upload_limit)
         at_least(1, save__keep=self.keep)
         if self.final == "best" and not self.best:
-            raise BadInput("save.final best needs the checkpoint of the best evaluation; keep save.best true")
+            raise BadInput(
+                "save.final best needs the checkpoint of the best evaluation; keep save.best true"
+            )
         at_least(0, save__max_failures=self.max_failures)
 
 

@@ -10,7 +10,9 @@ for _line in Path(__file__).with_suffix(".txt").read_text().splitlines():
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)
 OF_TASKS = {key for keys in _KEYS.values() for key in keys if key.startswith("task.")}
-_OPTIONS = {name: key for name, keys in _KEYS.items() for key in keys if key.startswith("--")}  # of the launcher
+_OPTIONS = {
+    name: key for name, keys in _KEYS.items() for key in keys if key.startswith("--")
+}  # of the launcher
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
@@ -22,7 +24,9 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     if last in known:  # a top-level key inside a group
         return f"; did you mean {last!r}?"
     if (option := _OPTIONS.get(last)) and "duration" in known:
-        return f"; it is an option of the launcher: oneloop launch --config_file ddp {option} RECIPE …"
+        return (
+            f"; it is an option of the launcher: oneloop launch --config_file ddp {option} RECIPE …"
+        )
     synonyms = [key for key in _KEYS.get(last, ()) if key in known]
     near = synonyms or difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

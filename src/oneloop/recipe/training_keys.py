@@ -37,7 +37,9 @@ class BatchConfig:
     (null: equal up to rounding). batch.size / batch.grain and the number of processes must be powers of two"""
 
     def __post_init__(self) -> None:
-        at_least(1, batch__size=self.size, batch__micro=self.micro if isinstance(self.micro, int) else 1)
+        at_least(
+            1, batch__size=self.size, batch__micro=self.micro if isinstance(self.micro, int) else 1
+        )
         if self.grain is not None:
             at_least(1, batch__grain=self.grain)
             self._reject_grain(self.grain)
@@ -48,9 +50,13 @@ class BatchConfig:
             powers = [grain << power for power in range(self.size.bit_length() + 1)]
             nearest = min(powers, key=lambda size: abs(size - self.size))
             why = f"batch.size {self.size} is {self.size / grain:.4g} times batch.grain {grain}"
-            raise BadInput(f"{why}, and batch.grain requires a power of two; nearest size: {nearest}")
+            raise BadInput(
+                f"{why}, and batch.grain requires a power of two; nearest size: {nearest}"
+            )
         if self.micro not in (None, grain):
-            raise BadInput(f"batch.micro {self.micro} cannot be combined with batch.grain {grain}; remove batch.micro")
+            raise BadInput(
+                f"batch.micro {self.micro} cannot be combined with batch.grain {grain}; remove batch.micro"
+            )
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,13 @@ class ParametersConfig:
 
     def __post_init__(self) -> None:
         if not self.settings:
-            raise BadInput("optimizer.groups: a pattern without a setting; give freeze, lr_factor or weight_decay")
+            raise BadInput(
+                "optimizer.groups: a pattern without a setting; give freeze, lr_factor or weight_decay"
+            )
         at_least(
-            0, optimizer__groups__lr_factor=self.lr_factor or 0, optimizer__groups__weight_decay=self.weight_decay or 0
+            0,
+            optimizer__groups__lr_factor=self.lr_factor or 0,
+            optimizer__groups__weight_decay=self.weight_decay or 0,
         )
 
     @property
@@ -102,10 +112,15 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         at_least(0, optimizer__lr=self.lr, optimizer__weight_decay=self.weight_decay)
         at_least(0, optimizer__clip=self.clip, optimizer__lr_at_batch=self.lr_at_batch)
-        built = {k: ParametersConfig(**v) if isinstance(v, Mapping) else v for k, v in self.groups.items()}
+        built = {
+            k: ParametersConfig(**v) if isinstance(v, Mapping) else v
+            for k, v in self.groups.items()
+        }
         object.__setattr__(self, "groups", built)  # the parser passes plain dicts
         if not 0 < self.layer_decay <= 1:
-            raise BadInput(f"optimizer.layer_decay must be above 0 and at most 1, got {self.layer_decay}")
+            raise BadInput(
+                f"optimizer.layer_decay must be above 0 and at most 1, got {self.layer_decay}"
+            )
 
 
 @dataclass(frozen=True)
@@ -145,14 +160,18 @@ class EmaConfig:
     def __post_init__(self) -> None:
         at_least(0, ema__decay=self.decay, ema__ramp=self.ramp)
         at_least(1, ema__every=self.every)
-        if not (self.decay or self.half_lives or self.power) and (self.every != 1 or self.ramp != 0.05):
+        if not (self.decay or self.half_lives or self.power) and (
+            self.every != 1 or self.ramp != 0.05
+        ):
             key = "every" if self.every != 1 else "ramp"
             why = f"ema.{key} {getattr(self, key)} has no effect without EMA weights"
             raise BadInput(f"{why}; set ema.half_life, ema.decay or ema.power, or remove ema.{key}")
         if self.decay >= 1:
             raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is common")
         if self.decay and self.half_lives:
-            raise BadInput(f"ema.half_life {self.half_life} and ema.decay {self.decay} are both set; set one of them")
+            raise BadInput(
+                f"ema.half_life {self.half_life} and ema.decay {self.decay} are both set; set one of them"
+            )
 
 
 @dataclass(frozen=True)

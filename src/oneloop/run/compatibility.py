@@ -31,7 +31,9 @@ FIRST = 2  # first samples of each data set that all ranks compare
 class InputCheck:
     """The inputs of a run (see :func:`inputs_of`), which its checkpoints store and a resume checks."""
 
-    def __init__(self, about: Mapping[str, Any], *, accept_changes: bool, say: Callable[[str], object]) -> None:
+    def __init__(
+        self, about: Mapping[str, Any], *, accept_changes: bool, say: Callable[[str], object]
+    ) -> None:
         self.about, self._accept, self._say = about, accept_changes, say
 
     def state_dict(self) -> dict[str, Any]:
@@ -40,7 +42,9 @@ class InputCheck:
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError if a checkpoint's inputs differ from the current inputs, unless changes are accepted."""
         if not (there := saved.get("identity")):
-            self._say("the checkpoint has no fingerprints of data and model (older oneloop): nothing to compare")
+            self._say(
+                "the checkpoint has no fingerprints of data and model (older oneloop): nothing to compare"
+            )
             return
         changed = differences(there, self.about)
         if changed and not self._accept:
@@ -50,7 +54,9 @@ class InputCheck:
             self._say(f"accepted: {line}")
         before, now = there.get("source") or {}, self.about.get("source") or {}
         if before.get("checksum") != now.get("checksum"):
-            self._say(f"the source of the task has changed ({now.get('file')}): the run continues with the new source")
+            self._say(
+                f"the source of the task has changed ({now.get('file')}): the run continues with the new source"
+            )
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -58,18 +64,29 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     found = data_differences(before, now)
     if before["model"] != now["model"]:
         pairs = zip(before["model"].splitlines(), now["model"].splitlines(), strict=False)
-        one = next((f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b), "it has more or fewer data sets")
+        one = next(
+            (f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b),
+            "it has more or fewer data sets",
+        )
         found.append(f"the model's structure: {one}")
-    for key, what in (("trained", "trained parameters"), ("precision", "precision"), ("rates", "learning rates")):
+    for key, what in (
+        ("trained", "trained parameters"),
+        ("precision", "precision"),
+        ("rates", "learning rates"),
+    ):
         if before[key] != now[key]:
             found.append(f"{what}: {before[key]} -> {now[key]}")
     if "follows" in before and "follows" in now and before["follows"] != now["follows"]:
-        found.append(f"the steps of the run, along which the loss changes: {before['follows']} -> {now['follows']}")
+        found.append(
+            f"the steps of the run, along which the loss changes: {before['follows']} -> {now['follows']}"
+        )
     computed = before.get("computed") or {}, now.get("computed") or {}
     for key in dict.fromkeys(key for each in computed if all(computed) for key in each):
         there, here = (each.get(key) for each in computed)
         if there != here:
-            found.append(f"batch.grain promises bit-identical results, but {_computed_otherwise(key, there, here)}")
+            found.append(
+                f"batch.grain promises bit-identical results, but {_computed_otherwise(key, there, here)}"
+            )
     return found
 
 
@@ -94,9 +111,17 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         else:
             compared = False
             if there["length"] != here["length"]:
-                found.append(f"the {name} set has {here['length']:,} samples; before: {there['length']:,}")
-            elif there.get("checksum") != here.get("checksum") and there.get("checksum") and here.get("checksum"):
-                found.append(f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ")
+                found.append(
+                    f"the {name} set has {here['length']:,} samples; before: {there['length']:,}"
+                )
+            elif (
+                there.get("checksum") != here.get("checksum")
+                and there.get("checksum")
+                and here.get("checksum")
+            ):
+                found.append(
+                    f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ"
+                )
     if not compared and not found and not same_data_path(before["recipe"], now["recipe"]):
         before_, now_ = (one["recipe"]["task"]["data"] for one in (before, now))
         found.append(f"task.data: {before_!r} -> {now_!r}, and its content is not known")
@@ -158,7 +183,9 @@ def first_samples(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str,
     return {
         name: {
             "length": len(dataset),
-            "content": theirs(task, "train_set()" if name == "train" else "eval_sets()", lambda: load(dataset)),  # noqa: B023
+            "content": theirs(
+                task, "train_set()" if name == "train" else "eval_sets()", lambda: load(dataset)
+            ),  # noqa: B023
         }
         for name, dataset in sets.items()
     }
@@ -176,9 +203,13 @@ def checksum(values: Any) -> str:
             if value.layout is not torch.strided or value.is_nested:
                 return
             state.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            state.update(value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+            state.update(
+                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+            )
         elif isinstance(value, np.ndarray) and value.dtype != object:
-            state.update(f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes())
+            state.update(
+                f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
+            )
         elif isinstance(value, str | bytes):
             state.update(value.encode(errors="surrogatepass") if isinstance(value, str) else value)
         elif isinstance(value, int | float | complex | np.generic) or value is None:
@@ -207,7 +238,12 @@ def another_file(recipe: Recipe, run: Path) -> str:
     file = source("task", recipe.task.name)
     try:
         there = Path(str(json.loads((run / "environment.json").read_text())["task"]))
-        if file is None or there.suffix != ".py" or there.samefile(file) or there.read_bytes() == file.read_bytes():
+        if (
+            file is None
+            or there.suffix != ".py"
+            or there.samefile(file)
+            or there.read_bytes() == file.read_bytes()
+        ):
             return ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
@@ -236,7 +272,9 @@ def source_of(kind: type) -> dict[str, str]:
     except (TypeError, OSError):  # no file: a notebook knows the source of functions
         try:
             file = kind.__qualname__
-            own = [inspect.getsource(part) for part in vars(kind).values() if inspect.isfunction(part)]
+            own = [
+                inspect.getsource(part) for part in vars(kind).values() if inspect.isfunction(part)
+            ]
             content = "".join(own).encode()
         except (TypeError, OSError):
             return {}

@@ -23,7 +23,9 @@ class Counters:
     waited: int = 0  # evaluations since the best result or the last reduction
     seconds: float = 0.0  # time spent by earlier starts
     evaluation_due: bool = False  # a stop came before the evaluation of this step was done
-    lost: dict[str, float] = field(default_factory=dict)  # seconds of data and save in earlier starts
+    lost: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds of data and save in earlier starts
 
     @property
     def passed_over(self) -> int:
@@ -33,7 +35,9 @@ class Counters:
     def begin(self, starts: Mapping[str, float]) -> None:
         """Start the clock of :meth:`elapsed`; a rewind does not reset it. ``starts``: of :meth:`Folder.starts`."""
         self._began, self._starts = time.perf_counter() - self.seconds, starts
-        self.lost = self._lost = self.lost if self.seconds > starts["before"] else {}  # else of another folder
+        self.lost = self._lost = (
+            self.lost if self.seconds > starts["before"] else {}
+        )  # else of another folder
 
     def elapsed(self) -> float:
         """Return the seconds spent on the run, over all starts."""
@@ -55,8 +59,17 @@ class Counters:
         start."""
         starts, kept = self._starts, self.elapsed() - self._starts["before"]
         seconds = max(now - starts["first"], kept + starts["repeated"], 1e-9)
-        lost = {"start": seconds - kept - starts["repeated"], "repeated": starts["repeated"], **self.lost}
-        names = {"start": "starts", "repeated": "repeated steps", "data": "waiting for data", "save": "saving"}
+        lost = {
+            "start": seconds - kept - starts["repeated"],
+            "repeated": starts["repeated"],
+            **self.lost,
+        }
+        names = {
+            "start": "starts",
+            "repeated": "repeated steps",
+            "data": "waiting for data",
+            "save": "saving",
+        }
         causes = ", ".join(f"{value / seconds:.1%} {names[cause]}" for cause, value in lost.items())
         share = 1 - sum(lost.values()) / seconds
         about = f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} starts; lost: {causes}"
@@ -86,10 +99,16 @@ class Results(dict[str, float]):
 
     def take(self, metrics: Mapping[str, float], weights: str) -> None:
         """Store the metrics of an evaluation of ``weights`` (``raw``, or the name of an EMA)."""
-        self.update(metrics if weights == "raw" else {f"{weights}/{name}": value for name, value in metrics.items()})
+        self.update(
+            metrics
+            if weights == "raw"
+            else {f"{weights}/{name}": value for name, value in metrics.items()}
+        )
 
     def __missing__(self, name: str) -> float:
-        raise ValueError(f"eval.best {name!r} is not a metric of the evaluation; it has {', '.join(self)}")
+        raise ValueError(
+            f"eval.best {name!r} is not a metric of the evaluation; it has {', '.join(self)}"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self)
@@ -138,7 +157,12 @@ class RunLog:
         unit: str = "samples",
         resumed: bool = False,
     ) -> None:
-        self._count, self._results, self._tracking, self._display = count, results, tracking, display
+        self._count, self._results, self._tracking, self._display = (
+            count,
+            results,
+            tracking,
+            display,
+        )
         self._unit, self.resumed = unit, resumed
 
     def line(self, **metrics: Any) -> dict[str, Any]:
@@ -161,7 +185,11 @@ class RunLog:
         self._display.metrics(self._count.step, metrics, remarks, named)
 
     def evaluated(
-        self, by_weights: Mapping[str, Mapping[str, float]], examples: Examples | None = None, *, of: int | None = None
+        self,
+        by_weights: Mapping[str, Mapping[str, float]],
+        examples: Examples | None = None,
+        *,
+        of: int | None = None,
     ) -> None:
         """Log the results of an evaluation by weights (``raw``, or the name of an EMA). If they are ``of`` an earlier
         step, the best one, log only test metrics: the others were logged at that step."""
@@ -170,7 +198,11 @@ class RunLog:
             self._tracking.show(step, examples)
         for weights, metrics in by_weights.items():
             self._results.take(metrics, weights)
-            new = {name: value for name, value in metrics.items() if of is None or name.startswith("test/")}
+            new = {
+                name: value
+                for name, value in metrics.items()
+                if of is None or name.startswith("test/")
+            }
             if new:
                 self.write(self.line(step=step, **new, weights=weights))
             self._display.results(step, metrics, weights)

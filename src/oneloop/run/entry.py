@@ -35,8 +35,12 @@ from oneloop.supervise.crash_report import stopped_early
 from oneloop.supervise.pipe import CHANNEL
 from oneloop.supervise.ranks import ADDRESS
 
-Ended = tuple[dict[str, Any], BaseException | None]  # the summary, and the error that ended the run, if any
-Train = Callable[[Job, Run, Folder], dict[str, Any]]  # the training loop: :func:`oneloop.train.train`
+Ended = tuple[
+    dict[str, Any], BaseException | None
+]  # the summary, and the error that ended the run, if any
+Train = Callable[
+    [Job, Run, Folder], dict[str, Any]
+]  # the training loop: :func:`oneloop.train.train`
 _WATCHED = 10.0  # seconds that the supervisor has to end a process that reported an error
 
 
@@ -65,8 +69,14 @@ def start_run(recipe: Recipe, *, command: Sequence[str]) -> Run:
     """Start the processes of a recipe's run, as the launcher configured them. Raise BadInput."""
     check_trackers(recipe.track)
     machine = recipe.machine
-    how: dict[str, Any] = {"sync_each_batch": machine.sync_each_batch, "exact": recipe.batch.grain is not None}
-    how |= {"find_unused_parameters": machine.find_unused_parameters, "deterministic": machine.deterministic}
+    how: dict[str, Any] = {
+        "sync_each_batch": machine.sync_each_batch,
+        "exact": recipe.batch.grain is not None,
+    }
+    how |= {
+        "find_unused_parameters": machine.find_unused_parameters,
+        "deterministic": machine.deterministic,
+    }
     run = start(**how, track=recipe.track, folder=recipe.folder)
     run.command = command
     run.display = Display(shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
@@ -80,7 +90,9 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
     job: Job | None = None
     fault: BaseException | None = None
     say, mirror = run.display.say, recipe.mirror
-    folder = MirroredFolder(recipe.folder, mirror, say=say) if mirror else Folder(recipe.folder, say=say)
+    folder = (
+        MirroredFolder(recipe.folder, mirror, say=say) if mirror else Folder(recipe.folder, say=say)
+    )
     try:
         with run.display, run.closing, _exits_are_errors():
             job = _prepared(recipe, run, folder, cli=cli)
@@ -92,12 +104,17 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
         folder.abandon()
         raise (StoppedEarly() if run.stopping.early is None else error) from error.__cause__
     except Diverged as error:
-        fault, summary = error, {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED}
+        fault, summary = (
+            error,
+            {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED},
+        )
     except BaseException as error:
         if run.stopping.early is None:  # a library has turned StoppedEarly into its own error
             folder.abandon()
             raise StoppedEarly from error
-        if job is None or (not cli and not isinstance(error, Exception)):  # from Python: a second interrupt
+        if job is None or (
+            not cli and not isinstance(error, Exception)
+        ):  # from Python: a second interrupt
             folder.release()
             raise
         fault, summary = error, _failed(error, job, run, folder, cli=cli)
@@ -108,14 +125,19 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
     return {**summary, "folder": str(folder.path)}, fault
 
 
-def _failed(error: BaseException, job: Job, run: Run, folder: Folder, *, cli: bool) -> dict[str, Any]:
+def _failed(
+    error: BaseException, job: Job, run: Run, folder: Folder, *, cli: bool
+) -> dict[str, Any]:
     """Return the summary of a run that an error ended; if memory ran out, with advice and a memory snapshot."""
     end_workers(error)
     reason = _words(error)
     if is_out_of_memory(error):
         if run.device.type == "cuda" and folder.path.is_dir():  # rank 0 has begun the run
             snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
-            print(f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)", file=sys.stderr)
+            print(
+                f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)",
+                file=sys.stderr,
+            )
         reason = explained(job, run)
     if cli:
         _report_error(error, reason)
@@ -136,7 +158,11 @@ def _words(error: BaseException) -> str:
 
 def _report_error(error: BaseException, reason: str) -> None:
     """Print the traceback. With several ranks, report it to the supervisor, which prints the first one and ends all."""
-    ours = isinstance(error, UnfitSample) and error.__cause__ is not None and not where(error.__cause__)
+    ours = (
+        isinstance(error, UnfitSample)
+        and error.__cause__ is not None
+        and not where(error.__cause__)
+    )
     if ours or isinstance(error, exit_codes.Inexact):
         error = error.with_traceback(None)  # the message is enough
         error.__cause__, error.__suppress_context__ = None, True
@@ -191,7 +217,11 @@ def _write(folder: Folder, summary: dict[str, Any]) -> None:
 
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines below the summary: noise scale, time, and a best evaluation that ``final/`` does not hold."""
-    yield from (about for name in ("noise_scale", "time") if (about := summary.get(name)) and " n/a" not in about)
+    yield from (
+        about
+        for name in ("noise_scale", "time")
+        if (about := summary.get(name)) and " n/a" not in about
+    )
     goodput = summary.get("goodput") or {}
     yield from [goodput["about"]] if " 1 starts" not in goodput.get("about", " 1 starts") else []
     best, final = summary.get("best") or {}, summary.get("final") or {}
@@ -204,12 +234,20 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | N
     """Return the checked job, or None if the run in the folder is finished. Raise BadInput on every rank."""
     with run.setting_up():
         finished = (
-            folder.inspect(recipe.resolved, resume=recipe.run.resume, accept_changes=recipe.run.accept_changes)
+            folder.inspect(
+                recipe.resolved, resume=recipe.run.resume, accept_changes=recipe.run.accept_changes
+            )
             if run.main
             else None
         )
-        if run.main and not recipe.run.accept_changes and (other := another_file(recipe, folder.path)):
-            raise BadInput(f"run.dir {folder.path} {other}; choose another run.dir, or --run.accept_changes true")
+        if (
+            run.main
+            and not recipe.run.accept_changes
+            and (other := another_file(recipe, folder.path))
+        ):
+            raise BadInput(
+                f"run.dir {folder.path} {other}; choose another run.dir, or --run.accept_changes true"
+            )
     if finished := run.from_main(finished):
         other = source_changed(recipe, folder.path)
         if other and not cli:  # from Python, it would return the result of another class

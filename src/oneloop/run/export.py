@@ -88,9 +88,15 @@ def export_checkpoint(
     model = task.model()
     origin: BaseModel | None = getattr(task, "origin", None)
     _reject_both(folder, adapters=origin is not None and not merge)
-    there = [name for name in ("README.md", "config.json", "preprocessor_config.json") if (folder / name).exists()]
+    there = [
+        name
+        for name in ("README.md", "config.json", "preprocessor_config.json")
+        if (folder / name).exists()
+    ]
     if there and not (folder / MANIFEST).exists():  # files of the user
-        raise ValueError(f"--to {folder} holds {there[0]}, which an export would replace; use another folder")
+        raise ValueError(
+            f"--to {folder} holds {there[0]}, which an export would replace; use another folder"
+        )
     reject_other_origin(checkpoint, origin)
     about = {"weights": weights, "checkpoint": checkpoint.name}
     if checkpoint.name == FINAL:
@@ -106,7 +112,9 @@ def export_checkpoint(
             load_tensors(checkpoint, model, weights=weights)
     if merge:
         if not hasattr(task, "merge"):
-            raise ValueError("--merged: the run trained no adapters; its weights are whole as they are")
+            raise ValueError(
+                "--merged: the run trained no adapters; its weights are whole as they are"
+            )
         rounded(model, base_dtype)
         model = task.merge(model)
     write_final(folder, model, task, about=about)
@@ -117,16 +125,26 @@ def _reject_both(folder: Path, *, adapters: bool) -> None:
     other = "config.json" if adapters else "adapter_config.json"
     if (folder / other).exists():
         one, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
-        raise ValueError(f"--to {folder} holds {there}, and {one} would be read together with it; use another folder")
+        raise ValueError(
+            f"--to {folder} holds {there}, and {one} would be read together with it; use another folder"
+        )
 
 
 def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
     """Raise ValueError if a checkpoint, or ``final/``, was trained on another base model than ``origin``."""
-    there = read_manifest(folder)["about"].get("base") if folder.name == FINAL else base_model_of(folder)
+    there = (
+        read_manifest(folder)["about"].get("base")
+        if folder.name == FINAL
+        else base_model_of(folder)
+    )
     if (origin is None) != (there is None):
-        raise ValueError(f"{folder} is of another model: only one of the two has a separate base model")
+        raise ValueError(
+            f"{folder} is of another model: only one of the two has a separate base model"
+        )
     if origin is not None and (other := origin.difference(there or {})):
-        raise ValueError(f"{folder} needs the base model {other}; restore it at the path in task.model")
+        raise ValueError(
+            f"{folder} needs the base model {other}; restore it at the path in task.model"
+        )
 
 
 def load_task_state(task: Task, folder: Path) -> None:
@@ -136,7 +154,9 @@ def load_task_state(task: Task, folder: Path) -> None:
     file = folder / f"{TASK}.json"
     if file.is_file():
         task.load_state_dict(json.loads(file.read_text()))
-    elif (folder / "state.json").is_file() and TASK in (state := json.loads((folder / "state.json").read_text())):
+    elif (folder / "state.json").is_file() and TASK in (
+        state := json.loads((folder / "state.json").read_text())
+    ):
         task.load_state_dict(state[TASK])
 
 
@@ -145,7 +165,14 @@ def _as_saved(model: nn.Module, checkpoint: Path) -> None:
     saved = {name: kind for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items()}
     if (base := base_of(checkpoint)) and base_model_of(checkpoint) is None:
         saved |= _types_of(base[0] / FILE)
-    _in_types(model, {name.removeprefix("model."): kind for name, kind in saved.items() if name.startswith("model.")})
+    _in_types(
+        model,
+        {
+            name.removeprefix("model."): kind
+            for name, kind in saved.items()
+            if name.startswith("model.")
+        },
+    )
 
 
 def _types_of(file: Path) -> dict[str, str]:
@@ -154,8 +181,17 @@ def _types_of(file: Path) -> dict[str, str]:
 
 def _in_types(model: nn.Module, saved: Mapping[str, str], origin: BaseModel | None = None) -> None:
     if origin is not None:
-        saved = {name: saved.get(origin.outside(name), "") for name in model.state_dict() if name not in origin.names}
-    kinds = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+        saved = {
+            name: saved.get(origin.outside(name), "")
+            for name in model.state_dict()
+            if name not in origin.names
+        }
+    kinds = {
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+    }
     for name, tensor in model.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and saved.get(name) in kinds:
             tensor.data = tensor.data.to(kinds[saved[name]])
@@ -169,7 +205,9 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
     except ValueError as error:
         raise ValueError(f"--weights {wanted}: {error}") from error
     saved: list[tuple[Path, str, float, float]] = []
-    for folder in (other for other in Store(checkpoint.parent).sealed() if other.name <= checkpoint.name):
+    for folder in (
+        other for other in Store(checkpoint.parent).sealed() if other.name <= checkpoint.name
+    ):
         complete(folder)
         if problems(folder):
             continue
@@ -178,7 +216,9 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
             if name.startswith("ema-power-") and part["seen"] > 0:
                 saved.append((folder, name, part["seen"], float(name.removeprefix("ema-power-"))))
     if not saved:
-        raise ValueError(f"--weights {wanted}: no power-function EMA is saved; train with --ema.power [0.05,0.1]")
+        raise ValueError(
+            f"--weights {wanted}: no power-function EMA is saved; train with --ema.power [0.05,0.1]"
+        )
     last = max(seen for *_, seen, _ in saved)
     factors = post_hoc([(seen, sigma) for *_, seen, sigma in saved], (last, sigma_rel))
     wide = {False: torch.float64, True: torch.complex128}
@@ -188,7 +228,9 @@ def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
         for name, parameter in model.named_parameters()
         if all(f"ema.{average}.{name}" in available for _, average, *_ in saved)
     }
-    total = {name: torch.zeros_like(held[name], dtype=wide[held[name].is_complex()]) for name in held}
+    total = {
+        name: torch.zeros_like(held[name], dtype=wide[held[name].is_complex()]) for name in held
+    }
     for (folder, average, _, _), factor in zip(saved, factors, strict=True):
         load_tensors(folder, model, weights=average)
         for name, parameter in held.items():
@@ -206,7 +248,9 @@ def write_card(run: Path, folder: Path, name: str, *, licence: str | None = None
     """Write the model card of an export to its README.md; return it."""
     config, adapters = folder / "config.json", folder / "adapter_config.json"
     loadable = adapters.is_file() or (config.is_file() and b'"model_type"' in config.read_bytes())
-    card = model_card(run, name, read_manifest(folder)["about"], licence=licence, language_model=loadable)
+    card = model_card(
+        run, name, read_manifest(folder)["about"], licence=licence, language_model=loadable
+    )
     (folder / "README.md").write_text(card)
     return card
 
@@ -221,7 +265,9 @@ def check_push(name: str) -> None:
     except HFValidationError as error:
         raise BadInput(f"--push {name!r} is not a repository name (ORG/NAME): {error}") from error
     if not get_token():
-        raise BadInput(f"--push {name} needs a token that may write to the hub: hf auth login, or HF_TOKEN=…")
+        raise BadInput(
+            f"--push {name} needs a token that may write to the hub: hf auth login, or HF_TOKEN=…"
+        )
 
 
 def push(run: Path, folder: Path, name: str, *, licence: str | None, public: bool) -> str:
@@ -238,7 +284,11 @@ def push(run: Path, folder: Path, name: str, *, licence: str | None, public: boo
     with _hub_errors(name):
         api.create_repo(name, private=not public, exist_ok=True)
         there = api.list_repo_files(name)
-        stale = [file for file in there if file.endswith(_REPLACED) and "/" not in file and file not in files]
+        stale = [
+            file
+            for file in there
+            if file.endswith(_REPLACED) and "/" not in file and file not in files
+        ]
         operations: list[Any] = [CommitOperationDelete(file) for file in stale]
         operations += [CommitOperationAdd(file, content) for file, content in files.items()]
         about = manifest["about"]
@@ -252,7 +302,9 @@ def push(run: Path, folder: Path, name: str, *, licence: str | None, public: boo
 def _hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError
 
-    base_error: Any = HfHubHTTPError.__bases__[0]  # the HTTP library's error class, which differs between versions
+    base_error: Any = HfHubHTTPError.__bases__[
+        0
+    ]  # the HTTP library's error class, which differs between versions
 
     try:
         yield

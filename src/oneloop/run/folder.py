@@ -28,7 +28,14 @@ _WITHOUT_RECIPE = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.js
 
 _GROUPS = ("task", "batch", "schedule", "machine", "run")  # that every resolved recipe has
 _WITHOUT_CHECKPOINT = _WITHOUT_RECIPE | {
-    *("recipe.yaml", "environment.json", "metrics.jsonl", "examples.json", "summary.json", "report.html"),
+    *(
+        "recipe.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "examples.json",
+        "summary.json",
+        "report.html",
+    ),
     *("checkpoints", "base", "tensorboard", "profile", "stacks", "STOP", "wandb", "mlruns"),
 }  # files of a run that has not saved a checkpoint
 
@@ -45,35 +52,49 @@ class Folder:
         self._lock = FileLock(path / ".lock", blocking=False)
         self._store = Store(path / "checkpoints")
 
-    def inspect(self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False) -> str | None:
+    def inspect(
+        self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
+    ) -> str | None:
         """Check the folder without changing it; return a message if it holds the same run, finished, else None."""
         if resume not in ("auto", "never"):
             _reject_resume_path(resume)
         try:
             return self._inspected(resolved, resume, accept_changes)
         except OSError as error:
-            raise BadInput(f"{self._name} cannot be used: {error.strerror}; choose another run.dir") from error
+            raise BadInput(
+                f"{self._name} cannot be used: {error.strerror}; choose another run.dir"
+            ) from error
 
-    def _inspected(self, resolved: Mapping[str, Any], resume: str, accept_changes: bool) -> str | None:
+    def _inspected(
+        self, resolved: Mapping[str, Any], resume: str, accept_changes: bool
+    ) -> str | None:
         if not self.path.exists():
             return None
         if not self.path.is_dir():
             raise BadInput(f"{self._name} is a file; choose another run.dir")
         if self._in_use():
-            raise BadInput(f"{self._name} is in use by {self._owner()}; wait for it, or choose another run.dir")
+            raise BadInput(
+                f"{self._name} is in use by {self._owner()}; wait for it, or choose another run.dir"
+            )
         saved = bool(self._store.sealed()) or (self.path / "final").exists()
         if not saved and self._has_other_files():
-            raise BadInput(f"{self._name} has files that do not belong to a oneloop run; choose another run.dir")
+            raise BadInput(
+                f"{self._name} has files that do not belong to a oneloop run; choose another run.dir"
+            )
         if not saved and not (self.path / "recipe.yaml").exists():
             return None
         if resume == "never":
-            raise BadInput(f"{self._name} holds a run, and run.resume is never; choose another run.dir")
+            raise BadInput(
+                f"{self._name} holds a run, and run.resume is never; choose another run.dir"
+            )
         old = self._recipe() if saved else None  # a run without a checkpoint may be overwritten
         if old is None:
             return None
         changed = difference(old, resolved)
         if changed and (kept := self._saved_recipe()) and not difference(kept, resolved):
-            self.say(f"{self.path}/recipe.yaml differs from the newest checkpoint; using the checkpoint's recipe")
+            self.say(
+                f"{self.path}/recipe.yaml differs from the newest checkpoint; using the checkpoint's recipe"
+            )
             changed = []
         if changed and not accept_changes and not only_extends(old, resolved):
             apart = f"a run of another recipe ({'; '.join(changed)})"
@@ -81,7 +102,13 @@ class Folder:
             raise BadInput(f"{self._name} holds {apart}; {ways}")
         ended = self._read("summary.json", _summary)
         done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
-        if not ended or ended.get("exit_code") != 0 or not done or changed or not same_data_path(old, resolved):
+        if (
+            not ended
+            or ended.get("exit_code") != 0
+            or not done
+            or changed
+            or not same_data_path(old, resolved)
+        ):
             return None
         final = self.path / "final"
         if (final / MANIFEST).exists() and (wrong := problems_of_files(final)):
@@ -118,7 +145,9 @@ class Folder:
 
         def parsed(text: str) -> dict[str, Any]:
             content = yaml.safe_load(text)
-            if not isinstance(content, dict) or not all(isinstance(content.get(group), dict) for group in _GROUPS):
+            if not isinstance(content, dict) or not all(
+                isinstance(content.get(group), dict) for group in _GROUPS
+            ):
                 raise ValueError("no recipe")
             return content
 
@@ -129,7 +158,9 @@ class Folder:
     def _saved_recipe(self) -> dict[str, Any] | None:
         for path, wrong in self._store.newest_good():
             if not wrong:
-                recipe = json.loads((path / "state.json").read_text()).get("identity", {}).get("recipe")
+                recipe = (
+                    json.loads((path / "state.json").read_text()).get("identity", {}).get("recipe")
+                )
                 return recipe if isinstance(recipe, dict) else None
         return None
 
@@ -158,7 +189,11 @@ class Folder:
             self._reject_full_disk(need)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
-            self.owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%F %T")}
+            self.owner = {
+                "pid": os.getpid(),
+                "host": socket.gethostname(),
+                "since": time.strftime("%F %T"),
+            }
             (self.path / "owner.json").write_text(json.dumps(self.owner))
 
     def begin(self, recipe: str, environment: Mapping[str, Any]) -> None:
@@ -172,8 +207,12 @@ class Folder:
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """Return the times of all starts. This one ``began`` at a time in seconds since 1970, and continues from a
         checkpoint with this training time in ``seconds`` (0: there is none)."""
-        old = (self._read("environment.json", lambda text: dict(json.loads(text))) or {}).get("starts")
-        if not isinstance(old, dict) or not all(isinstance(old.get(name), int | float) for name in _STARTS):
+        old = (self._read("environment.json", lambda text: dict(json.loads(text))) or {}).get(
+            "starts"
+        )
+        if not isinstance(old, dict) or not all(
+            isinstance(old.get(name), int | float) for name in _STARTS
+        ):
             return {"first": began, "number": 1, "repeated": 0.0, "before": seconds}
         with suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
@@ -186,11 +225,15 @@ class Folder:
         try:
             yield
         except Timeout:
-            raise BadInput(f"run.dir {self.path} is in use by {self._owner()}; choose another run.dir") from None
+            raise BadInput(
+                f"run.dir {self.path} is in use by {self._owner()}; choose another run.dir"
+            ) from None
         except OSError as error:
             self.abandon()
             why = error.strerror or error
-            raise BadInput(f"run.dir {self.path} cannot be written: {why}; make room, or choose another") from None
+            raise BadInput(
+                f"run.dir {self.path} cannot be written: {why}; make room, or choose another"
+            ) from None
 
     def abandon(self) -> None:
         """Remove what :meth:`hold` created, if the run did not begin."""
@@ -203,7 +246,9 @@ class Folder:
                 folder.rmdir()  # only if it is empty
 
     def _reject_full_disk(self, need: int) -> None:
-        there = next(folder for folder in (self.path, *self.path.absolute().parents) if folder.exists())
+        there = next(
+            folder for folder in (self.path, *self.path.absolute().parents) if folder.exists()
+        )
         free = shutil.disk_usage(there).free
         if free < need:
             sizes = f"the run needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free on its disk"
@@ -252,8 +297,14 @@ def _reject_resume_path(resume: str) -> None:
     path = local_checkpoint(resume)
     if (path / "checkpoints").is_dir():
         names = ", ".join(found.name for found in Store(path / "checkpoints").sealed())
-        raise BadInput(f"run.resume {resume} is a run folder; name one of its checkpoints: {names or 'it has none'}")
+        raise BadInput(
+            f"run.resume {resume} is a run folder; name one of its checkpoints: {names or 'it has none'}"
+        )
     if not path.is_dir():
-        raise BadInput(f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a …/step-… folder")
+        raise BadInput(
+            f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a …/step-… folder"
+        )
     if wrong := problems(path):
-        raise BadInput(f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; choose another")
+        raise BadInput(
+            f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; choose another"
+        )

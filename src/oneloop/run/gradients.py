@@ -45,7 +45,12 @@ class Gradients:
     Raise BadInput if unused parameters must be searched for, and this torch cannot."""
 
     def __init__(
-        self, job: Job, run: Run, model: nn.Module, parameters: Sequence[nn.Parameter], seen: Preflight
+        self,
+        job: Job,
+        run: Run,
+        model: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        seen: Preflight,
     ) -> None:
         layout = job.layout
         self._job, self._run, self.model, self.parameters = job, run, model, parameters
@@ -53,15 +58,23 @@ class Gradients:
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
         self.checks = _checks(job, run, model, seen)
         how: dict[str, Any] = {"accumulate": layout.accumulate, "checks": self.checks}
-        self._two_passes = TwoPasses(job, run, model, self._seed) if is_whole_batch(job.task) else None
+        self._two_passes = (
+            TwoPasses(job, run, model, self._seed) if is_whole_batch(job.task) else None
+        )
         self._reduction = (
             Tree(model, parameters, ranks=run.ranks, see=self._sensor.see, **how)
             if job.exact
             else Reduction(model, **how)
         )
         leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
-        self._leaves = torch.tensor(leaves, device=run.device)  # indices of this rank's leaves in the step
-        self._at = 0, -1, 0.0  # position of the step; number of the micro-batch in it, and its weight on this rank
+        self._leaves = torch.tensor(
+            leaves, device=run.device
+        )  # indices of this rank's leaves in the step
+        self._at = (
+            0,
+            -1,
+            0.0,
+        )  # position of the step; number of the micro-batch in it, and its weight on this rank
         self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
 
     @property
@@ -87,7 +100,9 @@ class Gradients:
         self._at = self._at[0], self._at[1] + 1, weight
         return self
 
-    def passes(self, batches: Iterable[Batch]) -> tuple[Callable[[nn.Module, Batch], Any], Iterable[Batch]]:
+    def passes(
+        self, batches: Iterable[Batch]
+    ) -> tuple[Callable[[nn.Module, Batch], Any], Iterable[Batch]]:
         """Return the loss of a micro-batch, and the micro-batches of a step: those of the task. For a loss over the
         whole batch, first make its first pass. Collective: call on every rank."""
         if self._two_passes is None:
@@ -106,8 +121,20 @@ class Gradients:
     def _seed(self, micro: int | None) -> None:
         """Seed random numbers by step, rank and micro-batch; with ``batch.grain``, by step and leaf. None: by step."""
         job, run, position = self._job, self._run, self._at[0]
-        own = [] if micro is None else [job.layout.leaf(run.rank, micro)] if job.exact else [run.rank, micro]
-        reseed(run.device, job.recipe.seed, position, *own, others=job.exact or self._two_passes is not None)
+        own = (
+            []
+            if micro is None
+            else [job.layout.leaf(run.rank, micro)]
+            if job.exact
+            else [run.rank, micro]
+        )
+        reseed(
+            run.device,
+            job.recipe.seed,
+            position,
+            *own,
+            others=job.exact or self._two_passes is not None,
+        )
 
     def norm(self) -> Tensor:
         """Return the global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call on every rank."""
@@ -141,12 +168,18 @@ def _checks(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Checks:
     asked = job.recipe.machine.find_unused_parameters
     able = search_unused(model)
     if asked and not able:
-        raise BadInput("machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2")
+        raise BadInput(
+            "machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2"
+        )
 
     def report(name: str) -> None:
         run.display.say(f"a forward in training changes the {name}; {DEPENDS}")
 
     watched = not seen.moved and not has_batch_statistics(model)
     union = run.union if run.sharded and able and (asked or seen.unused) else None
-    how: dict[str, Any] = {"parameters": run.ranks > 1 or job.exact, "buffers": job.exact, "union": union}
+    how: dict[str, Any] = {
+        "parameters": run.ranks > 1 or job.exact,
+        "buffers": job.exact,
+        "union": union,
+    }
     return Checks(model, report=report if watched else None, **how)

@@ -27,17 +27,29 @@ class MirroredFolder(Folder):
         super().__init__(path, say=say)
         self._address, self._newer_there, self._failed = address, False, False
 
-    def inspect(self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False) -> str | None:
+    def inspect(
+        self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
+    ) -> str | None:
         """:meth:`Folder.inspect`, of the folder and of its mirror. It is finished only if the mirror is, too."""
         super().inspect(resolved, resume=resume, accept_changes=accept_changes)
         self.finished = {}
         try:
             bucket = Bucket(self._address)
             names = bucket.sizes("")
-            saved = [name.rpartition("/")[0] for name in names if OURS.fullmatch(name) and name.endswith(MANIFEST)]
-            known = {name for name in names if name in FILES or OURS.match(name) or name.startswith(("owner/", "."))}
+            saved = [
+                name.rpartition("/")[0]
+                for name in names
+                if OURS.fullmatch(name) and name.endswith(MANIFEST)
+            ]
+            known = {
+                name
+                for name in names
+                if name in FILES or OURS.match(name) or name.startswith(("owner/", "."))
+            }
             if not saved and (other := sorted(names.keys() - known)):
-                raise BadInput(f"{self._address} holds {other[0]}, which is not of oneloop; choose another address")
+                raise BadInput(
+                    f"{self._address} holds {other[0]}, which is not of oneloop; choose another address"
+                )
             if not saved:
                 return None
             with TemporaryDirectory(prefix="oneloop-") as scratch:
@@ -47,7 +59,9 @@ class MirroredFolder(Folder):
                     (there.path / folder).mkdir(parents=True)
                 found = there.inspect(resolved, resume=resume, accept_changes=accept_changes)
         except OSError as error:
-            raise BadInput(f"the mirror cannot be read: {error}; check address, credentials and network") from error
+            raise BadInput(
+                f"the mirror cannot be read: {error}; check address, credentials and network"
+            ) from error
         self.finished = there.finished
         return found and f"{found}; oneloop export {self._address} --to DIR writes its weights"
 
@@ -59,7 +73,9 @@ class MirroredFolder(Folder):
             token = f"{boot.read_text() if boot.exists() else uuid4()} {self.path.resolve()} {self.path.stat().st_ino}"
             bucket = Bucket(self._address)
             self.lease = take(bucket, {**self.owner, "token": token}, self.say)
-            self._newer_there = steps_in(bucket)[-1:] > [step_of(path) for path in self._store.sealed()[-1:]]
+            self._newer_there = steps_in(bucket)[-1:] > [
+                step_of(path) for path in self._store.sealed()[-1:]
+            ]
         except OSError as error:
             self.abandon()
             advice = "" if isinstance(error, Taken) else "; check address, credentials and network"

@@ -20,7 +20,10 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     if run.ranks == 1:
         return
     with run.setting_up():
-        mine = {"sets": first_samples(job.task, job.sets, seed=job.recipe.seed), "model": _model_of(job)}
+        mine = {
+            "sets": first_samples(job.task, job.sets, seed=job.recipe.seed),
+            "model": _model_of(job),
+        }
         mine["computed"] = computed_by(job.recipe, run.device) if job.exact else {}
     reports = run.gathered(mine)
     for name in dict.fromkeys(name for report in reports for name in report["sets"]):
@@ -33,30 +36,46 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     models = [report["model"] for report in reports]
     for rank, model in enumerate(models):
         if model != models[0]:
-            part = next(key for key in {**models[0], **model} if models[0].get(key) != model.get(key))
+            part = next(
+                key for key in {**models[0], **model} if models[0].get(key) != model.get(key)
+            )
             here, there = (each.get(part, "not there") for each in (models[0], model))
             apart = f"{part} is {here} on rank 0 and {there} on rank {rank}"
-            raise BadInput(f"the model differs between ranks: {apart}; build the same model on all of them")
+            raise BadInput(
+                f"the model differs between ranks: {apart}; build the same model on all of them"
+            )
 
 
 def _model_of(job: Job) -> dict[str, str]:
-    kinds = {name: (tuple(p.shape), str(p.dtype), p.requires_grad) for name, p in job.model.named_parameters()}
-    return {n: f"{s} {kind.removeprefix('torch.')}{'' if own else ', frozen'}" for n, (s, kind, own) in kinds.items()}
+    kinds = {
+        name: (tuple(p.shape), str(p.dtype), p.requires_grad)
+        for name, p in job.model.named_parameters()
+    }
+    return {
+        n: f"{s} {kind.removeprefix('torch.')}{'' if own else ', frozen'}"
+        for n, (s, kind, own) in kinds.items()
+    }
 
 
 def _compare(name: str, reports: Sequence[Mapping[str, Any] | None]) -> None:
     first = reports[0]
     for rank, other in enumerate(reports):
         if first is None or other is None:
-            here, there = ("there is" if one is not None else "there is none" for one in (first, other))
+            here, there = (
+                "there is" if one is not None else "there is none" for one in (first, other)
+            )
             if first is not other:
-                raise BadInput(f"the {name} set is not on all ranks: {here} on rank 0, {there} on rank {rank}")
+                raise BadInput(
+                    f"the {name} set is not on all ranks: {here} on rank 0, {there} on rank {rank}"
+                )
         elif first["length"] != other["length"]:
             apart = f"{first['length']:,} samples on rank 0 and {other['length']:,} on rank {rank}"
             raise BadInput(f"the {name} set has {apart}; give every process the whole set")
         elif first["content"] and other["content"] and first["content"] != other["content"]:
             apart = f"on rank 0 ({first['content']}) and on rank {rank} ({other['content']}, of the first ones)"
-            raise BadInput(f"the {name} set holds other samples {apart}; give every process the same data")
+            raise BadInput(
+                f"the {name} set holds other samples {apart}; give every process the same data"
+            )
 
 
 def in_one_folder(folder: Path, run: Run, patience: float, *, required: bool) -> bool:
@@ -73,7 +92,9 @@ def in_one_folder(folder: Path, run: Run, patience: float, *, required: bool) ->
     for rank, (same, path) in enumerate(there):
         if not same and required:
             apart = f"on rank {rank} ({path}) than on rank 0 ({there[0][1]})"
-            raise BadInput(f"run.dir {folder} is another folder {apart}; put it on shared storage, or set save.mirror")
+            raise BadInput(
+                f"run.dir {folder} is another folder {apart}; put it on shared storage, or set save.mirror"
+            )
     return all(same for same, _ in there)
 
 

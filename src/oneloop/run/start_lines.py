@@ -32,13 +32,21 @@ def start_lines(
     """Yield the lines of the start-up log."""
     recipe, layout, number = job.recipe, job.layout, job.built.number
     strategy = "FSDP2" if run.sharded else "DDP" if run.ranks > 1 else "one process"
-    sizes, precision = f"{number:,} parameters, {len(job.train_set):,} samples", run.accelerator.mixed_precision
+    sizes, precision = (
+        f"{number:,} parameters, {len(job.train_set):,} samples",
+        run.accelerator.mixed_precision,
+    )
     yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, {precision} mixed precision"
-    means = f", log lines are means of {every:,}" if (every := job.intervals.every["log"]) > 1 else ""
+    means = (
+        f", log lines are means of {every:,}" if (every := job.intervals.every["log"]) > 1 else ""
+    )
     yield f"{layout}; {job.steps:,} steps ({recipe.duration}, {job.steps * layout.size:,} samples){means}"
     yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
     if job.eval_sets:
-        sets = (f"{name} {len(part):,} samples ({prefix(name)}/…)" for name, part in job.eval_sets.items())
+        sets = (
+            f"{name} {len(part):,} samples ({prefix(name)}/…)"
+            for name, part in job.eval_sets.items()
+        )
         yield f"evaluation data: {', '.join(sets)}"
     if recipe.eval.best != "eval/loss":
         yield f"eval.best {recipe.eval.best}: {'larger' if job.upward else 'smaller'} is better"
@@ -52,7 +60,11 @@ def start_lines(
     if job.exact and run.sharded:
         moved = layout.accumulate * 4 * number / 2**20
         half = run.accelerator.mixed_precision in HALF
-        weights = "; half precision is autocast, and weights are gathered in float32: twice the bytes" if half else ""
+        weights = (
+            "; half precision is autocast, and weights are gathered in float32: twice the bytes"
+            if half
+            else ""
+        )
         yield f"batch.grain under FSDP2: {moved:,.1f} MiB of gradients are exchanged per step, none kept whole{weights}"
     elif run.sharded and layout.accumulate > 1:
         held, moved = 4 * number / 2**20, layout.accumulate * 4 * number / 2**20
@@ -62,7 +74,11 @@ def start_lines(
             keeps = f"each process keeps whole gradients between micro-batches: {held:,.1f} MiB"
             yield f"{keeps}; machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step"
     yield from job.built.notes
-    if ignored := [name for name, effective in _IGNORED.items() if os.environ.get(name, effective[0]) not in effective]:
+    if ignored := [
+        name
+        for name, effective in _IGNORED.items()
+        if os.environ.get(name, effective[0]) not in effective
+    ]:
         names = ", ".join(f"{name}={os.environ[name]}" for name in ignored)
         yield f"accelerate's {names} has no effect: oneloop has batch.micro, its own checkpoints and machine.in_turn"
     if emas:
@@ -72,7 +88,9 @@ def start_lines(
             yield "machine.check_every: every process has its own shard (FSDP2), so there are no replicas to compare"
         else:
             yield f"the processes compare weights and optimizer state every {job.intervals.every['check']:,} steps"
-    if matrices := [p for group in optimizer.param_groups if group.get("muon") for p in group["params"]]:
+    if matrices := [
+        p for group in optimizer.param_groups if group.get("muon") for p in group["params"]
+    ]:
         yield f"muon updates {len(matrices)} matrices, adamw the rest"
 
 
@@ -95,7 +113,11 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
     if not seen.linear:
         return f"the gradient of a batch is not the sum of its samples' (a hook or a custom backward): {DEPENDS}"
     if has_dropout(model) or seen.draws:
-        what = "the model has dropout" if has_dropout(model) else "model, loss or collate draw random numbers"
+        what = (
+            "the model has dropout"
+            if has_dropout(model)
+            else "model, loss or collate draw random numbers"
+        )
         return f"{what}: another parallel layout draws other random numbers; the same layout is bit-identical"
     same = f"the same gradients (relative difference up to 1e-{12 if job.recipe.machine.dtype == 'float64' else 6})"
     return f"any parallel layout gives {same}, and a rerun on this one is bit-identical; check: oneloop prove"

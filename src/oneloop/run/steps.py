@@ -19,7 +19,9 @@ from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import Checks, agree, disagreement
 from oneloop.run.counters import Counters
 
-NO_WEIGHT = "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
+NO_WEIGHT = (
+    "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
+)
 _AHEAD = 3  # steps whose samples may be loaded before the current one ends
 _KNOWN, _LEAST, _MANY = 50, 600.0, 20
 """time-out of collectives after _KNOWN steps: at least _LEAST seconds, or _MANY times the hang limit"""
@@ -32,7 +34,9 @@ class Steps:
     Each step makes one small all-reduce on the host, while the previous step trains. If a save fails on any rank, all
     ranks finish that save first. Raise OSError if too many saves in a row fail."""
 
-    def __init__(self, job: Job, run: Run, count: Counters, saves: Checkpoints, checks: Checks) -> None:
+    def __init__(
+        self, job: Job, run: Run, count: Counters, saves: Checkpoints, checks: Checks
+    ) -> None:
         self._job, self._run, self._count, self._saves = job, run, count, saves
         self._checks = checks if run.sharded else None
         self._restart = self._save_flag = False
@@ -40,7 +44,10 @@ class Steps:
         self._next: tuple[Group, Tensor, Any] | None = None
         """the micro-batches of the next step, and their all-reduce in progress"""
         self._pending_hashes = 0  # number of hashes in that sum that are not yet compared
-        self._waited, self._loaded = 0.0, 0  # seconds of waiting for data, and steps loaded, since :meth:`data_wait`
+        self._waited, self._loaded = (
+            0.0,
+            0,
+        )  # seconds of waiting for data, and steps loaded, since :meth:`data_wait`
 
     def __iter__(self) -> Iterator[Group]:
         steps = self._agreed()
@@ -63,13 +70,18 @@ class Steps:
     def _timed(self, groups: Iterator[Group]) -> Iterator[Group]:
         began = time.perf_counter()
         for group in groups:
-            self._waited, self._loaded = self._waited + time.perf_counter() - began, self._loaded + 1
+            self._waited, self._loaded = (
+                self._waited + time.perf_counter() - began,
+                self._loaded + 1,
+            )
             yield group
             began = time.perf_counter()
 
     def _is_save_time(self) -> bool:
         """Return whether rank 0's clock asks for a save; count the time from now on."""
-        due = self._run.main and time.monotonic() - self._saved_at >= self._job.intervals.save_seconds
+        due = (
+            self._run.main and time.monotonic() - self._saved_at >= self._job.intervals.save_seconds
+        )
         self._saved_at = time.monotonic() if due else self._saved_at
         return due
 
@@ -116,17 +128,25 @@ class Steps:
 
     def _groups(self) -> Iterator[Group]:
         job, run, machine = self._job, self._run, self._job.recipe.machine
-        how: dict[str, Any] = {"workers": run.workers(machine.workers), "pinned": machine.pinned, "device": run.device}
+        how: dict[str, Any] = {
+            "workers": run.workers(machine.workers),
+            "pinned": machine.pinned,
+            "device": run.device,
+        }
         how |= {"rank": run.rank, "seed": job.recipe.seed, "start": self._count.position}
         return groups(job.train_set, job.collate, job.order, job.layout, **how)
 
     def _wait_at_most(self, seconds: float) -> None:
         """Limit the time of collectives: a second safeguard, if no supervisor runs."""
-        set_timeout = getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout  # before 2.15
+        set_timeout = (
+            getattr(distributed_c10d, "set_timeout", None) or distributed_c10d._set_pg_timeout
+        )  # before 2.15
         for group in (dist.group.WORLD, self._run.host):
             set_timeout(timedelta(seconds=seconds), group)
 
-    def _summed(self, groups: Iterable[Group]) -> Iterator[tuple[Group, float, float, float, float]]:
+    def _summed(
+        self, groups: Iterable[Group]
+    ) -> Iterator[tuple[Group, float, float, float, float]]:
         """Yield each step with its weight, and its flags for stop, save and error, summed over the ranks."""
         requested, due, poll = self._run.stopping.requested, self._is_save_time, self._saves.poll
         if self._run.host is None:
@@ -138,8 +158,13 @@ class Steps:
             return
         self._next = None
         for group in groups:
-            hashes, weights = self._checks.hashes() if self._checks is not None else [], self._weights(group)
-            mine = torch.tensor([requested(), due(), poll() is not None, *weights, *hashes], dtype=torch.float64)
+            hashes, weights = (
+                self._checks.hashes() if self._checks is not None else [],
+                self._weights(group),
+            )
+            mine = torch.tensor(
+                [requested(), due(), poll() is not None, *weights, *hashes], dtype=torch.float64
+            )
             work = dist.all_reduce(mine, group=self._run.host, async_op=True)
             before: tuple[Group, Tensor, Any] | None = self._next
             self._next, self._pending_hashes = (group, mine, work), len(hashes)

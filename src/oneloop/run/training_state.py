@@ -48,20 +48,37 @@ class State(RunState):
         seen: Preflight,
     ) -> None:
         recipe, task, save = job.recipe, job.task, job.recipe.save
-        self.count, self.best, self.results, self.noise = Counters(), Best(), Results(), NoiseScale()
-        about: dict[str, Any] = {"flops": seen.flops, "peak": run.peak_flops(), "tokens": job.unit == "tokens"}
+        self.count, self.best, self.results, self.noise = (
+            Counters(),
+            Best(),
+            Results(),
+            NoiseScale(),
+        )
+        about: dict[str, Any] = {
+            "flops": seen.flops,
+            "peak": run.peak_flops(),
+            "tokens": job.unit == "tokens",
+        }
         if job.exact:
             about |= {"leaf": job.layout.leaf, "leaves": job.layout.accumulate}
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.meter = Meter(run.accelerator, trained, **about, metrics=seen.metrics)
-        how: dict[str, Any] = {"sync": save.sync, "max_failures": save.max_failures, "say": run.display.say}
+        how: dict[str, Any] = {
+            "sync": save.sync,
+            "max_failures": save.max_failures,
+            "say": run.display.say,
+        }
         how |= {"origin": getattr(task, "origin", None), "patience": recipe.machine.patience}
         self.checkpoints = Checkpoints(folder.path / "checkpoints", run.accelerator, **how)
-        if run.ranks == 1 and not recipe.mirror:  # with several, a failed one exits at once: its shard never arrives
+        if (
+            run.ranks == 1 and not recipe.mirror
+        ):  # with several, a failed one exits at once: its shard never arrives
             run.closing.callback(self.checkpoints.close)
         with run.setting_up():
             known = inputs_of(job, run, optimizer) if run.main else {}
-        same = InputCheck(run.from_main(known), accept_changes=recipe.run.accept_changes, say=run.display.say)
+        same = InputCheck(
+            run.from_main(known), accept_changes=recipe.run.accept_changes, say=run.display.say
+        )
         parts: dict[str, Any] = {"counters": self.count, "best": self.best, "meter": self.meter}
         parts |= {"results": self.results, "noise": self.noise, "guard": guard, "identity": same}
         if hasattr(task, "progress"):
@@ -69,7 +86,9 @@ class State(RunState):
         parts |= {TASK: task} if hasattr(task, "state_dict") else {}
         parts |= {ema.name: ema for ema in emas}
         parts |= {"scaler": run.accelerator.scaler} if run.accelerator.scaler else {}
-        super().__init__(model, optimizer, emas=emas, parts=parts, own=["tracking"], check=same.check)
+        super().__init__(
+            model, optimizer, emas=emas, parts=parts, own=["tracking"], check=same.check
+        )
 
     def begin(self, job: Job, run: Run, folder: Folder, *, graph: Any = None) -> RunLog:
         """Lock the folder, resume as the recipe says, write the recipe and the environment; return the log.
@@ -84,8 +103,16 @@ class State(RunState):
             starts: dict[str, float] = {}
             run.stopping.early = False  # from here on, a stop saves a checkpoint
             if run.main:
-                data = {name: content for name, part in job.sets.items() if (content := fingerprint_of(part))}
-                about: dict[str, Any] = {"device": str(run.device), "processes": run.ranks, "data": data}
+                data = {
+                    name: content
+                    for name, part in job.sets.items()
+                    if (content := fingerprint_of(part))
+                }
+                about: dict[str, Any] = {
+                    "device": str(run.device),
+                    "processes": run.ranks,
+                    "data": data,
+                }
                 about["eval_micro"] = recipe.eval.micro or job.layout.each
                 if file := source("task", recipe.task.name):
                     about["task"] = str(file)
@@ -98,11 +125,22 @@ class State(RunState):
         CHANNEL.folder = folder.path.absolute()
         CHANNEL.send(folder=str(CHANNEL.folder))
         self.count.begin(run.from_main(starts))
-        how: dict[str, Any] = {"project": recipe.name, "config": recipe.resolved, "resumed": saved.get("tracking")}
+        how: dict[str, Any] = {
+            "project": recipe.name,
+            "config": recipe.resolved,
+            "resumed": saved.get("tracking"),
+        }
         how |= {"step": self.count.step, "graph": graph, "say": say}
         tracking = self.parts["tracking"] = Tracking(run.accelerator, folder.path, **how)
         run.closing.callback(tracking.close)
-        run_log = RunLog(self.count, self.results, tracking, run.display, unit=job.unit, resumed="tracking" in saved)
+        run_log = RunLog(
+            self.count,
+            self.results,
+            tracking,
+            run.display,
+            unit=job.unit,
+            resumed="tracking" in saved,
+        )
         if saved:
             run_log.event("resume")
         run.display.begin(lambda: self.count.step, total=job.steps)
@@ -110,17 +148,25 @@ class State(RunState):
 
     def _hold(self, job: Job, run: Run, folder: Folder) -> None:
         recipe = job.recipe
-        once, each = self.size(job.optimizer_share, getattr(job.task, "origin", None))  # collective under FSDP2
+        once, each = self.size(
+            job.optimizer_share, getattr(job.task, "origin", None)
+        )  # collective under FSDP2
         with run.setting_up():
             if run.main:
                 there = len(Store(folder.path / "checkpoints").sealed())
                 each = 0 if is_address(recipe.run.dir) else each + _SMALL
                 folder.hold(need=max(0, job.checkpoints_kept - there) * each + once + _SMALL)
         patience, address = recipe.machine.patience, recipe.mirror
-        scratch = is_address(recipe.run.dir) or not in_one_folder(folder.path, run, patience, required=address is None)
+        scratch = is_address(recipe.run.dir) or not in_one_folder(
+            folder.path, run, patience, required=address is None
+        )
         if isinstance(folder, MirroredFolder) and address is not None:
-            lease = run.from_main((folder.lease.number, folder.lease.about) if folder.lease is not None else None)
-            self.checkpoints.mirror(address, lease=lease, counts=scratch, limit=1e6 * recipe.save.upload_limit)
+            lease = run.from_main(
+                (folder.lease.number, folder.lease.about) if folder.lease is not None else None
+            )
+            self.checkpoints.mirror(
+                address, lease=lease, counts=scratch, limit=1e6 * recipe.save.upload_limit
+            )
             folder.uploads = self.checkpoints.saving if run.main else None
             counts = "a checkpoint counts when it is there; hosts need no shared disk"
             run.display.say(f"mirror: {address} ({counts if scratch else 'copies of run.dir'})")

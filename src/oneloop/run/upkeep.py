@@ -39,14 +39,23 @@ class Upkeep:
     """What a run does between steps, while no step is pending. All methods are collective: call them on every rank."""
 
     def __init__(
-        self, job: Job, run: Run, state: State, run_log: RunLog, gradients: Gradients, steps: Steps, emas: Sequence[EMA]
+        self,
+        job: Job,
+        run: Run,
+        state: State,
+        run_log: RunLog,
+        gradients: Gradients,
+        steps: Steps,
+        emas: Sequence[EMA],
     ) -> None:
         self._job, self._run, self._state, self._run_log = job, run, state, run_log
         self._gradients, self._steps, self._emas = gradients, steps, emas
         self.bad = BadSteps(job.policy, job.recipe.guard.patience)
         every = job.intervals.every
         about = {"eval_every": every["eval"], "save_every": every["save"], "steps": job.steps}
-        cores = run.cores if run.device.type != "cpu" and not in_memory(job.train_set) else 0  # a CPU's cores train
+        cores = (
+            run.cores if run.device.type != "cpu" and not in_memory(job.train_set) else 0
+        )  # a CPU's cores train
         self._workers = run.workers(job.recipe.machine.workers)
         self._advice = Advice(workers=self._workers, cores=cores, **about)
         self._stragglers = Stragglers(run.gathered(os.environ.get(HOST) or socket.gethostname()))
@@ -73,11 +82,16 @@ class Upkeep:
     def _log(self, lr: float, total: float) -> None:
         job, state, gradients = self._job, self._state, self._gradients
         epoch = state.count.samples / len(job.train_set)
-        own = [self._steps.data_wait(), *(gradients.device_time.read() if self._run.ranks > 1 else (0.0, 0.0, 0.0))]
+        own = [
+            self._steps.data_wait(),
+            *(gradients.device_time.read() if self._run.ranks > 1 else (0.0, 0.0, 0.0)),
+        ]
         metrics = {"train/lr": lr, **state.meter.read(own), "train/epoch": epoch}
         state.count.measured(state.meter.clock.spent())
         step_seconds = metrics.get("speed/step_seconds", 0.0)
-        for _, why in self._stragglers.judge(state.meter.own, step_seconds=step_seconds, now=time.monotonic()):
+        for _, why in self._stragglers.judge(
+            state.meter.own, step_seconds=step_seconds, now=time.monotonic()
+        ):
             self._run_log.write(self._run_log.line(event="straggler", why=why))
             self._run.display.say(f"{why} (oneloop doctor)")
         if job.noise_scale:
@@ -96,17 +110,31 @@ class Upkeep:
         if not self._evaluate(sets):
             return False
         state.count.evaluation_due = False
-        better = state.best.update(state.results[job.recipe.eval.best], state.count.step, higher_is_better=job.upward)
+        better = state.best.update(
+            state.results[job.recipe.eval.best], state.count.step, higher_is_better=job.upward
+        )
         state.count.evaluated(better, patience=job.rate.patience)
         return True
 
     def _evaluate(self, sets: dict[str, Any], of: int | None = None) -> bool:
         """Evaluate weights and EMA weights, at the end those ``of`` an earlier step; False if a stop was requested."""
         job, run, state, recipe = self._job, self._run, self._state, self._job.recipe
-        examples = Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples) if sets.keys() - {"test"} else None
+        examples = (
+            Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples)
+            if sets.keys() - {"test"}
+            else None
+        )
         with BEATS.phase(EVALUATION):
-            how: dict[str, Any] = {"micro": recipe.eval.micro or job.layout.each, "workers": self._workers}
-            how |= {"dtype": job.dtype, "seed": recipe.seed, "exact": job.exact, "interrupted": run.stop_wanted}
+            how: dict[str, Any] = {
+                "micro": recipe.eval.micro or job.layout.each,
+                "workers": self._workers,
+            }
+            how |= {
+                "dtype": job.dtype,
+                "seed": recipe.seed,
+                "exact": job.exact,
+                "interrupted": run.stop_wanted,
+            }
             how["window"] = job.layout.size
             what = {"emas": self._emas, "examples": examples, "accelerator": run.accelerator}
             metrics = evaluate_all(job.task, state.model, sets, **what, **how)
@@ -121,7 +149,9 @@ class Upkeep:
     def kept(self) -> dict[str, Any]:
         """Arguments of :meth:`State.save`: what the manifest records, and which checkpoints stay."""
         recipe, best = self._job.recipe, self._state.best
-        keep = Keep(recipe.save.keep, self._job.intervals.forever, best.step if recipe.save.best else None)
+        keep = Keep(
+            recipe.save.keep, self._job.intervals.forever, best.step if recipe.save.best else None
+        )
         return {"about": {"metric": recipe.eval.best, **best.state_dict()}, "keep": keep}
 
     def is_best(self) -> bool:
@@ -136,7 +166,10 @@ class Upkeep:
         job, run, state, run_log = self._job, self._run, self._state, self._run_log
         count, say = state.count, run.display.say
         action, why = self.bad.answer(step.fault)
-        number, after = count.step + 1, count.position  # the position is after the samples of the bad step
+        number, after = (
+            count.step + 1,
+            count.position,
+        )  # the position is after the samples of the bad step
         ids = job.order[after - job.layout.size : after][1].tolist()
         run_log.write(run_log.line(step=number, event=action, why=why, ids=ids))
         say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
@@ -157,7 +190,11 @@ class Upkeep:
     def profiling(self, folder: Path) -> Profiling:
         """Return the profiler for the steps in the recipe; it records on rank 0, to ``folder``."""
         watch, run_log, run = self._job.recipe.watch, self._run_log, self._run
-        which = {"profile": watch.profile, "memory": watch.memory} if run.main else dict.fromkeys(("profile", "memory"))
+        which = (
+            {"profile": watch.profile, "memory": watch.memory}
+            if run.main
+            else dict.fromkeys(("profile", "memory"))
+        )
         log = lambda metrics: run_log.write(run_log.line(**metrics))  # noqa: E731
         return Profiling(folder, run.device, **which, say=run.display.say, log=log)
 
@@ -175,7 +212,13 @@ class Upkeep:
         if folder is not None:
             state.take(folder)
             load_task_state(self._job.task, folder)
-        return {"weights": "best", "step": best.step, "end": step, "metric": recipe.eval.best, "value": best.value}
+        return {
+            "weights": "best",
+            "step": best.step,
+            "end": step,
+            "metric": recipe.eval.best,
+            "value": best.value,
+        }
 
     def last_evaluation(self, final: dict[str, Any]) -> bool:
         """Evaluate on the test set; on all sets if the weights of an earlier step were restored, so that the summary
@@ -192,9 +235,15 @@ class Upkeep:
         """Return the summary (summary.json) of a run that is done or stopped."""
         job, state, metric = self._job, self._state, self._job.recipe.eval.best
         count, best = state.count, state.best
-        early = f"early stop: {metric} was best at step {best.step}" if count.step < job.steps else "done"
+        early = (
+            f"early stop: {metric} was best at step {best.step}"
+            if count.step < job.steps
+            else "done"
+        )
         return {
-            "exit_reason": f"stopped by {self._run.stopping.by or 'a signal to another rank'}" if stopped else early,
+            "exit_reason": f"stopped by {self._run.stopping.by or 'a signal to another rank'}"
+            if stopped
+            else early,
             "exit_code": exit_codes.STOPPED if stopped else exit_codes.DONE,
             **count.as_metrics(job.unit),
             "passed_over": count.passed_over,

@@ -47,7 +47,12 @@ class Examples:
         """Keep the samples of a micro-batch with the largest mean loss, on the device. No host sync."""
         each = outputs.get("loss") if isinstance(outputs, Mapping) else None
         indices = batch["index"]
-        if not self._most or not torch.is_tensor(each) or not each.ndim or len(each) != len(indices):
+        if (
+            not self._most
+            or not torch.is_tensor(each)
+            or not each.ndim
+            or len(each) != len(indices)
+        ):
             return  # not a loss per sample
         each = each.detach().flatten(1).float() if each.ndim > 1 else each.detach().float()[:, None]
         losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)  # the loss of padding is zero
@@ -58,7 +63,14 @@ class Examples:
         self._indices = indices[positions]
 
     def look(
-        self, task: Shows, model: nn.Module, number: int, load: _Load, *, micro: int, accelerator: Accelerator
+        self,
+        task: Shows,
+        model: nn.Module,
+        number: int,
+        load: _Load,
+        *,
+        micro: int,
+        accelerator: Accelerator,
     ) -> None:
         """Load and show the chosen samples of a set of ``number`` samples. Collective: call on every rank.
 
@@ -76,9 +88,20 @@ class Examples:
             losses[: len(self._losses)], indices[: len(self._losses)] = self._losses, self._indices
         largest, positions = accelerator.gather(losses).topk(self._most)
         chosen = accelerator.gather(indices)[positions]
-        return {index: loss for index, loss in zip(chosen.tolist(), largest.tolist(), strict=True) if loss > -torch.inf}
+        return {
+            index: loss
+            for index, loss in zip(chosen.tolist(), largest.tolist(), strict=True)
+            if loss > -torch.inf
+        }
 
-    def _show(self, task: Shows, model: nn.Module, indices: list[int], known: Mapping[int, float], load: _Load) -> None:
+    def _show(
+        self,
+        task: Shows,
+        model: nn.Module,
+        indices: list[int],
+        known: Mapping[int, float],
+        load: _Load,
+    ) -> None:
         samples, batch = load(indices)
         _, outputs = task.loss(model, batch)
         outputs = outputs if isinstance(outputs, Mapping) else {}
@@ -94,9 +117,7 @@ class Examples:
             try:
                 shown = plain(task.show(sample, {name: value[row] for name, value in rows.items()}))
             except Exception as error:  # a failure here must not stop the run
-                self.problem = (
-                    f"sample {index} cannot be shown ({type(task).__name__}.show: {type(error).__name__}: {error})"
-                )
+                self.problem = f"sample {index} cannot be shown ({type(task).__name__}.show: {type(error).__name__}: {error})"
                 continue
             self.samples.append(about | shown)
 
@@ -113,7 +134,10 @@ class Examples:
 
     def plain(self) -> dict[str, Any]:
         """Return everything in JSON-serializable form, images as PNG in data URLs."""
-        samples = [{**one, "image": data_url(one["image"])} if "image" in one else one for one in self.samples]
+        samples = [
+            {**one, "image": data_url(one["image"])} if "image" in one else one
+            for one in self.samples
+        ]
         return {"samples": samples, "confusion": self.confusion}
 
 
@@ -123,12 +147,18 @@ _EARLIER = 8  # earlier texts kept per sample; above it, every second one is dro
 def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
     """Add the texts of earlier evaluations to each generated text; ignore those of later steps in ``before``."""
     old_samples = before.get("samples")
-    written = [one for one in old_samples if "continuation" in one] if isinstance(old_samples, list) else []
+    written = (
+        [one for one in old_samples if "continuation" in one]
+        if isinstance(old_samples, list)
+        else []
+    )
     known = {one.get("index"): one for one in written}
     samples = []
     for sample in now["samples"]:
         old = known.get(sample["index"], {}) if "continuation" in sample else {}
-        pairs = [*old.get("earlier", []), [before.get("step", 0), old["continuation"]]] if old else []
+        pairs = (
+            [*old.get("earlier", []), [before.get("step", 0), old["continuation"]]] if old else []
+        )
         pairs = [pair for pair in pairs if pair[0] < now["step"]]
         pairs = pairs[::2] if len(pairs) > _EARLIER else pairs
         samples.append({**sample, "earlier": pairs} if pairs else sample)
@@ -140,12 +170,17 @@ def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
     (masks) are drawn to the right of it. Raise ValueError if nothing can be shown."""
     if not isinstance(shown, Mapping):
         raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
-    pictures = {name: torch.as_tensor(shown[name]) for name in _PICTURES if getattr(shown.get(name), "ndim", 0) >= 2}
+    pictures = {
+        name: torch.as_tensor(shown[name])
+        for name in _PICTURES
+        if getattr(shown.get(name), "ndim", 0) >= 2
+    }
     if pictures.keys() - {"image"}:
         rest = {name: value for name, value in shown.items() if name not in pictures}
         shown = {"text": ", ".join(pictures), **rest, "image": side_by_side([*pictures.values()])}
     clean: dict[str, Any] = {
-        name: value.tolist() if torch.is_tensor(value) and name != "image" else value for name, value in shown.items()
+        name: value.tolist() if torch.is_tensor(value) and name != "image" else value
+        for name, value in shown.items()
     }
     for name in ("text", "target", "prediction", "prompt", "continuation"):
         if name in clean:
@@ -153,5 +188,7 @@ def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
     if "image" in clean:
         clean["image"] = torch.as_tensor(clean["image"])
         if clean["image"].ndim not in (2, 3) or not clean["image"].numel():
-            raise ValueError(f"an image of shape {tuple(clean['image'].shape)}; (channels, height, width) is needed")
+            raise ValueError(
+                f"an image of shape {tuple(clean['image'].shape)}; (channels, height, width) is needed"
+            )
     return clean

@@ -58,7 +58,9 @@ class Drawing(TorchDispatchMode):
                 module = getattr(module, part, module)
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter is value:
-                    self._producers[value] = self._node(f"{inside}.{name}".replace(".", "/"), "Parameter", (), value)
+                    self._producers[value] = self._node(
+                        f"{inside}.{name}".replace(".", "/"), "Parameter", (), value
+                    )
         return self._producers.get(value)  # type: ignore[no-any-return]
 
     def _node(self, name: str, kind: str, inputs: Iterable[str], tensor: Tensor) -> str:
@@ -70,7 +72,9 @@ class Drawing(TorchDispatchMode):
             shape.dim.add(size=size)
         return unique
 
-    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, operation: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         result = operation(*args, **(kwargs or {}))
         try:
             self._draw(operation, tree_leaves((args, kwargs or {})), tree_leaves(result))
@@ -82,8 +86,12 @@ class Drawing(TorchDispatchMode):
         made = [value for value in result if torch.is_tensor(value)]
         if not made:
             return
-        inputs = [source for value in given if torch.is_tensor(value) and (source := self._source(value))]
+        inputs = [
+            source for value in given if torch.is_tensor(value) and (source := self._source(value))
+        ]
         kind = operation.overloadpacket.__name__
-        name = self._node(f"{self._running_module().replace('.', '/')}/{kind}", kind, inputs, made[0])
+        name = self._node(
+            f"{self._running_module().replace('.', '/')}/{kind}", kind, inputs, made[0]
+        )
         for value in made:
             self._producers[value] = name

@@ -47,7 +47,11 @@ class Lines:
         If the file does not match the state (it was truncated or damaged), keep the readable lines up to its step, and
         report that."""
         if self._move_invalid() or not self._holds(state):
-            good = [line for line in self._readable() if json.loads(line)["step"] <= state.get("step", float("inf"))]
+            good = [
+                line
+                for line in self._readable()
+                if json.loads(line)["step"] <= state.get("step", float("inf"))
+            ]
             rest = f"the {len(good)} readable lines before it are kept; the curves have a gap"
             self._say(f"{self.path} does not match the checkpoint (cut or damaged): {rest}")
             self._cut(0)
@@ -56,7 +60,11 @@ class Lines:
             return
         file = self._opened()
         file.seek(int(state["bytes"]))
-        later = [line for line in file.read().splitlines(keepends=True) if kept in line and line.endswith(b"\n")]
+        later = [
+            line
+            for line in file.read().splitlines(keepends=True)
+            if kept in line and line.endswith(b"\n")
+        ]
         self._cut(int(state["bytes"]))
         self._step = int(state.get("step", 0))
         self._write(b"".join(later))
@@ -87,7 +95,9 @@ class Lines:
         while length and (chunk := file.read(min(length, _CHUNK))):
             self._digest.update(chunk)
             length -= len(chunk)
-        return not length and state.get("xxh3", self._digest.hexdigest()) == self._digest.hexdigest()
+        return (
+            not length and state.get("xxh3", self._digest.hexdigest()) == self._digest.hexdigest()
+        )
 
     def _readable(self) -> Iterator[bytes]:
         file = self._opened()

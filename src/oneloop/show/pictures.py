@@ -26,12 +26,16 @@ def picture(image: Tensor) -> Image.Image:
     values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
     low, high = values.amin(), values.amax()
     levels = ((values - low) / (high - low).clamp(min=1e-12) * 255).round().byte()
-    drawn = Image.fromarray(levels[0].numpy() if len(levels) == 1 else levels.permute(1, 2, 0).contiguous().numpy())
+    drawn = Image.fromarray(
+        levels[0].numpy() if len(levels) == 1 else levels.permute(1, 2, 0).contiguous().numpy()
+    )
     longest = max(drawn.size)
     if longest > _SIDE:
         drawn.thumbnail((_SIDE, _SIDE))
     elif factor := _SIDE // longest:
-        drawn = drawn.resize((drawn.width * factor, drawn.height * factor), Image.Resampling.NEAREST)
+        drawn = drawn.resize(
+            (drawn.width * factor, drawn.height * factor), Image.Resampling.NEAREST
+        )
     return drawn
 
 
@@ -42,7 +46,9 @@ def side_by_side(images: Sequence[Tensor]) -> Tensor:
     drawn = [_rgb(image) for image in images]
     height = max(len(one[0]) for one in drawn)
     sized = [
-        functional.interpolate(one[None], (height, max(1, round(one.shape[2] * height / one.shape[1]))))[0]
+        functional.interpolate(
+            one[None], (height, max(1, round(one.shape[2] * height / one.shape[1])))
+        )[0]
         for one in drawn
     ]
     gap = torch.ones(3, height, max(1, height // 32))
@@ -52,7 +58,9 @@ def side_by_side(images: Sequence[Tensor]) -> Tensor:
 def _rgb(image: Tensor) -> Tensor:
     if image.ndim == 2 and not image.is_floating_point():
         classes = image.long().cpu() - min(0, int(image.min()))
-        colours = [(0.0, 0.0, 0.0)] + [colorsys.hsv_to_rgb(0.618 * n % 1, 0.7, 0.95) for n in range(int(classes.max()))]
+        colours = [(0.0, 0.0, 0.0)] + [
+            colorsys.hsv_to_rgb(0.618 * n % 1, 0.7, 0.95) for n in range(int(classes.max()))
+        ]
         return torch.tensor(colours)[classes].permute(2, 0, 1)
     values = image.detach().float().cpu()
     values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
@@ -79,7 +87,9 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
         x, y = index % columns * width + 4, index // columns * height + 4
         sheet.paste(image, (x, y))
         colour = (_GOOD if sample["right"] else _BAD) if "right" in sample else _INK
-        for line, (name, word, ink) in enumerate((("target", "label", _INK), ("prediction", "model", colour))):
+        for line, (name, word, ink) in enumerate(
+            (("target", "label", _INK), ("prediction", "model", colour))
+        ):
             if name in sample:
                 text = f"{word} {sample[name]}"[:14]
                 pen.text((x, y + image.height + 1 + line * _LINE), text, fill=ink, font=font)
@@ -102,9 +112,16 @@ def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
             ground = tuple(round(255 - shade * (255 - part)) for part in (_GOOD if right else _BAD))
             pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=ground)
             if cell == _CELL and counts[row, column]:
-                pen.text((x + 3, y + 8), f"{counts[row, column]:.0f}", fill="white" if shade > 0.5 else _INK, font=font)
+                pen.text(
+                    (x + 3, y + 8),
+                    f"{counts[row, column]:.0f}",
+                    fill="white" if shade > 0.5 else _INK,
+                    font=font,
+                )
         if cell == _CELL:
             pen.text((4, margin // 2 + row * cell + 8), classes[row][:12], fill=_INK, font=font)
-            pen.text((margin + row * cell + 2, margin // 2 - 16), classes[row][:5], fill=_INK, font=font)
+            pen.text(
+                (margin + row * cell + 2, margin // 2 - 16), classes[row][:5], fill=_INK, font=font
+            )
     pen.text((4, 4), "rows: label, columns: prediction", fill=_INK, font=font)
     return np.asarray(sheet)

@@ -59,7 +59,9 @@ class Curve:
         kept = [point for stretch in (*self._stretches, end) for point in stretch]
         if self._first is not None:
             kept = [self._first, *kept]
-        kept = [point for index, point in enumerate(kept) if not index or point is not kept[index - 1]]
+        kept = [
+            point for index, point in enumerate(kept) if not index or point is not kept[index - 1]
+        ]
         return [step for step, _ in kept], [value for _, value in kept]
 
 
@@ -74,7 +76,11 @@ def _extremes(points: list[Point]) -> list[Point]:
     else:
         finite = [index for index, value in enumerate(values) if math.isfinite(value)]
         indices = {next(index for index, value in enumerate(values) if not math.isfinite(value))}
-        indices |= {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)} if finite else set()
+        indices |= (
+            {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
+            if finite
+            else set()
+        )
     return [points[index] for index in sorted(indices)]
 
 
@@ -85,7 +91,9 @@ class Record:
     name: str
     curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: defaultdict(dict))
     """by metric, and by the evaluated weights (empty: a training metric)"""
-    event_lines: list[dict[str, Any]] = field(default_factory=list)  # events; many saves are thinned out
+    event_lines: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # events; many saves are thinned out
     last: int | None = None  # step of the last line
     summary: dict[str, Any] = field(default_factory=dict)  # empty until the run has finished
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -114,8 +122,14 @@ class Record:
 
     def _thin_events(self) -> None:
         """Drop every second save; if too many events remain, also drop those in the middle."""
-        events = [event for index, event in enumerate(self.event_lines) if event["event"] != "save" or index % 2]
-        self.event_lines = events if len(events) <= EVENTS else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
+        events = [
+            event
+            for index, event in enumerate(self.event_lines)
+            if event["event"] != "save" or index % 2
+        ]
+        self.event_lines = (
+            events if len(events) <= EVENTS else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
+        )
 
     def curve(self, metric: str, weights: str | None = None) -> tuple[list[int], list[float]]:
         """Return steps and values of one metric; ``weights`` selects the evaluated weights (None: all)."""
@@ -133,7 +147,9 @@ class Record:
 
     def weights(self) -> list[str]:
         """Return the names of the evaluated weights: raw, and the EMAs."""
-        return list(dict.fromkeys(weights for of in self.curves.values() for weights in of if weights))
+        return list(
+            dict.fromkeys(weights for of in self.curves.values() for weights in of if weights)
+        )
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events: saves, resumes and bad steps."""
@@ -160,7 +176,9 @@ def read_record(folder: Path) -> Record:
             return {}
         return found if isinstance(found, dict) else {}
 
-    files: Any = {name: content(f"{name}.json", json.loads) for name in ("summary", "environment", "examples")}
+    files: Any = {
+        name: content(f"{name}.json", json.loads) for name in ("summary", "environment", "examples")
+    }
     record = Record(folder.resolve().name, recipe=content("recipe.yaml", yaml.safe_load), **files)
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
@@ -178,8 +196,14 @@ def parsed(lines: Any) -> Iterator[dict[str, Any]]:
             content = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if isinstance(content, dict) and type(content.get("step")) is int and 0 <= content["step"] < 1 << 53:
-            if not isinstance(content.get("event", ""), str) or not isinstance(content.get("weights", ""), str):
+        if (
+            isinstance(content, dict)
+            and type(content.get("step")) is int
+            and 0 <= content["step"] < 1 << 53
+        ):
+            if not isinstance(content.get("event", ""), str) or not isinstance(
+                content.get("weights", ""), str
+            ):
                 continue
             yield content
 
@@ -188,7 +212,9 @@ def distinct(records: list[Record]) -> list[Record]:
     """Append a number to the names of runs that have the same name."""
     names = [record.name for record in records]
     return [
-        replace(record, name=f"{record.name} [{number}]") if names.count(record.name) > 1 else record
+        replace(record, name=f"{record.name} [{number}]")
+        if names.count(record.name) > 1
+        else record
         for number, record in enumerate(records, 1)
     ]
 
@@ -254,7 +280,9 @@ class Follower:
     def exit_reason(self) -> str:
         """Return why the run has ended; empty while it trains."""
         try:
-            return printable(str(json.loads((self.folder / "summary.json").read_text())["exit_reason"]))
+            return printable(
+                str(json.loads((self.folder / "summary.json").read_text())["exit_reason"])
+            )
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return ""
 

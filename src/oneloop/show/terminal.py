@@ -93,7 +93,10 @@ class Display:
         """Show progress up to step ``total``; ``now`` returns the current step, also in another thread."""
         self._start, self._total, self._began = now(), total, time.monotonic()
         if self.bars:
-            self.bars.steps = self.bars.add_task("step", total=total, completed=self._start, text=""), now
+            self.bars.steps = (
+                self.bars.add_task("step", total=total, completed=self._start, text=""),
+                now,
+            )
 
     def __enter__(self) -> "Display":
         self._outer = BARS.set(self.bars)
@@ -101,14 +104,20 @@ class Display:
             self.bars.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         if self._outer is not None:
             BARS.reset(self._outer)
         if self.bars:
             self.bars.stop()
 
     def metrics(
-        self, step: int, metrics: Mapping[str, float], remarks: Iterable[str] = (), named: Iterable[str] = ()
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        remarks: Iterable[str] = (),
+        named: Iterable[str] = (),
     ) -> None:
         """Show the training metrics of a log step, after its remarks: loss, metrics ``named`` by the task, rate."""
         self.lines(remarks)
@@ -116,17 +125,26 @@ class Display:
             self._json({"step": step, **metrics})
         if self._as_json:
             return
-        parts = [f"{name.removeprefix('train/')} {metric(metrics[name])}" for name in ("train/loss", *named)]
+        parts = [
+            f"{name.removeprefix('train/')} {metric(metrics[name])}"
+            for name in ("train/loss", *named)
+        ]
         rate = f"{metrics['train/samples_per_second']:,.0f} samples/s"
         now = time.monotonic()
         if self.bars and self.bars.steps:
             room = self._console.width - _BAR - len(rate)
-            fitting = [part for at, part in enumerate(parts) if not at or len("  ".join(parts[: at + 1])) <= room]
+            fitting = [
+                part
+                for at, part in enumerate(parts)
+                if not at or len("  ".join(parts[: at + 1])) <= room
+            ]
             self.bars.update(self.bars.steps[0], text="  ".join([*fitting, rate]))
         elif now - self._last >= self._interval or step == self._total:
             self._last = now
             left = (now - self._began) / max(1, step - self._start) * (self._total - step)
-            self.lines(self._wrapped([f"step {step}/{self._total}", *parts, rate, f"{left:.0f} s left"]))
+            self.lines(
+                self._wrapped([f"step {step}/{self._total}", *parts, rate, f"{left:.0f} s left"])
+            )
 
     def results(self, step: int, results: Mapping[str, float], weights: str = "raw") -> None:
         """Show the metrics of an evaluation, of the raw weights or of an EMA."""
@@ -135,7 +153,9 @@ class Display:
         if self._as_json:
             return
         metrics = [f"{name} {metric(value)}" for name, value in results.items()]
-        self.lines(self._wrapped([f"step {step}", *metrics, *[f"({weights})"] * (weights != "raw")]))
+        self.lines(
+            self._wrapped([f"step {step}", *metrics, *[f"({weights})"] * (weights != "raw")])
+        )
 
     def _wrapped(self, parts: Iterable[str]) -> list[str]:
         """Join parts by two spaces. On a terminal, a part that does not fit moves to the next line as a whole."""
@@ -167,10 +187,14 @@ class Display:
         if self._as_json:
             self._json({"message": text})
         else:
-            self._console.print(printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True)
+            self._console.print(
+                printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True
+            )
 
     def _json(self, content: Mapping[str, object]) -> None:
-        self._console.print(dumps(content), highlight=False, markup=False, emoji=False, soft_wrap=True)
+        self._console.print(
+            dumps(content), highlight=False, markup=False, emoji=False, soft_wrap=True
+        )
 
 
 def metric(value: float) -> str:
@@ -200,11 +224,17 @@ def summary_table(summary: Mapping[str, Any]) -> Table:
         table.add_row(_plain(f"{row}{' (last mean)' * (row == 'train/loss')}"), *cells)
     table.add_section()
     if best.get("value") is not None:
-        table.add_row(_plain(f"best {best['metric']}"), f"{metric(best['value'])} at step {best['step']:,}")
+        table.add_row(
+            _plain(f"best {best['metric']}"), f"{metric(best['value'])} at step {best['step']:,}"
+        )
     for name in ("step", "samples", "tokens"):
         if name in summary:
             table.add_row(name, f"{summary[name]:,}")
     if summary.get("seconds"):
-        rate = f"{summary['samples'] / summary['seconds']:,.0f} samples/s on average" if summary.get("samples") else ""
+        rate = (
+            f"{summary['samples'] / summary['seconds']:,.0f} samples/s on average"
+            if summary.get("samples")
+            else ""
+        )
         table.add_row("time", f"{summary['seconds']:,.1f} s, {rate}")
     return table

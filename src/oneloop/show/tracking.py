@@ -29,7 +29,9 @@ def check_trackers(names: Sequence[str]) -> None:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
             raise BadInput(f"track {name!r} is not a tracker of accelerate; known: {known}")
         if find_spec(name) is None:
-            raise BadInput(f"track {name!r}: {name!r} is not installed; pip install {name}, or set --track tensorboard")
+            raise BadInput(
+                f"track {name!r}: {name!r} is not installed; pip install {name}, or set --track tensorboard"
+            )
 
 
 class Tracking:
@@ -97,7 +99,9 @@ class Tracking:
         except Exception as error:
             if what not in self._reported:
                 self._reported.add(what)
-                self._say(f"{what} cannot be written ({type(error).__name__}: {error}); training continues without it")
+                self._say(
+                    f"{what} cannot be written ({type(error).__name__}: {error}); training continues without it"
+                )
 
     @property
     def files(self) -> list[Path]:
@@ -125,7 +129,9 @@ class Tracking:
         except (OSError, ValueError, TypeError, RecursionError):
             damaged = True
         if damaged:
-            self._say(f"{examples} is damaged and was renamed; the next evaluation writes a new one")
+            self._say(
+                f"{examples} is damaged and was renamed; the next evaluation writes a new one"
+            )
             examples.rename(examples.with_name(f"bad-{examples.name}"))
 
     def log(self, metrics: Mapping[str, Any]) -> None:
@@ -134,8 +140,14 @@ class Tracking:
             return
         with self._report_errors("metrics.jsonl"):
             self._lines.append(metrics)
-        head = f"{metrics['weights']}/" if metrics.get("weights", "raw") != "raw" else ""  # one curve per EMA
-        numbers = {f"{head}{k}": value for k, value in metrics.items() if "/" in k and isinstance(value, int | float)}
+        head = (
+            f"{metrics['weights']}/" if metrics.get("weights", "raw") != "raw" else ""
+        )  # one curve per EMA
+        numbers = {
+            f"{head}{k}": value
+            for k, value in metrics.items()
+            if "/" in k and isinstance(value, int | float)
+        }
         for tracker in self._accelerator.trackers if numbers else ():
             with self._report_errors(f"tracker {tracker.name}"):
                 if tracker.name == "tensorboard":
@@ -149,7 +161,9 @@ class Tracking:
         """Write the samples to examples.json, and log them to the trackers that support images or texts."""
         if examples.problem and self._writes and "show" not in self._reported:
             self._reported.add("show")
-            self._say(f"{examples.problem}; training continues (--eval.samples 0 turns examples off)")
+            self._say(
+                f"{examples.problem}; training continues (--eval.samples 0 turns examples off)"
+            )
         if not self._writes or not (examples.samples or examples.confusion):
             return
         path = self._folder / "examples.json"
@@ -170,17 +184,25 @@ class Tracking:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        (writer,) = (tracker.tracker for tracker in self._accelerator.trackers if tracker.name == "tensorboard")
+        (writer,) = (
+            tracker.tracker
+            for tracker in self._accelerator.trackers
+            if tracker.name == "tensorboard"
+        )
         with self._report_errors("tracker tensorboard"):
             for numbers, step, when in buffered:
-                values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
+                values = [
+                    Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()
+                ]
                 writer.file_writer.add_summary(Summary(value=values), step, when)
             writer.flush()
 
     def close(self) -> None:
         """Close the trackers and the file."""
         self._flush()
-        for tracker in self._accelerator.trackers:  # not end_training(), which also ends the process group
+        for (
+            tracker
+        ) in self._accelerator.trackers:  # not end_training(), which also ends the process group
             with self._report_errors(f"tracker {tracker.name}"):
                 tracker.finish()
         self._lines.close()
@@ -197,21 +219,29 @@ def _log_examples(tracker: Any, step: int, examples: Examples) -> None:
     if hasattr(tracker, "log_images"):
         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         for name, picture in _pictures(examples).items():
-            images = picture if tracker.name == "aim" else picture[None]  # aim takes one image, the others a list
+            images = (
+                picture if tracker.name == "aim" else picture[None]
+            )  # aim takes one image, the others a list
             tracker.log_images({name: images}, step=step, **layout)
     texts = _texts(examples)
     if texts and tracker.name == "tensorboard":
         tracker.log(texts, step=step)
     elif texts and hasattr(tracker, "log_table"):
-        tracker.log_table("examples", columns=["which", "text"], data=[[*row] for row in texts.items()], step=step)
+        tracker.log_table(
+            "examples", columns=["which", "text"], data=[[*row] for row in texts.items()], step=step
+        )
 
 
 def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
     pictures = {}
     for name, worst in (("examples/fixed", False), ("examples/worst", True)):
-        if chosen := [sample for sample in examples.samples if "image" in sample and sample["worst"] == worst]:
+        if chosen := [
+            sample for sample in examples.samples if "image" in sample and sample["worst"] == worst
+        ]:
             pictures[name] = tiles(chosen)
-    return pictures | ({"examples/confusion": matrix(examples.confusion)} if examples.confusion else {})
+    return pictures | (
+        {"examples/confusion": matrix(examples.confusion)} if examples.confusion else {}
+    )
 
 
 def _texts(examples: Examples) -> dict[str, str]:

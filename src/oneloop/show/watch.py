@@ -30,7 +30,9 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
     high = max(max(values) for _, values, _ in curves)
     row = _round((high - low or max(abs(high) * 0.1, 1e-9)) / (height - 1.5))  # between two labels
     bottom = row * math.floor(low / row)
-    if high <= 1 < (top := bottom + row * (height - 1)) <= 1 + bottom:  # a share: the axis ends at 1
+    if (
+        high <= 1 < (top := bottom + row * (height - 1)) <= 1 + bottom
+    ):  # a share: the axis ends at 1
         bottom -= top - 1
     figure: Any = plotille.Figure()
     figure.width, figure.height = width, height
@@ -38,27 +40,40 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
     figure.x_label = figure.y_label = ""
     figure.origin = False  # it would be drawn in a curve's colour
     figure.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
-    figure.y_ticks_fkt = lambda low, _: f"{row * round(low / row + 0.5, 2) + 0.0:.4g}"  # the middle of a line
+    figure.y_ticks_fkt = lambda low, _: (
+        f"{row * round(low / row + 0.5, 2) + 0.0:.4g}"
+    )  # the middle of a line
     for steps, values, colour in curves:
         draw = figure.plot if len(steps) > 1 else figure.scatter
         draw(steps, values, lc=colour, marker="•" if len(steps) <= 20 else None)
-    column = max(1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / max(1, width // _LABEL)))
+    column = max(
+        1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / max(1, width // _LABEL))
+    )
     figure.set_x_limits(0, column * width / _LABEL)
     figure.set_y_limits(bottom - row / 2, bottom + row * (height - 0.5))
-    return str(figure.show()).replace("-> ()", "").replace("\N{BRAILLE PATTERN BLANK}", " ").splitlines()[2:]
+    return (
+        str(figure.show())
+        .replace("-> ()", "")
+        .replace("\N{BRAILLE PATTERN BLANK}", " ")
+        .splitlines()[2:]
+    )
 
 
 def _round(least: float) -> float:
     """Return the smallest round number (one digit, 1.5 or 2.5, times a power of ten) that is not below ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
-    return next(f * power for f in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if f * power >= least * (1 - 1e-9))
+    return next(
+        f * power for f in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if f * power >= least * (1 - 1e-9)
+    )
 
 
 _LABEL = 10  # columns between two labels of plotille's x axis
 _MIN_WIDTH = 56  # minimum columns of a run
 _MIN_PANEL = 36
 _CHART = 12  # lines of a chart
-COLOURS = [f"bright_{colour}" for colour in ("blue", "yellow", "green", "magenta", "cyan", "red")] + ["blue", "green"]
+COLOURS = [
+    f"bright_{colour}" for colour in ("blue", "yellow", "green", "magenta", "cyan", "red")
+] + ["blue", "green"]
 
 
 def watch(
@@ -84,27 +99,39 @@ def watch(
         while True:
             for run in runs:
                 run.read()
-            shown.update(view(runs, metrics, width=console.width, height=console.height), refresh=True)
+            shown.update(
+                view(runs, metrics, width=console.width, height=console.height), refresh=True
+            )
             if all(run.done for run in runs):  # a stopped or failed run can be started again
                 break
             time.sleep(every)
     console.print(view(runs, metrics, width=console.width, height=0))
 
 
-def view(runs: Sequence[Follower], metrics: Sequence[str], *, width: int, height: int) -> RenderableType:
+def view(
+    runs: Sequence[Follower], metrics: Sequence[str], *, width: int, height: int
+) -> RenderableType:
     """Return all runs, side by side if the width suffices, in at most ``height`` lines (0: no limit)."""
     across = max(1, min(len(runs), width // _MIN_WIDTH))
     each = max(_MIN_PANEL, width // across - 1)
     rows = math.ceil(len(runs) / across)
     lines = height // rows if height else 0
     names = [run.folder.resolve().name for run in runs]
-    titles = [name if names.count(name) == 1 else str(run.folder) for name, run in zip(names, runs, strict=True)]
+    titles = [
+        name if names.count(name) == 1 else str(run.folder)
+        for name, run in zip(names, runs, strict=True)
+    ]
     titles = [printable(title) for title in titles]
-    panels = [_panel(run, title, metrics, width=each, height=lines) for run, title in zip(runs, titles, strict=True)]
+    panels = [
+        _panel(run, title, metrics, width=each, height=lines)
+        for run, title in zip(runs, titles, strict=True)
+    ]
     return Columns(panels, width=each, padding=(0, 1, 0, 0)) if across > 1 else Group(*panels)
 
 
-def _panel(run: Follower, title: str, metrics: Sequence[str], *, width: int, height: int) -> RenderableType:
+def _panel(
+    run: Follower, title: str, metrics: Sequence[str], *, width: int, height: int
+) -> RenderableType:
     if not any("/" in name for line in run.lines for name in line):
         return Panel("no metrics yet", title=Text(title), width=width)
     groups = [[name] for name in metrics] or _usual(run)
@@ -122,30 +149,52 @@ def _usual(run: Follower) -> list[list[str]]:
     names = list(dict.fromkeys(name for line in run.lines for name in line if "/" in name))
     losses: list[str] = [name for name in ("train/loss", "eval/loss") if name in names]
     metrics = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
-    rest = [one for one in ("train/grad_norm", "speed/tokens_per_second", "train/samples_per_second") if one in names]
+    rest = [
+        one
+        for one in ("train/grad_norm", "speed/tokens_per_second", "train/samples_per_second")
+        if one in names
+    ]
     return [losses, *([name] for name in [*metrics[:1], *rest[:2]])]
 
 
 def _head(run: Follower, most: int) -> Table:
     """Return the newest values; ``most`` limits the rows, from the end of the metrics."""
     table = Table.grid(padding=(0, 2))
-    last = {name: value for line in run.lines for name, value in line.items() if line.get("weights", "raw") == "raw"}
+    last = {
+        name: value
+        for line in run.lines
+        for name, value in line.items()
+        if line.get("weights", "raw") == "raw"
+    }
     events = [printable(line["event"]) for line in run.lines if "event" in line]
-    table.add_row("step", f"{last['step']:,}", Text(run.exit_reason or f"last line {run.age:,.0f} s ago"))
+    table.add_row(
+        "step", f"{last['step']:,}", Text(run.exit_reason or f"last line {run.age:,.0f} s ago")
+    )
     values = [name for name in ("train/loss", "train/lr", *last) if name in last]
-    values = [name for name in dict.fromkeys(values) if name.startswith(("train/loss", "train/lr", "eval/"))]
+    values = [
+        name
+        for name in dict.fromkeys(values)
+        if name.startswith(("train/loss", "train/lr", "eval/"))
+    ]
     for name in values[: max(1, most - 4)]:
         table.add_row(Text(printable(name)), Text(_short(last[name])))
-    shares = {name.partition("/")[2]: number(last[name]) for name in last if name.startswith("share/")}
+    shares = {
+        name.partition("/")[2]: number(last[name]) for name in last if name.startswith("share/")
+    }
     if shares:
         parts = sorted(shares.items(), key=lambda part: -part[1])[:3]
-        table.add_row("time, latest", Text(printable(", ".join(f"{100 * part:.0f} % {name}" for name, part in parts))))
+        table.add_row(
+            "time, latest",
+            Text(printable(", ".join(f"{100 * part:.0f} % {name}" for name, part in parts))),
+        )
     if "train/samples_per_second" in last:
         table.add_row("speed, latest", f"{number(last['train/samples_per_second']):,.0f} samples/s")
     counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}
     if counts:
         seen = " (in the sampled lines)" if run.sampled else ""
-        table.add_row("events", Text(", ".join(f"{kind}: {count}" for kind, count in counts.items()) + seen))
+        table.add_row(
+            "events", Text(", ".join(f"{kind}: {count}" for kind, count in counts.items()) + seen)
+        )
     return table
 
 
@@ -153,8 +202,12 @@ def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType
     series: dict[tuple[str, str], list[tuple[int, float]]] = {}
     for name in names:
         for line in (line for line in run.lines if name in line):
-            series.setdefault((name, line.get("weights", "raw")), []).append((line["step"], number(line[name])))
-    named = [(name if w == "raw" else f"{name} ({w})", points) for (name, w), points in series.items()]
+            series.setdefault((name, line.get("weights", "raw")), []).append(
+                (line["step"], number(line[name]))
+            )
+    named = [
+        (name if w == "raw" else f"{name} ({w})", points) for (name, w), points in series.items()
+    ]
     return chart(named, head="" if series else ", ".join(names), width=width, height=_CHART - 3)
 
 
@@ -171,7 +224,9 @@ def chart(
     if not curves:
         return Text(f"{printable(head)} no metrics", style="dim")
     legend.append("(by step)", style="dim")
-    return Group(legend, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=height))))
+    return Group(
+        legend, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=height)))
+    )
 
 
 def _short(value: Any) -> str:

@@ -9,7 +9,15 @@ from rich.table import Table
 
 from oneloop.show.report.page import assembled, chart_section, table
 
-_HEAD = ("technique", "alone", "spread", "on top of the others", "spread", "memory", "weights after 8 steps")
+_HEAD = (
+    "technique",
+    "alone",
+    "spread",
+    "on top of the others",
+    "spread",
+    "memory",
+    "weights after 8 steps",
+)
 
 
 def as_table(results: Mapping[str, Any]) -> Table:
@@ -53,7 +61,17 @@ def _rows(results: Mapping[str, Any]) -> Sequence[tuple[str, ...]]:
         alone, on_top = one["alone"], one["on top"]
         memory = f"{alone['memory']:+,.0f} MiB"
         result = one["result"] + (f"; {one['fault']}" if one["fault"] else "")
-        rows.append((one["name"], _ratio(alone), _spread(alone), _ratio(on_top), _spread(on_top), memory, result))
+        rows.append(
+            (
+                one["name"],
+                _ratio(alone),
+                _spread(alone),
+                _ratio(on_top),
+                _spread(on_top),
+                memory,
+                result,
+            )
+        )
     return rows
 
 
@@ -70,9 +88,16 @@ def _number(value: float) -> float | None:
 
 
 def _bars(results: Mapping[str, Any]) -> dict[str, Any]:
-    tried = [one for one in results["techniques"] if "alone" in one and not math.isnan(one["alone"]["median"])]
+    tried = [
+        one
+        for one in results["techniques"]
+        if "alone" in one and not math.isnan(one["alone"]["median"])
+    ]
     data = []
-    for kind, name, colour in (("alone", "alone", "#2f6fde"), ("on top", "on top of the others", "#d9622b")):
+    for kind, name, colour in (
+        ("alone", "alone", "#2f6fde"),
+        ("on top", "on top of the others", "#d9622b"),
+    ):
         metrics = [one[kind] for one in tried]
         above = [_number(each["max"] - each["median"]) for each in metrics]
         below = [_number(each["median"] - each["min"]) for each in metrics]
@@ -83,12 +108,37 @@ def _bars(results: Mapping[str, Any]) -> dict[str, Any]:
                 "x": [one["name"] for one in tried],
                 "y": [_number(each["median"]) for each in metrics],
                 "marker": {"color": colour},
-                "error_y": {"type": "data", "symmetric": False, "array": above, "arrayminus": below},
+                "error_y": {
+                    "type": "data",
+                    "symmetric": False,
+                    "array": above,
+                    "arrayminus": below,
+                },
             }
         )
-    one = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": 1, "y1": 1, "line": {"dash": "dot"}}
-    axes = {"xaxis": {"type": "category"}, "yaxis": {"title": {"text": "throughput with / without"}}}
+    one = {
+        "type": "line",
+        "xref": "paper",
+        "x0": 0,
+        "x1": 1,
+        "y0": 1,
+        "y1": 1,
+        "line": {"dash": "dot"},
+    }
+    axes = {
+        "xaxis": {"type": "category"},
+        "yaxis": {"title": {"text": "throughput with / without"}},
+    }
     legend = {"legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"}, "showlegend": True}
-    layout = {"margin": {"l": 55, "r": 15, "t": 40, "b": 60}, "height": 380, "barmode": "group", "shapes": [one]}
+    layout = {
+        "margin": {"l": 55, "r": 15, "t": 40, "b": 60},
+        "height": 380,
+        "barmode": "group",
+        "shapes": [one],
+    }
     layout |= axes | legend
-    return {"title": "Throughput with each technique, relative to without", "data": data, "layout": layout}
+    return {
+        "title": "Throughput with each technique, relative to without",
+        "data": data,
+        "layout": layout,
+    }

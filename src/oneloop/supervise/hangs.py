@@ -41,12 +41,19 @@ def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that hang; empty if any rank makes progress or may still do so.
 
     These are the ranks that do not report, else those that do not wait in a collective, else the furthest behind."""
-    if not statuses or any(status.held for status in statuses) or (len(statuses) == 1 and statuses[0].stopped):
+    if (
+        not statuses
+        or any(status.held for status in statuses)
+        or (len(statuses) == 1 and statuses[0].stopped)
+    ):
         return []  # the user has stopped a run of one process, and can continue it
     stop_requested = any(status.stop_requested for status in statuses)
     if not all(status.late(stop_requested) for status in statuses):
         return []
-    for chosen in ([s for s in statuses if s.silent > _SILENT], [s for s in statuses if not s.waits]):
+    for chosen in (
+        [s for s in statuses if s.silent > _SILENT],
+        [s for s in statuses if not s.waits],
+    ):
         if chosen:
             return chosen
     least = min(status.count for status in statuses)
@@ -55,10 +62,16 @@ def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
 def other_units(statuses: Sequence[RankStatus]) -> str:
     """Describe a likely cause if all ranks wait in collectives: under FSDP2 they run different units."""
-    if len({status.unit for status in statuses}) < 2 or not all(status.waits for status in statuses):
+    if len({status.unit for status in statuses}) < 2 or not all(
+        status.waits for status in statuses
+    ):
         return ""
-    units = ", ".join(f"rank {status.rank} in unit call {status.unit or 'none'}" for status in statuses[:4])
-    return f"; all wait, {units}: FSDP2 hangs if which units run, or how often, depends on the samples"
+    units = ", ".join(
+        f"rank {status.rank} in unit call {status.unit or 'none'}" for status in statuses[:4]
+    )
+    return (
+        f"; all wait, {units}: FSDP2 hangs if which units run, or how often, depends on the samples"
+    )
 
 
 def describe_hang(status: RankStatus) -> str:

@@ -22,7 +22,9 @@ from oneloop.basics.launcher import rank
 from oneloop.supervise.crash_report import STACKS
 
 _ROOT = str(Path(__file__).parents[1])
-_LIBRARIES = tuple({sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_LIBRARIES = tuple(
+    {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+)
 _WAITING = ("/torch/distributed/", "/torch/autograd/", "/torch/nn/parallel/", "/accelerate/")
 """paths of code that waits for other ranks, or for a device that waits for them"""
 _WORKING = ("data", "checkpoint", "show", "tasks", "evaluation.py", "prediction.py")
@@ -49,10 +51,16 @@ def stack_snapshot() -> StackSnapshot:
         frames.append(frame)
         frame = frame.f_back
     files = [frame.f_code.co_filename for frame in frames]
-    own = [frame for frame, file in zip(frames, files, strict=True) if not file.startswith((_ROOT, *_LIBRARIES, "<"))]
+    own = [
+        frame
+        for frame, file in zip(frames, files, strict=True)
+        if not file.startswith((_ROOT, *_LIBRARIES, "<"))
+    ]
     inner = (own or frames)[0] if frames else None
     return StackSnapshot(
-        where=f"{inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}" if inner else "",
+        where=f"{inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}"
+        if inner
+        else "",
         waits=bool(files) and _waits(files[0]),
         compiles=any(path in file for file in files for path in _COMPILERS),
         debugged=any(path in file for file in files for path in _DEBUGGERS),
@@ -70,7 +78,14 @@ _STACK_AFTER = 2.0  # seconds without a heartbeat before reports include the sta
 _SEND_TIMEOUT = 2.0  # time limit in seconds of a send
 _COMPILING = 1800.0  # hang limit in seconds while a compiler runs, in any phase
 _CONSEQUENCES = ("DistBackendError", "DistNetworkError", "DistStoreError")
-_CONNECTION_ERRORS = ("connection reset", "connection closed", "connection refused", "broken pipe", "gloo", "nccl")
+_CONNECTION_ERRORS = (
+    "connection reset",
+    "connection closed",
+    "connection refused",
+    "broken pipe",
+    "gloo",
+    "nccl",
+)
 
 
 class Channel:
@@ -127,15 +142,25 @@ class Channel:
             self.send(beat=_beat(self.patience))
             if not select.select([self._requests], [], [], TICK)[0]:
                 continue
-            if os.read(self._requests, 1) and self.folder is not None:  # in a thread, as NCCL may not answer
+            if (
+                os.read(self._requests, 1) and self.folder is not None
+            ):  # in a thread, as NCCL may not answer
                 threading.Thread(target=_write_collectives, args=[self.folder], daemon=True).start()
             else:
                 time.sleep(TICK)
 
-    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    def _uncaught(
+        self, kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
         """Report an uncaught exception, for example of an import."""
         sys.__excepthook__(kind, error, trace)
-        self.send(fault={"words": f"rank {rank()}: {kind.__name__}: {error}", "text": "", "follows": False})
+        self.send(
+            fault={
+                "words": f"rank {rank()}: {kind.__name__}: {error}",
+                "text": "",
+                "follows": False,
+            }
+        )
 
     def fault(self, error: BaseException, words: str) -> None:
         """Report the error that ends this process."""
@@ -145,7 +170,12 @@ class Channel:
 
 def _beat(patience: float) -> dict[str, Any]:
     since = time.monotonic() - BEATS.last
-    beat: dict[str, Any] = {"phase": BEATS.now_in, "count": BEATS.count, "since": since, "limit": BEATS.limit(patience)}
+    beat: dict[str, Any] = {
+        "phase": BEATS.now_in,
+        "count": BEATS.count,
+        "since": since,
+        "limit": BEATS.limit(patience),
+    }
     usual = BEATS.usual()
     beat |= {
         "patience": patience,
@@ -182,7 +212,9 @@ def _follows(error: BaseException) -> bool:
     while seen is not None:
         if type(seen).__name__ in _CONSEQUENCES:
             return True
-        if isinstance(seen, RuntimeError | OSError) and any(part in str(seen).lower() for part in _CONNECTION_ERRORS):
+        if isinstance(seen, RuntimeError | OSError) and any(
+            part in str(seen).lower() for part in _CONNECTION_ERRORS
+        ):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

@@ -36,7 +36,9 @@ class SupervisorConnection:
             while more := self.connection.recv(1 << 16):
                 self._buffer += more
                 self.heard = time.monotonic()
-                if len(self._buffer) > (_MAX_BYTES_UNKNOWN if self.rank is None else _MAX_BYTES_KNOWN):
+                if len(self._buffer) > (
+                    _MAX_BYTES_UNKNOWN if self.rank is None else _MAX_BYTES_KNOWN
+                ):
                     return None
             return None
         except BlockingIOError:
@@ -69,7 +71,9 @@ class Supervisors:
     def __init__(self, rank: int, ranks: int, selector: selectors.BaseSelector) -> None:
         self.rank, self.ranks, self._selector = rank, ranks, selector
         self.others: list[SupervisorConnection] = []
-        self.hosts = {rank: os.environ.get(HOST, "")}  # name of each rank's node, if there are several
+        self.hosts = {
+            rank: os.environ.get(HOST, "")
+        }  # name of each rank's node, if there are several
         self._token = ""
         self._server: socket.socket | None = None
 
@@ -111,7 +115,11 @@ class Supervisors:
 
     def lost(self, limit: float) -> SupervisorConnection | None:
         """Return a supervisor on another node that has sent nothing for ``limit`` seconds; None if there is none."""
-        late = (peer for peer in self.others if peer.rank is not None and time.monotonic() - peer.heard > limit)
+        late = (
+            peer
+            for peer in self.others
+            if peer.rank is not None and time.monotonic() - peer.heard > limit
+        )
         return None if os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks) else next(late, None)
 
     def reset_timers(self) -> None:

@@ -12,8 +12,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
-from oneloop.basics.launcher import HOST, launcher_waits, on_stops, register_process, report_exit_code, stop_signals
-from oneloop.supervise.crash_report import Cause, describe_exit, stopped_early, write_page, write_stacks, write_summary
+from oneloop.basics.launcher import (
+    HOST,
+    launcher_waits,
+    on_stops,
+    register_process,
+    report_exit_code,
+    stop_signals,
+)
+from oneloop.supervise.crash_report import (
+    Cause,
+    describe_exit,
+    stopped_early,
+    write_page,
+    write_stacks,
+    write_summary,
+)
 from oneloop.supervise.hangs import RankStatus, Watch, describe_hang
 from oneloop.supervise.pipe import TICK
 from oneloop.supervise.ranks import Supervisors
@@ -31,8 +45,15 @@ _OTHERS = 1.0  # seconds to wait for causes from other ranks
 class Supervisor:
     """Watches one training process and, on rank 0, the whole run. ``started_by``: the launcher's process id or None."""
 
-    def __init__(self, child: Worker, peers: Supervisors, selector: Any, *, started_by: int | None) -> None:
-        self.child, self.peers, self._selector, self._started_by = child, peers, selector, started_by
+    def __init__(
+        self, child: Worker, peers: Supervisors, selector: Any, *, started_by: int | None
+    ) -> None:
+        self.child, self.peers, self._selector, self._started_by = (
+            child,
+            peers,
+            selector,
+            started_by,
+        )
         self.watch = Watch(peers.ranks, say=say)
         self._signals: list[int] = []
         self._stop_requested: tuple[float, str] | None = None  # (time, source) of the stop request
@@ -109,7 +130,13 @@ class Supervisor:
         match message:
             case None:
                 if self._reported_code is None and not self.watch.has_ended(rank):
-                    self._add_cause(Cause(rank, f"rank {rank} and its supervisor process were killed", follows=True))
+                    self._add_cause(
+                        Cause(
+                            rank,
+                            f"rank {rank} and its supervisor process were killed",
+                            follows=True,
+                        )
+                    )
             case {"host": str() as host}:
                 self.peers.hosts[rank] = host
             case {"status": status}:
@@ -117,7 +144,9 @@ class Supervisor:
             case {"ended": code}:
                 self.watch.ended(rank)
                 self._finished_at = time.monotonic() if rank == 0 else self._finished_at
-                if code == BAD_INPUT:  # if other ranks do not report the same soon, only that rank found it
+                if (
+                    code == BAD_INPUT
+                ):  # if other ranks do not report the same soon, only that rank found it
                     self._rejected = min(self._rejected, time.monotonic() + 3 * _OTHERS)
             case {"cause": cause}:
                 self._add_cause(Cause(**cause))
@@ -134,7 +163,9 @@ class Supervisor:
 
     def _check(self) -> None:
         now = time.monotonic()
-        if now - self._last_check > 8 * _INTERVAL:  # this process was stopped too: by the user, or with the machine
+        if (
+            now - self._last_check > 8 * _INTERVAL
+        ):  # this process was stopped too: by the user, or with the machine
             self.child.reset_timers()
             self.watch.reset()
             self.peers.reset_timers()
@@ -144,7 +175,9 @@ class Supervisor:
         if self._started_by not in (None, os.getppid()) and not self._orphan:
             self._orphan = True
             if HOST in os.environ:  # the other nodes go on without this one
-                self._add_cause(Cause(self.child.rank, f"the launcher of rank {self.child.rank} was killed"))
+                self._add_cause(
+                    Cause(self.child.rank, f"the launcher of rank {self.child.rank} was killed")
+                )
             else:
                 self._forward(signal.SIGTERM, by="its launcher, which has gone")
         if not self.child.alive():
@@ -157,7 +190,10 @@ class Supervisor:
         if status is not None and self._reported_code is None:
             unmet = self.peers.ranks > 1 and not self.peers.all_connected
             if unmet and status.late(stop_requested=False):
-                self._causes, self._decide_at = [Cause(status.rank, describe_hang(status), hung=True)], now
+                self._causes, self._decide_at = (
+                    [Cause(status.rank, describe_hang(status), hung=True)],
+                    now,
+                )
             self.watch.update(status)
         if now - self._last_sent > TICK:
             self._last_sent = now
@@ -172,7 +208,11 @@ class Supervisor:
         ):
             words = f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s: its node or the link to it is lost"
             self._add_cause(Cause(lost.rank or 0, words))
-        if self.peers.rank == 0 and not self._causes and (cause := self.watch.look(self._ask_for_stacks)):
+        if (
+            self.peers.rank == 0
+            and not self._causes
+            and (cause := self.watch.look(self._ask_for_stacks))
+        ):
             self._causes, self._decide_at = [cause], now
         if now > self._decide_at:
             self._end_with_error()
@@ -200,12 +240,19 @@ class Supervisor:
     def _check_exit(self, now: float) -> None:
         """Kill this rank if it does not exit after it, or rank 0, has finished."""
         late = now - self._finished_at > (self.child.patience or float("inf")) * _OVER
-        late |= self._stop_requested is not None and now - max(self._finished_at, self._stop_requested[0]) > _LEAVING
+        late |= (
+            self._stop_requested is not None
+            and now - max(self._finished_at, self._stop_requested[0]) > _LEAVING
+        )
         if late and self._reported_code is not None:
-            say(f"rank {self.child.rank} has finished but does not exit (a thread or an exit handler); killing it")
+            say(
+                f"rank {self.child.rank} has finished but does not exit (a thread or an exit handler); killing it"
+            )
             self._leave(self._reported_code)
         if late and not self._causes:
-            self._add_cause(Cause(self.child.rank, f"rank {self.child.rank} hangs, and rank 0 has ended"))
+            self._add_cause(
+                Cause(self.child.rank, f"rank {self.child.rank} hangs, and rank 0 has ended")
+            )
 
     def _stop_early(self) -> NoReturn:
         assert self._stop_requested is not None
@@ -221,11 +268,20 @@ class Supervisor:
         if self._reported_code is not None:
             os._exit(ERROR if self._hangs else code if code >= 0 else self._reported_code)
         if not self._child_listens and -code in stop_signals():
-            self._stop_requested = self._stop_requested or (time.monotonic(), signal.Signals(-code).name)
+            self._stop_requested = self._stop_requested or (
+                time.monotonic(),
+                signal.Signals(-code).name,
+            )
             self._stop_early()
-        if not any(cause.rank == self.child.rank for cause in self._causes):  # another rank's report may come first
+        if not any(
+            cause.rank == self.child.rank for cause in self._causes
+        ):  # another rank's report may come first
             stop_requested = self._stop_requested[1] if self._stop_requested else None
-            self._add_cause(Cause(self.child.rank, describe_exit(self.child.rank, code, stopped_by=stop_requested)))
+            self._add_cause(
+                Cause(
+                    self.child.rank, describe_exit(self.child.rank, code, stopped_by=stop_requested)
+                )
+            )
 
     def _add_cause(self, cause: Cause) -> None:
         """Add a cause for the end of the run. Rank 0 gets all causes, and decides which was first."""
@@ -268,7 +324,9 @@ class Supervisor:
 
     def _leave(self, code: int) -> NoReturn:
         self.child.kill()
-        quiet = report_exit_code(code) and (self.peers.ranks == 1 or self.peers.all_connected or self.peers.others)
+        quiet = report_exit_code(code) and (
+            self.peers.ranks == 1 or self.peers.all_connected or self.peers.others
+        )
         os._exit(0 if quiet else code)
 
 

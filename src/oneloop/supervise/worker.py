@@ -12,7 +12,12 @@ from typing import Any
 
 from oneloop.supervise.hangs import RankStatus
 
-_FIELDS = {field.name for field in fields(RankStatus)} - {"rank", "silent", "stopped", "stop_requested"}
+_FIELDS = {field.name for field in fields(RankStatus)} - {
+    "rank",
+    "silent",
+    "stopped",
+    "stop_requested",
+}
 
 
 class Worker:
@@ -20,7 +25,13 @@ class Worker:
     descriptors. A byte to ``requests`` asks for its collectives."""
 
     def __init__(self, pid: int, reports: int, stacks: int, requests: int, rank: int) -> None:
-        self.pid, self.reports, self._stacks, self._requests, self.rank = pid, reports, stacks, requests, rank
+        self.pid, self.reports, self._stacks, self._requests, self.rank = (
+            pid,
+            reports,
+            stacks,
+            requests,
+            rank,
+        )
         for handle in (reports, stacks):
             os.set_blocking(handle, False)
         self._buffer = b""
@@ -52,7 +63,9 @@ class Worker:
         """Return the status of this rank; None before its first report."""
         if self._beat is None:
             return None
-        status = RankStatus(self.rank, **{name: value for name, value in self._beat.items() if name in _FIELDS})
+        status = RankStatus(
+            self.rank, **{name: value for name, value in self._beat.items() if name in _FIELDS}
+        )
         status.silent = time.monotonic() - self._last_report
         status.since += status.silent
         status.stop_requested = stop_requested
@@ -104,7 +117,9 @@ class Worker:
                 if wake:
                     os.kill(pid, signal.SIGCONT)
             text = self._read_stacks(seconds, freeze=pid if wake else None)
-            texts.append(f"process {pid}{'' if pid == self.pid else ', which loads data'}\n{text or '(no answer)'}\n")
+            texts.append(
+                f"process {pid}{'' if pid == self.pid else ', which loads data'}\n{text or '(no answer)'}\n"
+            )
         return "\n".join(texts)
 
     def _read_stacks(self, seconds: float, *, freeze: int | None) -> str:

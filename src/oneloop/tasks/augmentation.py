@@ -14,7 +14,12 @@ from torch.nn import functional as F
 
 from oneloop.data.rows.rows import Mapped
 
-TORCHVISION = {"mnist": "MNIST", "fashion_mnist": "FashionMNIST", "cifar10": "CIFAR10", "cifar100": "CIFAR100"}
+TORCHVISION = {
+    "mnist": "MNIST",
+    "fashion_mnist": "FashionMNIST",
+    "cifar10": "CIFAR10",
+    "cifar100": "CIFAR100",
+}
 
 
 class _InMemory:
@@ -37,7 +42,10 @@ def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> li
         bounds = [round(sum(shares[:i]) * len(members)) for i in range(len(shares) + 1)]
         for split, start, stop in zip(splits, bounds, bounds[1:], strict=False):
             split.append(members[start:stop])
-    return [_InMemory(images[chosen], labels[chosen]) for chosen in (torch.cat(split) for split in splits)]
+    return [
+        _InMemory(images[chosen], labels[chosen])
+        for chosen in (torch.cat(split) for split in splits)
+    ]
 
 
 def digits() -> tuple[dict[str, Any], list[str]]:
@@ -45,15 +53,21 @@ def digits() -> tuple[dict[str, Any], list[str]]:
     pixels, labels = _sklearn_digits()
     images = torch.tensor(pixels, dtype=torch.float32)[:, None] / 8 - 1
     splits = _stratified(images, torch.tensor(labels), (0.7, 0.15, 0.15))
-    return dict(zip(("train", "validation", "test"), splits, strict=True)), [str(digit) for digit in range(10)]
+    return dict(zip(("train", "validation", "test"), splits, strict=True)), [
+        str(digit) for digit in range(10)
+    ]
 
 
 def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Return pixels (samples, 8, 8) and labels of load_digits, from its file: importing scikit-learn takes seconds."""
     package = find_spec("sklearn")
     if package is None or package.origin is None:
-        raise ImportError("task.data digits comes with scikit-learn, which is not installed; pip install scikit-learn")
-    table = np.loadtxt(Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+        raise ImportError(
+            "task.data digits comes with scikit-learn, which is not installed; pip install scikit-learn"
+        )
+    table = np.loadtxt(
+        Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
+    )
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
@@ -67,10 +81,16 @@ def torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any
         advice = "copy it there, or set --task.download true"
         raise ValueError(f"task.data {data!r} is not under task.root {root!r}; {advice}") from error
     pixels = [torch.as_tensor(split.data) for split in sets]
-    pixels = [(x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)).float() / 127.5 - 1 for x in pixels]
+    pixels = [
+        (x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)).float() / 127.5 - 1 for x in pixels
+    ]
     labels = [torch.as_tensor(split.targets) for split in sets]
     train, validation = _stratified(pixels[0], labels[0], (0.9, 0.1))
-    return {"train": train, "validation": validation, "test": _InMemory(pixels[1], labels[1])}, list(sets[0].classes)
+    return {
+        "train": train,
+        "validation": validation,
+        "test": _InMemory(pixels[1], labels[1]),
+    }, list(sets[0].classes)
 
 
 _MAX_ALPHA = 100  # largest Beta parameter: 1 is uniform; at 100 nearly all shares are near 0.5
@@ -99,10 +119,17 @@ def prepared(
     unchanged). With one channel in ``mean``, images become grey; ``how`` augments training images."""
     how = how or Augmentation()
     if len(mean) != len(std) or len(mean) not in (1, 3):
-        raise ValueError(f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or both 1")
+        raise ValueError(
+            f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or both 1"
+        )
 
     def make(image: Any) -> Tensor:
-        if not isinstance(image, Tensor) or how.crop or how.randaugment or size not in (None, image.shape[-1]):
+        if (
+            not isinstance(image, Tensor)
+            or how.crop
+            or how.randaugment
+            or size not in (None, image.shape[-1])
+        ):
             image = _pipeline(size, tuple(mean), tuple(std), how)(_as_bytes(image, mean, std))
         if how.shift and not how.crop:
             image = shifted(image, max(1, image.shape[-1] // 8))
@@ -138,10 +165,17 @@ def _pipeline(
     steps: list[Any] = []
     if size is not None:
         side = (size, size)
-        steps += [v2.RandomResizedCrop(side, scale=(how.crop, 1.0)) if how.crop else v2.Resize(side)]
+        steps += [
+            v2.RandomResizedCrop(side, scale=(how.crop, 1.0)) if how.crop else v2.Resize(side)
+        ]
     steps += [v2.Grayscale()] if len(mean) == 1 else []
     steps += [v2.RandAugment(2, how.randaugment)] if how.randaugment else []
-    steps += [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.Normalize(mean, std), v2.ToPureTensor()]
+    steps += [
+        v2.ToImage(),
+        v2.ToDtype(torch.float32, scale=True),
+        v2.Normalize(mean, std),
+        v2.ToPureTensor(),
+    ]
     return _pipelines.setdefault((size, mean, std, how), v2.Compose(steps))
 
 
@@ -171,7 +205,9 @@ class Blended(Mapped):
         self.classes, self.mixup, self.cutmix = classes, mixup, cutmix
         for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
             if not 0 <= alpha <= _MAX_ALPHA:
-                raise ValueError(f"task.{name} {alpha} must be between 0 and {_MAX_ALPHA}; common values are 0.2 to 1")
+                raise ValueError(
+                    f"task.{name} {alpha} must be between 0 and {_MAX_ALPHA}; common values are 0.2 to 1"
+                )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         cut = bool(self.cutmix) and (not self.mixup or bool(torch.rand(()) < 0.5))
@@ -187,7 +223,11 @@ class Blended(Mapped):
         return image, self._soft(label) * share + self._soft(label_2) * (1 - share)
 
     def _soft(self, label: Any) -> Tensor:
-        return label if isinstance(label, Tensor) else F.one_hot(torch.tensor(label), self.classes).float()
+        return (
+            label
+            if isinstance(label, Tensor)
+            else F.one_hot(torch.tensor(label), self.classes).float()
+        )
 
 
 def _paste(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:

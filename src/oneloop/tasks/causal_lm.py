@@ -52,7 +52,9 @@ class CausalLM(LanguageModel):
         pack: Literal["concat", "packed", "padded"] = "concat",
         **model: Any,
     ) -> None:
-        super().__init__(packed=is_packed(pack, "concat", "packed", "padded"), length=block, **model)
+        super().__init__(
+            packed=is_packed(pack, "concat", "packed", "padded"), length=block, **model
+        )
         self.column, self.window, self.pack, self.block = column, window, pack, block
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
@@ -65,11 +67,15 @@ class CausalLM(LanguageModel):
             self.tokenizer = Vocabulary(self.known_tokenizer(), self.name)
             self._cache_key = [self.tokenizer.content]
         else:
-            self.tokenizer = Bytes() if tokenizer == "bytes" else BPE(training_texts, vocab, cache_key=content)
+            self.tokenizer = (
+                Bytes() if tokenizer == "bytes" else BPE(training_texts, vocab, cache_key=content)
+            )
             self._cache_key = [tokenizer, *([] if tokenizer == "bytes" else [vocab, content])]
         self.begin = self.end = self.tokenizer.separator
         self._token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
-        each = [{name: self._samples(split, name) for name, split in splits.items()} for splits in texts]
+        each = [
+            {name: self._samples(split, name) for name, split in splits.items()} for splits in texts
+        ]
         self._sets = combined(sources, each)
         self._max_documents = max(getattr(sets["train"], "most", 1) for sets in each)
         self.sample_weight = float(block) if pack == "concat" else None
@@ -78,17 +84,25 @@ class CausalLM(LanguageModel):
                 "texts are concatenated and cut: each text attends to the earlier ones in its sample; see task.pack"
             )
         elif pack == "padded" and len(sources) > 1:
-            self._data_notes.append("a mixture defines its own order: samples are not sorted by length (more padding)")
+            self._data_notes.append(
+                "a mixture defines its own order: samples are not sorted by length (more padding)"
+            )
         self.notes = self._data_notes
 
     def _samples(self, part: Texts, name: str) -> Any:
-        tokens = part.tokens(self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}")
+        tokens = part.tokens(
+            self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}"
+        )
         content = part.fingerprint()
         if self.pack == "concat":
             return Blocks(tokens, self.block, whole=name == "train", content=content)
         samples = spans(tokens, self.block, "split")
         self._data_notes += [f"{name}: {line}" for line in samples.about("split")]
-        return Packed(samples, content) if self.packed and name == "train" else Padded(samples, content)
+        return (
+            Packed(samples, content)
+            if self.packed and name == "train"
+            else Padded(samples, content)
+        )
 
     @property
     def entries(self) -> int:
@@ -105,7 +119,9 @@ class CausalLM(LanguageModel):
         return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
-        return self._samples(all_texts(Source(data, {"column": self.column}), window=self.window), "texts")
+        return self._samples(
+            all_texts(Source(data, {"column": self.column}), window=self.window), "texts"
+        )
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return samples of ``block + 1`` tokens as one batch; padding of shorter samples is no target."""
@@ -113,7 +129,11 @@ class CausalLM(LanguageModel):
             batch = collated(samples)
             del batch["padding"]
             return batch
-        return collated(samples, width=self.block if isinstance(samples[0], list) else 0, most=self._max_documents)
+        return collated(
+            samples,
+            width=self.block if isinstance(samples[0], list) else 0,
+            most=self._max_documents,
+        )
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Continue the first half of each text at temperature 0.8, with a fixed seed."""
@@ -121,17 +141,27 @@ class CausalLM(LanguageModel):
         generator = torch.Generator().manual_seed(0)
 
         def choose(logits: Tensor) -> Tensor:
-            probabilities = (logits / _TEMPERATURE).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9).softmax(-1).cpu()
+            probabilities = (
+                (logits / _TEMPERATURE)
+                .nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
+                .softmax(-1)
+                .cpu()
+            )
             return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
-        prompts = [row[:length] for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True)]
+        prompts = [
+            row[:length]
+            for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True)
+        ]
         count = max(1, min(_MAX_NEW_TOKENS, self.block // 2))
         return {"written": written(model, prompts, count, choose=choose), "prompt": prompt_lengths}
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         tokens = sample.tolist()
         shown: dict[str, Any] = {
-            "tokens": self.pieces(tokens, outputs["loss"][: len(tokens) - 1].tolist(), [True] * (len(tokens) - 1))
+            "tokens": self.pieces(
+                tokens, outputs["loss"][: len(tokens) - 1].tolist(), [True] * (len(tokens) - 1)
+            )
         }
         if "written" in outputs:
             shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])

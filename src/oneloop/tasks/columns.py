@@ -75,8 +75,12 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             findings.converted += converted
             findings.empty += map(str, empty_classes(Path(source.where)))
         elif bad and skipped is None:
-            advice = f"oneloop check {source.where} lists all; remove them, or set task.unreadable skip"
-            which = f"{len(bad):,} of {count:,} images cannot be used, the first: {': '.join(bad[0])}"
+            advice = (
+                f"oneloop check {source.where} lists all; remove them, or set task.unreadable skip"
+            )
+            which = (
+                f"{len(bad):,} of {count:,} images cannot be used, the first: {': '.join(bad[0])}"
+            )
             raise ValueError(f"{which}; {advice}")
         elif bad and skipped is not None:
             skipped += [f"{place}: {why}" for place, why in bad]
@@ -84,7 +88,9 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             source.notes.append(f"{what}; the first: {': '.join(bad[0])}")
         if converted:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in converted.items())
-            source.notes.append(f"images converted to RGB: {kinds}{' (divided by 257)' * ('16-bit' in converted)}")
+            source.notes.append(
+                f"images converted to RGB: {kinds}{' (divided by 257)' * ('16-bit' in converted)}"
+            )
         if empty := empty_classes(Path(source.where)):
             source.notes.append(f"class folders without images: {', '.join(map(str, empty[:5]))}")
 
@@ -95,15 +101,26 @@ def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
 
     for source in sources:
         for rows in source.parts.values():
-            with alone(f"values/{key_of(rows.fingerprint(), source.columns[one], source.columns[other])}.ok") as done:
+            with alone(
+                f"values/{key_of(rows.fingerprint(), source.columns[one], source.columns[other])}.ok"
+            ) as done:
                 before = 0
-                pairs = () if done.exists() else zip(*(rows.values(source.columns[key]) for key in (one, other)))
+                pairs = (
+                    ()
+                    if done.exists()
+                    else zip(*(rows.values(source.columns[key]) for key in (one, other)))
+                )
                 for first, second in pairs:
-                    lengths = [compute.list_value_length(x).to_numpy(zero_copy_only=False) for x in (first, second)]
+                    lengths = [
+                        compute.list_value_length(x).to_numpy(zero_copy_only=False)
+                        for x in (first, second)
+                    ]
                     for wrong in np.flatnonzero(lengths[0] != lengths[1]).tolist():
                         a, b = (int(both[wrong]) for both in lengths)
                         counts = f"{a} {source.columns[one]} and {b} {source.columns[other]}"
-                        unusable(rows.where(before + wrong), f": {counts}; each needs one of the other")
+                        unusable(
+                            rows.where(before + wrong), f": {counts}; each needs one of the other"
+                        )
                     before += len(first)
                 if not FINDINGS.get():
                     done.touch()
@@ -113,7 +130,9 @@ def check_numbers(sources: Sequence[Source], key: str) -> None:
     """Raise ValueError if the column of this task key does not hold finite numbers, or texts of finite numbers."""
     for source, _, rows, column in columns_of(sources, key):
         kind = rows.types[column]
-        plain = element_type(kind) is None and str(getattr(kind, "dtype", "")).startswith(("float", "int", "uint"))
+        plain = element_type(kind) is None and str(getattr(kind, "dtype", "")).startswith(
+            ("float", "int", "uint")
+        )
         if not plain and not is_text(kind):
             raise wrong_type(source, key, kind, "a number")
         values_of(rows, column, distinct=False, numbers=True)
@@ -141,10 +160,14 @@ def type_name(kind: Any) -> str:
     return f"values of {getattr(kind, 'dtype', type(kind).__name__)}"
 
 
-def values_of(rows: Any, column: str, *, distinct: bool = True, numbers: bool = False) -> Sequence[Any]:
+def values_of(
+    rows: Any, column: str, *, distinct: bool = True, numbers: bool = False
+) -> Sequence[Any]:
     """Return the distinct values of a column, or of its lists, cached by the rows' content. Raise ValueError if a value
     is missing, or with ``numbers`` not a finite number or its text. Without ``distinct``, only check."""
-    with alone(f"values/{key_of(_CACHE_VERSION, rows.fingerprint(), column, distinct, numbers)}.json") as file:
+    with alone(
+        f"values/{key_of(_CACHE_VERSION, rows.fingerprint(), column, distinct, numbers)}.json"
+    ) as file:
         if not file.exists():
             values = _checked_values(rows, column, distinct=distinct, numbers=numbers)
             if (findings := FINDINGS.get()) and findings.unusable:
@@ -171,20 +194,29 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
             missing = compute.or_(missing, compute.equal(compute.fill_null(values, ""), ""))
         wrong = array.is_null().to_numpy(zero_copy_only=False)
         if lists:
-            lengths = compute.fill_null(compute.list_value_length(array), 0).to_numpy(zero_copy_only=False)
+            lengths = compute.fill_null(compute.list_value_length(array), 0).to_numpy(
+                zero_copy_only=False
+            )
             row_of = np.repeat(np.arange(len(array)), lengths)
             wrong = wrong | (lengths == 0)
             wrong[row_of[missing.to_numpy(zero_copy_only=False)]] = True
         else:
             wrong = wrong | missing.to_numpy(zero_copy_only=False)
         for at in np.flatnonzero(wrong).tolist():
-            unusable(rows.where(before + at), f" has no value in {column!r}; fill it, or remove the row")
+            unusable(
+                rows.where(before + at), f" has no value in {column!r}; fill it, or remove the row"
+            )
         for at in _non_numbers(values) if numbers else ():
-            unusable(rows.where(before + at), f": {values[at].as_py()!r} in {column!r} is not a finite number")
+            unusable(
+                rows.where(before + at),
+                f": {values[at].as_py()!r} in {column!r} is not a finite number",
+            )
         if distinct:
             seen |= set(compute.unique(values).to_pylist())
         if len(seen) > _MAX_LABELS:
-            raise ValueError(f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: too many")
+            raise ValueError(
+                f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: too many"
+            )
         before += len(array)
     return sorted(seen - {None})
 
@@ -192,7 +224,9 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
 def _non_numbers(values: Any) -> Iterator[int]:
     for at, value in enumerate(values.to_pylist()):
         try:
-            finite = value is None or math.isfinite(float(value))  # a missing value is already known
+            finite = value is None or math.isfinite(
+                float(value)
+            )  # a missing value is already known
         except ValueError:
             finite = False
         if not finite:

@@ -36,7 +36,11 @@ def _diagonal(rows: slice, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def info_nce(
-    queries: Tensor, keys: Tensor, scale: Tensor | float, *, ids: Sequence[tuple[Tensor, Tensor]] = ()
+    queries: Tensor,
+    keys: Tensor,
+    scale: Tensor | float,
+    *,
+    ids: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
     """Return the sum over queries of -log softmax(scale x similarity) at their own key, which has the same index (van
     den Oord et al. 2018; the loss of multiple-negatives ranking). CLIP's loss (Radford et al. 2021) is the mean of both
@@ -62,7 +66,9 @@ def info_nce(
     return _summed(loss, len(queries), len(keys))
 
 
-def sigmoid_loss(queries: Tensor, keys: Tensor, scale: Tensor | float, bias: Tensor | float) -> Tensor:
+def sigmoid_loss(
+    queries: Tensor, keys: Tensor, scale: Tensor | float, bias: Tensor | float
+) -> Tensor:
     """Return SigLIP's loss: the sum over all pairs of -log sigmoid(z (scale x similarity + bias)), where z is 1 for a
     query and its own key, and -1 otherwise (Zhai et al. 2023). Both tensors are (samples, width)."""
 

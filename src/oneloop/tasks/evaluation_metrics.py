@@ -45,11 +45,17 @@ class ClassCounts:
         self.top = top
         self.higher_is_better |= {f"top{top}_accuracy": True} if top else {}
         self._in_top = torch.zeros(1 if top else 0, dtype=torch.int64)
-        self._matrix = torch.zeros((classes, classes) if classes <= matrix_limit else (0, 0), dtype=torch.int64)
-        self._counts = torch.zeros(3, classes, dtype=torch.int64)  # per class: true positives, predictions, targets
+        self._matrix = torch.zeros(
+            (classes, classes) if classes <= matrix_limit else (0, 0), dtype=torch.int64
+        )
+        self._counts = torch.zeros(
+            3, classes, dtype=torch.int64
+        )  # per class: true positives, predictions, targets
 
     def to(self, device: torch.device) -> "ClassCounts":
-        self._matrix, self._counts, self._in_top = (x.to(device) for x in (self._matrix, self._counts, self._in_top))
+        self._matrix, self._counts, self._in_top = (
+            x.to(device) for x in (self._matrix, self._counts, self._in_top)
+        )
         return self
 
     def update(self, logits: Tensor, target: Tensor) -> None:
@@ -67,7 +73,9 @@ class ClassCounts:
         predicted.index_add_(0, prediction, counted)
         targets.index_add_(0, target, counted)
         if self.top:
-            self._in_top += ((logits.topk(self.top).indices == target[:, None]).any(1).to(target.dtype) * counted).sum()
+            self._in_top += (
+                (logits.topk(self.top).indices == target[:, None]).any(1).to(target.dtype) * counted
+            ).sum()
         if self._matrix.numel():
             self._matrix.view(-1).index_add_(0, target * len(self._matrix) + prediction, counted)
 
@@ -80,13 +88,20 @@ class ClassCounts:
         right, predicted, targets = self._counts.double().cpu()
         occurs = predicted + targets > 0
         f1 = 2 * right / (predicted + targets).clamp(min=1)
-        metrics: dict[str, Any] = {"accuracy": float(right.sum() / targets.sum()), "macro_f1": float(f1[occurs].mean())}
+        metrics: dict[str, Any] = {
+            "accuracy": float(right.sum() / targets.sum()),
+            "macro_f1": float(f1[occurs].mean()),
+        }
         total = targets.sum()
-        spread = math.sqrt(float((total**2 - (predicted**2).sum()) * (total**2 - (targets**2).sum())))
+        spread = math.sqrt(
+            float((total**2 - (predicted**2).sum()) * (total**2 - (targets**2).sum()))
+        )
         covariance = float(right.sum() * total - (predicted * targets).sum())
         metrics["matthews"] = covariance / spread if spread else 0.0
         metrics |= {"f1": float(f1[1])} if len(f1) == 2 else {}
-        metrics |= {f"top{self.top}_accuracy": float(self._in_top.double() / total)} if self.top else {}
+        metrics |= (
+            {f"top{self.top}_accuracy": float(self._in_top.double() / total)} if self.top else {}
+        )
         return metrics | ({"confusion": self._matrix} if self._matrix.numel() else {})
 
 
@@ -109,7 +124,13 @@ class TextSums:
         return self
 
     def update(
-        self, nats: Tensor, tokens: Tensor, *, right: Tensor, text: Tensor | None = None, whole: Tensor | None = None
+        self,
+        nats: Tensor,
+        tokens: Tensor,
+        *,
+        right: Tensor,
+        text: Tensor | None = None,
+        whole: Tensor | None = None,
     ) -> None:
         """Add the sums of a micro-batch, without a host sync.
 
@@ -142,7 +163,9 @@ class Retrieval:
     def __init__(self) -> None:
         names = ("recall@1", "recall@5", "recall@10", "mrr")
         self.higher_is_better = {f"{way}{name}": True for way in ("", "reverse_") for name in names}
-        self._sums = torch.zeros(2, 5, dtype=torch.float64)  # by direction: the four sums, and the number of queries
+        self._sums = torch.zeros(
+            2, 5, dtype=torch.float64
+        )  # by direction: the four sums, and the number of queries
 
     def to(self, device: torch.device) -> "Retrieval":
         self._sums = self._sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
@@ -154,7 +177,9 @@ class Retrieval:
         Args: ``queries``: (samples, width). ``documents``: (samples, width); the similarity is the scalar product.
         ``ids``: integers (samples,). Documents of samples with the same number are not counted as wrong.
         """
-        for sums, (own, others) in zip(self._sums, ((queries, documents), (documents, queries)), strict=True):
+        for sums, (own, others) in zip(
+            self._sums, ((queries, documents), (documents, queries)), strict=True
+        ):
             for rows in row_blocks(len(own), len(others)):
                 similarity = own[rows] @ others.T
                 right = similarity.diagonal(rows.start)[:, None]
@@ -164,14 +189,24 @@ class Retrieval:
                 before.diagonal(rows.start).fill_(False)
                 rank = 1 + before.sum(1).to(sums.dtype)
                 sums += torch.stack(
-                    [*((rank <= k).sum() for k in (1, 5, 10)), (1 / rank).sum(), rank.new_tensor(len(rank))]
+                    [
+                        *((rank <= k).sum() for k in (1, 5, 10)),
+                        (1 / rank).sum(),
+                        rank.new_tensor(len(rank)),
+                    ]
                 )
 
     def sums(self) -> Sequence[Tensor]:
         return [self._sums]
 
     def compute(self) -> dict[str, float]:
-        return dict(zip(self.higher_is_better, (self._sums[:, :4] / self._sums[:, 4:]).flatten().tolist(), strict=True))
+        return dict(
+            zip(
+                self.higher_is_better,
+                (self._sums[:, :4] / self._sums[:, 4:]).flatten().tolist(),
+                strict=True,
+            )
+        )
 
 
 class _Collection:
@@ -201,14 +236,18 @@ class _Collection:
     def compute(self) -> dict[str, Tensor]:
         values: dict[str, Tensor] = self._collection.compute()
         matrices = {name for name, metric in self._collection.items() if _is_matrix(metric)}
-        return {name: value for name, value in values.items() if name in matrices or value.numel() == 1}
+        return {
+            name: value for name, value in values.items() if name in matrices or value.numel() == 1
+        }
 
 
 def _names_of(name: str, metric: Any) -> Sequence[str]:
     empty = _compute_empty(metric)
     if isinstance(empty, Tensor) and empty.numel() != 1:
         advice = "wrap it in torchmetrics' ClasswiseWrapper, or average it"
-        raise ValueError(f"the metric {name!r} returns {empty.numel()} values without names; {advice}")
+        raise ValueError(
+            f"the metric {name!r} returns {empty.numel()} values without names; {advice}"
+        )
     return list(empty) if isinstance(empty, dict) else [name]
 
 
@@ -241,7 +280,9 @@ def adapted(metrics: Any) -> Metrics:
         return metrics  # type: ignore[no-any-return]
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
         needed = "MetricCollection or oneloop.tasks.evaluation_metrics.Metrics (compute, to, sums, higher_is_better)"
-        raise ValueError(f"task: metrics() returned a {type(metrics).__name__}, expected torchmetrics.{needed}")
+        raise ValueError(
+            f"task: metrics() returned a {type(metrics).__name__}, expected torchmetrics.{needed}"
+        )
     return _Collection(metrics)
 
 
@@ -264,7 +305,9 @@ def confusion(task: object, computed: Mapping[str, Any]) -> dict[str, Any] | Non
         return None
     counts = tables[-1].tolist()
     classes = [str(name) for name in getattr(task, "classes", range(len(counts)))]
-    classes = classes if len(classes) == len(counts) else [str(number) for number in range(len(counts))]
+    classes = (
+        classes if len(classes) == len(counts) else [str(number) for number in range(len(counts))]
+    )
     return {"classes": classes, "counts": counts}
 
 

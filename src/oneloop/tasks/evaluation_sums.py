@@ -24,7 +24,9 @@ class Together:
         self._totals = torch.zeros(sources, dtype=wide, device=device)
         self._weights = [0.0] * sources
 
-    def batch(self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False) -> Any:
+    def batch(
+        self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False
+    ) -> Any:
         """Compute and add a micro-batch; without a ``source`` it is not counted. Return the outputs.
 
         An ``idle`` rank has only such a micro-batch. Its metrics see it, so that their lists have the dtypes that the
@@ -46,7 +48,9 @@ class Together:
     def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
         """Return loss and weight of each source over all ranks. Collective: call on every rank."""
         weights = torch.tensor(self._weights, dtype=self._totals.dtype, device=self._totals.device)
-        totals, total_weights = accelerator.reduce(torch.stack([self._totals, weights]), "sum").tolist()
+        totals, total_weights = accelerator.reduce(
+            torch.stack([self._totals, weights]), "sum"
+        ).tolist()
         return totals, total_weights
 
 
@@ -60,8 +64,12 @@ class Apart(Together):
     def __init__(self, task: Any, sources: int, device: torch.device, metrics: Any = None) -> None:
         self._task, self._number, self._device, self._metrics = task, sources, device, metrics
         if hasattr(metrics, "_enable_compute_groups"):
-            metrics._enable_compute_groups = False  # with shared states, each metric would reset the others
-        self._recorded = [_RecordedUpdates(metric) for metric in _metrics(metrics) if not _is_exact(metric)]
+            metrics._enable_compute_groups = (
+                False  # with shared states, each metric would reset the others
+            )
+        self._recorded = [
+            _RecordedUpdates(metric) for metric in _metrics(metrics) if not _is_exact(metric)
+        ]
         self._floating = [*_floating_sums(metrics)]
         self._sources: list[int] = []
         self._losses: list[Tensor] = []
@@ -91,8 +99,12 @@ class Apart(Together):
         local[:, 0] = -1.0
         if self._losses:
             known = torch.tensor([self._sources, self._weights], dtype=wide, device=device)
-            local[: len(self._losses)] = torch.stack([known[0], torch.stack(self._losses).to(wide), known[1]], dim=1)
-        rows = accelerator.gather(local[None]).view(-1, 3).tolist()  # rank order is micro-batch order
+            local[: len(self._losses)] = torch.stack(
+                [known[0], torch.stack(self._losses).to(wide), known[1]], dim=1
+            )
+        rows = (
+            accelerator.gather(local[None]).view(-1, 3).tolist()
+        )  # rank order is micro-batch order
         by_source = [[row for row in rows if row[0] == source] for source in range(self._number)]
         for key, states in zip(self._floating, self._states, strict=True):
             state = _state(key)
@@ -101,7 +113,9 @@ class Apart(Together):
             state.copy_(total if accelerator.is_main_process else torch.zeros_like(total))
         for recorded in self._recorded:
             recorded.replay(self._device)
-        totals, weights = ([rounded_sum(row[column] for row in rows) for rows in by_source] for column in (1, 2))
+        totals, weights = (
+            [rounded_sum(row[column] for row in rows) for rows in by_source] for column in (1, 2)
+        )
         return totals, weights
 
 
@@ -111,14 +125,18 @@ class WholeBatches:
     ``cut``: source and samples of each micro-batch (of up to ``micro`` samples) of all ranks; ``seed``: device and seed
     of the random numbers of a loss."""
 
-    def __init__(self, task: Any, metrics: Any, cut: Any, *, micro: int, window: int, seed: Any) -> None:
+    def __init__(
+        self, task: Any, metrics: Any, cut: Any, *, micro: int, window: int, seed: Any
+    ) -> None:
         self._task, self._metrics, self._cut = task, metrics, cut
         self._micro, self._window, self._seed = micro, window, seed
         self._parts: list[dict[str, Tensor]] = []
         self._columns: list[dict[str, Tensor]] = []
         self._weights: list[float] = []
 
-    def batch(self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False) -> Any:
+    def batch(
+        self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False
+    ) -> Any:
         """Embed a micro-batch; without a ``source`` it is not counted. Return the parts."""
         self._parts.append(self._task.embed(model, batch))
         self._columns.append(columns_of(self._task, batch))
@@ -144,15 +162,24 @@ class WholeBatches:
             begin, end = end, end + number
             for start in range(begin, end, self._window):
                 rows = slice(start, min(start + self._window, end))
-                window = [{k: v[rows] if v.ndim else v for k, v in whole.items()} for whole in (parts, columns)]
+                window = [
+                    {k: v[rows] if v.ndim else v for k, v in whole.items()}
+                    for whole in (parts, columns)
+                ]
                 reseed(self._seed[0], self._seed[1], start, others=True)
                 totals[source] += float(self._task.batch_loss(*window)[0])
         return totals, [*weights.values()]
 
     def _whole(self, accelerator: Any, micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors of the whole set, in the order of its samples."""
-        used = [range(n * self._micro, n * self._micro + len(samples)) for n, (_, samples) in enumerate(self._cut)]
-        rows, whole = torch.tensor([row for some in used for row in some], device=accelerator.device), {}
+        used = [
+            range(n * self._micro, n * self._micro + len(samples))
+            for n, (_, samples) in enumerate(self._cut)
+        ]
+        rows, whole = (
+            torch.tensor([row for some in used for row in some], device=accelerator.device),
+            {},
+        )
         for name, first in micro_batches[0].items():
             if not first.ndim:
                 whole[name] = first
@@ -160,7 +187,9 @@ class WholeBatches:
             own = first.new_zeros(len(micro_batches), self._micro, *first.shape[1:])
             for number, one in enumerate(micro_batches):
                 if one[name].shape[1:] != first.shape[1:]:
-                    raise ValueError(f"the rows of {name!r} have several shapes; let embed return rows of one shape")
+                    raise ValueError(
+                        f"the rows of {name!r} have several shapes; let embed return rows of one shape"
+                    )
                 own[number, : len(one[name])] = one[name]
             whole[name] = _gathered(accelerator, own.flatten(0, 1))[rows]
         return whole
@@ -188,12 +217,20 @@ def _floating_sums(metrics: Any) -> Iterator[tuple[Any, str | int]]:
     if metrics is None:
         return
     if hasattr(metrics, "sums"):
-        yield from ((metrics, index) for index, state in enumerate(metrics.sums()) if state.is_floating_point())
+        yield from (
+            (metrics, index)
+            for index, state in enumerate(metrics.sums())
+            if state.is_floating_point()
+        )
         return
     for metric in _metrics(metrics):
         for name, reduction in metric._reductions.items() if _is_exact(metric) else ():
             state = getattr(metric, name)
-            if reduction.__name__ == "dim_zero_sum" and torch.is_tensor(state) and state.is_floating_point():
+            if (
+                reduction.__name__ == "dim_zero_sum"
+                and torch.is_tensor(state)
+                and state.is_floating_point()
+            ):
                 yield metric, name
 
 
@@ -207,7 +244,9 @@ def _metrics(metrics: Any) -> Iterator[Any]:
 
 def _is_exact(metric: Any) -> bool:
     """Whether reducing the states over ranks gives the same result as one rank."""
-    return all(getattr(reduction, "__name__", None) in _EXACT for reduction in metric._reductions.values())
+    return all(
+        getattr(reduction, "__name__", None) in _EXACT for reduction in metric._reductions.values()
+    )
 
 
 class _RecordedUpdates:

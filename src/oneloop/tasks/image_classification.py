@@ -13,15 +13,33 @@ from torch.nn import functional as F
 from oneloop.data.rows.images import decoded
 from oneloop.data.rows.open_data import Source, named_sources, notes_of, opened, sets_of, whole
 from oneloop.data.rows.rows import Mapped, Row
-from oneloop.tasks.augmentation import TORCHVISION, Augmentation, Blended, Images, digits, prepared, torchvision_set
+from oneloop.tasks.augmentation import (
+    TORCHVISION,
+    Augmentation,
+    Blended,
+    Images,
+    digits,
+    prepared,
+    torchvision_set,
+)
 from oneloop.tasks.columns import check_image_types, check_images
 from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.image_models import Pretrained, described, image_model, statistics
-from oneloop.tasks.labels import RECORDED, are_shares, classes_of, counts_of, likeliest, numbers_of, shares_of
+from oneloop.tasks.labels import (
+    RECORDED,
+    are_shares,
+    classes_of,
+    counts_of,
+    likeliest,
+    numbers_of,
+    shares_of,
+)
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers
 
-Statistics = tuple[Sequence[float], Sequence[float]]  # mean and standard deviation of the pixels, by channel
+Statistics = tuple[
+    Sequence[float], Sequence[float]
+]  # mean and standard deviation of the pixels, by channel
 
 
 class ImageClassification(Task):
@@ -64,7 +82,9 @@ class ImageClassification(Task):
         dropout: dropout before the last layer (cnn).
     """
 
-    needs = dict.fromkeys(("image_size", "held_out", "mean", "std"), f"data!=digits|{'|'.join(TORCHVISION)}")
+    needs = dict.fromkeys(
+        ("image_size", "held_out", "mean", "std"), f"data!=digits|{'|'.join(TORCHVISION)}"
+    )
     needs |= {"width": "model=cnn", "dropout": "model=cnn", "trust_remote_code": "model!=cnn"}
     needs |= dict.fromkeys(("root", "download"), f"data={'|'.join(TORCHVISION)}")
     weights: dict[str, Any]
@@ -100,13 +120,24 @@ class ImageClassification(Task):
         smoothing: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
-        mirror = (augment and data not in ("digits", "mnist", "fashion_mnist")) if mirror is None else mirror
+        mirror = (
+            (augment and data not in ("digits", "mnist", "fashion_mnist"))
+            if mirror is None
+            else mirror
+        )
         how = Augmentation(crop, randaugment, augment, mirror, erasing)
         if not 0 <= smoothing < 1:
             raise ValueError(f"task.smoothing {smoothing} must be between 0 and 1; 0.1 is common")
-        self.architecture, self.weights = model, {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.architecture, self.weights = (
+            model,
+            {"pretrained": pretrained, "trust_remote_code": trust_remote_code},
+        )
         self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
-        self.columns, self.window, self.pixel_limit = {"image": image, "label": label}, window, pixel_limit
+        self.columns, self.window, self.pixel_limit = (
+            {"image": image, "label": label},
+            window,
+            pixel_limit,
+        )
         self._data_notes, self.skipped_rows = list[str](), list[str]()
         self._class_counts = cast(Callable[[], list[int]], list)
         if isinstance(data, str) and data in ("digits", *TORCHVISION):
@@ -119,7 +150,10 @@ class ImageClassification(Task):
         self._evaluation_transform = prepared(test_size or side, *pixel_statistics)
         if sets:
             self._train: Any = Images(sets.pop("train"), prepared(side, *pixel_statistics, how))
-            self._evals = {name: Images(data_set, self._evaluation_transform) for name, data_set in sets.items()}
+            self._evals = {
+                name: Images(data_set, self._evaluation_transform)
+                for name, data_set in sets.items()
+            }
             self.shape = tuple(self._train[0][0].shape)
         self.recorded = {"classes": self.classes, "shape": self.shape}
         self._input = (self.shape[0], *[test_size or self.shape[1]] * 2), *pixel_statistics
@@ -128,36 +162,50 @@ class ImageClassification(Task):
         self.notes = list(self._data_notes)
         self.class_weights = self._on_device = self._class_weights(class_weights)
         if not 0 <= top_k < len(self.classes):
-            raise ValueError(f"task.top_k {top_k} must be below the number of classes, {len(self.classes)}")
+            raise ValueError(
+                f"task.top_k {top_k} must be below the number of classes, {len(self.classes)}"
+            )
 
     def _packaged(self, data: str, root: str, download: bool) -> tuple[dict[str, Any], Statistics]:
         """Return a packaged data set by split, in memory, and mean and standard deviation of its pixels."""
-        splits, self.classes = digits() if data == "digits" else torchvision_set(data, root, download)
+        splits, self.classes = (
+            digits() if data == "digits" else torchvision_set(data, root, download)
+        )
         labels, channels = torch.tensor(splits["train"].labels), splits["train"].images.shape[1]
         self._class_counts = lambda: torch.bincount(labels, minlength=len(self.classes)).tolist()
         return splits, ([0.5] * channels, [0.5] * channels)
 
-    def _open(self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool) -> dict[str, Any]:
+    def _open(
+        self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool
+    ) -> dict[str, Any]:
         """Return the user's data sets by split: decoded images with class numbers or class probabilities. If a run has
         recorded the classes, return nothing."""
         if recorded := RECORDED.get():
             self.classes, self.shape = recorded["classes"], tuple(recorded["shape"])
             return {}
-        usable = partial(check_images, limit=self.pixel_limit, skipped=self.skipped_rows if skip else None)
+        usable = partial(
+            check_images, limit=self.pixel_limit, skipped=self.skipped_rows if skip else None
+        )
         how: dict[str, Any] = {"held_out": held_out, "window": self.window, "check": usable}
         sources = [opened(source, **how) for source in named_sources(data, self.columns)]
         if are_shares(sources):
             self.classes, self._data_notes = shares_of(sources), notes_of(sources)
-            return sets_of(sources, lambda source: _labelled(source, torch.tensor, self.pixel_limit))
+            return sets_of(
+                sources, lambda source: _labelled(source, torch.tensor, self.pixel_limit)
+            )
         self.classes, numbers = classes_of(sources, "label")
         self._data_notes = notes_of(sources)
         self._class_counts = lambda: counts_of(sources, numbers, len(self.classes))
-        return sets_of(sources, lambda source: _labelled(source, numbers[source.name], self.pixel_limit))
+        return sets_of(
+            sources, lambda source: _labelled(source, numbers[source.name], self.pixel_limit)
+        )
 
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
             if pretrained := self.weights["pretrained"]:
-                raise ValueError(f"task.pretrained {pretrained} does not work with task.model cnn; use --init.from")
+                raise ValueError(
+                    f"task.pretrained {pretrained} does not work with task.model cnn; use --init.from"
+                )
             return CNN(self.shape[0], len(self.classes), width=self.width, dropout=self.dropout)
         model, notes = image_model(self.architecture, self.classes, **self.weights)
         self.notes = [*self._data_notes, *notes]
@@ -170,16 +218,23 @@ class ImageClassification(Task):
         return dict(self._evals)
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
-        source = whole(Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window)
+        source = whole(
+            Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window
+        )
         check_image_types([source])
         number: Callable[[Any], Any] = int
         if labelled and are_shares([source]):
             if (found := len(shares_of([source]))) != len(self.classes):
-                raise ValueError(f"{data}: probabilities of {found} classes, but the model has {len(self.classes)}")
+                raise ValueError(
+                    f"{data}: probabilities of {found} classes, but the model has {len(self.classes)}"
+                )
             number = torch.tensor
         elif labelled:
             number = numbers_of(source, "label", self.classes)
-        labelled_image, transform = _labelled(source, number, self.pixel_limit), self._evaluation_transform
+        labelled_image, transform = (
+            _labelled(source, number, self.pixel_limit),
+            self._evaluation_transform,
+        )
 
         def sample(row: Row) -> tuple[Tensor, Any]:
             image, label = labelled_image(row)
@@ -190,22 +245,31 @@ class ImageClassification(Task):
     def _class_weights(self, setting: str | list[float]) -> Tensor | None:
         """Return the weight of each class, shape (classes,); None if all are 1."""
         if isinstance(setting, list):
-            if len(setting) != len(self.classes) or not all(0 < weight < float("inf") for weight in setting):
+            if len(setting) != len(self.classes) or not all(
+                0 < weight < float("inf") for weight in setting
+            ):
                 names = f"{', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
-                raise ValueError(f"task.class_weights {setting} must be {len(self.classes)} weights > 0, for {names}")
+                raise ValueError(
+                    f"task.class_weights {setting} must be {len(self.classes)} weights > 0, for {names}"
+                )
             return torch.tensor(setting)
         if setting == "none" or RECORDED.get():
             self.sample_weight = 1.0
             return None
         counts = self._class_counts()
         if not counts or not all(counts):
-            raise ValueError("task.class_weights balanced needs one label for each sample, and a sample of each class")
+            raise ValueError(
+                "task.class_weights balanced needs one label for each sample, and a sample of each class"
+            )
         return torch.tensor([sum(counts) / (len(counts) * count) for count in counts])
 
     def collate(self, samples: list[tuple[Tensor, Any]]) -> dict[str, Tensor]:
         images, labels = zip(*samples, strict=True)
         soft = isinstance(labels[0], Tensor)
-        return {"image": torch.stack(images), "label": torch.stack(labels) if soft else torch.tensor(labels)}
+        return {
+            "image": torch.stack(images),
+            "label": torch.stack(labels) if soft else torch.tensor(labels),
+        }
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         label = batch["label"]
@@ -223,7 +287,9 @@ class ImageClassification(Task):
         if weights is not None:
             assert self._on_device is not None
             weights = self._on_device = self._on_device.to(logits.device, logits.dtype)
-        each = F.cross_entropy(logits, label, weights, reduction="none", label_smoothing=self.smoothing)
+        each = F.cross_entropy(
+            logits, label, weights, reduction="none", label_smoothing=self.smoothing
+        )
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
     def save(self, model: nn.Module, folder: Path) -> None:
@@ -236,17 +302,25 @@ class ImageClassification(Task):
     def metrics(self) -> ClassCounts:
         return ClassCounts(len(self.classes), top=self.top_k)
 
-    def update(self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def update(
+        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
         metrics.update(outputs["logits"], batch["label"])
 
-    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
         return likeliest(outputs["logits"], self.classes)
 
     def show(self, sample: tuple[Tensor, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         image, label = sample
         label = int(label.argmax()) if isinstance(label, Tensor) else label
         confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
-        shown = {"image": image, "target": self.classes[label], "prediction": self.classes[int(predicted)]}
+        shown = {
+            "image": image,
+            "target": self.classes[label],
+            "prediction": self.classes[int(predicted)],
+        }
         return {**shown, "right": int(predicted) == label, "confidence": float(confidence)}
 
 
@@ -256,20 +330,30 @@ class CNN(nn.Module):
     It uses average pooling: in max pooling, rounding can decide a near-tie and so redirect the gradient. Two parallel
     layouts would then differ by 1e-3 after 40 float32 steps instead of 1e-7."""
 
-    def __init__(self, channels: int, classes: int, *, width: int = 32, dropout: float = 0.0) -> None:
+    def __init__(
+        self, channels: int, classes: int, *, width: int = 32, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         layers: list[nn.Module] = []
         for inside, outside in ((channels, width), (width, 2 * width), (2 * width, 4 * width)):
-            layers += [nn.Conv2d(inside, outside, 3, padding=1, bias=False), nn.GroupNorm(8, outside), nn.GELU()]
+            layers += [
+                nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+                nn.GroupNorm(8, outside),
+                nn.GELU(),
+            ]
             layers += [nn.AvgPool2d(2)] if inside != channels else []
-        self.features = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(dropout))
+        self.features = nn.Sequential(
+            *layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(dropout)
+        )
         self.head = nn.Linear(16 * width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
         return self.head(self.features(images))  # type: ignore[no-any-return]
 
 
-def _labelled(source: Source, number: Callable[[Any], Any], limit: int) -> Callable[[Row], tuple[Any, Any]]:
+def _labelled(
+    source: Source, number: Callable[[Any], Any], limit: int
+) -> Callable[[Row], tuple[Any, Any]]:
     """Return a function from a row to its decoded image and its label (``number`` of the stored label)."""
     image, label = source.columns["image"], source.columns["label"]
     return lambda row: (decoded(row[image], limit=limit), number(row.get(label, 0)))

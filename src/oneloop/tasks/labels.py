@@ -11,12 +11,16 @@ from oneloop.data.rows.csv_json import OBJECTS
 from oneloop.data.rows.open_data import Source
 from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
 
-Numbers = Mapping[str, Callable[[Any], int]]  # by source name: a function from a label to its class number
+Numbers = Mapping[
+    str, Callable[[Any], int]
+]  # by source name: a function from a label to its class number
 RECORDED: ContextVar[dict[str, Any] | None] = ContextVar("RECORDED", default=None)
 """classes and image shape of a run, so that ``oneloop predict`` needs no training data; None: a task reads its data"""
 
 
-def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> tuple[list[str], Numbers]:
+def classes_of(
+    sources: Sequence[Source], key: str, *, lists: bool = False
+) -> tuple[list[str], Numbers]:
     """Return the class names of a label column (text, integers, booleans or ``ClassLabel``), and functions from a label
     to its class number. ``lists``: a row has several labels. A test split without labels is removed. Raise ValueError
     for a missing label, a label that is not in the training split, or another column type."""
@@ -27,24 +31,36 @@ def classes_of(sources: Sequence[Source], key: str, *, lists: bool = False) -> t
         kind = element_type(rows.types[column]) if lists else rows.types[column]
         if split == "test" and not lists and _unlabelled(rows, column, kind):
             del source.parts["test"]
-            source.notes.append(f"{source.where}: no row of the test split has a label, so it is not evaluated")
+            source.notes.append(
+                f"{source.where}: no row of the test split has a label, so it is not evaluated"
+            )
             continue
         if not _is_label(kind):
             wanted = f"{'a list of labels' if lists else 'one label'} for each row (text or a whole number)"
             raise wrong_type(source, key, rows.types[column], wanted)
-        if getattr(kinds.setdefault(source.name, kind), "names", None) != getattr(kind, "names", None):
+        if getattr(kinds.setdefault(source.name, kind), "names", None) != getattr(
+            kind, "names", None
+        ):
             difference = f"numbers its classes {kind} in {split}, and {kinds[source.name]} before"
-            raise ValueError(f"{source.where}: {column!r} {difference}; write all files with the same list of classes")
-        seen[source.name or source.where, split] = {_name(kind, value) for value in values_of(rows, column)}
+            raise ValueError(
+                f"{source.where}: {column!r} {difference}; write all files with the same list of classes"
+            )
+        seen[source.name or source.where, split] = {
+            _name(kind, value) for value in values_of(rows, column)
+        }
         trained |= seen[source.name or source.where, split] if split == "train" else set()
     for (where, split), found in seen.items():
         if unknown := sorted(found - trained):
             advice = "move some of their rows to train, or leave them out"
-            raise ValueError(f"{where}: labels {unknown[:5]} occur in {split} but not in train; {advice}")
+            raise ValueError(
+                f"{where}: labels {unknown[:5]} occur in {split} but not in train; {advice}"
+            )
     names = _sorted_classes(trained, [*kinds.values()])
     if len(names) < 2:
         where, column = sources[0].where, sources[0].columns[key]
-        raise ValueError(f"{where}: {column!r} holds one class ({', '.join(names)}); at least two are needed")
+        raise ValueError(
+            f"{where}: {column!r} holds one class ({', '.join(names)}); at least two are needed"
+        )
     numbers = {name: index for index, name in enumerate(names)}
     return names, {source: _number_of(kind, numbers) for source, kind in kinds.items()}
 
@@ -64,15 +80,21 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
     classes = 0
     for source, _, rows, column in columns_of(sources, "label"):
         if not str(getattr(element_type(rows.types[column]), "dtype", "")).startswith("float"):
-            raise wrong_type(source, "label", rows.types[column], "class probabilities, as in the other data")
+            raise wrong_type(
+                source, "label", rows.types[column], "class probabilities, as in the other data"
+            )
         before = 0
         for array in rows.values(column):
             for number, shares in enumerate(array.to_pylist()):
                 classes = classes or len(shares or ())
-                valid = len(shares or ()) == classes and all(share is not None and share >= 0 for share in shares)
+                valid = len(shares or ()) == classes and all(
+                    share is not None and share >= 0 for share in shares
+                )
                 if not valid or not np.isclose(sum(shares), 1.0, atol=1e-3):
                     good_ = f"shares of {classes} classes, which are 0 or more and sum to 1"
-                    raise ValueError(f"{rows.where(before + number)}: {shares} in {column!r} are not {good_}")
+                    raise ValueError(
+                        f"{rows.where(before + number)}: {shares} in {column!r} are not {good_}"
+                    )
             before += len(array)
     if classes < 2:
         where, column = sources[0].where, sources[0].columns["label"]
@@ -90,14 +112,22 @@ def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list
     return counts
 
 
-def numbers_of(source: Source, key: str, classes: Sequence[str], *, lists: bool = False) -> Callable[[Any], int]:
+def numbers_of(
+    source: Source, key: str, classes: Sequence[str], *, lists: bool = False
+) -> Callable[[Any], int]:
     """Return a function from a label to its number in ``classes``. Raise ValueError for a missing or unknown label."""
     for _, _, rows, column in columns_of([source], key):
         kind = element_type(rows.types[column]) if lists else rows.types[column]
         if not _is_label(kind):
-            raise wrong_type(source, key, rows.types[column], "one label for each row (text or a whole number)")
-        if unknown := sorted({_name(kind, value) for value in values_of(rows, column)} - set(classes)):
-            raise ValueError(f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows")
+            raise wrong_type(
+                source, key, rows.types[column], "one label for each row (text or a whole number)"
+            )
+        if unknown := sorted(
+            {_name(kind, value) for value in values_of(rows, column)} - set(classes)
+        ):
+            raise ValueError(
+                f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows"
+            )
     return _number_of(kind, {name: index for index, name in enumerate(classes)})
 
 
@@ -108,7 +138,10 @@ def _number_of(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
 def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:
     """Return the most likely class of each sample and its probability; logits have shape (samples, classes)."""
     confidence, predicted = logits.float().softmax(-1).max(-1)
-    return {"prediction": [classes[number] for number in predicted.tolist()], "confidence": confidence.tolist()}
+    return {
+        "prediction": [classes[number] for number in predicted.tolist()],
+        "confidence": confidence.tolist(),
+    }
 
 
 def _sorted_classes(trained: set[str], kinds: Sequence[Any]) -> list[str]:
@@ -122,8 +155,14 @@ def _sorted_classes(trained: set[str], kinds: Sequence[Any]) -> list[str]:
 
 def _is_label(kind: Any) -> bool:
     dtype = str(getattr(kind, "dtype", ""))
-    plain = element_type(kind) is None and not isinstance(kind, Mapping) and getattr(kind, "id", None) != OBJECTS
-    return plain and (dtype in ("string", "large_string", "bool") or dtype.startswith(("int", "uint")))
+    plain = (
+        element_type(kind) is None
+        and not isinstance(kind, Mapping)
+        and getattr(kind, "id", None) != OBJECTS
+    )
+    return plain and (
+        dtype in ("string", "large_string", "bool") or dtype.startswith(("int", "uint"))
+    )
 
 
 def _name(kind: Any, value: Any) -> str:

@@ -75,15 +75,23 @@ def check(task: Any) -> None:
     """Raise ValueError if a method of a task is missing, or cannot be called with its arguments."""
     whole = hasattr(task, "batch_loss") or (hasattr(task, "embed") and not hasattr(task, "loss"))
     loss = ("embed", "batch_loss") if whole else ("loss",)
-    methods = {name: getattr(task, name, None) for name in (*_NEEDED, *loss)}  # a stub of the protocol is inherited
-    stubs = {name for name, method in methods.items() if getattr(method, "__func__", None) is getattr(Task, name, ())}
+    methods = {
+        name: getattr(task, name, None) for name in (*_NEEDED, *loss)
+    }  # a stub of the protocol is inherited
+    stubs = {
+        name
+        for name, method in methods.items()
+        if getattr(method, "__func__", None) is getattr(Task, name, ())
+    }
     missing = [name for name, method in methods.items() if not callable(method) or name in stubs]
     if (
         len(loss) == 2
         and callable(own := getattr(task, "loss", None))
         and getattr(own, "__func__", None) is not Task.loss
     ):
-        raise ValueError(f"task.name {type(task).__name__} has both loss and batch_loss; remove one of them")
+        raise ValueError(
+            f"task.name {type(task).__name__} has both loss and batch_loss; remove one of them"
+        )
     if hasattr(task, "metrics") and not callable(getattr(task, "update", None)):
         missing.append("update (since it has metrics)")
     if hasattr(task, "state_dict") != hasattr(task, "load_state_dict"):
@@ -97,10 +105,14 @@ def check(task: Any) -> None:
 def check_sets(train: Any, evals: dict[str, Any]) -> None:
     """Raise ValueError, with its name, if a data set is empty or not map-style."""
     if not isinstance(evals, dict):
-        raise ValueError(f"task: eval_sets() returned a {type(evals).__name__}; a dict of data sets by name is needed")
+        raise ValueError(
+            f"task: eval_sets() returned a {type(evals).__name__}; a dict of data sets by name is needed"
+        )
     for name, dataset in {"train": train, **evals}.items():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
             kind = type(dataset).__name__
-            raise ValueError(f"task: the {name} set is a {kind} without length or items; give a map-style one")
+            raise ValueError(
+                f"task: the {name} set is a {kind} without length or items; give a map-style one"
+            )
         if len(dataset) == 0:
             raise ValueError(f"task: the {name} set is empty; it needs at least one sample")

@@ -20,10 +20,25 @@ from torch import Tensor
 from oneloop.basics.exit_codes import BadInput, Inexact
 
 # Arguments of each method.
-_ARGUMENTS: dict[str, tuple[str, ...]] = dict.fromkeys(("model", "train_set", "eval_sets", "metrics", "state_dict"), ())
-_ARGUMENTS |= {"collate": ("samples",), "weight": ("batch",), "loss": ("model", "batch"), "save": ("model", "folder")}
-_ARGUMENTS |= {"update": ("metrics", "batch", "outputs"), "show": ("sample", "outputs"), "generate": ("model", "batch")}
-_ARGUMENTS |= {"load_state_dict": ("state",), "embed": ("model", "batch"), "batch_loss": ("parts", "columns")}
+_ARGUMENTS: dict[str, tuple[str, ...]] = dict.fromkeys(
+    ("model", "train_set", "eval_sets", "metrics", "state_dict"), ()
+)
+_ARGUMENTS |= {
+    "collate": ("samples",),
+    "weight": ("batch",),
+    "loss": ("model", "batch"),
+    "save": ("model", "folder"),
+}
+_ARGUMENTS |= {
+    "update": ("metrics", "batch", "outputs"),
+    "show": ("sample", "outputs"),
+    "generate": ("model", "batch"),
+}
+_ARGUMENTS |= {
+    "load_state_dict": ("state",),
+    "embed": ("model", "batch"),
+    "batch_loss": ("parts", "columns"),
+}
 
 
 def named(task: Any, member: str) -> str:
@@ -32,7 +47,11 @@ def named(task: Any, member: str) -> str:
     code = getattr(getattr(kind, member, None), "__code__", None)
     try:
         file = inspect.getsourcefile(kind)
-        line = code.co_firstlineno if code and code.co_filename == file else inspect.getsourcelines(kind)[1]
+        line = (
+            code.co_firstlineno
+            if code and code.co_filename == file
+            else inspect.getsourcelines(kind)[1]
+        )
         return f"{file}:{line}: {kind.__name__}.{member}"
     except (TypeError, OSError):  # a class that was typed into an interpreter
         return f"{kind.__name__}.{member}"
@@ -49,7 +68,9 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
         if "DefaultCPUAllocator" in str(error):
             raise
         if isinstance(error, ValueError) and _by_oneloop(task, error):
-            raise BadInput(str(error)) from error  # a packaged task's message is for the user already
+            raise BadInput(
+                str(error)
+            ) from error  # a packaged task's message is for the user already
         why = f"failed: {type(error).__name__}: {error} ({_source_line(task, error)})"
         raise BadInput(f"{named(task, member)} {why}") from error
 
@@ -57,7 +78,9 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
 def _by_oneloop(task: Any, error: Exception) -> bool:
     """Whether the code of a packaged task raised the error."""
     raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
-    return type(task).__module__.startswith("oneloop.") and raised.is_relative_to(Path(__file__).parents[1])
+    return type(task).__module__.startswith("oneloop.") and raised.is_relative_to(
+        Path(__file__).parents[1]
+    )
 
 
 def _source_line(task: Any, error: Exception) -> str:
@@ -86,7 +109,9 @@ def check_signatures(task: Any) -> None:
     sample_weight, unit = getattr(task, "sample_weight", None), getattr(task, "unit", "samples")
     number = isinstance(sample_weight, int | float) and not isinstance(sample_weight, bool)
     if sample_weight is not None and not (number and 0 < sample_weight < math.inf):
-        raise BadInput(f"{named(task, 'sample_weight')} must be a positive number or None, got {sample_weight!r}")
+        raise BadInput(
+            f"{named(task, 'sample_weight')} must be a positive number or None, got {sample_weight!r}"
+        )
     if unit not in ("samples", "tokens"):
         raise BadInput(f'{named(task, "unit")} must be "samples" or "tokens", got {unit!r}')
 
@@ -126,7 +151,9 @@ class Contract:
         """Return a batch; check that it is a dict with the same keys in every call."""
         batch = theirs(self.task, "collate", lambda: self.task.collate(list(samples)))
         if not isinstance(batch, dict) or not all(isinstance(name, str) for name in batch):
-            raise self.wrong("collate", f"returned {_describe(batch)}", "return a dict of tensors by name")
+            raise self.wrong(
+                "collate", f"returned {_describe(batch)}", "return a dict of tensors by name"
+            )
         keys = sorted(batch)
         if self._keys is not None and keys != self._keys:
             found = f"returned the keys {', '.join(keys)} for {len(samples)} samples, {', '.join(self._keys)} before"
@@ -136,7 +163,9 @@ class Contract:
 
     def weight(self, batch: Mapping[str, Any], *, samples: int, trained: bool = True) -> float:
         """Return the weight of a batch of ``samples``; if it is for training, check it against ``sample_weight``."""
-        fix = "return a 0-dim tensor on the host: the number of samples or target tokens in the batch"
+        fix = (
+            "return a 0-dim tensor on the host: the number of samples or target tokens in the batch"
+        )
         result = theirs(self.task, "weight", lambda: self.task.weight(batch))
         if not isinstance(result, Tensor) or result.ndim or result.is_complex():
             raise self.wrong("weight", f"returned {_describe(result)}", fix)
@@ -149,12 +178,16 @@ class Contract:
         each = getattr(self.task, "sample_weight", None)
         if trained and each is not None and not math.isclose(weight, each * samples, rel_tol=1e-6):
             result = f"returned {weight:g} for {samples} samples, but sample_weight is {each:g}"
-            raise self.wrong("weight", result, "remove sample_weight, or return the same value from weight")
+            raise self.wrong(
+                "weight", result, "remove sample_weight, or return the same value from weight"
+            )
         return weight
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Return the summed loss and the outputs; of a whole-batch loss, those of this batch on its own."""
-        return self._loss("batch_loss" if self.whole else "loss", lambda: self.task.loss(model, batch))
+        return self._loss(
+            "batch_loss" if self.whole else "loss", lambda: self.task.loss(model, batch)
+        )
 
     def batch_loss(self, parts: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss of a whole batch."""
@@ -171,11 +204,15 @@ class Contract:
         if outputs is not None and not isinstance(outputs, Mapping):
             raise self.wrong(member, f"returned {_describe(outputs)} as the outputs", fix)
         if torch.is_grad_enabled() and not loss.requires_grad:
-            advice = "compute it from the model's outputs, without detach(), .item() or torch.no_grad()"
+            advice = (
+                "compute it from the model's outputs, without detach(), .item() or torch.no_grad()"
+            )
             raise self.wrong(member, "returned a loss without a gradient in training", advice)
         return loss, dict(outputs or {})
 
-    def check_metrics(self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device) -> None:
+    def check_metrics(
+        self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device
+    ) -> None:
         """Check metrics() and update() with a batch, if the task has them."""
         if not hasattr(self.task, "metrics"):
             return
@@ -186,7 +223,11 @@ class Contract:
         except Exception:  # a few samples may not suffice
             return
         if not isinstance(computed, Mapping):
-            raise self.wrong("metrics", f"computes {_describe(computed)}", "let compute return a dict of named metrics")
+            raise self.wrong(
+                "metrics",
+                f"computes {_describe(computed)}",
+                "let compute return a dict of named metrics",
+            )
 
     @staticmethod
     def is_double(once: float, twice: float, tolerance: float) -> bool:
@@ -211,12 +252,20 @@ class Contract:
                 "another parallel layout would train a different model: return the sum of the samples' losses."
                 " If that is impossible (contrastive losses, mixup), set additive = False in the class"
             )
-        raise self.wrong(member, f"returned {once:.6g} for a sample and {twice:.6g} for the same sample twice", fix)
+        raise self.wrong(
+            member,
+            f"returned {once:.6g} for a sample and {twice:.6g} for the same sample twice",
+            fix,
+        )
 
     def check_sum(self, whole: float, parts: Sequence[float], tolerance: float) -> None:
         """Check that the loss of a batch is the sum of the losses of its ``parts``. Ignore non-finite values."""
         total, size = math.fsum(parts), math.fsum(map(abs, parts))
-        if not math.isfinite(whole) or not math.isfinite(total) or abs(whole - total) <= tolerance * size:
+        if (
+            not math.isfinite(whole)
+            or not math.isfinite(total)
+            or abs(whole - total) <= tolerance * size
+        ):
             return
         raise self.wrong(
             "loss",

@@ -12,7 +12,15 @@ from torch import Tensor, nn
 
 from oneloop.data.rows.cache import key_of
 from oneloop.data.rows.cached_arrays import Ragged, ragged
-from oneloop.data.rows.open_data import Source, combined, first_columns, named_sources, notes_of, opened, whole
+from oneloop.data.rows.open_data import (
+    Source,
+    combined,
+    first_columns,
+    named_sources,
+    notes_of,
+    opened,
+    whole,
+)
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, end_token_notes, ends_in
@@ -20,7 +28,15 @@ from oneloop.tasks.language.conversations import encoded, encoded_prompt, is_tex
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.models import SCRATCH, Architecture
-from oneloop.tasks.language.sequences import IGNORE, Overlong, Packed, Padded, Prompts, collated, spans
+from oneloop.tasks.language.sequences import (
+    IGNORE,
+    Overlong,
+    Packed,
+    Padded,
+    Prompts,
+    collated,
+    spans,
+)
 from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
 
@@ -75,31 +91,61 @@ class SFT(LanguageModel):
         **model: Any,
     ) -> None:
         packed = is_packed(pack, "packed", "padded")
-        super().__init__(packed=packed, length=length, dropout=0.0, architecture=architecture, **model)
+        super().__init__(
+            packed=packed, length=length, dropout=0.0, architecture=architecture, **model
+        )
         if answer < 1:
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
         self.length, self.answer, self.overlong, self.window = length, answer, overlong, window
-        self.columns = {"messages": messages, "prompt": prompt, "completion": completion, "tools": tools}
+        self.columns = {
+            "messages": messages,
+            "prompt": prompt,
+            "completion": completion,
+            "tools": tools,
+        }
         template = None if chat_template is None else template_of(chat_template)
-        self.tokenizer = self.known_tokenizer() if self.name else chat_tokenizer(_texts(SyntheticChats("train")), vocab)
+        self.tokenizer = (
+            self.known_tokenizer()
+            if self.name
+            else chat_tokenizer(_texts(SyntheticChats("train")), vocab)
+        )
         self._template, self._day, self.end = template, day, self.tokenizer.eos_token_id
         self._chat: Chat | None = None
         self._skip_unreadable, self.skipped_rows = unreadable == "skip", list[str]()
         self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), template]
         sources = self._sources(data, held_out)
-        texts = [{split: self._encoded(source, rows) for split, rows in source.parts.items()} for source in sources]
+        texts = [
+            {split: self._encoded(source, rows) for split, rows in source.parts.items()}
+            for source in sources
+        ]
         self._data_notes += notes_of(sources)
         if self.skipped_rows:
             count, first = len(self.skipped_rows), self.skipped_rows[0]
-            self._data_notes.append(f"{count:,} rows were skipped and listed in environment.json; the first: {first}")
-        samples = [{split: self._samples(*text, split) for split, text in splits.items()} for splits in texts]
+            self._data_notes.append(
+                f"{count:,} rows were skipped and listed in environment.json; the first: {first}"
+            )
+        samples = [
+            {split: self._samples(*text, split) for split, text in splits.items()}
+            for splits in texts
+        ]
         self._sets = combined(sources, samples)
         self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
         if len(sources) > 1 and not self.packed:
-            self._data_notes.append("a mixture defines its own order: samples are not sorted by length (more padding)")
+            self._data_notes.append(
+                "a mixture defines its own order: samples are not sorted by length (more padding)"
+            )
         special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
-        self._ends = sorted({end for splits in texts for end in ends_in(splits["train"][0], special, self.tokenizer)})
-        self._data_notes += [*end_token_notes(self._ends, self.tokenizer), self._preview(samples[0]["train"].spans[0])]
+        self._ends = sorted(
+            {
+                end
+                for splits in texts
+                for end in ends_in(splits["train"][0], special, self.tokenizer)
+            }
+        )
+        self._data_notes += [
+            *end_token_notes(self._ends, self.tokenizer),
+            self._preview(samples[0]["train"].spans[0]),
+        ]
         self.notes = self._data_notes
 
     writes = True
@@ -107,21 +153,37 @@ class SFT(LanguageModel):
     def _sources(self, data: str | list[dict[str, Any]], held_out: float) -> list[Source]:
         if data == "lessons":
             columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
-            return [Source("lessons", columns, parts={split: SyntheticChats(split) for split in LESSONS})]
+            return [
+                Source(
+                    "lessons", columns, parts={split: SyntheticChats(split) for split in LESSONS}
+                )
+            ]
         open_ = partial(opened, held_out=held_out, window=self.window)
         unopened = named_sources(data, self.columns)
-        return [first_columns(source, self._column_choices(source.columns), open_) for source in unopened]
+        return [
+            first_columns(source, self._column_choices(source.columns), open_)
+            for source in unopened
+        ]
 
     @staticmethod
-    def _column_choices(columns: Mapping[str, str], *, labelled: bool = True) -> list[dict[str, str]]:
+    def _column_choices(
+        columns: Mapping[str, str], *, labelled: bool = True
+    ) -> list[dict[str, str]]:
         none = dict.fromkeys(columns, "")
-        kinds = [("messages", "tools"), ("messages",), ("prompt", "completion", "tools"), ("prompt", "completion")]
+        kinds = [
+            ("messages", "tools"),
+            ("messages",),
+            ("prompt", "completion", "tools"),
+            ("prompt", "completion"),
+        ]
         kinds += [] if labelled else [("prompt", "tools"), ("prompt",)]
         return [none | {key: columns[key] for key in kind} for kind in kinds]
 
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         columns = source.columns
-        prompts = (rows[index][columns["prompt"] or columns["messages"]] for index in range(len(rows)))
+        prompts = (
+            rows[index][columns["prompt"] or columns["messages"]] for index in range(len(rows))
+        )
         first_prompt = next((value for value in prompts if value), None)
         needs_chat = not (columns["prompt"] and is_text(first_prompt))
         if needs_chat and self._chat is None:
@@ -131,14 +193,23 @@ class SFT(LanguageModel):
         if chat is None:
             end_of(self.tokenizer)
             note = "prompts and completions are concatenated unchanged"
-            note += ", without the chat template: for turns give messages" * bool(self.tokenizer.chat_template)
+            note += ", without the chat template: for turns give messages" * bool(
+                self.tokenizer.chat_template
+            )
             self._data_notes += [note] * (note not in self._data_notes)
         cache_key = [*self._cache_key, chat and chat.template, dict(columns), labelled]
         cache_key += [self._day] if chat and "strftime_now" in chat.template else []
         content = {**rows.fingerprint(), "made by": key_of(cache_key)}
-        encode = partial(encoded if labelled else encoded_prompt, columns=columns, tokenizer=self.tokenizer, chat=chat)
+        encode = partial(
+            encoded if labelled else encoded_prompt,
+            columns=columns,
+            tokenizer=self.tokenizer,
+            chat=chat,
+        )
         skip = self._skip_unreadable and source.parts.keys() != {"all"}
-        texts = ragged(rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip)
+        texts = ragged(
+            rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip
+        )
         if texts.skipped:
             content["skipped"] = key_of([index for index, _ in texts.skipped])
             self.skipped_rows += [f"{rows.where(index)}: {why}" for index, why in texts.skipped]
@@ -150,7 +221,11 @@ class SFT(LanguageModel):
         except ValueError as error:
             raise ValueError(f"{split}: {error} (task.length)") from error
         self._data_notes += [f"{split}: {line}" for line in samples.about(self.overlong)]
-        return Packed(samples, content) if self.packed and split == "train" else Padded(samples, content)
+        return (
+            Packed(samples, content)
+            if self.packed and split == "train"
+            else Padded(samples, content)
+        )
 
     def _preview(self, sample: NDArray[np.int32]) -> str:
         pieces, before = list[str](), False
@@ -171,12 +246,23 @@ class SFT(LanguageModel):
 
     def samples_of(self, data: str, *, labelled: bool) -> Padded:
         choices = self._column_choices(self.columns, labelled=labelled)
-        source = first_columns(Source(data, self.columns), choices, partial(whole, window=self.window))
+        source = first_columns(
+            Source(data, self.columns), choices, partial(whole, window=self.window)
+        )
         texts, content = self._encoded(source, source.parts["all"], labelled=labelled)
-        return cast(Padded, self._samples(texts, content, "all") if labelled else Prompts(texts, self.length, content))
+        return cast(
+            Padded,
+            self._samples(texts, content, "all")
+            if labelled
+            else Prompts(texts, self.length, content),
+        )
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        return collated(samples, width=self.length if isinstance(samples[0], list) else 0, most=self._max_documents)
+        return collated(
+            samples,
+            width=self.length if isinstance(samples[0], list) else 0,
+            most=self._max_documents,
+        )
 
     @property
     def entries(self) -> int:
@@ -191,11 +277,15 @@ class SFT(LanguageModel):
     def metrics(self) -> TextSums:
         return TextSums(by_bytes=False, whole=True)
 
-    def update(self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def update(
+        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
         is_target = batch["target"] != IGNORE
         right = outputs["right"] & is_target
         exact = (right | ~is_target).all(1)
-        metrics.update(outputs["loss"].double().sum(), is_target.sum(), right=right.sum(), whole=exact)
+        metrics.update(
+            outputs["loss"].double().sum(), is_target.sum(), right=right.sum(), whole=exact
+        )
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the greedy answer to the tokens before each sample's first target; all have the same length."""
@@ -204,19 +294,35 @@ class SFT(LanguageModel):
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         limit = getattr(config, "max_position_embeddings", None) or self.length + self.answer
         count = max(1, min(self.answer, limit // 2))
-        prompts = [row[:length][count - limit :] for row, length in zip(batch["input"], lengths.tolist(), strict=True)]
+        prompts = [
+            row[:length][count - limit :]
+            for row, length in zip(batch["input"], lengths.tolist(), strict=True)
+        ]
         return {"written": written(model, prompts, count, ends=self._ends), "prompt": lengths}
 
-    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
         """Return each sample's prompt, the model's answer and, if known, the reference answer and its metrics."""
         metrics = super().predicted(batch, outputs)
         has_target = [tokens > 0 for tokens in metrics["tokens"]]
         metrics = {
-            name: [value if present else None for value, present in zip(values, has_target, strict=True)]
+            name: [
+                value if present else None
+                for value, present in zip(values, has_target, strict=True)
+            ]
             for name, values in metrics.items()
         }
-        rows = zip(batch["input"].tolist(), batch["target"].tolist(), outputs["prompt"].tolist(), strict=True)
-        texts = [(self.decode(tokens[:length]), self._first_answer(target)) for tokens, target, length in rows]
+        rows = zip(
+            batch["input"].tolist(),
+            batch["target"].tolist(),
+            outputs["prompt"].tolist(),
+            strict=True,
+        )
+        texts = [
+            (self.decode(tokens[:length]), self._first_answer(target))
+            for tokens, target, length in rows
+        ]
         prompts, targets = zip(*texts, strict=True)
         answers = [self._answer(tokens) for tokens in outputs["written"].tolist()]
         return {"prompt": list(prompts), "answer": answers, "target": list(targets), **metrics}
@@ -236,7 +342,9 @@ class SFT(LanguageModel):
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         trained = (sample[1:] >= 0).tolist()
         tokens = np.where(sample < 0, ~sample, sample).tolist()
-        shown: dict[str, Any] = {"tokens": self.pieces(tokens, outputs["loss"][: len(trained)].tolist(), trained)}
+        shown: dict[str, Any] = {
+            "tokens": self.pieces(tokens, outputs["loss"][: len(trained)].tolist(), trained)
+        }
         if "written" in outputs:
             shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
             shown["continuation"] = self._answer(outputs["written"].tolist())

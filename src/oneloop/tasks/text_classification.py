@@ -29,7 +29,11 @@ class TextClassification(TextRows):
 
     sample_weight = 1.0
 
-    needs = TextRows.needs | {"held_out": "data!=stdlib", "packages": "data=stdlib", "lines": "data=stdlib"}
+    needs = TextRows.needs | {
+        "held_out": "data!=stdlib",
+        "packages": "data=stdlib",
+        "lines": "data=stdlib",
+    }
 
     def __init__(
         self,
@@ -61,10 +65,14 @@ class TextClassification(TextRows):
         each = F.cross_entropy(logits, batch["label"], reduction="none")
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
-    def update(self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def update(
+        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
         metrics.update(outputs["logits"], batch["label"])
 
-    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
         return likeliest(outputs["logits"], self.classes)
 
     def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
@@ -86,10 +94,14 @@ def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
         size[file.name.split("/")[0]] += len(file.text)
     largest = {name for name, _ in size.most_common(packages)}
     splits: dict[str, list[tuple[str, str]]] = {}
-    for split, chosen in held_out([file for file in files if file.name.split("/")[0] in largest], percent=10).items():
+    for split, chosen in held_out(
+        [file for file in files if file.name.split("/")[0] in largest], percent=10
+    ).items():
         splits[split] = []
         for file in chosen:
             code = [line for line in file.text.splitlines() if line.strip()]
             for start in range(0, len(code), lines):
-                splits[split].append(("\n".join(code[start : start + lines]), file.name.split("/")[0]))
+                splits[split].append(
+                    ("\n".join(code[start : start + lines]), file.name.split("/")[0])
+                )
     return splits

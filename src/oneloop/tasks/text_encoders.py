@@ -24,7 +24,9 @@ class Encoder(nn.Module):
 
     _no_split_modules = ("BertLayer",)
 
-    def __init__(self, outputs: int, *, layers: int, heads: int, width: int, length: int, dropout: float) -> None:
+    def __init__(
+        self, outputs: int, *, layers: int, heads: int, width: int, length: int, dropout: float
+    ) -> None:
         super().__init__()
         from transformers import BertConfig, BertModel
 
@@ -82,7 +84,9 @@ def reader(name: str, shape: dict[str, Any], **options: Any) -> "ByteReader | To
     if name == "bytes":
         return ByteReader(shape)
     if not is_transformers(name):
-        raise ValueError(f"task.model {name!r} is not a folder saved by transformers; give one, bytes, or hf:ID")
+        raise ValueError(
+            f"task.model {name!r} is not a folder saved by transformers; give one, bytes, or hf:ID"
+        )
     return TokenReader(name, length=shape["length"], **options)
 
 
@@ -91,7 +95,9 @@ class ByteReader:
 
     def __init__(self, shape: dict[str, Any]) -> None:
         if shape["width"] % shape["heads"]:
-            raise ValueError(f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}")
+            raise ValueError(
+                f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}"
+            )
         self.shape, self.length, self.notes = shape, int(shape["length"]), list[str]()
 
     def encode(self, text: str, second: str | None = None) -> Tensor:
@@ -128,7 +134,9 @@ class ByteReader:
 class TokenReader:
     """The same with tokens of a transformers model. Raises ValueError without a fast tokenizer (tokens to words)."""
 
-    def __init__(self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False) -> None:
+    def __init__(
+        self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False
+    ) -> None:
         self.name, self.length, self.notes = name, length, list[str]()
         self._options = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self._use(tokenizer_of(name, trust_remote_code=trust_remote_code))
@@ -137,7 +145,9 @@ class TokenReader:
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         if tokenizer.pad_token_id is None:
-            raise ValueError(f"task.model {self.name!r}: its tokenizer has no padding token and no end token")
+            raise ValueError(
+                f"task.model {self.name!r}: its tokenizer has no padding token and no end token"
+            )
         self.tokenizer = tokenizer
 
     def learn(self, texts: Callable[[], Iterable[str]]) -> None:
@@ -159,18 +169,27 @@ class TokenReader:
         return sample, [*starts.values()], len(of_word)
 
     def _encoded(self, *texts: Any, **how: Any) -> tuple[dict[str, list[int]], list[int | None]]:
-        encoding = self.tokenizer(*texts, truncation=True, max_length=self.length, return_attention_mask=False, **how)
+        encoding = self.tokenizer(
+            *texts, truncation=True, max_length=self.length, return_attention_mask=False, **how
+        )
         if not encoding["input_ids"]:
             raise ValueError("the text has no tokens; remove the row")
         if len(encoding["input_ids"]) > self.length:
-            raise ValueError(f"task.length {self.length} has no room for text next to the special tokens; raise it")
+            raise ValueError(
+                f"task.length {self.length} has no room for text next to the special tokens; raise it"
+            )
         return {key: list(values) for key, values in encoding.items()}, encoding.word_ids()
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         longest = max(len(sample["input_ids"]) for sample in samples)
         pad = {"input_ids": self.tokenizer.pad_token_id}
         batch = {
-            key: torch.tensor([sample[key] + [pad.get(key, 0)] * (longest - len(sample[key])) for sample in samples])
+            key: torch.tensor(
+                [
+                    sample[key] + [pad.get(key, 0)] * (longest - len(sample[key]))
+                    for sample in samples
+                ]
+            )
             for key in samples[0]
         }
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
@@ -178,15 +197,23 @@ class TokenReader:
 
     def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
         """As above; None: a model whose outputs are hidden states."""
-        kind = f"AutoModelFor{'Token' if words else 'Sequence'}Classification" if classes is not None else "AutoModel"
+        kind = (
+            f"AutoModelFor{'Token' if words else 'Sequence'}Classification"
+            if classes is not None
+            else "AutoModel"
+        )
         model, self.notes = auto_model(kind, self.name, classes, **self._options)
         config: Any = model.config
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or self.length
         longest = min(longest, self.tokenizer.model_max_length)
         if self.length > longest:
-            raise ValueError(f"task.length {self.length} is more than the {longest} positions of {self.name}; lower it")
+            raise ValueError(
+                f"task.length {self.length} is more than the {longest} positions of {self.name}; lower it"
+            )
         if config.get_text_config().pad_token_id is None:
-            config.pad_token_id = config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+            config.pad_token_id = config.get_text_config().pad_token_id = (
+                self.tokenizer.pad_token_id
+            )
         return model
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -208,9 +235,13 @@ class NewReader(TokenReader):
         self.name, self.length, self.notes = LEARNED, int(shape["length"]), list[str]()
         self._shape, self._vocab, self.tokenizer = shape, vocab, None
         if shape["width"] % shape["heads"]:
-            raise ValueError(f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}")
+            raise ValueError(
+                f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}"
+            )
         if vocab < 300 or self.length < 3:
-            raise ValueError(f"task.vocab {vocab} must be at least 300, and task.length {self.length} at least 3")
+            raise ValueError(
+                f"task.vocab {vocab} must be at least 300, and task.length {self.length} at least 3"
+            )
         if written is not None:
             self._wrap(written)
 
@@ -227,15 +258,22 @@ class NewReader(TokenReader):
             if not path.exists():
                 model, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
                 model.normalizer, model.decoder = normalizers.BertNormalizer(), decoders.ByteLevel()
-                words = [pre_tokenizers.BertPreTokenizer(), byte_level(add_prefix_space=True, use_regex=False)]
-                model.pre_tokenizer = pre_tokenizers.Sequence(words)  # a word has the same tokens everywhere
+                words = [
+                    pre_tokenizers.BertPreTokenizer(),
+                    byte_level(add_prefix_space=True, use_regex=False),
+                ]
+                model.pre_tokenizer = pre_tokenizers.Sequence(
+                    words
+                )  # a word has the same tokens everywhere
                 how: Any = {
                     "special_tokens": _SPECIAL,
                     "initial_alphabet": byte_level.alphabet(),
                     "show_progress": False,
                 }
                 with Working("learning the tokens"), replacing(path) as draft:
-                    model.train_from_iterator(texts(), trainers.BpeTrainer(vocab_size=self._vocab, **how))
+                    model.train_from_iterator(
+                        texts(), trainers.BpeTrainer(vocab_size=self._vocab, **how)
+                    )
                     model.save(str(draft))
             self._wrap(path.read_text())
 
@@ -252,7 +290,10 @@ class NewReader(TokenReader):
         end, start = ((token, model.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
         model.post_processor = BertProcessing(end, start)
         special: Any = {f"{token.strip('[]').lower()}_token": token for token in _SPECIAL}
-        how = {"model_max_length": self.length, "model_input_names": ["input_ids", "attention_mask"]}
+        how = {
+            "model_max_length": self.length,
+            "model_input_names": ["input_ids", "attention_mask"],
+        }
         self._use(PreTrainedTokenizerFast(tokenizer_object=model, **special, **how))
 
     def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:

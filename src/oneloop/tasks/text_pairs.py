@@ -73,14 +73,23 @@ class TextPairs(TextRows):
         if pooling not in _POOLINGS:
             raise ValueError(f"task.pooling {pooling!r} is unknown; known: {', '.join(_POOLINGS)}")
         if not 0 < temperature < math.inf:
-            raise ValueError(f"task.temperature {temperature} must be positive; common values are 0.01 to 0.1")
+            raise ValueError(
+                f"task.temperature {temperature} must be positive; common values are 0.01 to 0.1"
+            )
         self.pooling, self.scale, self.symmetric = pooling, 1 / temperature, symmetric
-        self.matryoshka, self.mask_duplicates, self._vocab = [int(size) for size in matryoshka], mask_duplicates, vocab
+        self.matryoshka, self.mask_duplicates, self._vocab = (
+            [int(size) for size in matryoshka],
+            mask_duplicates,
+            vocab,
+        )
         self._negatives = [name.strip() for name in negatives.split(",") if name.strip()]
         columns = {"anchor": anchor, "positive": positive}
         columns |= {f"negatives_{number}": name for number, name in enumerate(self._negatives, 1)}
         sizes = [*map(str, matryoshka)]
-        for key, names in (("anchor, positive and negatives", [*columns.values()]), ("matryoshka", sizes)):
+        for key, names in (
+            ("anchor, positive and negatives", [*columns.values()]),
+            ("matryoshka", sizes),
+        ):
             if twice := [name for name in names if names.count(name) > 1]:
                 raise ValueError(f"task.{key}: {twice[0]!r} is there twice; name each one once")
         super().__init__(None if data == "stdlib" else data, columns, model=model, **reading)
@@ -89,13 +98,17 @@ class TextPairs(TextRows):
             self.reader.learn(lambda: (text for pair in pairs["train"] for text in pair))
             make = self._maker([0, 1])
             self._sets = {split: [make(pair) for pair in pairs[split]] for split in pairs}
-            self._data_notes = self._duplicates([repeated(texts) for texts in zip(*pairs["train"], strict=True)])
+            self._data_notes = self._duplicates(
+                [repeated(texts) for texts in zip(*pairs["train"], strict=True)]
+            )
         if isinstance(self.reader, NewReader):
             self.recorded |= {"tokenizer": self.reader.written()}
 
     def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> TokenReader:
         if name == LEARNED:
-            return NewReader(shape, vocab=self._vocab, written=(RECORDED.get() or {}).get("tokenizer"))
+            return NewReader(
+                shape, vocab=self._vocab, written=(RECORDED.get() or {}).get("tokenizer")
+            )
         if not is_transformers(name):
             fix = f"give one, {LEARNED}, or hf:ID"
             raise ValueError(f"task.model {name!r} is not a folder saved by transformers; {fix}")
@@ -104,11 +117,20 @@ class TextPairs(TextRows):
     def _check(self, sources: Sequence[Source]) -> None:
         for key in self.columns:
             check_texts(sources, key)
-        texts = [part for key in ("anchor", "positive") for part in columns_of(sources, key) if part[1] == "train"]
+        texts = [
+            part
+            for key in ("anchor", "positive")
+            for part in columns_of(sources, key)
+            if part[1] == "train"
+        ]
         if texts:
-            self.reader.learn(lambda: (text for *_, rows, column in texts for text in texts_of(rows, column)))
+            self.reader.learn(
+                lambda: (text for *_, rows, column in texts for text in texts_of(rows, column))
+            )
             counts = [repeated(texts_of(rows, column)) for *_, rows, column in texts]
-            sources[0].notes += self._duplicates([sum(counts[: len(sources)]), sum(counts[len(sources) :])])
+            sources[0].notes += self._duplicates(
+                [sum(counts[: len(sources)]), sum(counts[len(sources) :])]
+            )
 
     def _duplicates(self, counts: Sequence[int]) -> list[str]:
         """Return the line for the log about training texts that are equal to an earlier one."""
@@ -119,18 +141,24 @@ class TextPairs(TextRows):
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)
-        return sets_of(sources, lambda source: self._maker([source.columns[key] for key in self.columns]))
+        return sets_of(
+            sources, lambda source: self._maker([source.columns[key] for key in self.columns])
+        )
 
     def _maker(self, columns: Sequence[Any]) -> Callable[[Any], Any]:
         """Return the function from a row to its sample: the encoded texts, and their numbers."""
         encode = self.reader.encode
-        return lambda row: [(encode(row[column]), number_of_text(row[column])) for column in columns]
+        return lambda row: [
+            (encode(row[column]), number_of_text(row[column])) for column in columns
+        ]
 
     def model(self) -> nn.Module:
         model = self.reader.model(None)
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         if wrong := [size for size in self.matryoshka if not 0 < size < width]:
-            raise ValueError(f"task.matryoshka {wrong[0]} must be between 1 and {width - 1}: embeddings have {width}")
+            raise ValueError(
+                f"task.matryoshka {wrong[0]} must be between 1 and {width - 1}: embeddings have {width}"
+            )
         if (pooler := getattr(model, "pooler", None)) is not None:
             pooler.requires_grad_(False)  # it has no effect on the hidden states
         self.notes = [*self._data_notes, *self.reader.notes]
@@ -138,11 +166,19 @@ class TextPairs(TextRows):
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return tokens of the anchors, and those of the candidates: positive and negatives of each sample in turn."""
-        anchors, candidates = [sample[0] for sample in samples], [text for sample in samples for text in sample[1:]]
+        anchors, candidates = (
+            [sample[0] for sample in samples],
+            [text for sample in samples for text in sample[1:]],
+        )
         batch = {"anchor_id": torch.tensor([number for _, number in anchors])}
-        batch["candidate_id"] = torch.tensor([number for _, number in candidates]).unflatten(0, (len(samples), -1))
+        batch["candidate_id"] = torch.tensor([number for _, number in candidates]).unflatten(
+            0, (len(samples), -1)
+        )
         for name, texts in (("anchor", anchors), ("candidate", candidates)):
-            batch |= {f"{name}.{key}": value for key, value in self.reader.collate([text for text, _ in texts]).items()}
+            batch |= {
+                f"{name}.{key}": value
+                for key, value in self.reader.collate([text for text, _ in texts]).items()
+            }
         return batch
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
@@ -150,11 +186,17 @@ class TextPairs(TextRows):
 
     def embed(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return embeddings: the anchors' (samples, width), and the candidates' (samples, 1 + negatives, width)."""
-        anchor, candidate = (self._embedded(model, batch, f"{name}.") for name in ("anchor", "candidate"))
+        anchor, candidate = (
+            self._embedded(model, batch, f"{name}.") for name in ("anchor", "candidate")
+        )
         return {"anchor": anchor, "candidate": candidate.unflatten(0, (len(anchor), -1))}
 
     def _embedded(self, model: nn.Module, batch: dict[str, Tensor], prefix: str) -> Tensor:
-        inputs = {key.removeprefix(prefix): value for key, value in batch.items() if key.startswith(prefix)}
+        inputs = {
+            key.removeprefix(prefix): value
+            for key, value in batch.items()
+            if key.startswith(prefix)
+        }
         hidden: Tensor = model(**inputs).last_hidden_state
         mask = inputs["attention_mask"]
         if self.pooling == "cls":
@@ -164,16 +206,26 @@ class TextPairs(TextRows):
         share = mask[:, :, None].to(hidden.dtype)
         return (hidden * share).sum(1) / share.sum(1)
 
-    def batch_loss(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    def batch_loss(
+        self, parts: dict[str, Tensor], columns: dict[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         anchor, candidate = parts["anchor"], parts["candidate"]
         anchor_id, candidate_id = columns["anchor_id"], columns["candidate_id"]
         key_id = torch.cat([candidate_id[:, 0], candidate_id[:, 1:].flatten()])
-        of_rows = [columns["index"], *([anchor_id] if self.mask_duplicates else [])]  # a row is not its own negative
-        ids = [(number, F.pad(number, (0, len(key_id) - len(number)), value=_NONE)) for number in of_rows]
+        of_rows = [
+            columns["index"],
+            *([anchor_id] if self.mask_duplicates else []),
+        ]  # a row is not its own negative
+        ids = [
+            (number, F.pad(number, (0, len(key_id) - len(number)), value=_NONE))
+            for number in of_rows
+        ]
         ids += [(candidate_id[:, 0], key_id)] if self.mask_duplicates else []
         total = anchor.new_zeros(())
         for size in (*self.matryoshka, anchor.shape[1]):
-            queries, keys = (F.normalize(value[..., :size], dim=-1) for value in (anchor, candidate))
+            queries, keys = (
+                F.normalize(value[..., :size], dim=-1) for value in (anchor, candidate)
+            )
             positive, negatives = keys[:, 0], keys[:, 1:].flatten(0, 1)
             loss = info_nce(queries, torch.cat([positive, negatives]), self.scale, ids=ids)
             if self.symmetric:
@@ -185,12 +237,23 @@ class TextPairs(TextRows):
     def metrics(self) -> Retrieval:
         return Retrieval()
 
-    def update(self, metrics: Retrieval, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        anchor, positive = F.normalize(outputs["anchor"], dim=-1), F.normalize(outputs["candidate"][:, 0], dim=-1)
+    def update(
+        self, metrics: Retrieval, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
+        anchor, positive = (
+            F.normalize(outputs["anchor"], dim=-1),
+            F.normalize(outputs["candidate"][:, 0], dim=-1),
+        )
         metrics.update(anchor, positive, ids=[batch["anchor_id"], batch["candidate_id"][:, 0]])
 
-    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
-        return {"similarity": F.cosine_similarity(outputs["anchor"], outputs["candidate"][:, 0]).tolist()}
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
+        return {
+            "similarity": F.cosine_similarity(
+                outputs["anchor"], outputs["candidate"][:, 0]
+            ).tolist()
+        }
 
     def show(self, sample: list[Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         similarity = float(F.cosine_similarity(outputs["anchor"], outputs["candidate"][0], dim=0))
@@ -199,18 +262,36 @@ class TextPairs(TextRows):
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Save what transformers and sentence-transformers (6.2 or newer) need to load the encoder."""
-        self.reader.tokenizer.model_max_length = self.reader.length  # sentence-transformers also cuts texts there
+        self.reader.tokenizer.model_max_length = (
+            self.reader.length
+        )  # sentence-transformers also cuts texts there
         self.reader.save(model, folder)
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        kinds = {"": "base.modules.transformer.Transformer", _POOLING: "sentence_transformer.modules.pooling.Pooling"}
+        kinds = {
+            "": "base.modules.transformer.Transformer",
+            _POOLING: "sentence_transformer.modules.pooling.Pooling",
+        }
         modules = [
-            {"idx": number, "name": str(number), "path": path, "type": f"sentence_transformers.{kind}"}
+            {
+                "idx": number,
+                "name": str(number),
+                "path": path,
+                "type": f"sentence_transformers.{kind}",
+            }
             for number, (path, kind) in enumerate(kinds.items())
         ]
-        pooling = {"embedding_dimension": width, "pooling_mode": _POOLINGS[self.pooling], "include_prompt": True}
+        pooling = {
+            "embedding_dimension": width,
+            "pooling_mode": _POOLINGS[self.pooling],
+            "include_prompt": True,
+        }
         about = {"model_type": "SentenceTransformer", "similarity_fn_name": "cosine"}
         (folder / _POOLING).mkdir(exist_ok=True)
-        files = {"modules": modules, f"{_POOLING}/config": pooling, "config_sentence_transformers": about}
+        files = {
+            "modules": modules,
+            f"{_POOLING}/config": pooling,
+            "config_sentence_transformers": about,
+        }
         for name, content in files.items():
             (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
 
@@ -219,7 +300,9 @@ def _docstrings() -> dict[str, list[tuple[str, str]]]:
     """Return pairs by split: the first paragraph of a docstring, and its function without it, if it has two more lines.
     No file is in two splits."""
     files = held_out(stdlib(), percent=10)
-    return {split: [pair for file in files[split] for pair in _functions(file.text)] for split in files}
+    return {
+        split: [pair for file in files[split] for pair in _functions(file.text)] for split in files
+    }
 
 
 def _functions(source: str) -> Iterator[tuple[str, str]]:
@@ -231,8 +314,12 @@ def _functions(source: str) -> Iterator[tuple[str, str]]:
         return
     lines = source.splitlines()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (text := ast.get_docstring(node)):
-            body = [line for part in node.body[1:] for line in lines[part.lineno - 1 : part.end_lineno]]
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
+            text := ast.get_docstring(node)
+        ):
+            body = [
+                line for part in node.body[1:] for line in lines[part.lineno - 1 : part.end_lineno]
+            ]
             if len(body) >= 2 and text.strip():
                 head = f"def {node.name}({ast.unparse(node.args)}):"
                 yield " ".join(text.strip().split("\n\n")[0].split()), "\n".join([head, *body])

@@ -24,7 +24,9 @@ class TextRegression(TextRows):
 
     sample_weight = 1.0
     classes = ("number",)
-    _sum_dtype = torch.float32 if torch.backends.mps.is_available() else torch.float64  # dtype of the torchmetrics sums
+    _sum_dtype = (
+        torch.float32 if torch.backends.mps.is_available() else torch.float64
+    )  # dtype of the torchmetrics sums
 
     def __init__(
         self,
@@ -53,16 +55,25 @@ class TextRegression(TextRows):
         return each.sum(), {"prediction": prediction.detach(), "loss": each.detach()}
 
     def metrics(self) -> Any:
-        from torchmetrics import MeanAbsoluteError, MetricCollection, PearsonCorrCoef, SpearmanCorrCoef
+        from torchmetrics import (
+            MeanAbsoluteError,
+            MetricCollection,
+            PearsonCorrCoef,
+            SpearmanCorrCoef,
+        )
 
         metrics: Any = {"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()}
         metrics["mean_absolute_error"] = MeanAbsoluteError()
         return MetricCollection(metrics, compute_groups=False).set_dtype(self._sum_dtype)
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        metrics.update(outputs["prediction"].to(self._sum_dtype), batch["number"].to(self._sum_dtype))
+        metrics.update(
+            outputs["prediction"].to(self._sum_dtype), batch["number"].to(self._sum_dtype)
+        )
 
-    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
         return {"prediction": outputs["prediction"].float().tolist()}
 
     def show(self, sample: tuple[Any, float], outputs: dict[str, Tensor]) -> dict[str, Any]:

@@ -35,7 +35,9 @@ class TextRows(Task):
         dropout: dropout of embeddings, attention and residuals (of a new encoder).
     """
 
-    needs: dict[str, str] = dict.fromkeys(("layers", "heads", "width", "dropout"), "model=bytes") | dict.fromkeys(
+    needs: dict[str, str] = dict.fromkeys(
+        ("layers", "heads", "width", "dropout"), "model=bytes"
+    ) | dict.fromkeys(
         ("pretrained", "trust_remote_code"), "model!=bytes"
     )  # see :class:`oneloop.tasks.protocol.Task`
     target = "label"  # task key of the target column
@@ -57,8 +59,18 @@ class TextRows(Task):
         length: int = 256,
         dropout: float = 0.0,
     ) -> None:
-        shape = {"layers": layers, "heads": heads, "width": width, "length": length, "dropout": dropout}
-        weights = {} if model == "bytes" else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        shape = {
+            "layers": layers,
+            "heads": heads,
+            "width": width,
+            "length": length,
+            "dropout": dropout,
+        }
+        weights = (
+            {}
+            if model == "bytes"
+            else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        )
         self.reader = self._reader(model, shape, **weights)
         self.columns, self.window = columns, window
         if recorded := RECORDED.get():
@@ -85,14 +97,22 @@ class TextRows(Task):
         """Return functions from a target to a number, by source. The first call (training rows) sets the classes."""
         if self.classes:
             known = self.classes
-            return {source.name: numbers_of(source, self.target, known, lists=self.words) for source in sources}
+            return {
+                source.name: numbers_of(source, self.target, known, lists=self.words)
+                for source in sources
+            }
         self.classes, numbers = classes_of(sources, self.target, lists=self.words)
         return numbers
 
-    def _sample(self, source: Source, number: Callable[[Any], Any]) -> Callable[[Row], tuple[Any, Any]]:
+    def _sample(
+        self, source: Source, number: Callable[[Any], Any]
+    ) -> Callable[[Row], tuple[Any, Any]]:
         text, second, label = (source.columns[key] for key in ("text", "second", "label"))
         encode = self.reader.encode
-        return lambda row: (encode(row[text], row[second] if second else None), number(row.get(label, 0)))
+        return lambda row: (
+            encode(row[text], row[second] if second else None),
+            number(row.get(label, 0)),
+        )
 
     def model(self) -> nn.Module:
         model = self.reader.model(self.classes, words=self.words)
@@ -107,7 +127,9 @@ class TextRows(Task):
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         columns = self.columns | ({} if labelled else {self.target: ""})
-        return self._samples([whole(Source(data, columns), window=self.window)], labelled=labelled)["all"]
+        return self._samples([whole(Source(data, columns), window=self.window)], labelled=labelled)[
+            "all"
+        ]
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return torch.tensor(float(len(next(iter(batch.values())))))

@@ -47,7 +47,9 @@ class TokenClassification(TextRows):
         if sources[0].columns["tags"]:
             check_as_long(sources, "tokens", "tags")
 
-    def _sample(self, source: Source, number: Callable[[Any], int]) -> Callable[[Row], tuple[Any, Tensor]]:
+    def _sample(
+        self, source: Source, number: Callable[[Any], int]
+    ) -> Callable[[Row], tuple[Any, Tensor]]:
         reader = self.reader
 
         def make(row: Row) -> tuple[Any, Tensor]:
@@ -57,7 +59,9 @@ class TokenClassification(TextRows):
                 raise ValueError(f"{len(words)} words and {len(tags)} tags; each word needs one")
             sample, starts, length = reader.encode_words(words)
             target = torch.full((length,), _IGNORE)
-            target[starts] = torch.tensor([number(tag) for tag in tags[: len(starts)]], dtype=torch.int64)
+            target[starts] = torch.tensor(
+                [number(tag) for tag in tags[: len(starts)]], dtype=torch.int64
+            )
             return sample, target
 
         return make
@@ -73,25 +77,51 @@ class TokenClassification(TextRows):
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.reader.logits(model, batch)
         target = batch["target"]
-        each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=_IGNORE)
+        each = F.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=_IGNORE
+        )
         return each.sum(), {"logits": logits.detach(), "loss": each.detach().view_as(target)}
 
-    def update(self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def update(
+        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
         metrics.update(outputs["logits"].flatten(0, 1), batch["target"].flatten())
 
-    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
         """Return the predicted classes of the words of each text, without words that are cut."""
-        is_target, predicted = (batch["target"] != _IGNORE).cpu(), outputs["logits"].argmax(-1).cpu()
+        is_target, predicted = (
+            (batch["target"] != _IGNORE).cpu(),
+            outputs["logits"].argmax(-1).cpu(),
+        )
         rows = zip(predicted, is_target, strict=True)
-        return {"prediction": [[self.classes[number] for number in row[positions].tolist()] for row, positions in rows]}
+        return {
+            "prediction": [
+                [self.classes[number] for number in row[positions].tolist()]
+                for row, positions in rows
+            ]
+        }
 
     def show(self, sample: tuple[Any, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, target = sample
         starts = (target != _IGNORE).nonzero().flatten().tolist()
-        predicted = [self.classes[number] for number in outputs["logits"][starts].argmax(-1).tolist()]
+        predicted = [
+            self.classes[number] for number in outputs["logits"][starts].argmax(-1).tolist()
+        ]
         targets = [self.classes[number] for number in target[starts].tolist()]
-        words = [self.reader.decode(text, *span) for span in zip(starts, [*starts[1:], len(target)], strict=True)]
+        words = [
+            self.reader.decode(text, *span)
+            for span in zip(starts, [*starts[1:], len(target)], strict=True)
+        ]
         losses = outputs["loss"][starts].tolist()
-        tokens = [(f"{word}[{tag}]", loss) for word, tag, loss in zip(words, predicted, losses, strict=True)]
-        shown = {"target": " ".join(targets), "prediction": " ".join(predicted), "right": predicted == targets}
+        tokens = [
+            (f"{word}[{tag}]", loss)
+            for word, tag, loss in zip(words, predicted, losses, strict=True)
+        ]
+        shown = {
+            "target": " ".join(targets),
+            "prediction": " ".join(predicted),
+            "right": predicted == targets,
+        }
         return {"tokens": tokens, **shown}

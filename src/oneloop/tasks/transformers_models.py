@@ -40,18 +40,29 @@ def auto_model(
     source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
     labels: dict[str, Any] = {}
     if classes is not None:
-        labels = {"id2label": dict(enumerate(classes)), "label2id": {label: i for i, label in enumerate(classes)}}
+        labels = {
+            "id2label": dict(enumerate(classes)),
+            "label2id": {label: i for i, label in enumerate(classes)},
+        }
     try:
         config = transformers.AutoConfig.from_pretrained(path, **source, **labels)
         if not pretrained:
-            return auto_class.from_config(config, trust_remote_code=trust_remote_code, dtype=torch.float32), []
+            return auto_class.from_config(
+                config, trust_remote_code=trust_remote_code, dtype=torch.float32
+            ), []
         common = {"config": config, "use_safetensors": True, "dtype": torch.float32, **options}
         common |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
         model, info = auto_class.from_pretrained(path, **source, **common)
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}") from error
-    mismatched = {entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]}
-    return model.train(), _check_loaded(model, info["missing_keys"], info["unexpected_keys"], mismatched, path)
+        raise ValueError(
+            f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}"
+        ) from error
+    mismatched = {
+        entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]
+    }
+    return model.train(), _check_loaded(
+        model, info["missing_keys"], info["unexpected_keys"], mismatched, path
+    )
 
 
 def commit_of(name: str) -> str | None:
@@ -82,36 +93,62 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
     """Return the tokenizer next to a model. Raise ValueError if there is none, or if it is not a fast tokenizer."""
     from transformers import AutoTokenizer
 
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # otherwise it warns in every DataLoader worker
+    os.environ.setdefault(
+        "TOKENIZERS_PARALLELISM", "false"
+    )  # otherwise it warns in every DataLoader worker
     path, revision = place_of(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
-        raise ValueError(f"task.model {name!r}: no tokenizer: {' '.join(str(error).split())}") from error
-    if len(tokenizer) <= len(tokenizer.all_special_tokens):  # built from nothing if no tokenizer file exists
-        raise ValueError(f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it next to the weights")
+        raise ValueError(
+            f"task.model {name!r}: no tokenizer: {' '.join(str(error).split())}"
+        ) from error
+    if len(tokenizer) <= len(
+        tokenizer.all_special_tokens
+    ):  # built from nothing if no tokenizer file exists
+        raise ValueError(
+            f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it next to the weights"
+        )
     if not tokenizer.is_fast:
-        raise ValueError(f"task.model {name!r}: its tokenizer is not a fast tokenizer (tokenizer.json)")
+        raise ValueError(
+            f"task.model {name!r}: its tokenizer is not a fast tokenizer (tokenizer.json)"
+        )
     return tokenizer
 
 
 def _check_loaded(
-    model: nn.Module, missing: Iterable[str], unexpected: Iterable[str], mismatched: Iterable[str], where: str
+    model: nn.Module,
+    missing: Iterable[str],
+    unexpected: Iterable[str],
+    mismatched: Iterable[str],
+    where: str,
 ) -> list[str]:
     """Return lines about new and ignored layers. Raise ValueError if weights other than the head (and the pooler, which
     some checkpoints lack) are missing, unexpected or of another shape."""
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    if not any(name.startswith(base) for name, _ in model.named_parameters()):  # then use the largest submodule
-        sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in model.named_children()}
+    if not any(
+        name.startswith(base) for name, _ in model.named_parameters()
+    ):  # then use the largest submodule
+        sizes = {
+            name: sum(p.numel() for p in module.parameters())
+            for name, module in model.named_children()
+        }
         base = f"{max(sizes, key=lambda name: sizes[name])}."
 
     def is_head(name: str) -> bool:
         return not name.startswith(base) or name.startswith(f"{base}pooler.")
 
     problems = {"missing": missing, "unexpected": unexpected, "shape mismatch": mismatched}
-    errors = {problem: sorted(name for name in names if not is_head(name)) for problem, names in problems.items()}
+    errors = {
+        problem: sorted(name for name in names if not is_head(name))
+        for problem, names in problems.items()
+    }
     if any(errors.values()):
-        raise ValueError(f"{where}: the weights do not fit this model ({listed(errors)}); set task.model to match")
+        raise ValueError(
+            f"{where}: the weights do not fit this model ({listed(errors)}); set task.model to match"
+        )
     notes = []
     if new := sorted({name.rpartition(".")[0] for name in (*missing, *mismatched)}):
         why = "the classes differ" if mismatched else "the weights have none"
@@ -124,4 +161,6 @@ def _check_loaded(
 def listed(wrong: dict[str, list[str]]) -> str:
     """Return the first three names of each kind as text."""
     kinds = ((what, names) for what, names in wrong.items() if names)
-    return "; ".join(f"{what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" for what, names in kinds)
+    return "; ".join(
+        f"{what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" for what, names in kinds
+    )

@@ -26,59 +26,101 @@ def columns_of(task: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
     return {name: batch[name] for name in getattr(task, "batch_columns", ())}
 
 
-def loss_alone(task: Any, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+def loss_alone(
+    task: Any, model: nn.Module, batch: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and outputs of a batch that is the whole global batch. The outputs contain the detached parts."""
     parts = task.embed(model, batch)
     loss, outputs = task.batch_loss(parts, columns_of(task, batch))
     return loss, {**{name: part.detach() for name, part in parts.items()}, **(outputs or {})}
 
 
-def parts_of(contract: Contract, model: nn.Module, batch: Mapping[str, Any], samples: int) -> dict[str, Tensor]:
+def parts_of(
+    contract: Contract, model: nn.Module, batch: Mapping[str, Any], samples: int
+) -> dict[str, Tensor]:
     """Return the checked result of ``embed``. Raise BadInput if parts or columns are not rows per sample."""
     task = contract.task
     versions = {name: value._version for name, value in batch.items() if isinstance(value, Tensor)}
     parts = theirs(task, "embed", lambda: task.embed(model, batch))
     if changed := [name for name, version in versions.items() if batch[name]._version != version]:
-        raise contract.wrong("embed", f"changes {changed[0]!r} of the batch in place", "it runs twice: copy it first")
-    if not isinstance(parts, Mapping) or not parts or not all(isinstance(part, Tensor) for part in parts.values()):
+        raise contract.wrong(
+            "embed", f"changes {changed[0]!r} of the batch in place", "it runs twice: copy it first"
+        )
+    if (
+        not isinstance(parts, Mapping)
+        or not parts
+        or not all(isinstance(part, Tensor) for part in parts.values())
+    ):
         raise contract.wrong("embed", f"returned a {type(parts).__name__}", _PARTS)
     for name, part in parts.items():
         if part.ndim and len(part) != samples:
             found = f"returned {name!r} of shape {tuple(part.shape)} for {samples} samples"
             raise contract.wrong("embed", found, f"{_PARTS} (use reshape(()))")
         if part.is_complex():
-            raise contract.wrong("embed", f"returned {name!r}, which is complex", "return torch.view_as_real of it")
+            raise contract.wrong(
+                "embed", f"returned {name!r}, which is complex", "return torch.view_as_real of it"
+            )
     for name in getattr(task, "batch_columns", ()):
         value = batch.get(name)
         if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
-            found = f"returned {', '.join(batch)}" if value is None else f"returned for it a {type(value).__name__}"
+            found = (
+                f"returned {', '.join(batch)}"
+                if value is None
+                else f"returned for it a {type(value).__name__}"
+            )
             problem = f"names {name!r}, but collate {found} for {samples} samples"
-            raise contract.wrong("batch_columns", problem, 'name tensors with one row per sample: ("label",)')
+            raise contract.wrong(
+                "batch_columns", problem, 'name tensors with one row per sample: ("label",)'
+            )
     return dict(parts)
 
 
 def check_rows(
-    contract: Contract, together: tuple[Parts, Parts], alone: Sequence[Parts], again: Parts, tolerance: float
+    contract: Contract,
+    together: tuple[Parts, Parts],
+    alone: Sequence[Parts],
+    again: Parts,
+    tolerance: float,
 ) -> None:
     """Check that each row of ``together`` (the parts of several samples, in this order and in the reverse order) is the
     part of its sample ``alone``. ``again`` are those of the first sample, computed once more."""
     for name, part in together[0].items():
         rows = [one[name] if not part.ndim else one[name][0] for one in alone]
-        if part.ndim and (other := next((row for row in rows if row.shape != part.shape[1:]), None)) is not None:
+        if (
+            part.ndim
+            and (other := next((row for row in rows if row.shape != part.shape[1:]), None))
+            is not None
+        ):
             found_ = f"rows of shape {tuple(part.shape[1:])} for {len(part)} samples, and {tuple(other.shape)} for one"
-            raise contract.wrong("embed", f"returned {name!r} with {found_}", "let all rows have one shape")
-        found, back = ([one[name]] * len(rows) if not part.ndim else [*one[name]] for one in together)
+            raise contract.wrong(
+                "embed", f"returned {name!r} with {found_}", "let all rows have one shape"
+            )
+        found, back = (
+            [one[name]] * len(rows) if not part.ndim else [*one[name]] for one in together
+        )
         if _same(found, rows, tolerance) and _same(back, rows[::-1], tolerance):
             continue
         if not _same([alone[0][name]], [again[name]], tolerance):
-            problem, fix = "has other values for the same sample the next time", "use torch's global generator"
+            problem, fix = (
+                "has other values for the same sample the next time",
+                "use torch's global generator",
+            )
         elif not part.ndim:
             some = ", ".join(f"{float(value):.6g}" for value in rows[:3])
-            problem, fix = f"is 0-dim, but depends on the batch: {some}", "give it one row per sample"
+            problem, fix = (
+                f"is 0-dim, but depends on the batch: {some}",
+                "give it one row per sample",
+            )
         elif all(any(_same([row], [other], tolerance) for other in rows) for row in found):
-            problem, fix = "has its rows in another order than the batch", "keep the order of the samples"
+            problem, fix = (
+                "has its rows in another order than the batch",
+                "keep the order of the samples",
+            )
         elif _same(found, back, 0.0):
-            problem, fix = "does not depend on the batch", "return a row for each sample, computed from this sample"
+            problem, fix = (
+                "does not depend on the batch",
+                "return a row for each sample, computed from this sample",
+            )
         else:
             problem = "depends on the other samples of the batch"
             fix = "another parallel layout would train a different model: compute each row from its sample only"
@@ -104,9 +146,13 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
 
     def loss(copies: int) -> float:
         constant = {
-            name: part[:1].expand(copies, *part.shape[1:]) if part.ndim else part for name, part in parts.items()
+            name: part[:1].expand(copies, *part.shape[1:]) if part.ndim else part
+            for name, part in parts.items()
         }
-        at = {name: torch.arange(copies) % min(_COPIES, len(column)) for name, column in columns.items()}
+        at = {
+            name: torch.arange(copies) % min(_COPIES, len(column))
+            for name, column in columns.items()
+        }
         tiled = {name: column[at[name].to(column.device)] for name, column in columns.items()}
         return float(contract.batch_loss(constant, tiled))
 
@@ -120,7 +166,10 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> bool:
     """Whether the tensors are equal up to the tolerance."""
-    pairs = [(a.detach().double().cpu(), b.detach().double().cpu()) for a, b in zip(some, others, strict=True)]
+    pairs = [
+        (a.detach().double().cpu(), b.detach().double().cpu())
+        for a, b in zip(some, others, strict=True)
+    ]
     return all(apart(a, b) <= tolerance for a, b in pairs)
 
 
@@ -129,7 +178,9 @@ def apart(some: Tensor, others: Tensor) -> Tensor:
     not finite are equal; it is infinite if only one of them is finite."""
     if not some.numel():
         return torch.zeros((), device=some.device)
-    some, others = (value if value.is_floating_point() else value.float() for value in (some, others))
+    some, others = (
+        value if value.is_floating_point() else value.float() for value in (some, others)
+    )
     alike = torch.where(some.isfinite() == others.isfinite(), 0.0, torch.inf)
     difference = torch.where(some.isfinite() & others.isfinite(), (some - others).abs(), alike)
     size = torch.maximum(*(value.nan_to_num(0.0, 0.0, 0.0).abs().max() for value in (some, others)))

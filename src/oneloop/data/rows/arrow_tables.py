@@ -48,10 +48,16 @@ class Table:
         for start in range(0, len(self), _BATCH):
             yield plain[start : start + _BATCH][column].combine_chunks()
 
-    def select(self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None) -> "Table":
+    def select(
+        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
+    ) -> "Table":
         rows = np.delete(np.arange(len(self)), indices) if exclude else indices
-        dataset = self.dataset.select(rows, indices_cache_file_name=str(index_file) if index_file else None)
-        return Table(dataset, {**self.content, "rows": numbers_key(indices, exclude=exclude)}, self.name)
+        dataset = self.dataset.select(
+            rows, indices_cache_file_name=str(index_file) if index_file else None
+        )
+        return Table(
+            dataset, {**self.content, "rows": numbers_key(indices, exclude=exclude)}, self.name
+        )
 
 
 def tables(found: Found, columns: Sequence[str]) -> dict[str, Table]:
@@ -61,14 +67,20 @@ def tables(found: Found, columns: Sequence[str]) -> dict[str, Table]:
 
 def _table(found: Found, split: str, files: Sequence[Path], columns: Sequence[str]) -> Table:
     name = str(files[0] if len(files) == 1 else found.root)
-    content = content_of([*files, *(metadata_of(found) if found.kind == "image" else [])], found.root)
+    content = content_of(
+        [*files, *(metadata_of(found) if found.kind == "image" else [])], found.root
+    )
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = image_rows(found, split) if found.kind == "image" else None
         if found.kind == "arrow":
             dataset = _mapped(files)
         if dataset is None:
             dataset = converted(found, split, files, content)
-    return Table(with_columns(dataset, columns, name), {**content, **({"part": split} if split else {})}, name)
+    return Table(
+        with_columns(dataset, columns, name),
+        {**content, **({"part": split} if split else {})},
+        name,
+    )
 
 
 def _mapped(files: Sequence[Path]) -> Any:
@@ -133,7 +145,9 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
     from datasets import load_dataset_builder
 
     if not name.strip(":@ "):
-        raise ValueError("task.data hf: has no data set name; write hf:NAME, hf:NAME:CONFIG or hf:NAME@REVISION")
+        raise ValueError(
+            "task.data hf: has no data set name; write hf:NAME, hf:NAME:CONFIG or hf:NAME@REVISION"
+        )
     wanted, _, revision = name.partition("@")
     path, _, config = wanted.partition(":")
     with alone(f"hub/{key_of(name)}"), quiet(), Working(f"loading {name}"):
@@ -142,12 +156,18 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
             builder.download_and_prepare()
             loaded = builder.as_dataset()
         except Exception as error:  # datasets passes on any error of its file system
-            raise ValueError(f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}") from error
+            raise ValueError(
+                f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
     if not any(SPLITS.get(split) == "train" for split in loaded):
-        raise ValueError(f"data set {name!r} has no training split; its splits are {', '.join(loaded)}")
+        raise ValueError(
+            f"data set {name!r} has no training split; its splits are {', '.join(loaded)}"
+        )
     splits = {}
     for hub_split, rows in loaded.items():
         if split := SPLITS.get(hub_split):
             content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
-            splits[split] = Table(with_columns(rows, columns, f"data set {name!r}"), content, f"{name} {hub_split}")
+            splits[split] = Table(
+                with_columns(rows, columns, f"data set {name!r}"), content, f"{name} {hub_split}"
+            )
     return splits

@@ -28,7 +28,9 @@ def alone(name: str) -> Iterator[Path]:
         lock = FileLock(f"{path}.lock")
         lock.acquire()
     except OSError as error:
-        raise ValueError(f"{path} cannot be written ({error.strerror}); set ONELOOP_CACHE to another") from error
+        raise ValueError(
+            f"{path} cannot be written ({error.strerror}); set ONELOOP_CACHE to another"
+        ) from error
     try:
         yield path
     finally:
@@ -66,7 +68,9 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
                     about = file.stat()
                     entry = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
                     before = known.get(str(file))
-                    fresh[str(file)] = before if before and before[:-1] == entry else [*entry, checksum_of(file)]
+                    fresh[str(file)] = (
+                        before if before and before[:-1] == entry else [*entry, checksum_of(file)]
+                    )
                 except OSError as error:
                     raise ValueError(f"{file} cannot be read: {error.strerror}") from error
                 bar.advance()
@@ -76,7 +80,13 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
     named = {below(file, root): [fresh[str(file)][0], fresh[str(file)][-1]] for file in files}
     if len(named) <= _LISTED:
         return {"files": named}
-    return {"files": {"count": len(named), "bytes": sum(size for size, _ in named.values()), "digest": key_of(named)}}
+    return {
+        "files": {
+            "count": len(named),
+            "bytes": sum(size for size, _ in named.values()),
+            "digest": key_of(named),
+        }
+    }
 
 
 def _known(cache_file: Path) -> dict[str, Any]:
@@ -104,7 +114,9 @@ def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
     fingerprint = dataset.fingerprint() if hasattr(dataset, "fingerprint") else None
     if fingerprint is None:
         return None
-    return dict(fingerprint) if isinstance(fingerprint, Mapping) else {"fingerprint": str(fingerprint)}
+    return (
+        dict(fingerprint) if isinstance(fingerprint, Mapping) else {"fingerprint": str(fingerprint)}
+    )
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -115,11 +127,18 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         if there == here or key == "files" or (lines and key in ("length", "samples", "rows")):
             continue  # the row count differs because the files differ
         if key == "sets" and isinstance(there, Mapping) and isinstance(here, Mapping):
-            lines += [f"{name} is {'missing' if name in there else 'new'}" for name in there.keys() ^ here.keys()]
+            lines += [
+                f"{name} is {'missing' if name in there else 'new'}"
+                for name in there.keys() ^ here.keys()
+            ]
             for name in there.keys() & here.keys():
                 lines += [f"{name}: {line}" for line in changes(there[name], here[name])]
         elif key in ("length", "samples"):
-            lines.append(f"{here:,} samples, not {there:,}" if there and here else f"{there} -> {here} samples")
+            lines.append(
+                f"{here:,} samples, not {there:,}"
+                if there and here
+                else f"{there} -> {here} samples"
+            )
         else:
             lines.append(f"{key} {there} -> {here}")
     return lines
@@ -133,15 +152,25 @@ def _of_files(before: Any, now: Any) -> Iterator[str]:
         return
     if "digest" in before or "digest" in now:
         count, here = before.get("count", len(before)), now.get("count", len(now))
-        yield f"{here:,} files, expected {count:,}" if count != here else "the content of a file has changed"
+        yield (
+            f"{here:,} files, expected {count:,}"
+            if count != here
+            else "the content of a file has changed"
+        )
         return
     gone, new = [n for n in before if n not in now], [n for n in now if n not in before]
     renamed = [(old, name) for old in gone for name in new if before[old] == now[name]]
     for old, name in renamed[:_NAMED]:
         yield f"{old} was renamed to {name}"
-    yield from _listed("is new", [name for name in new if name not in {name for _, name in renamed}])
-    yield from _listed("is missing", [old for old in gone if old not in {old for old, _ in renamed}])
-    yield from _listed("has different content", [n for n in before if n in now and before[n] != now[n]])
+    yield from _listed(
+        "is new", [name for name in new if name not in {name for _, name in renamed}]
+    )
+    yield from _listed(
+        "is missing", [old for old in gone if old not in {old for old, _ in renamed}]
+    )
+    yield from _listed(
+        "has different content", [n for n in before if n in now and before[n] != now[n]]
+    )
 
 
 def _listed(what: str, names: list[str]) -> Iterator[str]:

@@ -20,7 +20,9 @@ from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
-ShardResult = tuple[list[Any], list[tuple[int, str]]]  # arrays of a shard's rows; index and error of each invalid row
+ShardResult = tuple[
+    list[Any], list[tuple[int, str]]
+]  # arrays of a shard's rows; index and error of each invalid row
 _SHARD = 2000  # rows per task of a worker process
 
 
@@ -34,7 +36,14 @@ class Ragged:
 
 
 def ragged(
-    rows: Rows, make: Make, *, made_by: Any, what: str, skip: bool = False, empty: bool = False, shard: int = _SHARD
+    rows: Rows,
+    make: Make,
+    *,
+    made_by: Any,
+    what: str,
+    skip: bool = False,
+    empty: bool = False,
+    shard: int = _SHARD,
 ) -> Ragged:
     """Return the arrays that ``make`` returns for each row, cached by the rows' content and ``made_by`` (JSON).
     ``what`` labels the progress bar, ``shard`` is the number of rows per task of a process. If ``make`` raises
@@ -54,7 +63,11 @@ def ragged(
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
     ends: NDArray[np.int64] = np.load(path / "ends.npy", mmap_mode="r")
-    values = np.memmap(path / "values.bin", np.int32, "r") if len(ends) and ends[-1] else np.zeros(0, np.int32)
+    values = (
+        np.memmap(path / "values.bin", np.int32, "r")
+        if len(ends) and ends[-1]
+        else np.zeros(0, np.int32)
+    )
     skipped = json.loads((path / "skipped.json").read_text())
     if len(skipped) > allowed and skip:  # oneloop check has cached that every row is invalid
         raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
@@ -63,7 +76,9 @@ def ragged(
     return Ragged(values, ends, skipped)
 
 
-def _write_arrays(rows: Rows, make: Make, folder: Path, what: str, *, allowed: int, shard: int) -> None:
+def _write_arrays(
+    rows: Rows, make: Make, folder: Path, what: str, *, allowed: int, shard: int
+) -> None:
     shards = [range(start, min(start + shard, len(rows))) for start in range(0, len(rows), shard)]
     lengths, skipped = list[int](), list[tuple[int, str]]()
     with (folder / "values.bin").open("wb") as file:
@@ -87,7 +102,9 @@ def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iter
             yield from map(_make_shard, shards)
             return
         context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(cores, context, initializer=_begin_worker, initargs=(os.getpid(),)) as pool:
+        with ProcessPoolExecutor(
+            cores, context, initializer=_begin_worker, initargs=(os.getpid(),)
+        ) as pool:
             try:
                 yield from pool.map(_make_shard, shards)
             finally:
@@ -96,7 +113,9 @@ def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iter
         _inherited.clear()
 
 
-_inherited: list[Any] = []  # rows and function: forked processes inherit them, so they need not be picklable
+_inherited: list[
+    Any
+] = []  # rows and function: forked processes inherit them, so they need not be picklable
 
 
 def _begin_worker(parent: int) -> None:

@@ -75,7 +75,10 @@ def _write(batches: Iterator[Any], file: Path) -> None:
     first = next(batches, None)
     if first is None:
         raise ValueError("the file has no rows")
-    with pyarrow.OSFile(str(file), "wb") as sink, pyarrow.ipc.new_stream(sink, first.schema) as writer:
+    with (
+        pyarrow.OSFile(str(file), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, first.schema) as writer,
+    ):
         for batch in chain([first], batches):
             for start in range(0, batch.num_rows, _ROWS):
                 writer.write_batch(batch.slice(start, _ROWS))
@@ -86,7 +89,9 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
     import pyarrow
     from pyarrow import csv
 
-    parse = csv.ParseOptions(delimiter="\t" if tabs else ",", quote_char=not tabs and '"', newlines_in_values=not tabs)
+    parse = csv.ParseOptions(
+        delimiter="\t" if tabs else ",", quote_char=not tabs and '"', newlines_in_values=not tabs
+    )
     names: list[str] = []
     for file in files:
         try:
@@ -98,19 +103,31 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
                 raise ValueError(f"{file} has two columns {twice!r}; rename one of them")
             names = names or own
             if sorted(own) != sorted(names):
-                raise ValueError(f"{file} has the columns {', '.join(own)}, and {files[0].name} has {', '.join(names)}")
-            text = csv.ConvertOptions(column_types=dict.fromkeys(own, pyarrow.large_string()), include_columns=names)
-            with csv.open_csv(file, read_options=read, parse_options=parse, convert_options=text) as opened:
+                raise ValueError(
+                    f"{file} has the columns {', '.join(own)}, and {files[0].name} has {', '.join(names)}"
+                )
+            text = csv.ConvertOptions(
+                column_types=dict.fromkeys(own, pyarrow.large_string()), include_columns=names
+            )
+            with csv.open_csv(
+                file, read_options=read, parse_options=parse, convert_options=text
+            ) as opened:
                 batch = None
                 for batch in opened:
                     yield batch
             if batch is None:
-                raise ValueError(f"{file} has no rows; remove it, or write rows below the names of the columns")
+                raise ValueError(
+                    f"{file} has no rows; remove it, or write rows below the names of the columns"
+                )
             if not tabs and _is_open(file, batch.column(own[-1])[-1].as_py() or ""):
                 begins = f"it begins with {batch.column(own[-1])[-1].as_py()[:40]!r}"
-                raise ValueError(f"{file} ends within a quoted text: a quote is not closed; {begins}")
+                raise ValueError(
+                    f"{file} ends within a quoted text: a quote is not closed; {begins}"
+                )
         except pyarrow.ArrowException as error:
-            raise ValueError(f"{file} cannot be read as csv: {' '.join(str(error).split())}") from error
+            raise ValueError(
+                f"{file} cannot be read as csv: {' '.join(str(error).split())}"
+            ) from error
 
 
 def _is_open(file: Path, last: str) -> bool:
@@ -138,19 +155,31 @@ def _json(files: Sequence[Path]) -> Iterator[Any]:
         for name in dict.fromkeys(name for row in rows for name in row):
             nested |= {name} if any(_holds_objects(row.get(name)) for row in rows) else set()
             try:
-                kind = pyarrow.string() if name in nested else pyarrow.array(column(name, rows)).type
+                kind = (
+                    pyarrow.string() if name in nested else pyarrow.array(column(name, rows)).type
+                )
                 both = [pyarrow.schema({name: one}) for one in (kinds.get(name, kind), kind)]
-                either = kind if name in nested else pyarrow.unify_schemas(both, promote_options="permissive").types[0]
+                either = (
+                    kind
+                    if name in nested
+                    else pyarrow.unify_schemas(both, promote_options="permissive").types[0]
+                )
                 kinds[name] = either
             except (pyarrow.ArrowException, OverflowError) as error:
                 why = " ".join(str(error).split())
-                raise ValueError(f"{file}: column {name!r} must hold values of one type: {why}") from error
+                raise ValueError(
+                    f"{file}: column {name!r} must hold values of one type: {why}"
+                ) from error
     if (findings := FINDINGS.get()) and findings.unusable:
         raise ValueError("the values of these files were not checked, because lines are not JSON")
     features = Features.from_arrow_schema(pyarrow.schema(kinds))
-    schema = Features(features | {name: Value("string", id=OBJECTS) for name in nested}).arrow_schema
+    schema = Features(
+        features | {name: Value("string", id=OBJECTS) for name in nested}
+    ).arrow_schema
     for _, rows in _parsed(files):
-        yield pyarrow.record_batch([pyarrow.array(column(one.name, rows), one.type) for one in schema], schema=schema)
+        yield pyarrow.record_batch(
+            [pyarrow.array(column(one.name, rows), one.type) for one in schema], schema=schema
+        )
 
 
 def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
@@ -160,7 +189,10 @@ def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]
         for number, row in _objects(file):
             row = {"text": row} if isinstance(row, str) else row
             if not isinstance(row, dict):
-                unusable(f"{file}, line {number}", f": expected a JSON object, got {json.dumps(row)[:40]}")
+                unusable(
+                    f"{file}, line {number}",
+                    f": expected a JSON object, got {json.dumps(row)[:40]}",
+                )
                 continue
             rows.append(row)
             if len(rows) == _ROWS:
@@ -189,17 +221,23 @@ def _holds_objects(value: Any) -> bool:
 
 
 def _text(value: Any) -> str | None:
-    return value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return (
+        value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    )
 
 
 def _by_datasets(found: Found, files: Sequence[Path], draft: Path) -> None:
     from datasets import load_dataset
 
     options = {"sample_by": "document"} if found.kind == "text" else {}
-    work = draft.with_suffix(".work")  # a separate folder: the cache of datasets depends on path and mtime
+    work = draft.with_suffix(
+        ".work"
+    )  # a separate folder: the cache of datasets depends on path and mtime
     try:
         named = [glob.escape(str(file)) for file in files]
-        made = load_dataset(found.kind, data_files=named, split="train", cache_dir=str(work), **options)
+        made = load_dataset(
+            found.kind, data_files=named, split="train", cache_dir=str(work), **options
+        )
         _write(iter(made.data.table.to_batches()), draft)
     except Exception as error:  # datasets passes on any error of its reader
         raise ValueError(_reason(error, found.root)) from error

@@ -24,7 +24,9 @@ class Source:
     name: str = ""
     weight: float = 1.0
     parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
-    unusable: dict[str, Any] = field(default_factory=dict)  # indices of rows to leave out, by split before dividing
+    unusable: dict[str, Any] = field(
+        default_factory=dict
+    )  # indices of rows to leave out, by split before dividing
     notes: list[str] = field(default_factory=list)  # for the log
 
 
@@ -39,12 +41,18 @@ def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
     for item in data:
         known = {"data", "weight", "name", *columns}
         if not isinstance(item, Mapping) or not isinstance(item.get("data"), str):
-            raise ValueError(f"task.data: {item!r} has no data; write {{data: PATH, weight: 0.7}} for each")
+            raise ValueError(
+                f"task.data: {item!r} has no data; write {{data: PATH, weight: 0.7}} for each"
+            )
         if strange := set(item) - known:
-            raise ValueError(f"task.data: {sorted(strange)[0]!r}: unknown entry; known: {', '.join(sorted(known))}")
+            raise ValueError(
+                f"task.data: {sorted(strange)[0]!r}: unknown entry; known: {', '.join(sorted(known))}"
+            )
         weight = item.get("weight", 1.0)
         if not isinstance(weight, int | float) or isinstance(weight, bool):
-            raise ValueError(f"task.data: the weight {weight!r} of {item['data']!r} is not a number")
+            raise ValueError(
+                f"task.data: the weight {weight!r} of {item['data']!r} is not a number"
+            )
         own = {key: str(item.get(key, name)) for key, name in columns.items()}
         name = str(item.get("name") or Path(item["data"]).stem)
         sources.append(Source(item["data"], own, name, float(weight)))
@@ -79,7 +87,9 @@ def opened(
     return source
 
 
-def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: Callable[[Source], Source]) -> Source:
+def first_columns(
+    source: Source, choices: Sequence[Mapping[str, str]], open_: Callable[[Source], Source]
+) -> Source:
     """Open a source with ``open_`` and the first of ``choices`` whose columns all exist ("": no such column).
     Raises ValueError with the columns of the source if none fits."""
     missing = list[str]()
@@ -90,27 +100,47 @@ def first_columns(source: Source, choices: Sequence[Mapping[str, str]], open_: C
         except ValueError as error:
             if not isinstance(error.__cause__, NoColumn):
                 raise
-            available, missing = str(error.__cause__).partition("; ")[2], [*missing, error.__cause__.column]
+            available, missing = (
+                str(error.__cause__).partition("; ")[2],
+                [*missing, error.__cause__.column],
+            )
     wanted = [[key for key, name in columns.items() if name] for columns in choices]
-    fewest = [" and ".join(keys) for keys in wanted if not any(set(other) < set(keys) for other in wanted)]
+    fewest = [
+        " and ".join(keys) for keys in wanted if not any(set(other) < set(keys) for other in wanted)
+    ]
     keys = " or ".join(f"task.{key}" for key in dict.fromkeys(key for one in wanted for key in one))
-    needed = [choices[at][key] for at, keys_ in enumerate(wanted) for key in keys_ if " and ".join(keys_) in fewest]
+    needed = [
+        choices[at][key]
+        for at, keys_ in enumerate(wanted)
+        for key in keys_
+        if " and ".join(keys_) in fewest
+    ]
     lacking = " and ".join(repr(name) for name in dict.fromkeys(missing) if name in needed)
     lacks = f"oneloop needs {' or '.join(fewest)}, and cannot find {lacking}"
     raise ValueError(f"{source.where}: {available}; {lacks}; name other columns with {keys}")
 
 
-def _named(source: Source, window: int, kinds: Sequence[str], *, whole: bool = False) -> Mapping[str, Rows]:
+def _named(
+    source: Source, window: int, kinds: Sequence[str], *, whole: bool = False
+) -> Mapping[str, Rows]:
     """Return :func:`_rows_of`; add the task's key to an error about a missing column."""
     try:
         return _rows_of(source, window, kinds, whole=whole)
     except NoColumn as error:
-        named = [key.rstrip("_0123456789") for key, name in source.columns.items() if name == error.column]
-        keys = " or ".join(f"task.{key}" for key in dict.fromkeys(named))  # negatives_1 is the first of task.negatives
+        named = [
+            key.rstrip("_0123456789")
+            for key, name in source.columns.items()
+            if name == error.column
+        ]
+        keys = " or ".join(
+            f"task.{key}" for key in dict.fromkeys(named)
+        )  # negatives_1 is the first of task.negatives
         raise ValueError(f"{error}; name another with {keys}") from error
 
 
-def _rows_of(source: Source, window: int, kinds: Sequence[str], *, whole: bool) -> Mapping[str, Rows]:
+def _rows_of(
+    source: Source, window: int, kinds: Sequence[str], *, whole: bool
+) -> Mapping[str, Rows]:
     """Return the rows by split; omit a test split that lacks a column, with a note."""
     columns = list(dict.fromkeys(name for name in source.columns.values() if name))
     if source.where.startswith("hf:"):
@@ -124,7 +154,11 @@ def _rows_of(source: Source, window: int, kinds: Sequence[str], *, whole: bool) 
     for group in ({**files.parts}, {"test": test} if test else {}):
         files = Found(files.root, files.kind, group)
         try:
-            splits |= parquets(files, columns, window=window) if files.kind == "parquet" else tables(files, columns)
+            splits |= (
+                parquets(files, columns, window=window)
+                if files.kind == "parquet"
+                else tables(files, columns)
+            )
         except NoColumn as error:
             if "test" not in group:
                 raise
@@ -152,12 +186,19 @@ def checked(held_out: float, window: int) -> None:
     if not 0 < held_out < 0.5:
         raise ValueError(f"task.held_out {held_out} must be between 0 and 0.5; the default is 0.05")
     if window < 1:
-        raise ValueError(f"task.window {window} must be a positive number of megabytes (default 256)")
+        raise ValueError(
+            f"task.window {window} must be a positive number of megabytes (default 256)"
+        )
 
 
-def sets_of(sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]) -> dict[str, Any]:
+def sets_of(
+    sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]
+) -> dict[str, Any]:
     """Return the data sets by split: ``make(source)`` converts each row to a sample; several sources are mixed."""
-    return combined(sources, [{split: Mapped(rows, make(s)) for split, rows in s.parts.items()} for s in sources])
+    return combined(
+        sources,
+        [{split: Mapped(rows, make(s)) for split, rows in s.parts.items()} for s in sources],
+    )
 
 
 def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -166,7 +207,13 @@ def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> di
         return dict(each[0])
     made = {}
     for split in ("train", "validation", "test"):
-        having = [(source, sets[split]) for source, sets in zip(sources, each, strict=True) if split in sets]
+        having = [
+            (source, sets[split])
+            for source, sets in zip(sources, each, strict=True)
+            if split in sets
+        ]
         if having:
-            made[split] = Mixture({s.name: dataset for s, dataset in having}, [s.weight for s, _ in having])
+            made[split] = Mixture(
+                {s.name: dataset for s, dataset in having}, [s.weight for s, _ in having]
+            )
     return made

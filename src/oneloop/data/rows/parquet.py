@@ -28,7 +28,15 @@ class Parquet:
     A process caches ``window`` megabytes. ``content`` is the fingerprint. Raises ValueError if a file or column is
     missing, or a group exceeds the window."""
 
-    def __init__(self, files: Sequence[Path], root: Path, columns: Sequence[str], *, window: int, content: Any) -> None:
+    def __init__(
+        self,
+        files: Sequence[Path],
+        root: Path,
+        columns: Sequence[str],
+        *,
+        window: int,
+        content: Any,
+    ) -> None:
         self.files, self.columns = list(files), list(columns)
         self.root, self.window, self.content = root, window, content
         groups: list[tuple[int, int, int, int]] = []
@@ -37,7 +45,9 @@ class Parquet:
         """whether a text column is dictionary-encoded, and so larger in memory than its recorded size"""
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
-        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)  # file, number in it, rows, bytes of each group
+        self._groups = np.array(groups, dtype=np.int64).reshape(
+            -1, 4
+        )  # file, number in it, rows, bytes of each group
         self._exclude = False  # whether the rows are all but the picked ones
         self._picked: list[NDArray[np.int64]] | None = None
         self._number(self._groups[:, 2])
@@ -54,7 +64,9 @@ class Parquet:
         2 ** (1/4), since the order of samples depends on it."""
         if not self._repeats:
             return 1.0
-        some = np.unique(np.linspace(0, len(self._groups) - 1, _SAMPLED_GROUPS).astype(np.int64)).tolist()
+        some = np.unique(
+            np.linspace(0, len(self._groups) - 1, _SAMPLED_GROUPS).astype(np.int64)
+        ).tolist()
         larger = max(self.read(group)[1] / max(1, self._groups[group, 3]) for group in some)
         return float(2 ** (np.ceil(4 * np.log2(max(1.0, larger))) / 4))
 
@@ -64,7 +76,9 @@ class Parquet:
         self._held, self._owner = 0, os.getpid()
 
     def _drop_inherited(self) -> None:
-        if self._owner != os.getpid():  # a forked worker process: drop the parent's tables and open files
+        if (
+            self._owner != os.getpid()
+        ):  # a forked worker process: drop the parent's tables and open files
             self._clear_cache()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -83,16 +97,23 @@ class Parquet:
             types = _types(schema, self.columns, file)
             if self._types and types != self._types:
                 changed = next(name for name in types if types[name] != self._types[name])
-                apart = f"has type {types[changed]} here and {self._types[changed]} in {self.files[0]}"
-                raise ValueError(f"{file}: column {changed!r} {apart}; write the files with one schema")
+                apart = (
+                    f"has type {types[changed]} here and {self._types[changed]} in {self.files[0]}"
+                )
+                raise ValueError(
+                    f"{file}: column {changed!r} {apart}; write the files with one schema"
+                )
             self._types = types
             found = []
             for group in range(metadata.num_row_groups):
                 about = metadata.row_group(group)
                 columns = [about.column(column) for column in range(about.num_columns)]
-                read = [column for column in columns if _wanted(column.path_in_schema, self.columns)]
+                read = [
+                    column for column in columns if _wanted(column.path_in_schema, self.columns)
+                ]
                 self._repeats |= any(
-                    column.physical_type == "BYTE_ARRAY" and any("DICTIONARY" in e for e in column.encodings)
+                    column.physical_type == "BYTE_ARRAY"
+                    and any("DICTIONARY" in e for e in column.encodings)
                     for column in read
                 )
                 found.append((number, group, about.num_rows, sum(map(_bytes, read))))
@@ -103,7 +124,9 @@ class Parquet:
         held = f"row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and task.window is {self.window} MB"
         smaller = f"python -m oneloop.data.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}"
         larger = f"--task.window {2 ** int(8 * size / _MEGABYTE).bit_length()}"
-        return f"{file}: {held}; write smaller groups ({smaller}), or give it more memory ({larger})"
+        return (
+            f"{file}: {held}; write smaller groups ({smaller}), or give it more memory ({larger})"
+        )
 
     def _opened(self, file: Path) -> Any:
         import pyarrow
@@ -112,7 +135,9 @@ class Parquet:
         try:
             return parquet.ParquetFile(file, memory_map=True)
         except (OSError, pyarrow.ArrowException) as error:
-            raise ValueError(f"{file} cannot be read as parquet: {' '.join(str(error).split())}") from error
+            raise ValueError(
+                f"{file} cannot be read as parquet: {' '.join(str(error).split())}"
+            ) from error
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -131,14 +156,18 @@ class Parquet:
             array = self.read(group, [column])[0][column]
             if self._picked is not None:
                 picked = self._picked[group]
-                array = array.take(np.delete(np.arange(len(array)), picked) if self._exclude else picked)
+                array = array.take(
+                    np.delete(np.arange(len(array)), picked) if self._exclude else picked
+                )
             yield array
 
     def near(self, index: int) -> range:
         """Return the rows of the same row group."""
         group, _ = self._locate(index)
         last = group + 1 == len(self._firsts)
-        return range(int(self._firsts[group]), self._length if last else int(self._firsts[group + 1]))
+        return range(
+            int(self._firsts[group]), self._length if last else int(self._firsts[group + 1])
+        )
 
     def _locate(self, index: int) -> tuple[int, int]:
         if not 0 <= index < self._length:
@@ -155,7 +184,9 @@ class Parquet:
     def where(self, index: int) -> str:
         group, row = self._locate(index)
         file, number, _, _ = self._groups[group].tolist()
-        earlier = self._groups[(self._groups[:, 0] == file) & (self._groups[:, 1] < number), 2].sum()
+        earlier = self._groups[
+            (self._groups[:, 0] == file) & (self._groups[:, 1] < number), 2
+        ].sum()
         return f"{self.files[file]}, row {int(earlier) + row}"
 
     def _table(self, group: int) -> dict[str, Any]:
@@ -181,7 +212,9 @@ class Parquet:
             table = self._file(file).read_row_group(number, columns=names, use_threads=False)
         except (OSError, pyarrow.ArrowException) as error:
             why = " ".join(str(error).split())
-            raise ValueError(f"{self.files[file]}: row group {number} cannot be read: {why}") from error
+            raise ValueError(
+                f"{self.files[file]}: row group {number} cannot be read: {why}"
+            ) from error
         self.reads += 1
         return {name: table.column(name).combine_chunks() for name in names}, table.nbytes
 
@@ -193,11 +226,15 @@ class Parquet:
         self._open.move_to_end(number)
         return self._open[number]
 
-    def select(self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None) -> "Parquet":
+    def select(
+        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
+    ) -> "Parquet":
         made = object.__new__(Parquet)
         made.__dict__.update(self.__dict__)
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
-        made._picked = [indices[a:b] - f for a, b, f in zip(bounds, bounds[1:], self._firsts, strict=False)]
+        made._picked = [
+            indices[a:b] - f for a, b, f in zip(bounds, bounds[1:], self._firsts, strict=False)
+        ]
         made._exclude = exclude
         made.content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
         picked = np.diff(bounds)
@@ -219,7 +256,9 @@ class Parquet:
         where = f"{len(self.files):,} parquet files, {groups:,} row groups"
         if held == groups:
             return f"{where}, all of which fit into task.window ({self.window} MB per process)"
-        return f"{where}, shuffled among {held} at a time (task.window: {self.window} MB per process)"
+        return (
+            f"{where}, shuffled among {held} at a time (task.window: {self.window} MB per process)"
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         return {"length": len(self), "columns": sorted(self.columns), **self.content}
@@ -243,13 +282,21 @@ def _wanted(path: str, columns: Sequence[str]) -> bool:
 
 def _bytes(about: Any) -> int:
     """Return the bytes of a column of a group in memory, from the file's metadata."""
-    width = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}.get(about.physical_type, 0)
+    width = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}.get(
+        about.physical_type, 0
+    )
     return max(int(about.total_uncompressed_size), int(width * about.num_values))
 
 
 def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
     """Return the files' rows by split; raises as :class:`Parquet`."""
     return {
-        name: Parquet(files, found.root, columns, window=window, content=content_of(files, found.root) | {"part": name})
+        name: Parquet(
+            files,
+            found.root,
+            columns,
+            window=window,
+            content=content_of(files, found.root) | {"part": name},
+        )
         for name, files in found.parts.items()
     }

@@ -33,7 +33,9 @@ def rewrite(old: Path, new: Path, *, rows: int) -> int:
 
 def main(words: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m oneloop.data.rows.rewrite", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m oneloop.data.rows.rewrite", description=__doc__
+    )
     parser.add_argument("old", type=Path, help="a folder of parquet files, or a file")
     parser.add_argument("new", type=Path, help="the folder to write to")
     parser.add_argument("--rows", type=int, default=1000, help="rows of a group")

@@ -65,7 +65,9 @@ class Rows(Protocol):
     def values(self, column: str) -> Iterator[Any]:
         """Yield a column as Arrow arrays, in row order."""
 
-    def select(self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None) -> "Rows":
+    def select(
+        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
+    ) -> "Rows":
         """Return the rows of ascending ``indices``, or (``exclude``) all others; ``index_file`` may store them."""
 
 
@@ -115,7 +117,9 @@ _DRAWS = 1_000_000
 
 
 def divided(
-    splits: Mapping[str, Rows], share: float, unusable: Mapping[str, NDArray[np.int64]] | None = None
+    splits: Mapping[str, Rows],
+    share: float,
+    unusable: Mapping[str, NDArray[np.int64]] | None = None,
 ) -> dict[str, Rows]:
     """Return train, validation and test rows. Existing splits stay; missing ones get ``share`` of the training rows.
     Rows of equal content are in the same split. Indices in ``unusable`` (by split) are left out. Raises ValueError if
@@ -123,32 +127,51 @@ def divided(
     wrong = {split: indices for split, indices in (unusable or {}).items() if len(indices)}
     for split, indices in wrong.items():
         if len(indices) == len(splits[split]):
-            raise ValueError(f"{splits[split].where(0)}: no row of the {split or 'whole'} set can be used")
+            raise ValueError(
+                f"{splits[split].where(0)}: no row of the {split or 'whole'} set can be used"
+            )
     if "validation" in splits:
-        return {k: rows.select(wrong[k], exclude=True) if k in wrong else rows for k, rows in splits.items()}
+        return {
+            k: rows.select(wrong[k], exclude=True) if k in wrong else rows
+            for k, rows in splits.items()
+        }
     rows = splits.get("train", splits.get(""))
     assert rows is not None
-    out = next((wrong[split] for split in ("train", "") if split in wrong), np.zeros(0, dtype=np.int64))
+    out = next(
+        (wrong[split] for split in ("train", "") if split in wrong), np.zeros(0, dtype=np.int64)
+    )
     if len(rows) < 3:
-        raise ValueError(f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few for three splits")
+        raise ValueError(
+            f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few for three splits"
+        )
     with alone(f"held-out/{key_of(rows.fingerprint(), share)}.npz") as path:
         validation, test = _draw_splits(rows, share, path)
         if "test" in splits:
             validation, test = np.sort(np.concatenate([validation, test])), test[:0]
         others = np.union1d(np.concatenate([validation, test]), out)
-        index_file = path.with_suffix(f".{len(others)}{f'-{key_of(out.tolist())}' if len(out) else ''}.arrow")
+        index_file = path.with_suffix(
+            f".{len(others)}{f'-{key_of(out.tolist())}' if len(out) else ''}.arrow"
+        )
         train = rows.select(others, exclude=True, index_file=index_file)
     made = {"train": train, "validation": rows.select(np.setdiff1d(validation, out))}
     if "test" in splits:
-        made["test"] = splits["test"].select(wrong["test"], exclude=True) if "test" in wrong else splits["test"]
+        made["test"] = (
+            splits["test"].select(wrong["test"], exclude=True)
+            if "test" in wrong
+            else splits["test"]
+        )
     else:
         made["test"] = rows.select(np.setdiff1d(test, out))
     if empty := [split for split, kept in made.items() if not len(kept)]:
-        raise ValueError(f"{rows.where(0)}: no row is left for {empty[0]}; set a larger task.held_out")
+        raise ValueError(
+            f"{rows.where(0)}: no row is left for {empty[0]}; set a larger task.held_out"
+        )
     return made
 
 
-def _draw_splits(rows: Rows, share: float, path: Path) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def _draw_splits(
+    rows: Rows, share: float, path: Path
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the indices of the validation and the test rows; cache them in a file."""
     try:
         with np.load(path) as cached:
@@ -159,14 +182,18 @@ def _draw_splits(rows: Rows, share: float, path: Path) -> tuple[NDArray[np.int64
     draws = [np.zeros(0, dtype=np.int32)]
     for arrays in tracked(zip(*map(rows.values, names), strict=True), "dividing the rows"):
         columns = [array.to_pylist() for array in arrays]
-        draws.append(np.fromiter((draw(names, row) for row in zip(*columns, strict=True)), np.int32))
+        draws.append(
+            np.fromiter((draw(names, row) for row in zip(*columns, strict=True)), np.int32)
+        )
     drawn = np.concatenate(draws)
     validation = np.flatnonzero(drawn < share * _DRAWS)
     test = np.flatnonzero((drawn >= share * _DRAWS) & (drawn < 2 * share * _DRAWS))
     if not len(validation) or not len(test):  # few rows: take the two smallest draws
         smallest = np.unique(drawn)
         if len(smallest) < 3:
-            raise ValueError(f"{rows.where(0)}: {len(smallest)} different rows are too few for three splits")
+            raise ValueError(
+                f"{rows.where(0)}: {len(smallest)} different rows are too few for three splits"
+            )
         validation, test = (np.flatnonzero(drawn == draw) for draw in smallest[:2])
     draft = path.with_suffix(f".{os.getpid()}.npz")
     np.savez(draft, validation=validation, test=test)
@@ -183,5 +210,9 @@ def draw(names: Sequence[str], row: Sequence[Any]) -> int:
         state.update(name.encode() + b"\0")
         if isinstance(value, str):
             value = value.encode()
-        state.update(value if isinstance(value, bytes) else json.dumps(value, sort_keys=True, default=repr).encode())
+        state.update(
+            value
+            if isinstance(value, bytes)
+            else json.dumps(value, sort_keys=True, default=repr).encode()
+        )
     return state.intdigest() % _DRAWS

@@ -7,7 +7,13 @@ from typing import Any
 from oneloop.show.run_reader import Record, number
 
 _COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#3a9fb8", "#8a5a3c")
-_MARKS = {"resume": "triangle-up", "save": "square", "skip": "x", "rewind": "triangle-left", "stop": "octagon"}
+_MARKS = {
+    "resume": "triangle-up",
+    "save": "square",
+    "skip": "x",
+    "rewind": "triangle-left",
+    "stop": "octagon",
+}
 _TRAINING = ("train/", "speed/", "share/", "memory/", "device/")
 _SINGLE = {
     "train/lr": "Learning rate",
@@ -38,16 +44,22 @@ def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
         log=_is_logarithmic(runs, "train/loss"),
         marks=_event_marks(runs),
     )
-    evaluated = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("eval/"))
+    evaluated = dict.fromkeys(
+        name for run in runs for name in run.metrics() if name.startswith("eval/")
+    )
     own = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("train/"))
     for name in own:
         if name not in ("train/loss", "train/epoch", *_SINGLE):
-            yield _chart(f"In training: {name.removeprefix('train/').replace('_', ' ')}", traces_of(name))
+            yield _chart(
+                f"In training: {name.removeprefix('train/').replace('_', ' ')}", traces_of(name)
+            )
     for name in evaluated:
         if name != "eval/loss":
             yield _chart(name.removeprefix("eval/").replace("_", " ").capitalize(), traces_of(name))
     known = (*_TRAINING, "eval/", "test/", "profile/")
-    for name in dict.fromkeys(name for run in runs for name in run.metrics() if not name.startswith(known)):
+    for name in dict.fromkeys(
+        name for run in runs for name in run.metrics() if not name.startswith(known)
+    ):
         yield _chart(name.replace("/", ": ").replace("_", " ").capitalize(), traces_of(name))
     for metric, title in _SINGLE.items():
         if metric != "train/lr" or any(constant(run, metric) is None for run in runs):
@@ -71,19 +83,28 @@ def _shares(run: Record, *, several: bool) -> dict[str, Any]:
     for phase, colour in zip(phases, _COLOURS, strict=False):
         stacked += [
             trace
-            | {"stackgroup": "one", "mode": "lines", "name": phase, "line": {"color": colour, "width": 0}}
+            | {
+                "stackgroup": "one",
+                "mode": "lines",
+                "name": phase,
+                "line": {"color": colour, "width": 0},
+            }
             | {"fillcolor": colour}
             | {axis: averaged(trace[axis]) for axis in "xy"}
             for trace in _traces(run, f"share/{phase}", [run])
             if any(trace["y"])
         ]
-    return _chart(f"Shares of the time between log lines{f': {run.name}' if several else ''}", stacked)
+    return _chart(
+        f"Shares of the time between log lines{f': {run.name}' if several else ''}", stacked
+    )
 
 
 def averaged(values: Sequence[float | None], most: int = 60) -> list[float | None]:
     """Return the means of at most ``most`` stretches of the values, so that an area can be read. None: no value."""
     starts = range(0, len(values), max(1, -(-len(values) // most)))
-    stretches = ([value for value in values[at : at + starts.step] if value is not None] for at in starts)
+    stretches = (
+        [value for value in values[at : at + starts.step] if value is not None] for at in starts
+    )
     return [sum(stretch) / len(stretch) if stretch else None for stretch in stretches]
 
 
@@ -95,8 +116,14 @@ def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, 
         if not steps:
             continue
         label = metric if evaluation or metric == "train/loss" else metric.partition("/")[2]
-        words = [run.name if len(runs) > 1 else "", label, f"({weights})" if weights not in (None, "raw") else ""]
-        number = runs.index(run) if len(runs) > 1 else 1 + run.weights().index(weights) if weights else 0
+        words = [
+            run.name if len(runs) > 1 else "",
+            label,
+            f"({weights})" if weights not in (None, "raw") else "",
+        ]
+        number = (
+            runs.index(run) if len(runs) > 1 else 1 + run.weights().index(weights) if weights else 0
+        )
         dash = "solid" if weights is None else "dot" if weights == "raw" else "dash"
         traces.append(
             {
@@ -128,7 +155,12 @@ def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
                         "mode": "markers",
                         "name": kind if len(runs) == 1 else f"{run.name} {kind}",
                         "text": [str(event.get("why", "")) for event in events],
-                        "marker": {"symbol": symbol, "size": 8, "color": colour, "line": {"width": 1, "color": "#555"}},
+                        "marker": {
+                            "symbol": symbol,
+                            "size": 8,
+                            "color": colour,
+                            "line": {"width": 1, "color": "#555"},
+                        },
                     }
                 )
     return traces
@@ -146,18 +178,35 @@ def matrix_of(confusion: Any) -> dict[str, Any] | None:
     numbers = [[number(count) for count in row] for row in counts]
     if not all(math.isfinite(count) for row in numbers for count in row):
         return None
-    return {"classes": [str(name) for name in classes], "counts": [[int(count) for count in row] for row in numbers]}
+    return {
+        "classes": [str(name) for name in classes],
+        "counts": [[int(count) for count in row] for row in numbers],
+    }
 
 
 def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
     classes, counts = confusion["classes"], confusion["counts"]
     shares = [[count / max(1, sum(row)) for count in row] for row in counts]
-    trace = {"type": "heatmap", "x": classes, "y": classes, "z": shares, "customdata": counts, "name": "samples"}
+    trace = {
+        "type": "heatmap",
+        "x": classes,
+        "y": classes,
+        "z": shares,
+        "customdata": counts,
+        "name": "samples",
+    }
     trace |= {"zmin": 0, "zmax": 1, "showscale": False, "xgap": 1, "ygap": 1}
-    trace |= {"colorscale": [[at, f"rgba(47,111,222,{o})"] for at, o in ((0, 0.0), (0.02, 0.15), (1, 0.55))]}
+    trace |= {
+        "colorscale": [
+            [at, f"rgba(47,111,222,{o})"] for at, o in ((0, 0.0), (0.02, 0.15), (1, 0.55))
+        ]
+    }
     trace |= {"hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>"}
     if len(classes) <= 20:
-        trace |= {"text": [[count or "" for count in row] for row in counts], "texttemplate": "%{text}"}
+        trace |= {
+            "text": [[count or "" for count in row] for row in counts],
+            "texttemplate": "%{text}",
+        }
     chart = _chart(f"Confusion of the validation set: rows are the true classes{of}", [trace])
     chart["layout"] |= {"height": 420, "hovermode": "closest"}
     for axis, title in (("xaxis", "predicted"), ("yaxis", "true")):
@@ -179,7 +228,9 @@ def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
         ]
         return ["true class", "predicted", "samples"], cells
     return ["curve", "step", "value"], [
-        (trace["name"], x, y) for trace in chart["data"] for x, y in zip(trace["x"], trace["y"], strict=True)
+        (trace["name"], x, y)
+        for trace in chart["data"]
+        for x, y in zip(trace["x"], trace["y"], strict=True)
     ]
 
 
@@ -187,12 +238,19 @@ def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
     """Return whether the axis is logarithmic: all values are positive and span more than a factor of 20."""
     values = [value for run in runs for value in run.curve(metric)[1] if math.isfinite(value)]
     return (
-        metric not in ("train/lr", "speed/mfu") and bool(values) and min(values) > 0 and max(values) / min(values) > 20
+        metric not in ("train/lr", "speed/mfu")
+        and bool(values)
+        and min(values) > 0
+        and max(values) / min(values) > 20
     )
 
 
 def _chart(
-    title: str, data: list[dict[str, Any]], *, log: bool = False, marks: Sequence[dict[str, Any]] = ()
+    title: str,
+    data: list[dict[str, Any]],
+    *,
+    log: bool = False,
+    marks: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
     layout: dict[str, Any] = {
         "margin": {"l": 55, "r": 15, "t": 40, "b": 40},
@@ -213,10 +271,17 @@ def _chart(
         values = {value for trace in data for value in trace["y"] if value is not None}
         if len(values) == 1:  # an axis around the only value
             value = values.pop()
-            layout["yaxis"] |= {"range": [value - 0.1 * abs(value or 10), value + 0.1 * abs(value or 10)]}
+            layout["yaxis"] |= {
+                "range": [value - 0.1 * abs(value or 10), value + 0.1 * abs(value or 10)]
+            }
     if data and marks:
         share = 0.07 * len({mark["y"][0] for mark in marks})
         layout["yaxis"]["domain"], layout["xaxis"]["anchor"] = [share + 0.05, 1], "y2"
-        layout["yaxis2"] = {"type": "category", "domain": [0, share], "showgrid": False, "fixedrange": True}
+        layout["yaxis2"] = {
+            "type": "category",
+            "domain": [0, share],
+            "showgrid": False,
+            "fixedrange": True,
+        }
         layout["height"] += 20 * len({mark["y"][0] for mark in marks})
     return {"title": title, "data": [*data, *marks] if data else [], "layout": layout}

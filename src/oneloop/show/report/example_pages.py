@@ -18,7 +18,15 @@ def of_classes(confusion: Mapping[str, Any]) -> list[tuple[str, int, str, str, s
     for index, name in enumerate(confusion["classes"]):
         right, there = counts[index][index], sum(counts[index])
         shown = sum(row[index] for row in counts)
-        found.append((name, there, _share(right, shown), _share(right, there), _share(2 * right, shown + there)))
+        found.append(
+            (
+                name,
+                there,
+                _share(right, shown),
+                _share(right, there),
+                _share(2 * right, shown + there),
+            )
+        )
     return found
 
 
@@ -33,21 +41,39 @@ _DARKEST = 8.0  # loss (nats) of a token with the full shade
 def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     """Return the HTML sections of the last evaluation's samples."""
     given = examples.get("samples")
-    samples = [sample for sample in given if isinstance(sample, Mapping)] if isinstance(given, list) else []
+    samples = (
+        [sample for sample in given if isinstance(sample, Mapping)]
+        if isinstance(given, list)
+        else []
+    )
     at = f"at step {examples.get('step')}"
     worst = [sample for sample in samples if sample.get("worst")]
     fixed = [sample for sample in samples if not sample.get("worst")]
     written = [sample for sample in fixed if "continuation" in sample]
     shown = []
     if written:
-        shown.append(_section(f"Generated texts{of}, {at}", [_written(sample) for sample in written], "texts"))
-        part = [sample for sample in written if any(loss is None for _, loss in _pairs(sample.get("tokens"))[1:])]
+        shown.append(
+            _section(
+                f"Generated texts{of}, {at}", [_written(sample) for sample in written], "texts"
+            )
+        )
+        part = [
+            sample
+            for sample in written
+            if any(loss is None for _, loss in _pairs(sample.get("tokens"))[1:])
+        ]
         if part:
-            shown.append(_section(f"Trained tokens of a sample{of}, {at}", [_card(part[0])], "texts"))
+            shown.append(
+                _section(f"Trained tokens of a sample{of}, {at}", [_card(part[0])], "texts")
+            )
         fixed = []
     if fixed:
         shown.append(
-            _section(f"Predictions for validation samples{of}, {at}", [_card(sample) for sample in fixed], _kind(fixed))
+            _section(
+                f"Predictions for validation samples{of}, {at}",
+                [_card(sample) for sample in fixed],
+                _kind(fixed),
+            )
         )
     if worst:
         shown.append(
@@ -66,7 +92,9 @@ def _kind(samples: Sequence[Mapping[str, Any]]) -> str:
 
 def _section(title: str, cards: Sequence[str], kind: str) -> str:
     items = "".join(f"<li>{card}</li>" for card in cards)
-    return f'<section><h2>{html.escape(title)}</h2><ul class="samples {kind}">{items}</ul></section>'
+    return (
+        f'<section><h2>{html.escape(title)}</h2><ul class="samples {kind}">{items}</ul></section>'
+    )
 
 
 def _card(sample: Mapping[str, Any]) -> str:
@@ -77,7 +105,11 @@ def _verdict(sample: Mapping[str, Any]) -> str:
     words = []
     if "prediction" in sample:
         right = sample["prediction"] == sample.get("target")
-        sure = f", confidence {100 * number(sample['confidence']):.0f} %" if "confidence" in sample else ""
+        sure = (
+            f", confidence {100 * number(sample['confidence']):.0f} %"
+            if "confidence" in sample
+            else ""
+        )
         mark, kind = "", "soft"
         if "right" in sample or not (_measured(sample["prediction"]) or "target" not in sample):
             right = bool(sample.get("right", right))
@@ -104,9 +136,13 @@ def _body(sample: Mapping[str, Any]) -> str:
     if "image" in sample:
         parts = [f"is {sample['target']}"] if "target" in sample else []
         parts += [f"predicted {sample['prediction']}"] if "prediction" in sample else []
-        shown = _safe(": ".join([f"sample {sample.get('index')}", *([", ".join(parts)] if parts else [])]))
+        shown = _safe(
+            ": ".join([f"sample {sample.get('index')}", *([", ".join(parts)] if parts else [])])
+        )
         picture = str(sample["image"])
-        if not _PICTURE.fullmatch(picture):  # a run writes only data URLs; another URL might be fetched
+        if not _PICTURE.fullmatch(
+            picture
+        ):  # a run writes only data URLs; another URL might be fetched
             return f'<pre tabindex="0">{shown}</pre>'
         text = f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
         return f'<img src="{picture}" alt="{shown}">{text}'
@@ -127,7 +163,11 @@ def _token(text: str, loss: float | None) -> str:
     if loss is None:
         return f'<span class="soft">{_safe(text)}</span>'
     shade = min(1.0, max(0.0, loss) / _DARKEST) if math.isfinite(loss) else 1.0
-    return f'<span style="--s:{shade:.2f}" title="{loss:.2f}">{_safe(text)}</span>' if shade > 0.05 else _safe(text)
+    return (
+        f'<span style="--s:{shade:.2f}" title="{loss:.2f}">{_safe(text)}</span>'
+        if shade > 0.05
+        else _safe(text)
+    )
 
 
 def _written(sample: Mapping[str, Any]) -> str:
@@ -140,8 +180,14 @@ def _written(sample: Mapping[str, Any]) -> str:
 
 
 def _earlier(given: Any) -> str:
-    lines = "".join(f"<li>step {_safe(step)}: <code>{_safe(text)}</code></li>" for step, text in _pairs(given))
-    return f"<details><summary>As training went on</summary><ul>{lines}</ul></details>" if lines else ""
+    lines = "".join(
+        f"<li>step {_safe(step)}: <code>{_safe(text)}</code></li>" for step, text in _pairs(given)
+    )
+    return (
+        f"<details><summary>As training went on</summary><ul>{lines}</ul></details>"
+        if lines
+        else ""
+    )
 
 
 def _safe(text: Any) -> str:

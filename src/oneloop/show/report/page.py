@@ -36,7 +36,9 @@ def report(folders: Sequence[Path]) -> str:
     body = [f"<h1>{_safe(title)}</h1>", *(_headline(run, several=several) for run in runs)]
     if several:
         changed = differences(runs)
-        changes = table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
+        changes = (
+            table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
+        )
         title = "Differences between the recipes"
         body.append(f"<section><h2>{title}</h2>{_region('Differences', changes)}</section>")
     body += [chart_section(number, chart) for number, chart in enumerate(drawn)]
@@ -68,8 +70,12 @@ def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any
     page, style, script = ((here / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
     package = find_spec("plotly")  # its JavaScript, without the import, which takes a second
     assert package is not None and package.submodule_search_locations
-    plotly = (Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js").read_text()
-    hashes = [hashlib.sha256(code.encode()) for code in (plotly, script)]  # for the content security policy
+    plotly = (
+        Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
+    ).read_text()
+    hashes = [
+        hashlib.sha256(code.encode()) for code in (plotly, script)
+    ]  # for the content security policy
     return page.format(
         title=_safe(title),
         allowed=" ".join(f"'sha256-{base64.b64encode(one.digest()).decode()}'" for one in hashes),
@@ -105,7 +111,9 @@ def chart_section(number: int, chart: dict[str, Any]) -> str:
 
 def _headline(run: Record, *, several: bool) -> str:
     summary = run.summary
-    best, final = (value if isinstance(value := summary.get(key), dict) else {} for key in ("best", "final"))
+    best, final = (
+        value if isinstance(value := summary.get(key), dict) else {} for key in ("best", "final")
+    )
     cards = [
         (name.replace("/", " ").replace("_", " "), _short(value))
         for name, value in summary.items()
@@ -115,19 +123,30 @@ def _headline(run: Record, *, several: bool) -> str:
         metric = str(best.get("metric")).replace("/", " ") + " (raw)" * (len(run.weights()) > 1)
         cards.append((f"best {metric}, at step {best.get('step')}", _short(best["value"])))
     cards += [
-        (name.replace("seconds", "time"), f"{number(summary[name]):,.0f}{' s' * (name == 'seconds')}")
+        (
+            name.replace("seconds", "time"),
+            f"{number(summary[name]):,.0f}{' s' * (name == 'seconds')}",
+        )
         for name in ("step", "samples", "tokens", "seconds")
         if name in summary
     ]
     if (rate := constant(run, "train/lr")) is not None:
         cards.append(("learning rate", _short(rate)))
-    shown = "".join(f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards)
-    reason = summary.get("exit_reason") or (f"at step {run.last:,}" if run.last is not None else "not begun")
+    shown = "".join(
+        f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards
+    )
+    reason = summary.get("exit_reason") or (
+        f"at step {run.last:,}" if run.last is not None else "not begun"
+    )
     if final and not summary.get("exit_code"):
         of = f"{final.get('weights')}{' raw' * (len(run.weights()) > 1)} weights, of step {final.get('step')}"
         device = f", on {run.environment['device']}" if "device" in run.environment else ""
         reason = f"{reason}{device}; eval (validation) and test metrics: {of}"
-    sentences = [text for key in ("time", "noise_scale") if (text := str(summary.get(key, ""))) and " n/a" not in text]
+    sentences = [
+        text
+        for key in ("time", "noise_scale")
+        if (text := str(summary.get(key, ""))) and " n/a" not in text
+    ]
     goodput = summary.get("goodput")
     sentences += [str(goodput.get("about"))] if isinstance(goodput, dict) else []
     sentences += [
@@ -153,7 +172,12 @@ def _events(run: Record) -> str:
     if not events:
         return ""
     lines = [
-        (event["step"], event["event"], event.get("why", ""), ", ".join(map(str, _list(event.get("ids"))[:32])))
+        (
+            event["step"],
+            event["event"],
+            event.get("why", ""),
+            ", ".join(map(str, _list(event.get("ids"))[:32])),
+        )
         for event in events
     ]
     kinds = [str(event["event"]) for event in events]
@@ -165,7 +189,9 @@ def _events(run: Record) -> str:
 
 def _about(run: Record, *, several: bool) -> str:
     of = f" of {_safe(run.name)}" if several else ""
-    recipe, environment = (yaml.safe_dump(part, sort_keys=False) for part in (run.recipe, run.environment))
+    recipe, environment = (
+        yaml.safe_dump(part, sort_keys=False) for part in (run.recipe, run.environment)
+    )
     return (
         f'<section><h2>To repeat it{of}</h2><pre tabindex="0"><code>{_safe(_command(run.environment))}</code></pre>'
         f'<details><summary>Recipe{of}</summary><pre tabindex="0">{_safe(recipe)}</pre></details>'
@@ -181,7 +207,9 @@ def _command(environment: Mapping[str, Any]) -> str:
     else:
         arguments += ["--run.dir", "runs/again"]
     settings, processes = environment.get("accelerate"), environment.get("processes", 1)
-    settings = {name: str(value) for name, value in settings.items()} if isinstance(settings, dict) else {}
+    settings = (
+        {name: str(value) for name, value in settings.items()} if isinstance(settings, dict) else {}
+    )
     processes = processes if isinstance(processes, int) else 1
     precision = settings.get("ACCELERATE_MIXED_PRECISION", "no")
     sharded = settings.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
@@ -202,7 +230,9 @@ def _region(name: str, table: str) -> str:
 def table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     """Return an HTML table."""
     cells = "".join(f'<th scope="col">{_safe(title)}</th>' for title in head)
-    body = "".join(f"<tr>{''.join(f'<td>{_safe(_short(cell))}</td>' for cell in row)}</tr>" for row in lines)
+    body = "".join(
+        f"<tr>{''.join(f'<td>{_safe(_short(cell))}</td>' for cell in row)}</tr>" for row in lines
+    )
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 

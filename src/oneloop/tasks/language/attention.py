@@ -30,7 +30,9 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # otherwise padding masks would be ignored
     before = model.config._attn_implementation  # type: ignore[union-attr]
-    own_logits = _logits(model, _tokens(model)) if next(model.parameters()).device.type != "meta" else None
+    own_logits = (
+        _logits(model, _tokens(model)) if next(model.parameters()).device.type != "meta" else None
+    )
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     try:
         if own_logits is not None:
@@ -46,7 +48,9 @@ def _unsupported(model: nn.Module) -> str | None:
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if getattr(model, "_is_stateful", False):
         return "its layers carry a state from token to token (linear attention, a state space)"
-    if not getattr(model, "_supports_attention_backend", False) or not getattr(model, "_supports_sdpa", False):
+    if not getattr(model, "_supports_attention_backend", False) or not getattr(
+        model, "_supports_sdpa", False
+    ):
         return "it does not use transformers' attention interface with SDPA"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention caps its logits, which SDPA cannot"
@@ -87,7 +91,9 @@ def _attend(
 
     unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if unknown:
-        raise ValueError(f"{type(module).__name__} uses options that SDPA does not support ({', '.join(unknown)})")
+        raise ValueError(
+            f"{type(module).__name__} uses options that SDPA does not support ({', '.join(unknown)})"
+        )
     if attention_mask is not None and attention_mask.dtype in (torch.uint8, torch.int32):
         window = _window(module, query.shape[2], sliding_window)
         if attention_mask.dtype is torch.int32:
@@ -97,8 +103,12 @@ def _attend(
                 and not dropout
                 and query.shape[3] <= 256
             ):
-                return _of_different_lengths(query, key, value, attention_mask.flatten(), scaling, window), None
-            attention_mask = borders(_document_numbers(query, attention_mask.flatten()), torch.empty(0))
+                return _of_different_lengths(
+                    query, key, value, attention_mask.flatten(), scaling, window
+                ), None
+            attention_mask = borders(
+                _document_numbers(query, attention_mask.flatten()), torch.empty(0)
+            )
         attention_mask = _mask(query, attention_mask, window)
     output: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
@@ -110,10 +120,18 @@ def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
     """Return the sliding-window size of a layer, None for full attention. Raise ValueError for other patterns."""
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    kind = kinds[layer] if kinds and isinstance(layer, int) and layer < len(kinds) else "full_attention"
+    kind = (
+        kinds[layer]
+        if kinds and isinstance(layer, int) and layer < len(kinds)
+        else "full_attention"
+    )
     chunk = getattr(config, "attention_chunk_size", None)
-    if (kind == "sliding_attention" and sliding is None) or (kind == "chunked_attention" and (chunk or 0) < length):
-        raise ValueError(f"{type(module).__name__}: {kind} at positions that differ from its sliding_window")
+    if (kind == "sliding_attention" and sliding is None) or (
+        kind == "chunked_attention" and (chunk or 0) < length
+    ):
+        raise ValueError(
+            f"{type(module).__name__}: {kind} at positions that differ from its sliding_window"
+        )
     return sliding if sliding is not None and sliding < length else None
 
 
@@ -123,7 +141,9 @@ def _mask(query: Tensor, mask: Tensor, window: int | None) -> _Mask:
     if not mask.numel() and window is None:
         return None
     positions = torch.arange(length, device=query.device)
-    visible = mask.view(torch.bool) if mask.numel() else (positions[:, None] >= positions)[None, None]
+    visible = (
+        mask.view(torch.bool) if mask.numel() else (positions[:, None] >= positions)[None, None]
+    )
     return visible if window is None else visible & (positions[:, None] - positions < window)
 
 
@@ -135,14 +155,22 @@ def _document_numbers(query: Tensor, cuts: Tensor) -> Tensor:
 
 
 def _of_different_lengths(
-    query: Tensor, key: Tensor, value: Tensor, cuts: Tensor, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cuts: Tensor,
+    scaling: float | None,
+    window: int | None,
 ) -> Tensor:
     """Call torch's variable-length kernel; its results do not depend on the other documents of a row."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows, _, length, _ = query.shape
     query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0), "scale": scaling}
+    options: dict[str, Any] = {
+        "window_size": (-1 if window is None else window - 1, 0),
+        "scale": scaling,
+    }
     supported, groups = signature(varlen_attn).parameters, query.shape[1] // key.shape[1]
     if "num_splits" in supported:  # newer torch
         options["num_splits"] = 1
@@ -189,12 +217,16 @@ def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
     cuts = torch.tensor([0, first, length], dtype=torch.int32, device=device)
     inputs = {"position_ids": positions, "attention_mask": borders(documents, cuts)}
     after = _logits(model, tokens, **inputs)[:, first:]
-    after_other = _logits(model, torch.cat([tokens[:, :first].flip(1), second], dim=1), **inputs)[:, first:]
+    after_other = _logits(model, torch.cat([tokens[:, :first].flip(1), second], dim=1), **inputs)[
+        :, first:
+    ]
     if not _near(after, after_other, 2e-6):
         kinds = "linear attention, a state space, a convolution"
         raise ValueError(f"{name}: its layers carry state from one document to the next ({kinds})")
     if not _near(after, _logits(model, second, attention_mask=causal(device))):
-        raise ValueError(f"{name}: the logits of a packed document depend on the document before it")
+        raise ValueError(
+            f"{name}: the logits of a packed document depend on the document before it"
+        )
 
 
 def _near(one: Tensor, other: Tensor, tolerance: float = 1e-4) -> bool:

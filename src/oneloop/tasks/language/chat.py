@@ -48,15 +48,21 @@ class Chat:
         default: Any = tokenizer.chat_template
         default = default.get("default") if isinstance(default, Mapping) else default
         if not (template or default):
-            raise ValueError("the tokenizer has no chat template; give a Jinja file with --task.chat_template FILE")
+            raise ValueError(
+                "the tokenizer has no chat template; give a Jinja file with --task.chat_template FILE"
+            )
         self.template: str = template or default
         self.note = "the template's {% generation %} tags mark the assistant's tokens"
         self.special = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
-        self.special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+        self.special |= {
+            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
+        }
         if self.marked:
             self._check_marks()
         else:
-            self.note = "the assistant's tokens are found by comparing prefixes of the rendered template"
+            self.note = (
+                "the assistant's tokens are found by comparing prefixes of the rendered template"
+            )
             if not self._keeps_prefixes() and (trl_template := _trl_template(tokenizer, template)):
                 self.template = trl_template
                 self.note = "the chat template changes a turn when more follows: TRL's is used to train with"
@@ -75,7 +81,9 @@ class Chat:
         text = self.render(messages, tools, prompt=True)
         return with_offsets(self.tokenizer, text, add_special_tokens=False)[0]
 
-    def encode(self, messages: Sequence[Any], tools: Any = None, *, given: int = 0) -> NDArray[np.int32]:
+    def encode(
+        self, messages: Sequence[Any], tools: Any = None, *, given: int = 0
+    ) -> NDArray[np.int32]:
         """Return the tokens of a conversation; untrained tokens are stored as bitwise complements.
 
         Args: ``messages``: messages with role and content, in transformers' format. ``tools``: JSON schemas for the
@@ -103,10 +111,15 @@ class Chat:
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text, and the character ranges that the template's tags mark as the assistant's."""
         import jinja2
-        from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+        from transformers.utils.chat_template_utils import (
+            _compile_jinja_template,
+            render_jinja_template,
+        )
 
         try:
-            if "strftime_now" in self.template:  # transformers' strftime_now uses today's date and has no argument
+            if (
+                "strftime_now" in self.template
+            ):  # transformers' strftime_now uses today's date and has no argument
                 _compile_jinja_template(self.template).globals["strftime_now"] = self._day.strftime
             texts, spans = render_jinja_template(
                 [list(messages)],
@@ -117,8 +130,12 @@ class Chat:
                 **self.tokenizer.special_tokens_map,
             )
         except Exception as error:  # a template can raise anything
-            kind = f"{type(error).__name__}: " if not isinstance(error, jinja2.TemplateError) else ""
-            raise ValueError(f"the chat template raised an error: {kind}{' '.join(str(error).split())}") from error
+            kind = (
+                f"{type(error).__name__}: " if not isinstance(error, jinja2.TemplateError) else ""
+            )
+            raise ValueError(
+                f"the chat template raised an error: {kind}{' '.join(str(error).split())}"
+            ) from error
         answers = list[tuple[int, int]]()
         for start, stop in spans[0] if marks else ():
             if answers and answers[-1][1] == start:  # a turn with two tags
@@ -126,7 +143,9 @@ class Chat:
             answers.append((int(start), int(stop)))
         return texts[0], answers
 
-    def _prefix_ranges(self, text: str, messages: Sequence[Any], tools: Any, given: int) -> list[tuple[int, int]]:
+    def _prefix_ranges(
+        self, text: str, messages: Sequence[Any], tools: Any, given: int
+    ) -> list[tuple[int, int]]:
         """Return the character ranges of the assistant's turns: what each adds to the rendered prefix."""
         spans = []
         for index, message in enumerate(messages):
@@ -136,17 +155,30 @@ class Chat:
                 why = "message 0 is from the assistant, so the start of its turn is unknown"
                 raise ValueError(f"{why}; put a message before it, or drop it")
             before = self.render(messages[:index], tools, prompt=True)
-            through = text if index == len(messages) - 1 else self.render(messages[: index + 1], tools)
+            through = (
+                text if index == len(messages) - 1 else self.render(messages[: index + 1], tools)
+            )
             if not (text.startswith(through) and through.startswith(before)):
                 why = "the template renders earlier turns differently when more follow, and has no marks"
                 has = find_spec("trl")
-                known = "TRL has no training template for it" if has else "install trl for its training templates"
-                raise ValueError(f"cannot find the assistant's tokens of message {index}: {why}; {known}; {_HINT}")
+                known = (
+                    "TRL has no training template for it"
+                    if has
+                    else "install trl for its training templates"
+                )
+                raise ValueError(
+                    f"cannot find the assistant's tokens of message {index}: {why}; {known}; {_HINT}"
+                )
             spans.append((len(before), len(through)))
         return spans
 
     def _after_prompt(
-        self, text: str, spans: list[tuple[int, int]], messages: Sequence[Any], tools: Any, given: int
+        self,
+        text: str,
+        spans: list[tuple[int, int]],
+        messages: Sequence[Any],
+        tools: Any,
+        given: int,
     ) -> list[tuple[int, int]]:
         """Return the marked ranges after a prompt of ``given`` messages. Raise ValueError if there are too few."""
         begin = len(commonprefix([text, self.render(messages[:given], tools)]))  # noqa: RUF071 by characters
@@ -164,7 +196,9 @@ class Chat:
         for answer in ("first answer", "second answer"):
             if not any(answer in text[start:stop] for start, stop in spans):
                 why = f"{answer!r} is outside; a tag inside {{% set %}} gets wrong offsets"
-                raise ValueError(f"the {{% generation %}} tags do not enclose the answers ({why}); move them")
+                raise ValueError(
+                    f"the {{% generation %}} tags do not enclose the answers ({why}); move them"
+                )
 
     def _keeps_prefixes(self) -> bool:
         try:
@@ -179,8 +213,14 @@ class Chat:
         ends = [position for position in range(first, last) if tokens[position] in self.special]
         end = ends[-1] + 1 if ends else first
         if not ends or self.tokenizer.decode(tokens[end:last]).strip():
-            advice = "put it before {% endgeneration %}" if self.marked else "end each turn with one"
-            hint = f" (this tokenizer's is {self.tokenizer.eos_token!r})" if self.tokenizer.eos_token else ""
+            advice = (
+                "put it before {% endgeneration %}" if self.marked else "end each turn with one"
+            )
+            hint = (
+                f" (this tokenizer's is {self.tokenizer.eos_token!r})"
+                if self.tokenizer.eos_token
+                else ""
+            )
             why = f"no special token ends the answer ({answer[-40:]!r}), so the model would not learn to stop"
             raise ValueError(f"{why}; {advice}{hint} in --task.chat_template FILE")
         content = [token for token in tokens[first:end] if token not in self.special]

@@ -60,8 +60,14 @@ def chunked_cross_entropy(
     """
     if _product_dtype(hidden) is torch.float16:
         why = "small gradients of the logits underflow in fp16"
-        raise ValueError(f"the loss without logits does not work in fp16: {why}; use bf16, or task.fused_loss false")
-    return Losses(*_Chunked.apply(hidden, weight, bias, target, ignore, change, entries, torch.is_grad_enabled()))
+        raise ValueError(
+            f"the loss without logits does not work in fp16: {why}; use bf16, or task.fused_loss false"
+        )
+    return Losses(
+        *_Chunked.apply(
+            hidden, weight, bias, target, ignore, change, entries, torch.is_grad_enabled()
+        )
+    )
 
 
 class _Chunked(torch.autograd.Function):
@@ -85,27 +91,38 @@ class _Chunked(torch.autograd.Function):
         right = torch.empty(target.shape, dtype=torch.bool, device=hidden.device)
         sums: list[Tensor | None] = [torch.empty_like(hidden) if needs[0] else None]
         parameters = [(weight, needs[1]), (bias, needs[2])]
-        sums += [torch.zeros_like(x, dtype=exact) if need and x is not None else None for x, need in parameters]
+        sums += [
+            torch.zeros_like(x, dtype=exact) if need and x is not None else None
+            for x, need in parameters
+        ]
         size = max(1, entries // len(weight))
         with torch.autocast(device, enabled=False) if _autocast(hidden) else nullcontext():
-            for number in range(-(-len(hidden) // size)):  # torch.compile guards on this count, not on the tokens
+            for number in range(
+                -(-len(hidden) // size)
+            ):  # torch.compile guards on this count, not on the tokens
                 part = slice(number * size, (number + 1) * size)
                 states, targets = hidden[part].detach().to(dtype), target[part]
                 logits = F.linear(states, *layer)
-                each[part], right[part], slopes = _chunk(logits, targets, ignore, change, any(needs))
+                each[part], right[part], slopes = _chunk(
+                    logits, targets, ignore, change, any(needs)
+                )
                 del logits
                 if slopes is not None:
                     _add(sums, part, states, layer[0], slopes)
         ctx.mark_non_differentiable(each, right)
         dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(*(None if x is None else x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True)))
+        ctx.save_for_backward(
+            *(None if x is None else x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True))
+        )
         return each.sum(), each, right
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         """Scale in place, because a copy of the weight's gradient is large; torch rejects a second backward."""
-        return *(None if saved is None else saved.mul_(slope) for saved in ctx.saved_tensors), *[None] * 5
+        return *(None if saved is None else saved.mul_(slope) for saved in ctx.saved_tensors), *[
+            None
+        ] * 5
 
 
 def _autocast(hidden: Tensor) -> bool:
@@ -138,7 +155,9 @@ def _chunk(
     return each, (largest == target) & (target != ignore), slope
 
 
-def _add(sums: list[Tensor | None], part: slice, states: Tensor, weight: Tensor, slopes: Tensor) -> None:
+def _add(
+    sums: list[Tensor | None], part: slice, states: Tensor, weight: Tensor, slopes: Tensor
+) -> None:
     """Run the output layer's backward: write gradients of the hidden states; add those of weight and bias."""
     if sums[0] is not None:
         sums[0][part] = slopes @ weight
@@ -164,9 +183,13 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear):
         kind = "none" if head is None else f"a {type(head).__name__}"
-        raise ValueError(f"a loss without logits needs a linear output layer, and {type(model).__name__} has {kind}")
+        raise ValueError(
+            f"a loss without logits needs a linear output layer, and {type(model).__name__} has {kind}"
+        )
     if getattr(model, "base_model", model) is model:
-        raise ValueError(f"a loss without logits needs a base_model, and {type(model).__name__} has none")
+        raise ValueError(
+            f"a loss without logits needs a base_model, and {type(model).__name__} has none"
+        )
     change = _change(model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         _test_run(model, head, change)
@@ -177,7 +200,12 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
         if target is None:
             return logits(hidden)
         found = chunked_cross_entropy(
-            hidden.flatten(0, -2), head.weight, target.flatten(), bias=head.bias, ignore=ignore, change=change
+            hidden.flatten(0, -2),
+            head.weight,
+            target.flatten(),
+            bias=head.bias,
+            ignore=ignore,
+            change=change,
         )
         return Losses(found.total, found.each.view_as(target), found.right.view_as(target))
 
@@ -196,13 +224,19 @@ def _change(model: nn.Module) -> Change | None:
     config = config.get_text_config() if hasattr(config, "get_text_config") else config
 
     def values_of(names: tuple[str, ...]) -> list[float]:
-        return [float(value) for name in names if isinstance(value := getattr(config, name, None), int | float)]
+        return [
+            float(value)
+            for name in names
+            if isinstance(value := getattr(config, name, None), int | float)
+        ]
 
     factor = 1.0
     for value in values_of(_FACTORS):
         factor *= value
     for value in values_of(_DIVISORS):
-        factor = factor * value if getattr(config, "model_type", None) in _MULTIPLIED else factor / value
+        factor = (
+            factor * value if getattr(config, "model_type", None) in _MULTIPLIED else factor / value
+        )
     caps = values_of(_CAPS)
     if not caps:
         return None if factor == 1.0 else lambda logits: logits * factor
@@ -230,16 +264,24 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
             own = model(input_ids=tokens, use_cache=False).logits.double()
         except Exception as error:
             why = " ".join(str(error).split())
-            raise ValueError(f"{name} cannot run eight tokens to try the loss without logits: {why}") from error
+            raise ValueError(
+                f"{name} cannot run eight tokens to try the loss without logits: {why}"
+            ) from error
         finally:
             head.forward = forward  # type: ignore[method-assign]
     logits = ramped(hidden).double()
     logits = logits if change is None else change(logits)
     bound = 1e-4 if torch.finfo(head.weight.dtype).bits >= 32 else 2e-2
-    worst = float((own - logits).abs().max() / own.abs().max()) if own.shape == logits.shape else float("inf")
+    worst = (
+        float((own - logits).abs().max() / own.abs().max())
+        if own.shape == logits.shape
+        else float("inf")
+    )
     if not worst <= bound:
         apart = f"by {worst:.1e} of the largest (at most {bound:.0e})"
-        raise ValueError(f"a loss without logits: the logits of {name} differ from its output layer's {apart}")
+        raise ValueError(
+            f"a loss without logits: the logits of {name} differ from its output layer's {apart}"
+        )
 
 
 @contextmanager

@@ -16,9 +16,14 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
     trained. Raise ValueError if the tokenizer has no end token, or the prompt is empty."""
     end = end_of(tokenizer)
     tokens, offsets = _without_ends(tokenizer, prompt + completion)
-    array, border = np.array([*tokens, end], dtype=np.int32), first_ending_after(offsets, len(prompt))
+    array, border = (
+        np.array([*tokens, end], dtype=np.int32),
+        first_ending_after(offsets, len(prompt)),
+    )
     if not border:
-        raise ValueError("the prompt is empty, so the completion's first token could not be trained; fill it")
+        raise ValueError(
+            "the prompt is empty, so the completion's first token could not be trained; fill it"
+        )
     return np.where(np.arange(len(array)) < border, ~array, array)
 
 
@@ -26,7 +31,9 @@ def end_of(tokenizer: Any) -> int:
     """Return the tokenizer's end token. Raise ValueError if it has none."""
     if tokenizer.eos_token_id is None:
         advice = "set eos_token in tokenizer_config.json"
-        raise ValueError(f"the tokenizer has no end token, so the model would not learn to stop; {advice}")
+        raise ValueError(
+            f"the tokenizer has no end token, so the model would not learn to stop; {advice}"
+        )
     return int(tokenizer.eos_token_id)
 
 
@@ -38,10 +45,15 @@ def prompted(tokenizer: Any, prompt: str) -> list[int]:
 def _without_ends(tokenizer: Any, text: str) -> tuple[list[int], NDArray[np.int64]]:
     """Return tokens and offsets of a text, without tokens that the tokenizer appends, with at most one BOS token."""
     tokens, offsets = with_offsets(tokenizer, text)
-    while len(tokens) > 1 and (not offsets[len(tokens) - 1].any() or tokens[-1] == tokenizer.eos_token_id):
+    while len(tokens) > 1 and (
+        not offsets[len(tokens) - 1].any() or tokens[-1] == tokenizer.eos_token_id
+    ):
         tokens = tokens[:-1]
     first, bos = 0, tokenizer.bos_token_id
-    while bos is not None and tokens[first : first + 2] == [bos, bos]:  # the text already had a BOS token
+    while bos is not None and tokens[first : first + 2] == [
+        bos,
+        bos,
+    ]:  # the text already had a BOS token
         first += 1
     return tokens[first:], offsets[first : len(tokens)]
 
@@ -49,7 +61,9 @@ def _without_ends(tokenizer: Any, text: str) -> tuple[list[int], NDArray[np.int6
 def with_offsets(tokenizer: Any, text: str, **options: bool) -> tuple[list[int], NDArray[np.int64]]:
     """Return the tokens of a text and their character offsets, (tokens, 2)."""
     encoding = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
-    return list(encoding["input_ids"]), np.array(encoding["offset_mapping"], dtype=np.int64).reshape(-1, 2)
+    return list(encoding["input_ids"]), np.array(
+        encoding["offset_mapping"], dtype=np.int64
+    ).reshape(-1, 2)
 
 
 def first_ending_after(offsets: NDArray[np.int64], position: int) -> int:
@@ -67,10 +81,14 @@ def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]
     """Return the tokenizer's end token, and the ``special`` tokens that end trained turns of the first texts (a line
     break may follow). Complements are not trained."""
     ends, inside = {tokenizer.eos_token_id} - {None}, False
-    for token in reversed(texts.values[: texts.ends[min(_INSPECTED, len(texts.ends)) - 1]].tolist()):
+    for token in reversed(
+        texts.values[: texts.ends[min(_INSPECTED, len(texts.ends)) - 1]].tolist()
+    ):
         if token in special and not inside:
             ends.add(token)
-        inside = token >= 0 and (inside or token in special or not tokenizer.decode([token]).isspace())
+        inside = token >= 0 and (
+            inside or token in special or not tokenizer.decode([token]).isspace()
+        )
     return ends
 
 

@@ -16,11 +16,24 @@ from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed, prompted
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool", **{role: role for role in ROLES}}
-_ANSWER_KEYS = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")  # keys of an answer
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    **{role: role for role in ROLES},
+}
+_ANSWER_KEYS = (
+    "content",
+    "tool_calls",
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # keys of an answer
 
 
-def encoded(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None) -> NDArray[np.int32]:
+def encoded(
+    row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None
+) -> NDArray[np.int32]:
     """Return the tokens of a row; untrained tokens are complements. ``columns`` maps task keys to column names ("": no
     column). Raise ValueError if the row is malformed."""
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
@@ -38,7 +51,9 @@ def encoded(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | N
     return template.encode([*before, *after], tools, given=len(before))
 
 
-def encoded_prompt(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None) -> NDArray[np.int32]:
+def encoded_prompt(
+    row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None
+) -> NDArray[np.int32]:
     """Return the tokens of a prompt as complements, and one unused token. If the row has the answer, return
     :func:`encoded` tokens, with only the answer as target. Raise ValueError if the row is malformed."""
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
@@ -59,13 +74,17 @@ def encoded_prompt(row: Row, columns: Mapping[str, str], tokenizer: Any, chat: C
 
 def _chat(chat: Chat | None) -> Chat:
     if chat is None:
-        raise ValueError("this row is a conversation, but others are texts; put them in separate data sets")
+        raise ValueError(
+            "this row is a conversation, but others are texts; put them in separate data sets"
+        )
     return chat
 
 
 def is_text(value: Any) -> bool:
     """Whether a prompt or completion is a text, and not messages as JSON."""
-    return isinstance(value, str) and not any("role" in message or "from" in message for message in read(value) or ())
+    return isinstance(value, str) and not any(
+        "role" in message or "from" in message for message in read(value) or ()
+    )
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
@@ -73,7 +92,10 @@ def conversation(value: Any) -> list[dict[str, Any]]:
     messages = read(value) if isinstance(value, str) else value
     if not isinstance(messages, Sequence) or not len(messages):
         raise ValueError(f"expected a list of messages, got {_brief(value)}")
-    return [_message(message, number, exact=isinstance(value, str)) for number, message in enumerate(messages)]
+    return [
+        _message(message, number, exact=isinstance(value, str))
+        for number, message in enumerate(messages)
+    ]
 
 
 def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
@@ -88,11 +110,15 @@ def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
     if role is None:
         raise ValueError(f"message {number} has no role; it has {', '.join(message) or 'nothing'}")
     if role not in ROLES:
-        raise ValueError(f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}; rename it")
+        raise ValueError(
+            f"message {number} has role {role!r}; expected one of {', '.join(ROLES)}; rename it"
+        )
     if role == "assistant":
         message = {"content": "", **message}
         if not any(message.get(key) for key in _ANSWER_KEYS):
-            raise ValueError(f"message {number}: the assistant's answer is empty; fill it, or remove the row")
+            raise ValueError(
+                f"message {number}: the assistant's answer is empty; fill it, or remove the row"
+            )
     if "content" not in message:
         raise ValueError(f"message {number} has no content; it has {', '.join(given)}")
     message["content"] = _text(message["content"], number)
@@ -107,17 +133,27 @@ def _text(content: Any, number: int) -> str:
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(content, list):
             raise ValueError(f"message {number}: its content is {_brief(content)}; text is needed")
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f"message {number} holds more than text ({_brief(part)}); this task supports only text")
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or not isinstance(part.get("text"), str)
+        ):
+            raise ValueError(
+                f"message {number} holds more than text ({_brief(part)}); this task supports only text"
+            )
     return "".join(part["text"] for part in content)
 
 
 def _calls(calls: Any, number: int) -> list[Any]:
     """Return tool calls with arguments as objects, because templates serialize them."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise ValueError(f"message {number}: its tool_calls are {_brief(calls)}; a list of objects is needed")
+        raise ValueError(
+            f"message {number}: its tool_calls are {_brief(calls)}; a list of objects is needed"
+        )
     for call in calls:
-        if isinstance(function := call.get("function"), dict) and isinstance(function.get("arguments"), str):
+        if isinstance(function := call.get("function"), dict) and isinstance(
+            function.get("arguments"), str
+        ):
             function["arguments"] = _parsed_object(function["arguments"])
     return calls
 
@@ -126,7 +162,9 @@ def _tools(value: Any) -> list[Any] | None:
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     tools = read(value) if isinstance(value, str) else value
-    if not isinstance(tools, Sequence) or not all(isinstance(tool, Mapping | str) for tool in tools):
+    if not isinstance(tools, Sequence) or not all(
+        isinstance(tool, Mapping | str) for tool in tools
+    ):
         raise ValueError(f"the tools are {_brief(value)}; a list of JSON schemas is needed")
     if isinstance(value, str):
         return list(tools)  # in JSON, the user wrote the null

@@ -14,7 +14,12 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def written(
-    model: nn.Module, prompts: Sequence[Tensor], count: int, *, ends: Sequence[int] = (), choose: Choose = greedy
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    count: int,
+    *,
+    ends: Sequence[int] = (),
+    choose: Choose = greedy,
 ) -> Tensor:
     """Generate tokens of shape (prompts, count) after each prompt, with a model of transformers.
 

@@ -16,14 +16,22 @@ from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
 from oneloop.tasks.language.lora import add_adapters, merged, save_config
 from oneloop.tasks.language.lora_settings import LoRA, adapters
-from oneloop.tasks.language.models import Architecture, Shape, from_scratch, load_model, prepare_attention
+from oneloop.tasks.language.models import (
+    Architecture,
+    Shape,
+    from_scratch,
+    load_model,
+    prepare_attention,
+)
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
 Fused = bool | Literal["auto"]
 
-MANY_LOGITS = 1 << 27  # logits of a micro-batch above which fused_loss auto fuses the loss (half a gigabyte in float32)
+MANY_LOGITS = (
+    1 << 27
+)  # logits of a micro-batch above which fused_loss auto fuses the loss (half a gigabyte in float32)
 
 
 def is_packed(pack: str, *known: str) -> bool:
@@ -86,13 +94,17 @@ class LanguageModel(Task):
         router_loss: Literal["refuse", "none"] = "refuse",
         lora: LoRA = LoRA(),
     ) -> None:
-        self.shape = Shape(architecture, layers, heads, width, length, dropout, kv_heads, mlp, tied, padded_vocab)
+        self.shape = Shape(
+            architecture, layers, heads, width, length, dropout, kv_heads, mlp, tied, padded_vocab
+        )
         self.fused_loss, self.packed, self.router_loss = fused_loss, packed, router_loss
         self.weights = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
         self.adapters = adapters(model, lora, pretrained=pretrained)
         self.name = model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
-            raise ValueError(f"task.model {self.name!r} is not a folder saved by transformers; give one, or hf:ID")
+            raise ValueError(
+                f"task.model {self.name!r} is not a folder saved by transformers; give one, or hf:ID"
+            )
         self.notes, self._data_notes = list[str](), list[str]()
         self.origin: BaseModel | None = None
         self._can_fuse, self._masked = False, False
@@ -125,7 +137,9 @@ class LanguageModel(Task):
             return from_scratch(self.shape, entries=self.entries, begin=self.begin, end=self.end)
         lora = None if self.adapters is None else self.adapters.settings
         length = self.shape.length, self.length_key
-        model, added = load_model(self.name, entries=self.entries, length=length, lora=lora, **self.weights)
+        model, added = load_model(
+            self.name, entries=self.entries, length=length, lora=lora, **self.weights
+        )
         self.notes = [*self._data_notes, *added]
         return model
 
@@ -141,7 +155,10 @@ class LanguageModel(Task):
 
     def _uses_fused_loss(self, tokens: Tensor, entries: int) -> bool:
         if self.fused_loss == "auto":
-            fp16 = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda") is torch.float16
+            fp16 = (
+                torch.is_autocast_enabled("cuda")
+                and torch.get_autocast_dtype("cuda") is torch.float16
+            )
             many = on_gpu(tokens) and tokens.numel() * entries > MANY_LOGITS
             return self._can_fuse and many and not fp16
         return self._can_fuse
@@ -153,7 +170,9 @@ class LanguageModel(Task):
         else:
             logits = model(**self._model_inputs(batch)).logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            flat = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE)
+            flat = F.cross_entropy(
+                logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
+            )
             total, each = flat.sum(), flat.detach().view_as(target)
             right = None if torch.is_grad_enabled() else logits.argmax(-1) == target
         outputs = {"loss": each} | ({} if right is None else {"right": right})
@@ -174,14 +193,22 @@ class LanguageModel(Task):
     def metrics(self) -> TextSums:
         return TextSums(by_bytes=self.token_bytes is not None)
 
-    def update(self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
+    def update(
+        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
         target, size = batch["target"], self.token_bytes
         is_target = target != IGNORE
         right = (outputs["right"] & is_target).sum()
-        text = None if size is None else (size.to(target.device)[target.clamp(min=0)] * is_target).sum()
+        text = (
+            None
+            if size is None
+            else (size.to(target.device)[target.clamp(min=0)] * is_target).sum()
+        )
         metrics.update(outputs["loss"].double().sum(), is_target.sum(), right=right, text=text)
 
-    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> dict[str, list[Any]]:
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
         """Return mean loss (nats), number and accuracy of each sample's target tokens."""
         is_target = batch["target"] != IGNORE
         count = is_target.sum(1)
@@ -189,7 +216,9 @@ class LanguageModel(Task):
         right = (outputs["right"] & is_target).sum(1) / count
         return {"loss": losses.tolist(), "tokens": count.tolist(), "accuracy": right.tolist()}
 
-    def pieces(self, tokens: list[int], losses: list[float], trained: list[bool]) -> list[tuple[str, float | None]]:
+    def pieces(
+        self, tokens: list[int], losses: list[float], trained: list[bool]
+    ) -> list[tuple[str, float | None]]:
         """Return each token as text with its loss; the loss is None if the token is not trained."""
         return [
             (self.decode([token]), loss if counts else None)
@@ -203,7 +232,9 @@ class LanguageModel(Task):
     def merge(self, model: nn.Module) -> nn.Module:
         """Merge the adapters into the model's weights, in place. Raise ValueError if it has no adapters."""
         if self.origin is None:
-            raise ValueError("--merged: the run trained no adapters; its weights are whole as they are")
+            raise ValueError(
+                "--merged: the run trained no adapters; its weights are whole as they are"
+            )
         self.origin = None
         return merged(model)
 
@@ -215,7 +246,13 @@ class LanguageModel(Task):
             return
         model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
         if (config := deepcopy(getattr(model, "generation_config", None))) is not None:
-            config_ends = config.eos_token_id if isinstance(config.eos_token_id, list) else [config.eos_token_id]
-            all_ends = list(dict.fromkeys([*(end for end in config_ends if end is not None), *ends]))
+            config_ends = (
+                config.eos_token_id
+                if isinstance(config.eos_token_id, list)
+                else [config.eos_token_id]
+            )
+            all_ends = list(
+                dict.fromkeys([*(end for end in config_ends if end is not None), *ends])
+            )
             config.eos_token_id = all_ends[0] if len(all_ends) == 1 else all_ends or None
             (folder / "generation_config.json").write_text(config.to_json_string())

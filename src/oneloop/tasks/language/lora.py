@@ -18,14 +18,18 @@ _NAME = "default"  # adapter name in peft
 _OWN_NAME = re.compile(rf"(\.lora_\w+)\.{_NAME}(?=\.|$)")
 
 
-def add_adapters(model: nn.Module, wanted: Adapters, *, stats: object = None) -> tuple[BaseModel, str]:
+def add_adapters(
+    model: nn.Module, wanted: Adapters, *, stats: object = None
+) -> tuple[BaseModel, str]:
     """Add float32 adapters to a model in place, and freeze the rest. ``stats``: :func:`file_stats` before it was read.
     Return the base model and a log line. Raise ValueError if a target matches no linear layer."""
     import_quietly()
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
-        raise ValueError("task.lora needs peft, which is not installed (pip install peft)") from error
+        raise ValueError(
+            "task.lora needs peft, which is not installed (pip install peft)"
+        ) from error
     settings = wanted.settings
     assert settings.rank is not None
     layers = _targets(model, settings.targets)
@@ -40,17 +44,28 @@ def add_adapters(model: nn.Module, wanted: Adapters, *, stats: object = None) ->
         use_rslora=settings.rslora,
         lora_dropout=settings.dropout,
         target_modules=_target_names(layers, model),
-        fan_in_fan_out=all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers),
+        fan_in_fan_out=all(
+            type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers
+        ),
     )
     inject_adapter_in_model(config, model, adapter_name=_NAME)
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
-    settings_text = {"lora_alpha": settings.alpha, "use_rslora": settings.rslora, "quantize": _quantization(settings)}
+    settings_text = {
+        "lora_alpha": settings.alpha,
+        "use_rslora": settings.rslora,
+        "quantize": _quantization(settings),
+    }
     peft_name = lambda name: PEFT_PREFIX + _OWN_NAME.sub(r"\1", name)  # noqa: E731
-    content, quick_check = (lambda: content_of_model(wanted.base, commit)), (lambda: file_stats(wanted.base))
+    content, quick_check = (
+        (lambda: content_of_model(wanted.base, commit)),
+        (lambda: file_stats(wanted.base)),
+    )
     own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    frozen = frozenset(model.state_dict().keys() - own - {name for name, _ in model.named_buffers()})
+    frozen = frozenset(
+        model.state_dict().keys() - own - {name for name, _ in model.named_buffers()}
+    )
     origin = BaseModel(wanted.base, frozen, content, WEIGHTS, peft_name, settings_text, quick_check)
     if stats not in (None, file_stats(wanted.base)):
         raise ValueError(f"task.model {wanted.base!r} was changed while it was loaded; start again")
@@ -92,8 +107,16 @@ def _targets(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
     known = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in linear))
     for end in targets:
         if not any(_matches(layer, end) for layer in linear):
-            kinds = [type(module).__name__ for name, module in model.named_modules() if _matches(name, end)]
-            problem = f"matches {kinds[0]}, which supports no adapters" if kinds else "matches no layer of the model"
+            kinds = [
+                type(module).__name__
+                for name, module in model.named_modules()
+                if _matches(name, end)
+            ]
+            problem = (
+                f"matches {kinds[0]}, which supports no adapters"
+                if kinds
+                else "matches no layer of the model"
+            )
             raise ValueError(f"task.lora.targets {end!r} {problem}; its linear layers are {known}")
     return [layer for layer in linear if any(_matches(layer, end) for end in targets)]
 
@@ -115,9 +138,17 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
     file = folder / "MANIFEST.json"
     base = json.loads(file.read_text()).get("about", {}).get("base") if file.is_file() else None
     if other := origin.of_another(json.loads((folder / CONFIG).read_text()), base):
-        raise ValueError(f"task.model {folder}: its adapters were trained on {other}; restore that base model")
-    own = {origin.outside(name): parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    wrong = sorted(own.keys() ^ saved.keys()) or [name for name in own if own[name].shape != saved[name].shape]
+        raise ValueError(
+            f"task.model {folder}: its adapters were trained on {other}; restore that base model"
+        )
+    own = {
+        origin.outside(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    wrong = sorted(own.keys() ^ saved.keys()) or [
+        name for name in own if own[name].shape != saved[name].shape
+    ]
     if wrong:
         names = f"its {CONFIG} names {origin.place}"
         raise ValueError(f"{folder}: its adapters are of another model: {wrong[0]}, …; {names}")
@@ -129,7 +160,10 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
 def save_config(model: nn.Module, folder: Path) -> None:
     """Write adapter_config.json, with which peft loads the adapters."""
     config: Any = model.peft_config[_NAME]  # type: ignore[index]
-    about = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    about = {
+        key: sorted(value) if isinstance(value, set) else value
+        for key, value in config.to_dict().items()
+    }
     about |= {"inference_mode": True}
     (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True, default=str))
 

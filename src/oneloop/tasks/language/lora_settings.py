@@ -34,13 +34,17 @@ class LoRA:
 
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
-            raise ValueError(f"task.lora.rank {self.rank} must be at least 1 (common: 16; null: train all parameters)")
+            raise ValueError(
+                f"task.lora.rank {self.rank} must be at least 1 (common: 16; null: train all parameters)"
+            )
         if not self.alpha > 0:
             raise ValueError(f"task.lora.alpha {self.alpha} must be above 0 (common: 32)")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"task.lora.dropout {self.dropout} must be at least 0 and below 1")
         if self.quantize is None and not self.double_quant:
-            raise ValueError("task.lora.double_quant false requires task.lora.quantize (common: nf4)")
+            raise ValueError(
+                "task.lora.double_quant false requires task.lora.quantize (common: nf4)"
+            )
         if not self.targets or "" in [*self.targets]:
             raise ValueError("task.lora.targets is empty; all-linear selects all linear layers")
 
@@ -62,7 +66,9 @@ class Adapters:
         return str(self.given) if has_tokenizer else self.base
 
 
-def adapters(model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: bool) -> Adapters | None:
+def adapters(
+    model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: bool
+) -> Adapters | None:
     """Return the adapters for the keys of a task; None if it has none.
 
     Args:
@@ -79,12 +85,20 @@ def adapters(model: str | None, lora: LoRA | Mapping[str, Any], *, pretrained: b
         assert model is not None
         if settings != LoRA(quantize=settings.quantize, double_quant=settings.double_quant):
             ways = "remove task.lora.* (except quantize), or add others to a merged model (oneloop export RUN --merged)"
-            raise ValueError(f"task.model {model!r} holds adapters, which continue training as they are; {ways}")
+            raise ValueError(
+                f"task.model {model!r} holds adapters, which continue training as they are; {ways}"
+            )
         base, saved = _read_config(folder, model)
-        return Adapters(base, replace(saved, quantize=settings.quantize, double_quant=settings.double_quant), folder)
+        return Adapters(
+            base,
+            replace(saved, quantize=settings.quantize, double_quant=settings.double_quant),
+            folder,
+        )
     if settings.rank is None:
         if settings != LoRA():
-            changed = [key for key, value in asdict(settings).items() if value != asdict(LoRA())[key]]
+            changed = [
+                key for key, value in asdict(settings).items() if value != asdict(LoRA())[key]
+            ]
             raise ValueError(f"task.lora.{changed[0]} requires task.lora.rank (common: 16)")
         return None
     if model is None or not pretrained:
@@ -97,7 +111,11 @@ def _folder_of_adapters(model: str) -> Path | None:
     """Return the folder of the adapters to which ``model`` refers; None if it refers to a model."""
     if not model.startswith(HUB):
         folder = Path(model).expanduser()
-        return folder if (folder / CONFIG).is_file() and not (folder / "config.json").is_file() else None
+        return (
+            folder
+            if (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
+            else None
+        )
     try:
         if fetched(model, "config.json") is not None:
             return None
@@ -111,11 +129,29 @@ def _folder_of_adapters(model: str) -> Path | None:
     return file.parent
 
 
-_USED_KEYS = ("r", "lora_alpha", "use_rslora", "lora_dropout", "target_modules", "base_model_name_or_path", "revision")
-_IGNORED_KEYS = ["peft_type", "task_type", "inference_mode", "auto_mapping", "peft_version", "fan_in_fan_out"]
+_USED_KEYS = (
+    "r",
+    "lora_alpha",
+    "use_rslora",
+    "lora_dropout",
+    "target_modules",
+    "base_model_name_or_path",
+    "revision",
+)
+_IGNORED_KEYS = [
+    "peft_type",
+    "task_type",
+    "inference_mode",
+    "auto_mapping",
+    "peft_version",
+    "fan_in_fan_out",
+]
 _IGNORED_KEYS += ["runtime_config"]
 """peft keys that do not change the adapters"""
-_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {"bias": ("none",), "init_lora_weights": (True, "gaussian", "orthogonal")}
+_ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
+    "bias": ("none",),
+    "init_lora_weights": (True, "gaussian", "orthogonal"),
+}
 _ALLOWED_VALUES |= {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}
 
 
@@ -131,7 +167,9 @@ def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
     unsupported = [
         f"{key} {value}"
         for key, value in config.items()
-        if key not in (*_USED_KEYS, *_IGNORED_KEYS) and value and value not in _ALLOWED_VALUES.get(key, ())
+        if key not in (*_USED_KEYS, *_IGNORED_KEYS)
+        and value
+        and value not in _ALLOWED_VALUES.get(key, ())
     ]
     if unsupported or config.get("peft_type") != "LORA":
         kind = ", ".join(unsupported) or f"peft_type {config.get('peft_type')}"
@@ -143,9 +181,16 @@ def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
     path = str(base)
     if not (Path(path).expanduser() / "config.json").is_file():
         if Path(path).is_absolute() or path.count("/") > 1:
-            raise ValueError(f"task.model {model!r}: its adapters are for {path}, which is missing; restore it")
+            raise ValueError(
+                f"task.model {model!r}: its adapters are for {path}, which is missing; restore it"
+            )
         path = f"{HUB}{path}" + (f"@{config['revision']}" if config.get("revision") else "")
-    layers = {name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in names if ".lora_" in name}
-    options: dict[str, Any] = {"rslora": bool(config.get("use_rslora")), "dropout": config.get("lora_dropout") or 0.0}
+    layers = {
+        name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in names if ".lora_" in name
+    }
+    options: dict[str, Any] = {
+        "rslora": bool(config.get("use_rslora")),
+        "dropout": config.get("lora_dropout") or 0.0,
+    }
     settings = LoRA(rank=rank, alpha=alpha, targets=sorted(layers), **options)
     return path, settings

@@ -22,7 +22,9 @@ def four_bit_options(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
         raise ValueError(f"task.lora.quantize {kind} needs bitsandbytes (pip install bitsandbytes)")
     from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant)
+    config = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant
+    )
     return {"quantization_config": config, "device_map": {"": "cpu"}}
 
 
@@ -79,7 +81,10 @@ def plain_layer(layer: Any, model: nn.Module) -> Any:
 
 def to_source_class(plain: Any, layer: Any) -> nn.Module:
     """Convert a result of :func:`plain_layer` to the class of ``layer`` before quantization (Conv1D in GPT-2)."""
-    if not quantized(layer) or getattr(getattr(layer, "source_cls", None), "__name__", "") != "Conv1D":
+    if (
+        not quantized(layer)
+        or getattr(getattr(layer, "source_cls", None), "__name__", "") != "Conv1D"
+    ):
         return plain  # type: ignore[no-any-return]
     from transformers.pytorch_utils import Conv1D
 
@@ -105,17 +110,23 @@ class Shape:
     dropout: float = 0.0
     kv_heads: int | None = None  # None: as many as heads
     mlp: int | None = None  # width of the MLP; None: that of the architecture
-    tied: bool | None = None  # whether embedding and output layer share their weights; None: that of the architecture
+    tied: bool | None = (
+        None  # whether embedding and output layer share their weights; None: that of the architecture
+    )
     padded_vocab: int = 0  # rows of the embedding, at least the vocabulary size
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(f"task.width {self.width} is not divisible by task.heads {self.heads}")
         if self.heads % (self.kv_heads or 1):
-            raise ValueError(f"task.heads {self.heads} is not divisible by task.kv_heads {self.kv_heads}")
+            raise ValueError(
+                f"task.heads {self.heads} is not divisible by task.kv_heads {self.kv_heads}"
+            )
 
 
-SCRATCH = dict.fromkeys(("architecture", "layers", "heads", "width", "mlp", "tied", "padded_vocab"), "model=null")
+SCRATCH = dict.fromkeys(
+    ("architecture", "layers", "heads", "width", "mlp", "tied", "padded_vocab"), "model=null"
+)
 SCRATCH |= {"kv_heads": "model=null architecture=llama"}
 """task arguments that apply only to a model from scratch (Task.needs)"""
 
@@ -126,7 +137,9 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
     import transformers
 
     if 0 < shape.padded_vocab < entries:
-        raise ValueError(f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of {entries:,} tokens")
+        raise ValueError(
+            f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of {entries:,} tokens"
+        )
     common: dict[str, Any] = {"vocab_size": shape.padded_vocab or entries, "use_cache": False}
     common |= {"bos_token_id": begin, "eos_token_id": end}
     common |= {} if shape.tied is None else {"tie_word_embeddings": shape.tied}
@@ -139,7 +152,9 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
             "n_positions": shape.length,
         }
         sizes |= {"n_inner": shape.mlp}
-        model: Any = transformers.GPT2LMHeadModel(transformers.GPT2Config(**common, **sizes, **dropout))
+        model: Any = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(**common, **sizes, **dropout)
+        )
     else:
         config = transformers.LlamaConfig(
             **common,
@@ -169,10 +184,14 @@ def load_model(
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     longest = getattr(config, "max_position_embeddings", None)
     if longest and length[0] > longest:
-        raise ValueError(f"task.{length[1]} {length[0]} exceeds the {longest} positions of {name}; lower it")
+        raise ValueError(
+            f"task.{length[1]} {length[0]} exceeds the {longest} positions of {name}; lower it"
+        )
     if entries > config.vocab_size:
         sizes = f"its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}"
-        raise ValueError(f"{name}: {sizes}; it belongs to another model, or the embeddings were not resized")
+        raise ValueError(
+            f"{name}: {sizes}; it belongs to another model, or the embeddings were not resized"
+        )
     return model, notes
 
 
@@ -188,9 +207,13 @@ def reject_quantized(name: str, lora: LoRA | None) -> None:
         advice = "only 4-bit models of bitsandbytes can get adapters; use the unquantized model"
         raise ValueError(f"task.model {name!r} is quantized ({method}), and {advice}")
     if lora is None:
-        raise ValueError(f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give task.lora.rank 16")
+        raise ValueError(
+            f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give task.lora.rank 16"
+        )
     if lora.quantize is not None:
-        raise ValueError(f"task.lora.quantize {lora.quantize}: {name!r} is in 4 bits ({kind}) already; remove it")
+        raise ValueError(
+            f"task.lora.quantize {lora.quantize}: {name!r} is in 4 bits ({kind}) already; remove it"
+        )
 
 
 def prepare_attention(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
@@ -201,7 +224,9 @@ def prepare_attention(model: nn.Module, *, packed: bool, router_loss: str) -> bo
     if coefficient and router_loss == "refuse":
         loss = f"an auxiliary loss over the micro-batch (router_aux_loss_coef {coefficient})"
         why = "another parallel layout would train a different model"
-        raise ValueError(f"{type(model).__name__} balances experts by {loss}: {why}; set task.router_loss none")
+        raise ValueError(
+            f"{type(model).__name__} balances experts by {loss}: {why}; set task.router_loss none"
+        )
     try:
         attend_within_documents(model, packed=packed)
     except ValueError as error:

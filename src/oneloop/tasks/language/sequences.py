@@ -48,9 +48,13 @@ class Spans:
     def about(self, overlong: Overlong) -> list[str]:
         """Return log lines about texts that are too long or have no target."""
         action = {"cut": "truncated", "split": "split into several", "drop": "dropped"}[overlong]
-        lines = [f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens and are {action}"]
+        lines = [
+            f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens and are {action}"
+        ]
         lines = lines if self.overlong else []
-        return lines + [f"{self.without:,} samples have no token to train on and are dropped"] * bool(self.without)
+        return lines + [
+            f"{self.without:,} samples have no token to train on and are dropped"
+        ] * bool(self.without)
 
 
 def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
@@ -71,7 +75,16 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
         starts = starts[text] + number * length
         stops = np.minimum(starts + length + 1, stops[text])
     keep = _targets(texts.values, starts, stops) > 0
-    made = Spans(texts.values, starts[keep], stops[keep], length, text[keep], long.sum(), (~keep).sum(), len(long))
+    made = Spans(
+        texts.values,
+        starts[keep],
+        stops[keep],
+        length,
+        text[keep],
+        long.sum(),
+        (~keep).sum(),
+        len(long),
+    )
     if not len(made):
         raise ValueError(_no_samples_message(texts, made, overlong))
     return made
@@ -91,7 +104,9 @@ def _no_samples_message(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     return f"{message}; the first one is token {first:,}: raise the length"
 
 
-def _targets(values: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArray[np.int64]) -> NDArray[np.int64]:
+def _targets(
+    values: NDArray[np.int32], starts: NDArray[np.int64], stops: NDArray[np.int64]
+) -> NDArray[np.int64]:
     counts = np.zeros(len(starts), dtype=np.int64)
     nonempty = np.flatnonzero(stops - starts > 1)
     if len(nonempty):
@@ -142,7 +157,10 @@ class Prompts(Padded):
         stops = np.asarray(texts.ends, dtype=np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
         cut = int((stops - starts > length + 1).sum())
-        super().__init__(Spans(texts.values, starts, stops, length, np.arange(len(stops)), cut, 0, len(stops)), content)
+        super().__init__(
+            Spans(texts.values, starts, stops, length, np.arange(len(stops)), cut, 0, len(stops)),
+            content,
+        )
         cut_ = f"{cut:,} of {len(stops):,} rows are longer than {length:,} tokens"
         self.warning = f"{cut_}: only the end of each prompt is used, without metrics" * bool(cut)
 
@@ -161,7 +179,9 @@ class Packed:
     def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
         self.spans, self.content = spans, content
         self.bins = packed(spans.lengths, spans.length)
-        self.most = int(np.diff(self.bins.ends, prepend=0).max())  # maximum number of documents per row
+        self.most = int(
+            np.diff(self.bins.ends, prepend=0).max()
+        )  # maximum number of documents per row
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -218,7 +238,11 @@ def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[s
     batch: dict[str, NDArray[Any]] = {"input": inputs, "target": target}
     if isinstance(samples[0], list):
         cuts += [len(rows) * width] * (len(rows) * (most + 1) + 1 - len(cuts))
-        batch |= {"position": position, "document": document, "cuts": np.array(cuts, dtype=np.int32)}
+        batch |= {
+            "position": position,
+            "document": document,
+            "cuts": np.array(cuts, dtype=np.int32),
+        }
     else:
         batch["length"] = np.array([len(row[0]) - 1 for row in rows])
     tensors = {name: torch.from_numpy(array) for name, array in batch.items()}

@@ -31,7 +31,9 @@ _OPPOSITES = _words(
 
 
 def _neighbour(step: int) -> Callable[[str], str]:
-    neighbours = {row[index]: row[(index + step) % len(row)] for row in _CYCLES for index in range(len(row))}
+    neighbours = {
+        row[index]: row[(index + step) % len(row)] for row in _CYCLES for index in range(len(row))
+    }
     return neighbours.__getitem__
 
 
@@ -50,7 +52,11 @@ _RULES: list[tuple[Sequence[str], Sequence[str], Callable[[str], str]]] = [
     (_NAMES, ("What comes after {}?", "After {} comes what?"), _neighbour(1)),
     (_NAMES, ("What comes before {}?", "Before {} comes what?"), _neighbour(-1)),
     (_SUMS, ("What is {}?", "How much is {}?"), _sum),
-    ([*map(str, range(17))], ("How is {} written?", "Write {} as a word."), lambda text: _NUMBERS[int(text)]),
+    (
+        [*map(str, range(17))],
+        ("How is {} written?", "Write {} as a word."),
+        lambda text: _NUMBERS[int(text)],
+    ),
     (_OPPOSITES, ("What is the opposite of {}?", "Say the opposite of {}."), _opposite),
 ]
 _FOLLOW_UPS = ("And {}?", "The same for {}.")
@@ -62,7 +68,10 @@ class SyntheticChats:
 
     def __init__(self, part: str) -> None:
         generator = random.Random(17)
-        chats = {name: [_conversation(generator) for _ in range(count)] for name, count in LESSONS.items()}
+        chats = {
+            name: [_conversation(generator) for _ in range(count)]
+            for name, count in LESSONS.items()
+        }
         self.part, self.conversations = part, chats[part]
 
     def __len__(self) -> int:
@@ -88,7 +97,12 @@ def _conversation(draw: random.Random) -> list[Message]:
         rule = rule if again else draw.choice(_RULES)
         subjects, questions, answer = rule
         subject = draw.choice(subjects)
-        messages.append({"role": "user", "content": draw.choice(_FOLLOW_UPS if again else questions).format(subject)})
+        messages.append(
+            {
+                "role": "user",
+                "content": draw.choice(_FOLLOW_UPS if again else questions).format(subject),
+            }
+        )
         messages.append({"role": "assistant", "content": answer(subject)})
         asked = True
     return messages

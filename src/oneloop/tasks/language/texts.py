@@ -17,7 +17,16 @@ from oneloop.data.rows.find_files import Found, found
 from oneloop.data.rows.open_data import Source, checked, opened, whole
 from oneloop.tasks.columns import check_texts
 
-_EXCLUDED = {"site-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__", "ensurepip", "turtledemo"}
+_EXCLUDED = {
+    "site-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+    "ensurepip",
+    "turtledemo",
+}
 
 
 @dataclass(frozen=True)
@@ -31,8 +40,13 @@ class Document:
 def stdlib() -> list[Document]:
     """Return the source files of this Python's standard library, sorted by path."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(path for path in root.rglob("*.py") if not _EXCLUDED & set(path.relative_to(root).parts))
-    return [Document(path.relative_to(root).as_posix(), path.read_text(errors="replace")) for path in files]
+    files = sorted(
+        path for path in root.rglob("*.py") if not _EXCLUDED & set(path.relative_to(root).parts)
+    )
+    return [
+        Document(path.relative_to(root).as_posix(), path.read_text(errors="replace"))
+        for path in files
+    ]
 
 
 def documents(files: Iterable[Path], root: Path) -> list[Document]:
@@ -42,7 +56,9 @@ def documents(files: Iterable[Path], root: Path) -> list[Document]:
         try:
             text = file.read_text(encoding="utf-8-sig")  # some programs write a byte order mark
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file} is not UTF-8 text: {error}; convert it, or move it away") from error
+            raise ValueError(
+                f"{file} is not UTF-8 text: {error}; convert it, or move it away"
+            ) from error
         if "\0" in text:
             raise ValueError(f"{file} is not text: it has bytes of zero; move it away")
         made.append(Document(below(file, root), text))
@@ -58,7 +74,11 @@ def divided(parts: dict[str, list[Document]], *, percent: float = 5) -> dict[str
     splits = held_out(parts["train"], percent=percent)
     if "test" not in parts:
         return splits
-    return {"train": splits["train"], "validation": splits["validation"] + splits["test"], "test": parts["test"]}
+    return {
+        "train": splits["train"],
+        "validation": splits["validation"] + splits["test"],
+        "test": parts["test"],
+    }
 
 
 def held_out(documents: list[Document], *, percent: float = 5) -> dict[str, list[Document]]:
@@ -66,10 +86,14 @@ def held_out(documents: list[Document], *, percent: float = 5) -> dict[str, list
     splits: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
     for document in documents:
         bucket = zlib.crc32(document.name.encode()) % 100
-        splits["validation" if bucket < percent else "test" if bucket < 2 * percent else "train"].append(document)
+        splits[
+            "validation" if bucket < percent else "test" if bucket < 2 * percent else "train"
+        ].append(document)
     for split in ("validation", "test"):
         if not splits[split] and len(splits["train"]) > 1:  # few texts: take the smallest checksum
-            splits[split].append(min(splits["train"], key=lambda document: zlib.crc32(document.name.encode())))
+            splits[split].append(
+                min(splits["train"], key=lambda document: zlib.crc32(document.name.encode()))
+            )
             splits["train"].remove(splits[split][0])
     return splits
 
@@ -84,7 +108,9 @@ class Texts(Protocol):
 
     def __iter__(self) -> Iterator[str]: ...
 
-    def tokens(self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str) -> Ragged:
+    def tokens(
+        self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str
+    ) -> Ragged:
         """Return the tokens of each text; ``made_by`` is the cache key of the tokenizer."""
 
     def fingerprint(self) -> dict[str, Any] | None:
@@ -100,7 +126,9 @@ class InMemory:
     def __iter__(self) -> Iterator[str]:
         return (document.text for document in self.documents)
 
-    def tokens(self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str) -> Ragged:
+    def tokens(
+        self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str
+    ) -> Ragged:
         encoded = [encode(text) for text in tracked(self, what, total=len(self.documents))]
         joined = np.concatenate(encoded) if encoded else np.zeros(0, dtype=np.int32)
         return Ragged(joined, np.cumsum([len(tokens) for tokens in encoded], dtype=np.int64))
@@ -119,7 +147,9 @@ class InRows:
         for array in self.rows.values(self.column):
             yield from array.to_pylist()
 
-    def tokens(self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str) -> Ragged:
+    def tokens(
+        self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str
+    ) -> Ragged:
         return ragged(self.rows, lambda row: encode(row[self.column]), made_by=made_by, what=what)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -135,16 +165,27 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
         return {name: InMemory(split) for name, split in held_out(stdlib()).items()}
     files_found = None if where.startswith("hf:") else _find(where)
     if files_found is None or files_found.kind != "text" or _large(files_found):
-        opened(source, held_out=share, window=window, kinds=_KINDS, check=lambda it: check_texts(it, "column"))
+        opened(
+            source,
+            held_out=share,
+            window=window,
+            kinds=_KINDS,
+            check=lambda it: check_texts(it, "column"),
+        )
         return {name: InRows(rows, column) for name, rows in source.parts.items()}
-    splits = {split: documents(files, files_found.root) for split, files in files_found.parts.items()}
+    splits = {
+        split: documents(files, files_found.root) for split, files in files_found.parts.items()
+    }
     content = content_of(files_found.files, files_found.root)
     if "" in splits and len(splits[""]) < _FEW_DOCUMENTS:
         splits = {"": _pieces(splits[""])}
     elif "validation" not in splits and "train" in splits and len(splits["train"]) < _FEW_DOCUMENTS:
         splits = {**splits, "train": _pieces(splits["train"])}
     divided_splits = divided(splits, percent=100 * share)
-    return {name: InMemory(split, {**content, "part": name, "share": share}) for name, split in divided_splits.items()}
+    return {
+        name: InMemory(split, {**content, "part": name, "share": share})
+        for name, split in divided_splits.items()
+    }
 
 
 def all_texts(source: Source, *, window: int) -> Texts:
@@ -155,7 +196,10 @@ def all_texts(source: Source, *, window: int) -> Texts:
     if files_found is None or files_found.kind != "text" or _large(files_found):
         check_texts([whole(source, window=window, kinds=_KINDS)], "column")
         return InRows(source.parts["all"], source.columns["column"])
-    return InMemory(documents(files_found.files, files_found.root), content_of(files_found.files, files_found.root))
+    return InMemory(
+        documents(files_found.files, files_found.root),
+        content_of(files_found.files, files_found.root),
+    )
 
 
 def _large(files_found: Found) -> bool:
@@ -176,5 +220,7 @@ def _pieces(documents: list[Document]) -> list[Document]:
         lines = document.text.splitlines(keepends=True)
         length = max(1, len(lines) * len(documents) // 100)
         for start in range(0, len(lines), length):
-            pieces.append(Document(f"{document.name}#{start}", "".join(lines[start : start + length])))
+            pieces.append(
+                Document(f"{document.name}#{start}", "".join(lines[start : start + length]))
+            )
     return pieces

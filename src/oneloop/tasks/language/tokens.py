@@ -51,7 +51,9 @@ class BPE:
         from tokenizers import Tokenizer
 
         if vocab < 257:
-            raise ValueError(f"task.vocab {vocab} is too small: a byte-level BPE needs at least 257")
+            raise ValueError(
+                f"task.vocab {vocab} is too small: a byte-level BPE needs at least 257"
+            )
         if cache_key is None:
             self.model = self._train(texts, vocab)
         else:
@@ -60,8 +62,12 @@ class BPE:
                     with replacing(path) as draft:
                         self._train(texts, vocab).save(str(draft))
                 self.model = Tokenizer.from_file(str(path))
-        lengths = [len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())]
-        self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)  # a byte-level token has one character per byte
+        lengths = [
+            len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())
+        ]
+        self.token_bytes = np.array(
+            [0, *lengths[1:]], dtype=np.int64
+        )  # a byte-level token has one character per byte
 
     @staticmethod
     def _train(texts: Iterable[str], vocab: int) -> Any:
@@ -69,7 +75,9 @@ class BPE:
 
         model = ByteLevelBPETokenizer()
         with Working("training the tokenizer"):
-            model.train_from_iterator(texts, vocab_size=vocab, show_progress=False, special_tokens=["<|endoftext|>"])
+            model.train_from_iterator(
+                texts, vocab_size=vocab, show_progress=False, special_tokens=["<|endoftext|>"]
+            )
         return model
 
     def encode(self, text: str) -> NDArray[np.int32]:
@@ -81,14 +89,24 @@ class BPE:
     def save(self, folder: Path) -> None:
         from transformers import PreTrainedTokenizerFast
 
-        PreTrainedTokenizerFast(tokenizer_object=self.model, eos_token="<|endoftext|>").save_pretrained(folder)
+        PreTrainedTokenizerFast(
+            tokenizer_object=self.model, eos_token="<|endoftext|>"
+        ).save_pretrained(folder)
 
 
 def tokenizer_key(model: Any) -> str:
     """Return a cache key of a tokenizer of transformers, with its special tokens, which are not in its file."""
-    settings = {name: getattr(model, name, None) for name in ("eos_token_id", "bos_token_id", "add_bos_token")}
-    settings |= {"add_eos_token": getattr(model, "add_eos_token", None), "special": sorted(model.all_special_ids)}
-    return key_of(type(model).__name__, model.backend_tokenizer.to_str(), settings, model.special_tokens_map)
+    settings = {
+        name: getattr(model, name, None)
+        for name in ("eos_token_id", "bos_token_id", "add_bos_token")
+    }
+    settings |= {
+        "add_eos_token": getattr(model, "add_eos_token", None),
+        "special": sorted(model.all_special_ids),
+    }
+    return key_of(
+        type(model).__name__, model.backend_tokenizer.to_str(), settings, model.special_tokens_map
+    )
 
 
 class Vocabulary:
@@ -97,18 +115,28 @@ class Vocabulary:
     def __init__(self, model: Any, name: str) -> None:
         self.model = model
         if self.model.eos_token_id is None:
-            raise ValueError(f"task.model {name!r}: its tokenizer has no end token to separate texts")
+            raise ValueError(
+                f"task.model {name!r}: its tokenizer has no end token to separate texts"
+            )
         self.separator: int = self.model.eos_token_id
         self.content = tokenizer_key(self.model)
         tokens = self.model.convert_ids_to_tokens(range(len(self.model)))
         special = set(self.model.all_special_ids)
         by_bytes = "ByteLevel" in type(self.model.backend_tokenizer.decoder).__name__
-        lengths = [len(token) if by_bytes and token_id not in special else 0 for token_id, token in enumerate(tokens)]
-        self.token_bytes = np.array(lengths, dtype=np.int64)  # a byte-level token has one character per byte
+        lengths = [
+            len(token) if by_bytes and token_id not in special else 0
+            for token_id, token in enumerate(tokens)
+        ]
+        self.token_bytes = np.array(
+            lengths, dtype=np.int64
+        )  # a byte-level token has one character per byte
 
     def encode(self, text: str) -> NDArray[np.int32]:
         tokens = self.model(text, verbose=False)["input_ids"]
-        return np.array([*tokens, *([] if tokens[-1:] == [self.separator] else [self.separator])], dtype=np.int32)
+        return np.array(
+            [*tokens, *([] if tokens[-1:] == [self.separator] else [self.separator])],
+            dtype=np.int32,
+        )
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.model.decode(list(tokens)))
@@ -124,15 +152,26 @@ def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
 
     alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|im_start|>", "<|im_end|>"]
     if vocab < len(alphabet) + len(special):
-        raise ValueError(f"task.vocab {vocab} is too small: a byte-level BPE for chats needs at least 258")
+        raise ValueError(
+            f"task.vocab {vocab} is too small: a byte-level BPE for chats needs at least 258"
+        )
     bpe: Any = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
     )
     bpe.decoder = decoders.ByteLevel()
-    options: dict[str, Any] = {"vocab_size": vocab, "special_tokens": special, "initial_alphabet": alphabet}
+    options: dict[str, Any] = {
+        "vocab_size": vocab,
+        "special_tokens": special,
+        "initial_alphabet": alphabet,
+    }
     bpe.train_from_iterator(texts, trainers.BpeTrainer(**options, show_progress=False))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token=special[1], pad_token=special[1])
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe, eos_token=special[1], pad_token=special[1]
+    )
     tokenizer.add_special_tokens({"additional_special_tokens": special[:1]})
     tokenizer.chat_template = _CHATML
     return tokenizer
@@ -142,7 +181,9 @@ class Blocks:
     """Samples of ``block + 1`` tokens, cut from the concatenated texts. They overlap by one token, so that every token
     except the first is a target once. ``whole`` drops a shorter last sample."""
 
-    def __init__(self, texts: Ragged, block: int, *, whole: bool, content: dict[str, Any] | None) -> None:
+    def __init__(
+        self, texts: Ragged, block: int, *, whole: bool, content: dict[str, Any] | None
+    ) -> None:
         self.tokens, self.block, self.content = texts.values, block, content
         targets = max(0, len(texts.values) - 1)
         self._length = targets // block if whole else -(-targets // block)
