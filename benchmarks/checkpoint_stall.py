@@ -1,11 +1,11 @@
-"""Measure how long a save blocks training (goal C5), how it slows the steps while it is written, and start-up at
-any position (C6).
+"""Measure how long a save blocks training (goal C5), how it slows the steps while it is written,
+and start-up at any position (C6).
 
     python benchmarks/checkpoint_stall.py --mib 256
 
-One process on a CPU. After a warm-up all variants alternate (A B C … A B C …). The control compares a warm copy of the
-same state with itself. `blocked` is the time in which the training loop waits. `step` is the median step time during
-the write, divided by that of steps without a write.
+One process on a CPU. After a warm-up all variants alternate (A B C … A B C …). The control compares
+a warm copy of the same state with itself. `blocked` is the time in which the training loop waits.
+`step` is the median step time during the write, divided by that of steps without a write.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from oneloop.data.step_batches import CollateWithWeight, groups
 
 
 def state(mib: int) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], float]]:
-    """Return a model whose weights and AdamW state total ``mib`` MiB, its optimizer, and a timed step."""
+    """Return a model whose weights and AdamW state total ``mib`` MiB, its optimizer, and a timed
+    step."""
     width = int((mib * 2**20 / 12 / 4) ** 0.5)
     model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(4)])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
@@ -156,7 +157,8 @@ def main() -> None:
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     size = sum(t.numel() * t.element_size() for t in tensors) / 2**20
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.processor() or platform.machine()}"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.processor() or platform.machine()}"
         f", {torch.get_num_threads()} thread; state {size:.0f} MiB, {given.rounds} rounds"
     )
     print(f"{'way':28} {'blocked s':>10} {'min':>8} {'max':>8} {'x copy':>8} {'step, x quiet':>14}")
@@ -169,7 +171,8 @@ def main() -> None:
     position_cost(0)
     near, far = (statistics.median(position_cost(at) for _ in range(20)) for at in (0, 64 * 10**6))
     print(
-        f"start to first batch: {near * 1e3:.2f} ms at position 0, {far * 1e3:.2f} ms at batch 10^6 ({far / near:.2f}x)"
+        f"start to first batch: {near * 1e3:.2f} ms at position 0, {far * 1e3:.2f} ms at batch "
+        f"10^6 ({far / near:.2f}x)"
     )
     shutil.rmtree(root)
 

@@ -1,4 +1,5 @@
-"""Measure the cost of verifying the cached table of rows at a start, in seconds per GB; the limit is 1.5.
+"""Measure the cost of verifying the cached table of rows at a start, in seconds per GB; the limit
+is 1.5.
 
     PYTHONPATH=src python benchmarks/checksum_cost.py [--rounds 5] [--gigabytes 1]
 
@@ -42,14 +43,17 @@ def main() -> None:
                 act(file)
                 times[name].append((time.perf_counter() - began) / given.gigabytes)
     print(
-        f"# {date.today()}  python benchmarks/checksum_cost.py --rounds {given.rounds} --gigabytes {given.gigabytes:g}"
+        f"# {date.today()}  python benchmarks/checksum_cost.py --rounds {given.rounds} "
+        f"--gigabytes {given.gigabytes:g}"
     )
     print(
-        f"# {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; seconds per GB"
+        f"# {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}; "
+        "seconds per GB"
     )
     for name, found in times.items():
         print(
-            f"{name:12} median {statistics.median(found):.3f}  ({min(found):.3f} to {max(found):.3f})"
+            f"{name:12} median {statistics.median(found):.3f}  ({min(found):.3f} to "
+            f"{max(found):.3f})"
         )
 
 

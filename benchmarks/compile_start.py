@@ -1,9 +1,11 @@
-"""Measure the time to the first step of a compiled model, by block and whole, and the cost of recompute.
+"""Measure the time to the first step of a compiled model, by block and whole, and the cost of
+recompute.
 
     python benchmarks/compile_start.py --layers 12
 
-Each cold start is a separate process with an empty compiler cache. Then one process without compile measures step time
-and saved activations under each kind of activation (gradient) checkpointing, alternating.
+Each cold start is a separate process with an empty compiler cache. Then one process without compile
+measures step time and saved activations under each kind of activation (gradient) checkpointing,
+alternating.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def timed(model: nn.Module) -> float:
 
 
 def cold(scope: str, layers: int) -> None:
-    """Print the seconds of the first step and of the fastest of five later ones, in a separate process."""
+    """Print the seconds of the first step and of the fastest of five later ones, in a separate
+    process."""
     model = transformer(layers).to(device())
     compile_(model, scope)
     first = timed(model)
@@ -59,7 +62,8 @@ def cold(scope: str, layers: int) -> None:
 
 
 def kept(model: nn.Module) -> int:
-    """Return the bytes that autograd saves for one step, without the block inputs that recompute itself keeps."""
+    """Return the bytes that autograd saves for one step, without the block inputs that recompute
+    itself keeps."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     found: dict[int, int] = {}
     alive: list[object] = []
@@ -89,7 +93,8 @@ def main() -> None:
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     print(
         f"# torch {torch.__version__}, Python {platform.python_version()}, {device()}"
-        f", {torch.get_num_threads()} threads, GPT-2 of {given.layers} blocks, width 192, 8 x 128 tokens"
+        f", {torch.get_num_threads()} threads, GPT-2 of {given.layers} blocks, width 192, 8 x "
+        "128 tokens"
     )
     for scope in ("none", "whole", "regional"):
         found = []
@@ -120,7 +125,8 @@ def main() -> None:
     for mode, model in models.items():
         ratio = statistics.median(a / b for a, b in zip(times[mode], times["none"], strict=True))
         print(
-            f"recompute {mode:16} step median {statistics.median(times[mode]) * 1e3:6.0f} ms   {ratio:.2f}x   kept"
+            f"recompute {mode:16} step median {statistics.median(times[mode]) * 1e3:6.0f} ms   "
+            f"{ratio:.2f}x   kept"
             f" {kept(model) / 2**20:7.1f} MiB"
         )
 

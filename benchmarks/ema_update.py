@@ -2,8 +2,8 @@
 
     python benchmarks/ema_update.py
 
-The shapes of a GPT-2 with 12 blocks (148 tensors). Rounds alternate: the bare lerp, EMA.update, the bare lerp again
-(control), and for comparison the usual loop over ``mul_().add_()``.
+The shapes of a GPT-2 with 12 blocks (148 tensors). Rounds alternate: the bare lerp, EMA.update, the
+bare lerp again (control), and for comparison the usual loop over ``mul_().add_()``.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ def main() -> None:
     number = sum(weight.numel() for weight in weights)
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {device}, {len(weights)} tensors, {number:,}"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {device}, "
+        f"{len(weights)} tensors, {number:,}"
         f" parameters; microseconds per update, {given.pairs} rounds of {given.times}"
     )
     base = found["one _foreach_lerp_"]

@@ -1,10 +1,13 @@
-"""Show how runs end after a fault: signals and faults x affected process x strategy x launcher, from the command line.
+"""Show how runs end after a fault: signals and faults x affected process x strategy x launcher,
+from the command line.
 
-    python benchmarks/endings.py [--configs single ddp fsdp2] [--launchers oneloop accelerate] [--repeats 1]
+    python benchmarks/endings.py [--configs single ddp fsdp2] [--launchers oneloop accelerate]
+    [--repeats 1]
 
-Each row has the seconds from the fault to the end of the launcher, the exit code, the exit code in summary.json, the
-remaining processes, whether the same command then resumes to bit-identical weights of an undisturbed run, and the last
-line of oneloop's output. A hanging rank ends at the default of machine.patience.
+Each row has the seconds from the fault to the end of the launcher, the exit code, the exit code in
+summary.json, the remaining processes, whether the same command then resumes to bit-identical
+weights of an undisturbed run, and the last line of oneloop's output. A hanging rank ends at the
+default of machine.patience.
 """
 
 from __future__ import annotations
@@ -94,7 +97,8 @@ def family(pid: int) -> list[psutil.Process]:
 
 
 def victim(process: subprocess.Popen[bytes], to: str) -> int:
-    """Return the pid of the launcher, or of the last rank's training process or supervisor (its parent)."""
+    """Return the pid of the launcher, or of the last rank's training process or supervisor (its
+    parent)."""
     if to == "launcher":
         return process.pid
     ours = [
@@ -168,7 +172,10 @@ def measured(ending: Ending, launcher: str, config: str, folder: Path, expected:
         print(f"{weights(folder)} instead of {expected}\n{then}", file=sys.stderr)
     last = (reports or ["-"])[-1].removeprefix("oneloop: ")[:90]
     written = code.partition(":")[2].strip(" ,") or "-"
-    return f"{seconds:5.1f}  {process.returncode!s:>4}  {written:>7}  {len(left):>4}  {same:>4}  {last}"
+    return (
+        f"{seconds:5.1f}  {process.returncode!s:>4}  {written:>7}  {len(left):>4}  {same:>4}  "
+        f"{last}"
+    )
 
 
 def main() -> None:
@@ -191,7 +198,8 @@ def main() -> None:
     )
     os.environ["OMP_NUM_THREADS"] = "1"
     print(
-        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, torch",
+        f"{date.today()}, {platform.machine()}, {os.cpu_count()} cores, Python "
+        f"{platform.python_version()}, torch",
         end="",
     )
     print(f" {torch.__version__}, accelerate {accelerate_version}\n")

@@ -1,10 +1,12 @@
-"""Check in at most 4 minutes what must hold on a GPU: each check passes, fails, or is skipped with a reason.
+"""Check in at most 4 minutes what must hold on a GPU: each check passes, fails, or is skipped with
+a reason.
 
     PYTHONPATH=src python benchmarks/gpu_check.py [--toy] [--only NAME,NAME] [--to FILE.json]
 
-`--toy` runs smaller checks on a CPU and skips those that need a GPU. The JSON file (by default gpu_check.json) is
-written after each check, so an interrupted run keeps its results. The exit code is 1 if a
-check fails. `same_bits_gpu.py` compares more recipes and measures the cost of batch.grain.
+`--toy` runs smaller checks on a CPU and skips those that need a GPU. The JSON file (by default
+gpu_check.json) is written after each check, so an interrupted run keeps its results. The exit code
+is 1 if a check fails. `same_bits_gpu.py` compares more recipes and measures the cost of
+batch.grain.
 """
 
 from __future__ import annotations

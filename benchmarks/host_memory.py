@@ -1,9 +1,11 @@
-"""Measure host memory while several processes load a 1 GB model under FSDP2: mapped, from scratch, in turn.
+"""Measure host memory while several processes load a 1 GB model under FSDP2: mapped, from scratch,
+in turn.
 
     python benchmarks/host_memory.py [--ranks 4]
 
-For each variant: the peak anonymous memory of each process above its memory after the imports (sampled every 2 ms),
-summed over processes, in copies of the model; and the peak of the total of all processes.
+For each variant: the peak anonymous memory of each process above its memory after the imports
+(sampled every 2 ms), summed over processes, in copies of the model; and the peak of the total of
+all processes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def main() -> None:
         model.save_pretrained(folder)
         del model
         print(
-            f"{ranks} processes, FSDP2 on a CPU, BERT of 2048 x 5 layers: a copy of {copy:,.0f} MB in float32"
+            f"{ranks} processes, FSDP2 on a CPU, BERT of 2048 x 5 layers: a copy of "
+            f"{copy:,.0f} MB in float32"
         )
         how = {"ranks": ranks, "config": "fsdp2", "timeout": 900}
         for name, seen in (

@@ -1,10 +1,12 @@
-"""Measure the step time under DDP and FSDP2, compared with another checkout (goal C10): real runs, alternating.
+"""Measure the step time under DDP and FSDP2, compared with another checkout (goal C10): real runs,
+alternating.
 
     git worktree add ../before COMMIT
     python benchmarks/layout_cost.py ../before . --pairs 6
 
-Each run trains `digits` on two processes with two micro-batches per step, and reports the median step time after the
-first tenth. Each round runs both checkouts in a new order, and the first one twice (control).
+Each run trains `digits` on two processes with two micro-batches per step, and reports the median
+step time after the first tenth. Each round runs both checkouts in a new order, and the first one
+twice (control).
 """
 
 from __future__ import annotations
@@ -73,10 +75,12 @@ def main() -> None:
     given = parser.parse_args()
     before, after = given.checkouts
     print(
-        f"# {date.today()}  python benchmarks/layout_cost.py BEFORE AFTER --pairs {given.pairs} --steps {given.steps}"
+        f"# {date.today()}  python benchmarks/layout_cost.py BEFORE AFTER --pairs "
+        f"{given.pairs} --steps {given.steps}"
     )
     print(
-        f"# Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores; microseconds per step"
+        f"# Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores; "
+        "microseconds per step"
     )
     for config in CONFIGS:
         found: dict[str, list[float]] = {"before": [], "after": [], "before again": []}
@@ -89,7 +93,10 @@ def main() -> None:
                 )
         for name, values in found.items():
             ratios = [value / first for value, first in zip(values, found["before"], strict=True)]
-            spread = f"median {statistics.median(values):8.1f}  min {min(values):8.1f}  max {max(values):8.1f}"
+            spread = (
+                f"median {statistics.median(values):8.1f}  min {min(values):8.1f}  max "
+                f"{max(values):8.1f}"
+            )
             over = f"{statistics.median(ratios):.3f}x ({min(ratios):.3f} to {max(ratios):.3f})"
             print(f"{config:6} {name:13} {spread}  over before {over}", flush=True)
 

@@ -1,11 +1,13 @@
-"""Measure the loss of a large vocabulary: memory beyond its inputs, time, and its distance from float64.
+"""Measure the loss of a large vocabulary: memory beyond its inputs, time, and its distance from
+float64.
 
     python benchmarks/loss_memory.py [--device cuda] [--types float32 bfloat16] [--rounds 3]
 
-Loss and backward to hidden states and weight, each in a separate process: F.linear with F.cross_entropy (plain),
-torch's F.linear_cross_entropy (torch 2.15), and oneloop's chunked_cross_entropy with several chunk sizes.
-The variants alternate; the plain one runs again as control. Memory is the peak of the process (VmHWM, or CUDA's peak
-allocation) above its memory with the inputs and after one small loss. It includes the gradients.
+Loss and backward to hidden states and weight, each in a separate process: F.linear with
+F.cross_entropy (plain), torch's F.linear_cross_entropy (torch 2.15), and oneloop's
+chunked_cross_entropy with several chunk sizes. The variants alternate; the plain one runs again as
+control. Memory is the peak of the process (VmHWM, or CUDA's peak allocation) above its memory with
+the inputs and after one small loss. It includes the gradients.
 """
 
 from __future__ import annotations
@@ -93,7 +95,8 @@ def reset(device: str) -> None:
 
 
 def measured(given: argparse.Namespace) -> dict[str, float]:
-    """Measure one variant in this process: a small loss first, then the peak memory of one, then the time of one."""
+    """Measure one variant in this process: a small loss first, then the peak memory of one, then
+    the time of one."""
     torch.set_num_threads(given.threads)
     way, dtype = WAYS[given.way], getattr(torch, given.types[0])
     small = inputs(given, dtype, 8, 64)
@@ -115,7 +118,8 @@ def measured(given: argparse.Namespace) -> dict[str, float]:
 
 
 def distances(given: argparse.Namespace, dtype: torch.dtype) -> None:
-    """Print the distance of loss and gradients from float64, at 1/16 of tokens and vocabulary with as many chunks."""
+    """Print the distance of loss and gradients from float64, at 1/16 of tokens and vocabulary with
+    as many chunks."""
     hidden, weight, target = inputs(given, dtype, given.tokens // 16, given.entries // 16)
     exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
     true = plain(*exact, target)
@@ -132,7 +136,8 @@ def distances(given: argparse.Namespace, dtype: torch.dtype) -> None:
         ]
         kept = str(loss.dtype).removeprefix("torch.")
         print(
-            f"{name:16} loss {relative:.1e} ({kept})   gradient of hidden {off[0]:.1e}, of weight {off[1]:.1e}"
+            f"{name:16} loss {relative:.1e} ({kept})   gradient of hidden {off[0]:.1e}, of "
+            f"weight {off[1]:.1e}"
         )
 
 
@@ -149,7 +154,8 @@ def alternated(given: argparse.Namespace, kind: str) -> None:
         given.times,
     ]
     asked += ["--tokens", given.tokens, "--entries", given.entries, "--width", given.width]
-    # Return large blocks to the system as soon as they are freed, so that memory in use is memory needed.
+    # Return large blocks to the system as soon as they are freed, so that memory in use is memory
+    # needed.
     surroundings = os.environ | {
         "MALLOC_MMAP_THRESHOLD_": "1048576",
         "MALLOC_TRIM_THRESHOLD_": "1048576",
@@ -168,8 +174,10 @@ def alternated(given: argparse.Namespace, kind: str) -> None:
             one["seconds"] / other["seconds"] for one, other in zip(rounds, base, strict=True)
         )
         print(
-            f"{name:16} memory {statistics.median(memory):8,.0f} MB ({min(memory):,.0f} to {max(memory):,.0f})"
-            f"   time {statistics.median(seconds):7.3f} s ({min(seconds):.3f} to {max(seconds):.3f})  {ratio:.2f}x",
+            f"{name:16} memory {statistics.median(memory):8,.0f} MB ({min(memory):,.0f} to "
+            f"{max(memory):,.0f})"
+            f"   time {statistics.median(seconds):7.3f} s ({min(seconds):.3f} to "
+            f"{max(seconds):.3f})  {ratio:.2f}x",
             flush=True,
         )
 
@@ -202,22 +210,26 @@ def main() -> None:
         torch.cuda.get_device_name() if given.device != "cpu" else f"cpu, {os.cpu_count()} cores"
     )
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {where}, {given.threads} thread(s)"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {where}, "
+        f"{given.threads} thread(s)"
     )
     print(
-        f"# {given.tokens:,} tokens, {given.entries:,} entries, width {given.width:,}; {given.rounds} rounds"
+        f"# {given.tokens:,} tokens, {given.entries:,} entries, width {given.width:,}; "
+        f"{given.rounds} rounds"
     )
     for kind in given.types:
         size = torch.finfo(getattr(torch, kind)).bits // 8
         logits, weight = given.tokens * given.entries, given.entries * given.width * size
         print(
-            f"\n{kind}: all logits are {logits * size / 2**20:,.0f} MB, the weight {weight / 2**20:,.0f} MB"
+            f"\n{kind}: all logits are {logits * size / 2**20:,.0f} MB, the weight "
+            f"{weight / 2**20:,.0f} MB"
         )
         if given.rounds:
             alternated(given, kind)
     for kind in given.types:
         print(
-            f"\n{kind}, distance from float64 at {given.tokens // 16} tokens and {given.entries // 16:,} entries"
+            f"\n{kind}, distance from float64 at {given.tokens // 16} tokens and "
+            f"{given.entries // 16:,} entries"
         )
         distances(given, getattr(torch, kind))
 

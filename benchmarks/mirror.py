@@ -1,9 +1,10 @@
 """The time of a training step while a checkpoint is uploaded: ``python benchmarks/mirror.py``.
 
-The trainer has core 0 alone; the writing process, a local S3 server and a proxy with latency and 10 MB/s share core 1.
-Each round times steps without an upload, during one, and without one again; the last against the first is the control.
-Ratios are medians over the rounds. The run is void if the control differs from 1 by more than 3 %.
-Needs two cores, s3fs and moto. With ``--rounds 2``, it takes half a minute.
+The trainer has core 0 alone; the writing process, a local S3 server and a proxy with latency and 10
+MB/s share core 1. Each round times steps without an upload, during one, and without one again; the
+last against the first is the control. Ratios are medians over the rounds. The run is void if the
+control differs from 1 by more than 3 %. Needs two cores, s3fs and moto. With ``--rounds 2``, it
+takes half a minute.
 """
 
 from __future__ import annotations
@@ -117,10 +118,12 @@ def main() -> None:
     versions = f"torch {torch.__version__}, s3fs {s3fs.__version__}, fsspec {fsspec.__version__}"
     print(f"{date.today()}  python benchmarks/mirror.py --rounds {given.rounds}")
     print(
-        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, {versions}"
+        f"{platform.machine()}, {os.cpu_count()} cores, Python {platform.python_version()}, "
+        f"{versions}"
     )
     print(
-        "latency   steps during   upload   step alone   ratio (least, most)       control (least, most)     verdict"
+        "latency   steps during   upload   step alone   ratio (least, most)       control "
+        "(least, most)     verdict"
     )
     for latency in LATENCIES:
         rounds = measured(latency, given.rounds)
@@ -136,7 +139,8 @@ def main() -> None:
             median(sum(one["during"]) for one in rounds),
         )
         print(
-            f"{1000 * latency:4.0f} ms {number:12.0f}   {seconds:8.2f} s {1000 * median(pairs[0][:1]):9.2f} ms"
+            f"{1000 * latency:4.0f} ms {number:12.0f}   {seconds:8.2f} s "
+            f"{1000 * median(pairs[0][:1]):9.2f} ms"
             f"   x {median(ratios):.3f} ({ratios[0]:.3f}, {ratios[-1]:.3f})"
             f"   x {median(controls):.3f} ({controls[0]:.3f}, {controls[-1]:.3f})   {verdict}"
         )

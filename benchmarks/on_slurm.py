@@ -1,11 +1,13 @@
-"""launch/slurm.sbatch on a real Slurm: what is requeued, what is not, and whether the result is the same.
+"""launch/slurm.sbatch on a real Slurm: what is requeued, what is not, and whether the result is the
+same.
 
     python benchmarks/on_slurm.py --folder /shared/on-slurm
 
-Needs sbatch, two idle nodes, `oneloop` on the PATH, a folder that both nodes see, and two partitions, low and high, of
-which high preempts low by requeueing. It submits real jobs: undisturbed; ended by the time limit; preempted; with a
-wrong key; cancelled by scancel; stopped by a STOP file. It prints a transcript. Takes about 30 minutes, because Slurm
-lets a requeued job wait for two minutes.
+Needs sbatch, two idle nodes, `oneloop` on the PATH, a folder that both nodes see, and two
+partitions, low and high, of which high preempts low by requeueing. It submits real jobs:
+undisturbed; ended by the time limit; preempted; with a wrong key; cancelled by scancel; stopped by
+a STOP file. It prints a transcript. Takes about 30 minutes, because Slurm lets a requeued job wait
+for two minutes.
 """
 
 import argparse
@@ -20,7 +22,10 @@ from importlib.metadata import version
 from pathlib import Path
 
 SCRIPT = Path(__file__).parents[1] / "launch" / "slurm.sbatch"
-RUN = "digits --batch.grain 32 --duration {steps} --save.every 10s --eval.every 2000 --log.every 500 --run.dir {run}"
+RUN = (
+    "digits --batch.grain 32 --duration {steps} --save.every 10s --eval.every 2000 --log.every 500 "
+    "--run.dir {run}"
+)
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 
 
@@ -79,7 +84,8 @@ class Case:
         if (file := self.run / "summary.json").exists():
             summary = json.loads(file.read_text())
             print(
-                f"  summary: exit code {summary['exit_code']}, {summary['exit_reason']}, step {summary['step']}"
+                f"  summary: exit code {summary['exit_code']}, {summary['exit_reason']}, step "
+                f"{summary['step']}"
             )
 
 
@@ -94,7 +100,8 @@ def main() -> None:
     folder.mkdir(parents=True)
     os.chdir(folder)
     print(
-        f"{date.today()}: {shell('sinfo', '--version').strip()}, two nodes; python {sys.version.split()[0]}, ",
+        f"{date.today()}: {shell('sinfo', '--version').strip()}, two nodes; python "
+        f"{sys.version.split()[0]}, ",
         end="",
     )
     print(", ".join(f"{name} {version(name)}" for name in ("torch", "accelerate", "oneloop")))
@@ -164,7 +171,10 @@ def main() -> None:
     for case in (timed, early):
         words = ["oneloop", "verify", str(plain.run), "--same", str(case.run)]
         done = subprocess.run(words, capture_output=True, text=True, check=False)
-        shown = f"oneloop verify undisturbed --same {case.name}: exit code {done.returncode}; {done.stdout.strip()}"
+        shown = (
+            f"oneloop verify undisturbed --same {case.name}: exit code {done.returncode}; "
+            f"{done.stdout.strip()}"
+        )
         print(shown.replace(str(folder), "…"))
         checks[f"{case.name}: bit-identical to the undisturbed run"] = done.returncode == 0
     print()

@@ -4,12 +4,15 @@
 
 Writes rows of 1 KB to 40 files in a temporary folder, in row groups of 100 rows. Then it measures:
 
-- reads: row groups that all processes read in one epoch, divided by the row groups that exist. Ranks and workers share
-  the steps of batch 64 in micro-batches of 8, with lanes (as in a run) and without;
-- shuffling: the mean distance of neighbours, divided by that of a full permutation, by row groups in the window;
-- speed: rows per second in one process, in the order of a run, in the order on disk, and from `datasets`'
-  memory-mapped arrow of the same rows in a full permutation; rounds alternate;
-- memory: the peak of anonymous memory above the imports, by window, of a process that reads one epoch.
+- reads: row groups that all processes read in one epoch, divided by the row groups that exist.
+  Ranks and workers share the steps of batch 64 in micro-batches of 8, with lanes (as in a run) and
+  without;
+- shuffling: the mean distance of neighbours, divided by that of a full permutation, by row groups
+  in the window;
+- speed: rows per second in one process, in the order of a run, in the order on disk, and from
+  `datasets`' memory-mapped arrow of the same rows in a full permutation; rounds alternate;
+- memory: the peak of anonymous memory above the imports, by window, of a process that reads one
+  epoch.
 """
 
 from __future__ import annotations
@@ -119,7 +122,8 @@ def main() -> None:
         return memory(asked.memory[0], int(asked.memory[1]))
     print(f"{date.today()}  python {' '.join(sys.argv)}")
     print(
-        f"Python {platform.python_version()}, pyarrow {pyarrow.__version__}, datasets {datasets.__version__},",
+        f"Python {platform.python_version()}, pyarrow {pyarrow.__version__}, datasets "
+        f"{datasets.__version__},",
         end=" ",
     )
     print(f"{os.cpu_count()} cores, {asked.megabytes} MB in {FILES} files, groups of {GROUP} rows")
@@ -130,7 +134,8 @@ def main() -> None:
         window = max(2, asked.megabytes // 6)
         about = rows_of(folder, window)
         print(
-            f"\nreads / groups ({len(about.sizes)} groups, window {window} MB: {about.open_groups} groups)"
+            f"\nreads / groups ({len(about.sizes)} groups, window {window} MB: "
+            f"{about.open_groups} groups)"
         )
         print("ranks workers  with lanes  without")
         for ranks in (1, 2, 4):

@@ -1,11 +1,13 @@
-"""Measure trained tokens per second of the same documents: packed, padded in length buckets, and padded in any order.
+"""Measure trained tokens per second of the same documents: packed, padded in length buckets, and
+padded in any order.
 
     python benchmarks/packing.py
 
-Documents have log-normal lengths (median 120 tokens, sigma 0.8, cut at the sample length); the model is a small Llama.
-Each round trains on the same documents with each variant, forward and backward. Rounds alternate, and the first variant
-runs twice (control). On a GPU in half precision, packed rows use torch's variable-length kernel. The script prints the
-largest difference of a token's loss from that with the float32 mask.
+Documents have log-normal lengths (median 120 tokens, sigma 0.8, cut at the sample length); the
+model is a small Llama. Each round trains on the same documents with each variant, forward and
+backward. Rounds alternate, and the first variant runs twice (control). On a GPU in half precision,
+packed rows use torch's variable-length kernel. The script prints the largest difference of a
+token's loss from that with the float32 mask.
 """
 
 from __future__ import annotations
@@ -137,9 +139,12 @@ def main() -> None:
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     threads = torch.get_num_threads()
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {device}, {threads} threads\n"
-        f"# {len(made):,} documents of {made.lengths.mean():.0f} tokens on average, {made.lengths.sum():,} in all;"
-        f" a Llama of {sum(p.numel() for p in ways['packed'][1].parameters()):,} parameters; {given.rounds} rounds"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, {device}, {threads} "
+        "threads\n"
+        f"# {len(made):,} documents of {made.lengths.mean():.0f} tokens on average, "
+        f"{made.lengths.sum():,} in all;"
+        f" a Llama of {sum(p.numel() for p in ways['packed'][1].parameters()):,} parameters; "
+        f"{given.rounds} rounds"
     )
     base = found["packed"]
     for way, rates in found.items():
@@ -147,12 +152,14 @@ def main() -> None:
         loaded = ways[way][2]
         read = sum(batch["input"].numel() for batch in loaded)
         print(
-            f"{way:17} {statistics.median(rates):9,.0f} tokens/s ({min(rates):,.0f} to {max(rates):,.0f})  {ratio:.2f}x"
+            f"{way:17} {statistics.median(rates):9,.0f} tokens/s ({min(rates):,.0f} to "
+            f"{max(rates):,.0f})  {ratio:.2f}x"
             f"  {len(loaded)} micro-batches, {100 * (1 - made.lengths.sum() / read):4.1f} % padding"
         )
     if half:
         print(
-            f"a token's loss in bf16 by the variable-length kernel, from float32: {difference(*ways['packed']):.2e}"
+            "a token's loss in bf16 by the variable-length kernel, from float32: "
+            f"{difference(*ways['packed']):.2e}"
         )
 
 

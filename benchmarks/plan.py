@@ -1,9 +1,10 @@
-"""oneloop plan: predicted and measured bytes of every cell of the grid, and time and memory of planning 7 B parameters.
+"""oneloop plan: predicted and measured bytes of every cell of the grid, and time and memory of
+planning 7 B parameters.
 
     python benchmarks/plan.py > benchmarks/DATE-plan.txt
 
-A cell is a recipe, a layout and a mode of recompute. Predicted: planned by one process. Measured: the same ledger on
-real tensors of real processes (gloo). Needs two cores and about 15 minutes.
+A cell is a recipe, a layout and a mode of recompute. Predicted: planned by one process. Measured:
+the same ledger on real tensors of real processes (gloo). Needs two cores and about 15 minutes.
 """
 
 import json
@@ -107,14 +108,17 @@ def seven_billion() -> None:
             "reduce-scatter": 4 * number,
         }
         print(
-            f"{processes} processes: {seconds:.1f} s, at most {largest / 2**30:.2f} GiB in all processes of the command"
+            f"{processes} processes: {seconds:.1f} s, at most {largest / 2**30:.2f} GiB in all "
+            "processes of the command"
         )
         print(
-            f"  total {plan['memory']['total'] / 2**30:.2f} GiB; {plan['flops']['total'] / times / 1e12:.2f} TFLOP",
+            f"  total {plan['memory']['total'] / 2**30:.2f} GiB; "
+            f"{plan['flops']['total'] / times / 1e12:.2f} TFLOP",
             end="",
         )
         print(
-            f" per micro-batch; parameters x {held['parameters'] * processes / number / 4:.4f} of the formula",
+            f" per micro-batch; parameters x {held['parameters'] * processes / number / 4:.4f} "
+            "of the formula",
             end="",
         )
         print(f", EMA x {held['EMA'] * processes / number / 4:.4f}", end="")

@@ -1,9 +1,11 @@
-"""oneloop plan against torch.cuda.max_memory_allocated on one GPU, for eight recipes; takes at most 6 minutes.
+"""oneloop plan against torch.cuda.max_memory_allocated on one GPU, for eight recipes; takes at most
+6 minutes.
 
     python benchmarks/plan_on_gpu.py > benchmarks/DATE-plan-on-gpu.txt
 
-Each recipe is planned, and then its step runs for real, in a process of its own. With --toy, for tests on a CPU, it has
-fewer and smaller recipes in float32, and the measured bytes are those of the ledger.
+Each recipe is planned, and then its step runs for real, in a process of its own. With --toy, for
+tests on a CPU, it has fewer and smaller recipes in float32, and the measured bytes are those of the
+ledger.
 """
 
 import json
@@ -33,7 +35,8 @@ PRECISION = "no" if "--toy" in sys.argv else "bf16"
 
 
 def measured(precision: str, words: list[str]) -> None:
-    """Run the real step and print its peak, in bytes: of the allocator (allocated, reserved), and of the ledger."""
+    """Run the real step and print its peak, in bytes: of the allocator (allocated, reserved), and
+    of the ledger."""
     import os
 
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
@@ -85,7 +88,8 @@ def main() -> None:
         rows.append((name, planned, allocated or ledger, reserved, ledger))
         print(f"{name} after {time.monotonic() - began:.0f} s", flush=True)
     print(
-        f"\n{'recipe':28}{'planned':>10}{'measured':>10}{'error':>8}{'reserved':>10}{'ledger':>10}   GiB"
+        f"\n{'recipe':28}{'planned':>10}{'measured':>10}{'error':>8}{'reserved':>10}{'ledger':>10} "
+        "  GiB"
     )
     for name, planned, real, reserved, ledger in rows:
         sizes = f"{planned / 2**30:10.3f}{real / 2**30:10.3f}{planned / real - 1:8.1%}"

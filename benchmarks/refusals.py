@@ -82,7 +82,8 @@ def became(
 
 
 def resumed(worlds: Any) -> dict[str, Any]:
-    """Return the outcome of a run that is killed after step 8, and restarted with something changed or damaged."""
+    """Return the outcome of a run that is killed after step 8, and restarted with something changed
+    or damaged."""
     from silent_cases import CHANGES, DAMAGE, WORDS, lay, unfinished
     from test_nothing_silent import here
 
@@ -130,7 +131,8 @@ def main() -> None:
             )
             tables.append(json.loads(file.read_text()))
     print(
-        f"python benchmarks/refusals.py BEFORE AFTER, {date.today()}, Python {platform.python_version()}\n"
+        f"python benchmarks/refusals.py BEFORE AFTER, {date.today()}, Python "
+        f"{platform.python_version()}\n"
     )
     print("| case | | exit code | last line | written |\n|---|---|---|---|---|")
     for name in tables[1]:
@@ -139,7 +141,8 @@ def main() -> None:
             line = row["last"].replace("|", "\\|").strip()
             line = line if len(line) <= WIDTH else line[:WIDTH] + " …"
             print(
-                f"| {name if which == 'before' else ''} | {which} | {row['code']} | {line} | {row['written']} |"
+                f"| {name if which == 'before' else ''} | {which} | {row['code']} | {line} | "
+                f"{row['written']} |"
             )
 
 

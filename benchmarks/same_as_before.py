@@ -1,11 +1,12 @@
-"""Compare two checkouts bit by bit: weights, EMA weights, optimizer, metrics, events and sample ids.
+"""Compare two checkouts bit by bit: weights, EMA weights, optimizer, metrics, events and sample
+ids.
 
     git worktree add ../before COMMIT
     python benchmarks/same_as_before.py ../before .
 
-Use it for a change that must not change results. Runs the packaged `digits` and a small `gpt` on one process, DDP
-and FSDP2: without faults, and with two bad steps under the policies stop, skip and rewind. Times, speeds and memory are
-not compared. The exit code is 1 if anything differs.
+Use it for a change that must not change results. Runs the packaged `digits` and a small `gpt` on
+one process, DDP and FSDP2: without faults, and with two bad steps under the policies stop, skip and
+rewind. Times, speeds and memory are not compared. The exit code is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -138,9 +139,8 @@ def take(checkout: Path, to: Path) -> None:
                     if not (folder / "run" / "summary.json").exists():
                         raise RuntimeError(f"{recipe}, {strategy}, {policy}: {world.output}")
                     found[f"{recipe}, {strategy}, {policy}"] = left(folder, ranks, world.codes)
-                    if (
-                        policy == "none bad"
-                    ):  # one bad sample at a step without other events, one at a step that logs
+                    # one bad sample at a step without other events, one at a step that logs
+                    if policy == "none bad":
                         micros = drawn(folder, 0)
                         each = len(micros) // STEPS
                         bad = ",".join(str(micros[(step - 1) * each][0]) for step in (7, 12))
@@ -184,9 +184,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         for number, checkout in enumerate(given.checkouts):
             to = Path(scratch) / f"{number}.json"
-            own = (
-                checkout.resolve() / "benchmarks"
-            )  # each checkout is run by its own script: modules have moved
+            # each checkout is run by its own script: modules have moved
+            own = checkout.resolve() / "benchmarks"
             path = os.pathsep.join([str(checkout.resolve() / "src"), str(own)])
             command = [
                 sys.executable,
@@ -202,7 +201,8 @@ def main() -> int:
     lines = list(differences(*results))
     print(f"# {date.today()}  python benchmarks/same_as_before.py BEFORE AFTER")
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {STEPS} steps each"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, {STEPS} steps each"
     )
     print("\n".join(lines))
     return int(any("differ" in line for line in lines))

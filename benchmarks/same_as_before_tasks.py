@@ -1,4 +1,5 @@
-"""The tasks of same_as_before.py: the packaged ones, which record their samples and can be given bad ones."""
+"""The tasks of same_as_before.py: the packaged ones, which record their samples and can be given
+bad ones."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from oneloop.tasks.image_classification import ImageClassification
 
 
 def _spoiled(loss: torch.Tensor, model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
-    """Return the loss, or NaN if the batch has a bad sample; append the batch's ids to this rank's file."""
-    if not model.training or not BEATS.now_in.startswith(
-        TRAINING
-    ):  # the preflight check differs between checkouts
+    """Return the loss, or NaN if the batch has a bad sample; append the batch's ids to this rank's
+    file."""
+    # the preflight check differs between checkouts
+    if not model.training or not BEATS.now_in.startswith(TRAINING):
         return loss
     ids = batch["index"].tolist()
     with Path(os.environ["SAME_FOLDER"], f"ids-{os.environ.get('RANK', '0')}.jsonl").open(

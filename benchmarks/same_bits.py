@@ -1,11 +1,13 @@
-"""Measure the cost of `batch.grain`: step time, memory and bytes sent, with it and without, by one micro-batch.
+"""Measure the cost of `batch.grain`: step time, memory and bytes sent, with it and without, by one
+micro-batch.
 
     python benchmarks/same_bits.py --rounds 5
 
-One process, DDP on two and FSDP2 on two, one thread per process. Runs with and without alternate, and each round
-ends with another run without (control). A step has eight leaves. Under FSDP2 there is also `machine.sync_each_batch`,
-which sends as often. Times are those of the log lines after the first. Bytes are what a rank sends per step if
-collectives are rings: the profiler counts them over ten more steps. Runs are forked from a warm server (worlds.py).
+One process, DDP on two and FSDP2 on two, one thread per process. Runs with and without alternate,
+and each round ends with another run without (control). A step has eight leaves. Under FSDP2 there
+is also `machine.sync_each_batch`, which sends as often. Times are those of the log lines after the
+first. Bytes are what a rank sends per step if collectives are rings: the profiler counts them over
+ten more steps. Runs are forked from a warm server (worlds.py).
 """
 
 from __future__ import annotations
@@ -61,8 +63,8 @@ SENT = {
 
 
 def sent(words: list[str], ranks: int) -> float:
-    """Return the bytes that one rank sends in a whole run. Gathers and scatters count their larger tensor. DDP's own
-    gradient all-reduces have no shapes in a profile."""
+    """Return the bytes that one rank sends in a whole run. Gathers and scatters count their larger
+    tensor. DDP's own gradient all-reduces have no shapes in a profile."""
     from torch.profiler import ProfilerActivity, profile
 
     from oneloop import train
@@ -116,10 +118,12 @@ def main() -> None:
 
     print(f"# {date.today()}  python {' '.join([Path(sys.argv[0]).name, *sys.argv[1:]])}")
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, {os.cpu_count()} cores"
     )
     print(
-        "# medians over rounds of a step's ms (least to most), and against 'without' of the same round; MiB; KiB sent"
+        "# medians over rounds of a step's ms (least to most), and against 'without' of the "
+        "same round; MiB; KiB sent"
     )
 
     def trained(words: list[str], ranks: int, config: str, steps: int, function=train, *more):
@@ -161,8 +165,10 @@ def main() -> None:
                     for steps in (10, 20)
                 ]
                 print(
-                    f"{recipe:14} {world:12} {kind:16} {statistics.median(times):7.1f} ({min(times):.1f} to"
-                    f" {max(times):.1f}) ms  {statistics.median(ratios):5.2f}x ({min(ratios):.2f} to {max(ratios):.2f})"
+                    f"{recipe:14} {world:12} {kind:16} {statistics.median(times):7.1f} "
+                    f"({min(times):.1f} to"
+                    f" {max(times):.1f}) ms  {statistics.median(ratios):5.2f}x "
+                    f"({min(ratios):.2f} to {max(ratios):.2f})"
                     f"  {memory:6.0f} MiB  {(counts[1] - counts[0]) / 10 / 1024:9.1f} KiB",
                     flush=True,
                 )

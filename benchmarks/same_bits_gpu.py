@@ -2,12 +2,15 @@
 
     PYTHONPATH=src python benchmarks/same_bits_gpu.py
 
-1. The packaged recipes from the command line, twice on one GPU: `oneloop verify --same` finds no difference.
-2. Eight leaves per step on one process, against two processes with four leaves each on the same GPU. Forward, backward,
-   counter, exact norm, clipping and foreach AdamW run on the device. The sums of the two processes meet in the
-   tree through host memory (gloo, because NCCL allows one process per GPU). The hashes of each step are compared. (This
-   check also runs without a GPU: `--leaves`.)
-3. The cost of `batch.grain` on that GPU: step time and peak memory with it and without it, alternating.
+1. The packaged recipes from the command line, twice on one GPU: `oneloop verify --same` finds no
+   difference.
+2. Eight leaves per step on one process, against two processes with four leaves each on the same
+   GPU. Forward, backward, counter, exact norm, clipping and foreach AdamW run on the device. The
+   sums of the two processes meet in the tree through host memory (gloo, because NCCL allows one
+   process per GPU). The hashes of each step are compared. (This check also runs without a GPU:
+   `--leaves`.)
+3. The cost of `batch.grain` on that GPU: step time and peak memory with it and without it,
+   alternating.
 """
 
 from __future__ import annotations
@@ -172,10 +175,12 @@ def main() -> None:
                     costs["batch.micro"].append(cost(plain))
                 command = [sys.executable, "-m", "oneloop", "verify", "--same", *map(str, places)]
                 table.append(
-                    f"{name}, {kind}, twice: {subprocess.run(command, capture_output=True, text=True).stdout}"
+                    f"{name}, {kind}, twice: "
+                    f"{subprocess.run(command, capture_output=True, text=True).stdout}"
                 )
                 table += [
-                    f"  {kind}: {', '.join(f'{each:.2f} ms, {peak:.2f} GiB' for each, peak in found)}"
+                    f"  {kind}: "
+                    f"{', '.join(f'{each:.2f} ms, {peak:.2f} GiB' for each, peak in found)}"
                     for kind, found in costs.items()
                 ]
     print("\n".join(table))

@@ -1,10 +1,11 @@
-"""Measure the cost of random samples (goal C11): a data set without randomness, or with torch, Python or numpy.
+"""Measure the cost of random samples (goal C11): a data set without randomness, or with torch,
+Python or numpy.
 
     python benchmarks/sample_cost.py
 
 For micro-batches of 1, 8 and 64: microseconds per batch of the bare data set, of the same through
-`SeededSamples`, and with all three generators seeded for every sample, as oneloop once did by default. Rounds
-alternate. Worker processes run the same code, next to the training process.
+`SeededSamples`, and with all three generators seeded for every sample, as oneloop once did by
+default. Rounds alternate. Worker processes run the same code, next to the training process.
 """
 
 from __future__ import annotations
@@ -66,8 +67,10 @@ def main() -> None:
     torch.set_num_threads(1)
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
-        f" {given.rounds} rounds; microseconds per batch, medians; in brackets what a sample pays over the bare set"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, 1 thread,"
+        f" {given.rounds} rounds; microseconds per batch, medians; in brackets what a sample "
+        "pays over the bare set"
     )
     for name, draw in DRAWS.items():
         for micro in (1, 8, 64):
@@ -91,7 +94,8 @@ def main() -> None:
                 for way in ("keyed", "seeding always")
             ]
             print(
-                f"draws {name:8} micro-batch {micro:3}   bare {middle['bare']:7.1f}   {'   '.join(shown)}"
+                f"draws {name:8} micro-batch {micro:3}   bare {middle['bare']:7.1f}   "
+                f"{'   '.join(shown)}"
             )
 
 

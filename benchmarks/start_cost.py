@@ -1,10 +1,12 @@
-"""Measure a start (goal C7): CPU time of imports, --help, bad input and a dry run, next to the libraries' imports.
+"""Measure a start (goal C7): CPU time of imports, --help, bad input and a dry run, next to the
+libraries' imports.
 
     python benchmarks/start_cost.py
-    python benchmarks/start_cost.py --against ../before    # this checkout's starts divided by another checkout's
+    python benchmarks/start_cost.py --against ../before    # this one divided by the other
 
-Each command is a separate process. Rounds alternate over all commands; ratios are computed per round. CPU time (user
-and system, with children) varies less than seconds on a busy machine, and is what drains a laptop's battery.
+Each command is a separate process. Rounds alternate over all commands; ratios are computed per
+round. CPU time (user and system, with children) varies less than seconds on a busy machine, and is
+what drains a laptop's battery.
 """
 
 from __future__ import annotations
@@ -100,7 +102,8 @@ def commands(folder: str) -> dict[str, tuple[list[str], str]]:
 
 
 def against(other: Path, folder: str) -> dict[str, tuple[list[str], str]]:
-    """Return commands of this checkout, each next to that of the other checkout and, as a control, repeated."""
+    """Return commands of this checkout, each next to that of the other checkout and, as a control,
+    repeated."""
     there = ["env", f"PYTHONPATH={other.resolve() / 'src'}"]
     made: dict[str, tuple[list[str], str]] = {}
     for turn, (suffix, prefix) in enumerate(
@@ -142,7 +145,8 @@ def main() -> None:
 
     print(f"# {date.today()}  {' '.join(['python', Path(sys.argv[0]).as_posix(), *sys.argv[1:]])}")
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, OMP_NUM_THREADS"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, OMP_NUM_THREADS"
         f" {os.environ['OMP_NUM_THREADS']}, {given.rounds} rounds; CPU seconds"
     )
     for name, (_, base) in timed("").items():
@@ -153,7 +157,8 @@ def main() -> None:
             else 1.0
         )
         print(
-            f"{name:62} median {statistics.median(times):5.2f}   min {min(times):5.2f}   max {max(times):5.2f}"
+            f"{name:62} median {statistics.median(times):5.2f}   min {min(times):5.2f}   max "
+            f"{max(times):5.2f}"
             f"   {statistics.median(memory[name]):6.0f} MB"
             + (f"   {ratio:.2f}x {base}" if base else "")
         )

@@ -1,13 +1,13 @@
 """Measure the cost of the loop per step over a hand-written one with the same features (goal C1).
 
     python benchmarks/step_cost.py
-    python benchmarks/step_cost.py --against ../before    # this checkout's loop next to another checkout's
+    python benchmarks/step_cost.py --against ../before    # this checkout's loop next to the other's
 
-One process on a CPU, with a model so small that the loop dominates. Both use batches from a DataLoader, accelerate's
-`accumulate` and `backward`, the global gradient norm, clipping, a learning rate per step, fused AdamW with weight
-decay on matrices only, and a loss that is summed on the device. The hand-written loop has no seeds, guard, counters
-or stops. Runs alternate: by hand with accelerate, by hand with torch alone, oneloop,
-the other checkout, by hand again (control).
+One process on a CPU, with a model so small that the loop dominates. Both use batches from a
+DataLoader, accelerate's `accumulate` and `backward`, the global gradient norm, clipping, a learning
+rate per step, fused AdamW with weight decay on matrices only, and a loss that is summed on the
+device. The hand-written loop has no seeds, guard, counters or stops. Runs alternate: by hand with
+accelerate, by hand with torch alone, oneloop, the other checkout, by hand again (control).
 """
 
 from __future__ import annotations
@@ -155,10 +155,12 @@ def by_oneloop(run: Run, steps: int) -> float:
 
 
 class Checkout:
-    """The same measurement with the code of another checkout, in a separate process that stays alive."""
+    """The same measurement with the code of another checkout, in a separate process that stays
+    alive."""
 
     CODE = (
-        "import json, sys, torch; sys.path.insert(0, 'benchmarks'); import step_cost as c; torch.set_num_threads(1)\n"
+        "import json, sys, torch; sys.path.insert(0, 'benchmarks'); import step_cost as c; "
+        "torch.set_num_threads(1)\n"
         "run = c.start()\n"
         "for line in sys.stdin: print(json.dumps(c.by_oneloop(run, int(line))), flush=True)"
     )
@@ -209,8 +211,10 @@ def main() -> None:
         other.close()
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
-        f" {given.steps} steps, {given.pairs} rounds; microseconds per step, and over the baselines in the same round"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, 1 thread,"
+        f" {given.steps} steps, {given.pairs} rounds; microseconds per step, and over the "
+        "baselines in the same round"
     )
     base, alone = "by hand, accelerate", "by hand, torch alone"
     for name in measures:
@@ -220,7 +224,8 @@ def main() -> None:
             for of in (base, alone)
         ]
         print(
-            f"{name:28} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max {max(times):7.1f}"
+            f"{name:28} median {statistics.median(times):7.1f}   min {min(times):7.1f}   max "
+            f"{max(times):7.1f}"
             f"   over accelerate by hand {over[0]:+7.1f}   over torch alone {over[1]:+7.1f}"
         )
     control = statistics.median(

@@ -3,9 +3,9 @@ compared with a step.
 
     python benchmarks/trial_cost.py --pairs 6
 
-Each run is a separate process, forked from a warm server (tests/helpers/worlds.py), so imports are not included;
-runs with and without alternate. `--against ../before` measures another checkout, which counts operations on the
-meta device instead.
+Each run is a separate process, forked from a warm server (tests/helpers/worlds.py), so imports are
+not included; runs with and without alternate. `--against ../before` measures another checkout,
+which counts operations on the meta device instead.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def timed(words: list[str], kind: str) -> tuple[float, float]:
 
 def measure(checkout: Path, kind: str, words: list[str]) -> tuple[float, float]:
     code = (
-        f"import sys; sys.path[:0] = {[*(str(checkout / name) for name in ('tests/helpers', 'tests')), str(HERE)]!r}\n"
+        "import sys; sys.path[:0] = "
+        f"{[*(str(checkout / name) for name in ('tests/helpers', 'tests')), str(HERE)]!r}\n"
         f"import worlds, trial_cost\n"
         f"print(*worlds.run(trial_cost.timed, {words!r}, {kind!r}).ok()[0])"
     )
@@ -105,10 +106,12 @@ def main() -> None:
 
     print(f"python benchmarks/trial_cost.py --pairs {given.pairs}, {date.today()}")
     print(
-        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, {os.cpu_count()} cores"
+        f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}, "
+        f"{os.cpu_count()} cores"
     )
     print(
-        "seconds to the end of step 1 (median, least to most); cost: with less without, pair by pair\n"
+        "seconds to the end of step 1 (median, least to most); cost: with less without, pair "
+        "by pair\n"
     )
     kinds = ["tried", "untried", *(["before"] if given.against else [])]
     for name, recipe in RECIPES.items():
@@ -135,7 +138,8 @@ def main() -> None:
         for kind in kinds:
             firsts = [first for first, _ in found[kind]]
             print(
-                f"{name:9} {kind:8} {statistics.median(firsts):.3f} ({min(firsts):.3f} to {max(firsts):.3f})"
+                f"{name:9} {kind:8} {statistics.median(firsts):.3f} ({min(firsts):.3f} to "
+                f"{max(firsts):.3f})"
             )
         costs = [
             with_ - without

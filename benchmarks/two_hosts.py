@@ -1,9 +1,11 @@
-"""Seconds after a fault of a run on two hosts: sudo python benchmarks/two_hosts.py [--repeats 10] [--cases "link cut"].
+"""Seconds after a fault of a run on two hosts: sudo python benchmarks/two_hosts.py [--repeats 10]
+[--cases "link cut"].
 
-The hosts are network namespaces of this machine (needs root and iproute2). Each case trains the digits with batch.grain
-on both, causes one fault after the first checkpoints, and waits for the end. Columns, in seconds after the fault:
-reported (the first message that names the rank or node), ended (all processes that the fault concerns), first step (the
-first log line after the restart). "same": the final weights are bit-identical to those of an undisturbed run.
+The hosts are network namespaces of this machine (needs root and iproute2). Each case trains the
+digits with batch.grain on both, causes one fault after the first checkpoints, and waits for the
+end. Columns, in seconds after the fault: reported (the first message that names the rank or node),
+ended (all processes that the fault concerns), first step (the first log line after the restart).
+"same": the final weights are bit-identical to those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ def main() -> None:
                 step = f"{seen.first_step:.1f}" if seen.first_step else "-"
                 codes = f"exit codes {seen.codes}"
                 print(
-                    f"{case} {repeat}: {seen.reported:.1f} {seen.ended:.1f} {step} same {same} {codes}",
+                    f"{case} {repeat}: {seen.reported:.1f} {seen.ended:.1f} {step} same {same} "
+                    f"{codes}",
                     flush=True,
                 )
             table[case] = rows

@@ -1,16 +1,17 @@
 """Measure all logging in a step of about 5 ms. Every step: clock marks and sums of the meter. Every
-fiftieth step (the default of log.every): update ratio, read-out, a line in metrics.jsonl, TensorBoard, the terminal,
-advice.
+fiftieth step (the default of log.every): update ratio, read-out, a line in metrics.jsonl,
+TensorBoard, the terminal, advice.
 
     python benchmarks/watching_cost.py
 
-One process on a CPU. Machine noise exceeds 1 %, so single steps alternate: bare, logged, bare (control), in a new order
-each turn. The result is the median difference to the bare step of the same turn, with the 95 % interval of that
-median. The work of the fiftieth step is timed separately, after a step and with cold caches; so is how much longer
-the next step takes. Rarer work is timed and added as if nothing overlapped it: TensorBoard gets
-lines every five seconds, here twenty at once; a separate thread redraws the bars once per second.
-Python's garbage is not collected, as in train.py between two times of machine.gc_every. glibc is set to keep freed
-memory: otherwise it returns and requests memory in phases that small allocations shift, by more than the measured
+One process on a CPU. Machine noise exceeds 1 %, so single steps alternate: bare, logged, bare
+(control), in a new order each turn. The result is the median difference to the bare step of the
+same turn, with the 95 % interval of that median. The work of the fiftieth step is timed separately,
+after a step and with cold caches; so is how much longer the next step takes. Rarer work is timed
+and added as if nothing overlapped it: TensorBoard gets lines every five seconds, here twenty at
+once; a separate thread redraws the bars once per second. Python's garbage is not collected, as in
+train.py between two times of machine.gc_every. glibc is set to keep freed memory: otherwise it
+returns and requests memory in phases that small allocations shift, by more than the measured
 effect.
 """
 
@@ -127,11 +128,13 @@ def measure(turns: int, rows: int, folder: Path) -> None:
     middle = statistics.median(found["bare"])
     print(f"# {date.today()}  {' '.join(['python', *sys.argv])}")
     print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, {platform.machine()}, 1 thread,"
+        f"# torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, 1 thread,"
         f" {turns} turns of three steps, {len(logged)} lines, one every {EVERY} steps"
     )
     print(
-        f"a bare step {middle:.0f} us; microseconds per step over it, with the 95 % interval of the median:"
+        f"a bare step {middle:.0f} us; microseconds per step over it, with the 95 % interval "
+        "of the median:"
     )
     parts = {
         "marks and sums, every step": over(found["watched"], found["bare"], 1),

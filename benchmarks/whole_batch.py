@@ -1,9 +1,11 @@
-"""Losses over the whole batch: memory, time, and the gradient on two processes: ``python benchmarks/whole_batch.py``.
+"""Losses over the whole batch: memory, time, and the gradient on two processes: ``python
+benchmarks/whole_batch.py``.
 
-- memory: peak of a step's tensors for batch.size 64 to 8,192 with micro-batches of 64, and of the same step in one
-  forward; 64-dimensional embeddings of a small network. The inputs and embeddings grow with the batch by design.
-- time: a step of the recipe ``docstrings`` with two passes, against one with a single forward per micro-batch (whose
-  loss is over the micro-batch only). Medians of pairs in one alternating run.
+- memory: peak of a step's tensors for batch.size 64 to 8,192 with micro-batches of 64, and of the
+  same step in one forward; 64-dimensional embeddings of a small network. The inputs and embeddings
+  grow with the batch by design.
+- time: a step of the recipe ``docstrings`` with two passes, against one with a single forward per
+  micro-batch (whose loss is over the micro-batch only). Medians of pairs in one alternating run.
 - two: the gradient of 32 pairs (float64, no dropout) against that of one process, for the losses of
   sentence-transformers and for oneloop.
 
@@ -120,10 +122,14 @@ def memory() -> Iterator[str]:
             ]
             costs = StepCosts(*job_of(words)).step()
             peaks.append(costs.peak)
-        # The inputs, the first pass's embeddings by micro-batch, those of the whole batch, and their gradients.
+        # The inputs, the first pass's embeddings by micro-batch, those of the whole batch, and
+        # their gradients.
         grown = size * 64 * 4 * (1 + 2 + 2 + 2)
         rest = (peaks[0] - grown) / 2**20
-        line = f"{peaks[0] / 2**20:13.2f} MiB {grown / 2**20:17.2f} MiB {rest:8.2f} MiB {peaks[1] / 2**20:15.2f} MiB"
+        line = (
+            f"{peaks[0] / 2**20:13.2f} MiB {grown / 2**20:17.2f} MiB {rest:8.2f} MiB "
+            f"{peaks[1] / 2**20:15.2f} MiB"
+        )
         yield f"{size:>10,}   {line}"
 
 
@@ -167,7 +173,10 @@ def timed(rounds: int) -> Iterator[str]:
         )
         two, one = (median(row[at] for row in times) for at in (0, 1))
         spread = f"x {median(ratios):.3f} ({min(ratios):.3f}, {max(ratios):.3f})"
-        yield f"{size:>10,} {dropout:>8} {two:>10.3f} s {one:>11.3f} s   {spread}   x {median(controls):.3f}"
+        yield (
+            f"{size:>10,} {dropout:>8} {two:>10.3f} s {one:>11.3f} s   {spread}   x "
+            f"{median(controls):.3f}"
+        )
 
 
 def base(folder: Path) -> Path:
@@ -192,8 +201,9 @@ def base(folder: Path) -> Path:
 
 
 def theirs(folder: Path, kind: str, micro: int, **options: Any) -> dict[str, Tensor]:
-    """Return the gradient of a loss of sentence-transformers as its trainer computes it: each process has its share of
-    the pairs in micro-batches, whose losses are averaged, and DDP averages the gradients."""
+    """Return the gradient of a loss of sentence-transformers as its trainer computes it: each
+    process has its share of the pairs in micro-batches, whose losses are averaged, and DDP averages
+    the gradients."""
     import torch.distributed as dist
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import losses
@@ -320,10 +330,12 @@ def main() -> None:
         f"torch {torch.__version__}, sentence-transformers {sentence_transformers.__version__}"
     )
     print(
-        f"{date.today()}  python benchmarks/whole_batch.py --parts {given.parts} --rounds {given.rounds}"
+        f"{date.today()}  python benchmarks/whole_batch.py --parts {given.parts} --rounds "
+        f"{given.rounds}"
     )
     print(
-        f"{platform.machine()}, 2 cores (one thread), Python {platform.python_version()}, {versions}"
+        f"{platform.machine()}, 2 cores (one thread), Python {platform.python_version()}, "
+        f"{versions}"
     )
     parts = {"memory": memory, "time": lambda: timed(given.rounds), "two": two}
     for name in given.parts.split(","):

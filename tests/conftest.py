@@ -1,4 +1,5 @@
-"""Set-up for all tests: few threads, a temporary cache, and the list of tests that are also slow."""
+"""Set-up for all tests: few threads, a temporary cache, and the list of tests that are also
+slow."""
 
 import atexit
 import os
@@ -163,8 +164,9 @@ test_image_exports.py::test_a_script_without_oneloop_gives_the_numbers_of_predic
 test_cli.py::test_nothing_is_unpickled_in_an_export
 test_worth.py::test_every_technique_is_keys_of_the_recipe_or_a_reason[cuda
 test_same_weights.py::test_same_weights_as_one_big_batch[2-2-fsdp2]
-"""
-"""These tests are slow, too: another default test proves the same claim, or the test waits in real time."""
+"""  # noqa: E501
+"""These tests are slow, too: another default test proves the same claim, or the test waits in real
+time."""
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,4 +1,5 @@
-"""The losses equal those of TRL's SFTTrainer at every step, and are the same on every parallel layout."""
+"""The losses equal those of TRL's SFTTrainer at every step, and are the same on every parallel
+layout."""
 
 from __future__ import annotations
 
@@ -178,6 +179,7 @@ def test_accumulated_on_two_processes_it_is_the_big_batch(made, pack):
     for way in ("ddp", "fsdp2"):  # four micro-batches on each of two processes
         worst = max(abs(a - b) for a, b in zip(found[way], found["big"], strict=True))
         print(
-            f"{pack}, {way}: largest difference {worst:.1e}, losses {found['big'][0]:.4f} to {found['big'][-1]:.4f}"
+            f"{pack}, {way}: largest difference {worst:.1e}, losses {found['big'][0]:.4f} to "
+            f"{found['big'][-1]:.4f}"
         )
         assert worst < 1e-4

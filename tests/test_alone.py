@@ -1,4 +1,5 @@
-"""Promise 6: every component works alone in a plain Accelerate script. Each test is such a script."""
+"""Promise 6: every component works alone in a plain Accelerate script. Each test is such a
+script."""
 
 from __future__ import annotations
 
@@ -230,9 +231,8 @@ def test_stragglers_in_a_plain_loop():
     for log in range(3):
         with own.measuring():
             accelerator.backward(model(torch.ones(4, 30)).sum())
-        forward, *rest = (
-            own.read()
-        )  # gather them from all ranks; here the second one is twice as slow
+        # gather them from all ranks; here the second one is twice as slow
+        forward, *rest = own.read()
         reported += stragglers.judge(
             [(0.0, forward, *rest), (0.0, 2 * forward, *rest)], step_seconds=0.1, now=2.0 * log
         )
@@ -411,9 +411,8 @@ def _trained_with_a_tree() -> str:
         },
         lambda batch: torch.tensor(float(len(batch["x"]))),
     )
-    layout = BatchLayout(
-        16, accelerator.num_processes, grain=2
-    )  # eight micro-batches of two samples
+    # eight micro-batches of two samples
+    layout = BatchLayout(16, accelerator.num_processes, grain=2)
     accelerator.gradient_accumulation_steps = layout.accumulate
     model = accelerator.prepare(nn.Sequential(nn.Linear(1, 16), nn.Dropout(0.1), nn.Linear(16, 1)))
     parameters = list(model.parameters())
@@ -425,10 +424,8 @@ def _trained_with_a_tree() -> str:
     for step, group in zip(range(100), stream, strict=False):
         for micro, batch in enumerate(group.batches):
             reseed(accelerator.device, 0, step, layout.leaf(accelerator.process_index, micro))
-            with (
-                accelerator.accumulate(model),
-                tree,
-            ):  # after the last micro-batch, .grad is the sum
+            # after the last micro-batch, .grad is the sum
+            with accelerator.accumulate(model), tree:
                 loss = (model(batch["x"]) - batch["y"]).square().sum()
                 accelerator.backward(loss * tree.factor / layout.size)
         clip_(parameters, 1.0, global_norm(parameters, exact=True))

@@ -30,7 +30,7 @@ written = oneloop.predict(summary, to="rows.jsonl")
 line = oneloop.export("run", to="out")
 page = oneloop.report("run", to="page.html")
 same = before == random.getstate()
-"""
+"""  # noqa: E501
 
 
 def test_train_evaluate_predict_export_and_report_in_one_script(tmp_path):

@@ -1,4 +1,5 @@
-"""``oneloop evaluate`` reproduces a run's metrics; ``oneloop predict`` writes one row per sample, in order."""
+"""``oneloop evaluate`` reproduces a run's metrics; ``oneloop predict`` writes one row per sample,
+in order."""
 
 from __future__ import annotations
 
@@ -202,7 +203,8 @@ def test_a_task_of_ones_own_states_its_outputs(tmp_path):
 
 def test_an_error_of_samples_of_names_its_line(tmp_path):
     (tmp_path / "mine.py").write_text(
-        "from tiny import Normed\n\n\nclass Mine(Normed):\n    def samples_of(self, data, *, labelled):\n"
+        "from tiny import Normed\n\n\nclass Mine(Normed):\n    def samples_of(self, data, *, "
+        "labelled):\n"
         "        return [open(data).read().split(',')[9]]\n"
     )
     words = [
@@ -386,7 +388,8 @@ def test_a_run_that_went_on_is_not_taken_for_its_older_end(pictures, tmp_path):
 
 
 def test_the_rank_correlation_is_that_of_the_run(tmp_path):
-    """The answers of an untrained model hardly vary: a different micro-batch size would change their order."""
+    """The answers of an untrained model hardly vary: a different micro-batch size would change
+    their order."""
     write(tmp_path / "data", "jsonl", rows(120))
     words = [
         "digits",
@@ -458,12 +461,10 @@ def test_predictions_do_not_need_the_training_data(pictures, tmp_path, name):
                 "--task",
                 other,
             )
-            assert world.codes == [2], (
-                world.output
-            )  # another task does not use the recorded classes
+            # another task does not use the recorded classes
+            assert world.codes == [2], world.output
             world = after(folder, "evaluate", "run", "--data", new)
             (folder / "elsewhere").rename(folder / "data")
-            assert world.codes == [2], (
-                world.output
-            )  # class weights and the validation split need the data
+            # class weights and the validation split need the data
+            assert world.codes == [2], world.output
     assert made[0] == made[1] and b'"prediction"' in made[0]

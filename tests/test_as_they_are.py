@@ -1,5 +1,5 @@
-"""Models, optimizers and data are used as given: dtypes, learning rates, metrics, data splits. A run is bit-identical
-with and without the preflight check."""
+"""Models, optimizers and data are used as given: dtypes, learning rates, metrics, data splits. A
+run is bit-identical with and without the preflight check."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from silent_cases import ALL, BASE
 from tiny import Ragged, training_flops
 from worlds import ROOT, here, run, train
 
-# --- models -----------------------------------------------------------------------------------------------------------
+# --- models
+# --------------------------------------------------------------------------------------------------
 
 
 def test_machine_dtype_is_for_float32_alone():
@@ -122,7 +123,8 @@ def test_unused_parameters_train_alike_everywhere(tmp_path):
         assert all(torch.allclose(other[name], found[0][name], rtol=0, atol=1e-6) for name in other)
 
 
-# --- optimizers -------------------------------------------------------------------------------------------------------
+# --- optimizers
+# --------------------------------------------------------------------------------------------------
 
 
 def two_rates(params, *, lr: float, model: nn.Module):
@@ -149,8 +151,10 @@ def test_each_group_keeps_its_share_of_the_rate():
 def test_groups_of_an_own_optimizer_in_a_run(tmp_path):
     (tmp_path / "mine.py").write_text(
         BASE + "    pass\n" + "\n\ndef rates(params, *, lr: float, model):\n"
-        "    first = {id(p) for p in model[0].parameters()}\n    flat = [p for g in params for p in g['params']]\n"
-        "    return torch.optim.AdamW([{'params': [p for p in flat if id(p) in first], 'lr': 0.0 * lr},\n"
+        "    first = {id(p) for p in model[0].parameters()}\n    flat = [p for g in params for "
+        "p in g['params']]\n"
+        "    return torch.optim.AdamW([{'params': [p for p in flat if id(p) in first], 'lr': "
+        "0.0 * lr},\n"
         "        {'params': [p for p in flat if id(p) not in first]}], lr=lr, weight_decay=0.0)\n"
     )
     typed = [
@@ -176,11 +180,13 @@ def test_groups_of_an_own_optimizer_in_a_run(tmp_path):
     )
 
 
-# --- metrics ----------------------------------------------------------------------------------------------------------
+# --- metrics
+# --------------------------------------------------------------------------------------------------
 
 
 class Measured(Ragged):
-    """Also logs the token-weighted mean length of the sequences, and the mean of their squared lengths."""
+    """Also logs the token-weighted mean length of the sequences, and the mean of their squared
+    lengths."""
 
     def loss(self, model, batch):
         loss, outputs = super().loss(model, batch)
@@ -236,9 +242,8 @@ def test_metrics_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, confi
     import shutil
 
     for path in (tmp_path / "a" / "checkpoints").iterdir():
-        if (
-            int(path.name[5:]) > 6
-        ):  # step 6 is between two log lines, so its checkpoint holds a partial mean
+        # step 6 is between two log lines, so its checkpoint holds a partial mean
+        if int(path.name[5:]) > 6:
             shutil.rmtree(path)
     shutil.rmtree(tmp_path / "a" / "final")
     (tmp_path / "a" / "summary.json").unlink()
@@ -251,7 +256,8 @@ def test_metrics_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, confi
     ] == found
 
 
-# --- preflight check --------------------------------------------------------------------------------------------------
+# --- preflight check
+# --------------------------------------------------------------------------------------------------
 
 
 def test_recompute_is_not_counted_twice():
@@ -325,7 +331,7 @@ class Counting(nn.Module):
         if self.training:
             self.seen = self.seen + 1
         return x + 0 * self.seen
-"""
+"""  # noqa: E501
 )
 
 
@@ -387,7 +393,8 @@ def compare_without_preflight(tmp_path: Path, task: str, ranks: int, config: str
     assert ends[0] == ends[1]
 
 
-# --- data -------------------------------------------------------------------------------------------------------------
+# --- data
+# --------------------------------------------------------------------------------------------------
 
 
 def test_parts_that_are_there_are_used(tmp_path):
@@ -458,7 +465,8 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
         check_texts([chats], "text")
 
 
-# --- long runs --------------------------------------------------------------------------------------------------------
+# --- long runs
+# --------------------------------------------------------------------------------------------------
 
 
 def long_run(folder: Path, lines: int) -> Path:
@@ -496,8 +504,10 @@ def test_a_long_run_is_shown_in_little_time_and_memory(tmp_path, lines):
     assert len(record.events()) <= 4000
     tool = str(Path(sys.executable).with_name("oneloop"))
     watched = (
-        "import resource,subprocess,sys,time; began=time.time(); subprocess.run(sys.argv[1:], check=True); print(\
-'TOOK', time.time()-began, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss/1024)"
+        "import resource,subprocess,sys,time; began=time.time(); "
+        "subprocess.run(sys.argv[1:], check=True); "
+        "print('TOOK', time.time()-began, "
+        "resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss/1024)"
     )
     for typed in (["report", str(folder)], ["watch", str(folder), "--once"]):
         ended = subprocess.run(
@@ -537,7 +547,8 @@ def test_a_thinned_curve_keeps_what_matters():
         assert any(start <= step < start + window for step in steps)
 
 
-# --- help texts -------------------------------------------------------------------------------------------------------
+# --- help texts
+# --------------------------------------------------------------------------------------------------
 
 
 def test_help_shows_the_docstring_of_a_class(tmp_path):

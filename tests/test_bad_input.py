@@ -1,4 +1,5 @@
-"""Promise 8: bad input gives exit code 2 and one message with the key and the fix; no files are written."""
+"""Promise 8: bad input gives exit code 2 and one message with the key and the fix; no files are
+written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Promise R10: a bad step changes nothing. The rest is bit-identical to a run without it, on all ranks."""
+"""Promise R10: a bad step changes nothing. The rest is bit-identical to a run without it, on all
+ranks."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ def recipe(tmp_path) -> str:
 
 
 def simulated(bad: int, policy: str) -> tuple[list[int], list[int]]:
-    """Return what the policy must do with a bad sample: start positions of accepted steps, numbers of bad steps."""
+    """Return what the policy must do with a bad sample: start positions of accepted steps, numbers
+    of bad steps."""
     taken: list[int] = []
     numbers: list[int] = []
     position = 0
@@ -57,7 +59,8 @@ def windows(bad: int, policy: str) -> list[int]:
 
 
 class Without:
-    """Train only on these positions, in order: the reference run, which never sees the bad steps."""
+    """Train only on these positions, in order: the reference run, which never sees the bad
+    steps."""
 
     def __init__(self, taken: list[int]) -> None:
         self.taken = taken
@@ -96,9 +99,8 @@ def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
 @pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_bad_step_might_as_well_not_have_been(tmp_path, recipe, ranks, config, more, policy):
     words = [recipe, *more, "--guard.nonfinite", policy]
-    kind = (
-        "--task.infinite" if more else "--task.spoiled"
-    )  # an infinite loss with a finite gradient, or a NaN loss
+    # an infinite loss with a finite gradient, or a NaN loss
+    kind = "--task.infinite" if more else "--task.spoiled"
     world = run(
         train, [*words, kind, "5", "--run.dir", "bad"], ranks=ranks, config=config, folder=tmp_path
     )
@@ -162,7 +164,8 @@ def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
         "0",
     ]
     world = run(train, [*words, "--run.resume", start, "--run.dir", "second"], folder=tmp_path)
-    # Every epoch contains the bad sample, and nothing is saved in between: the run rewinds until it gives up.
+    # Every epoch contains the bad sample, and nothing is saved in between: the run rewinds until it
+    # gives up.
     assert world.codes == [3] and [event["event"] for event in left(tmp_path / "second")[2]] == [
         "rewind"
     ] * 10 + ["stop"]
@@ -170,9 +173,8 @@ def test_a_run_that_began_in_another_folder_can_go_back(tmp_path, recipe):
 
 def test_an_evaluation_that_a_rewind_undid_is_made_again(tmp_path, recipe):
     words = [recipe, "--guard.nonfinite", "rewind", "--run.dir", "a"]
-    assert run(_stopped_in_evaluation, words, folder=tmp_path).codes == [
-        75
-    ]  # at step 8, saved without the evaluation
+    # at step 8, saved without the evaluation
+    assert run(_stopped_in_evaluation, words, folder=tmp_path).codes == [75]
     bad = int(Order(37, seed=0)[8 * BATCH : 9 * BATCH][1][0])
     more = ["--task.spoiled", str(bad), "--run.accept_changes", "true", "--duration", "10"]
     run(train, [*words, *more], folder=tmp_path).ok()
@@ -228,7 +230,8 @@ class StoppedAt:
 
 @pytest.mark.parametrize(("policy", "stops", "step"), [("skip", (3,), 2), ("rewind", (4, 5), 3)])
 def test_a_stop_at_a_bad_step_saves_what_is_good(tmp_path, recipe, policy, stops, step):
-    """A stop at a skipped step saves the steps before it. After a rewind, it takes effect at the next step."""
+    """A stop at a skipped step saves the steps before it. After a rewind, it takes effect at the
+    next step."""
     bad = int(Order(37, seed=0)[(stops[0] - 1) * BATCH : stops[0] * BATCH][1][0])
     words = [recipe, "--guard.nonfinite", policy, "--task.spoiled", str(bad), "--save.every", "2"]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
@@ -242,9 +245,8 @@ def test_a_stop_at_a_bad_step_saves_what_is_good(tmp_path, recipe, policy, stops
 
 
 def test_a_skipped_step_does_not_end_a_run_that_stops_early(tmp_path, recipe):
-    bad = int(
-        Order(37, seed=0)[3 * BATCH : 4 * BATCH][1][0]
-    )  # in step 4, when the second evaluation is due
+    # in step 4, when the second evaluation is due
+    bad = int(Order(37, seed=0)[3 * BATCH : 4 * BATCH][1][0])
     words = [recipe, "--guard.nonfinite", "skip", "--task.spoiled", str(bad), "--optimizer.lr", "0"]
     run(
         train,
@@ -299,13 +301,13 @@ def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
     _, _, events = left(tmp_path / "a")
     assert [event["event"] for event in events] == ["skip"] * len(events) and len(events) >= 4
     assert all(5 in event["ids"] and "100 deviations" in event["why"] for event in events)
-    assert (
-        windows(5, "skip")[4] == 5 * BATCH == 40
-    )  # the first spike comes when the window has just filled
+    # the first spike comes when the window has just filled
+    assert windows(5, "skip")[4] == 5 * BATCH == 40
 
 
 def test_a_rewind_under_loss_scaling_undoes_what_was_unscaled(tmp_path, recipe):
-    """A pending step is found bad after the next backward, whose gradients must be dropped before unscaling."""
+    """A pending step is found bad after the next backward, whose gradients must be dropped before
+    unscaling."""
     words = [
         recipe,
         "--task.loud",
@@ -419,12 +421,10 @@ def test_the_window_is_mean_and_deviation_of_what_was_taken():
     values = [1.0, 2.0, 3.0, 2.0]
     assert [float(window.spike(torch.tensor([v]), known=yes)) for v in values] == [0.0] * 4
     bound = np.mean(values) + 3 * np.std(values, ddof=1)
-    assert (
-        float(window.spike(torch.tensor([bound + 0.01]), known=yes)) == 1.0
-    )  # is not added to the window
-    assert (
-        float(window.spike(torch.tensor([bound - 0.01]), known=yes)) == 0.0
-    )  # is added in place of the oldest
+    # is not added to the window
+    assert float(window.spike(torch.tensor([bound + 0.01]), known=yes)) == 1.0
+    # is added in place of the oldest
+    assert float(window.spike(torch.tensor([bound - 0.01]), known=yes)) == 0.0
     again = Window(4, 3.0, device=torch.device("cpu"))
     again.load_state_dict(json.loads(json.dumps(window.state_dict())))
     kept = [bound - 0.01, 2.0, 3.0, 2.0]

@@ -12,7 +12,8 @@ from oneloop.data.order import Order
 from splits import BATCH, distance, expected, trained
 from worlds import run, train
 
-# --- the bugs: each replaces one component by a wrong one, in this process only ---------------------------------------
+# --- the bugs: each replaces one component by a wrong one, in this process only
+# ---------------------------------------
 
 
 def weight_scaling() -> None:
@@ -115,9 +116,8 @@ def test_each_break_is_found(tmp_path, name):
         sorted(step) == sorted(order[n * BATCH : (n + 1) * BATCH][1].tolist())
         for n, step in enumerate(ids)
     )
-    if (
-        name == "a rank's slice"
-    ):  # the drawn samples show it; the reference would train on the same ones
+    # the drawn samples show it; the reference would train on the same ones
+    if name == "a rank's slice":
         assert not the_same
         return
     assert the_same
@@ -125,11 +125,13 @@ def test_each_break_is_found(tmp_path, name):
     assert distance(weights, reference) > 1e-5
 
 
-# --- gradients are reduced and accumulated in float32 under FSDP2 and bf16 --------------------------------------------
+# --- gradients are reduced and accumulated in float32 under FSDP2 and bf16
+# --------------------------------------------
 
 
 def bf16_gradients(ids: list[int], ranks: int, accumulate: int) -> dict[str, Any]:
-    """Return the expected gradients of one FSDP2 step: each micro-batch in bf16, their sum in float32."""
+    """Return the expected gradients of one FSDP2 step: each micro-batch in bf16, their sum in
+    float32."""
     from oneloop.basics.seeds import key
     from tiny import Ragged, Sequences
 

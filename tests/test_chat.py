@@ -1,4 +1,5 @@
-"""Which tokens of a conversation are trained: with several families of templates, in texts, and in the loss."""
+"""Which tokens of a conversation are trained: with several families of templates, in texts, and in
+the loss."""
 
 from __future__ import annotations
 
@@ -46,7 +47,8 @@ def chat_of(name: str) -> Chat:
     return Chat(tokenizer_of(name))
 
 
-# --- conversations ----------------------------------------------------------------------------------------------------
+# --- conversations
+# --------------------------------------------------------------------------------------------------
 
 BITS = (
     "the answer",
@@ -108,7 +110,8 @@ TOOLS = [
 ]
 
 
-# --- an independent check: the assistant's text is between two marks of its family ------------------------------------
+# --- an independent check: the assistant's text is between two marks of its family
+# ------------------------------------
 
 
 @cache
@@ -133,7 +136,8 @@ def pieces(tokenizer: Any, tokens: Sequence[int]) -> list[bytes]:
 
 
 def by_rule(tokenizer: Any, text: str, spoken: str) -> tuple[list[int], list[bool]]:
-    """Return the tokens of a rendered conversation, and whether each overlaps the text between the marks."""
+    """Return the tokens of a rendered conversation, and whether each overlaps the text between the
+    marks."""
     tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     each = pieces(tokenizer, tokens)
     assert b"".join(each) == text.encode()
@@ -216,14 +220,16 @@ BY_HAND = {
     "ours": (
         [SYSTEM, *SHORT],
         (
-            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n hi<|im_end|>\n<|im_start|>assistant\n«Yes. "
+            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n "
+            "hi<|im_end|>\n<|im_start|>assistant\n«Yes. "
             "<|im_end|>»\n<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n«n<|im_end|>»\n"
         ),
     ),
     "llama 3": (
         [SYSTEM, *SHORT],
         (
-            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|><|start_header_id|>user"
+            "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe "
+            "kind.<|eot_id|><|start_header_id|>user"
             "<|end_header_id|>\n\nhi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n«Yes.<|eot_id|>»"
             "<|start_header_id|>user<|end_header_id|>\n\né?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
             "«n<|eot_id|>»"
@@ -232,29 +238,35 @@ BY_HAND = {
     "qwen 2.5": (
         [SYSTEM, *ASKED],
         (
-            "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
-            '«<tool_call>\n{"name": "look", "arguments": {"n": 1}}\n</tool_call><|im_end|>»\n<|im_start|>user\n'
-            "<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n«It is 42<|im_end|>»\n"
+            "<|im_start|>system\nBe "
+            "kind.<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+            '«<tool_call>\n{"name": "look", "arguments": {"n": '
+            "1}}\n</tool_call><|im_end|>»\n<|im_start|>user\n"
+            "<tool_response>\n42\n</tool_response><|im_end|>\n<|im_start|>assistant\n«It is "
+            "42<|im_end|>»\n"
         ),
     ),
     "qwen 3": (
         SHORT,
         (
-            "<|im_start|>user\n hi<|im_end|>\n<|im_start|>assistant\n«<think>\nHm\n</think>\n\nYes. <|im_end|>\n»"
+            "<|im_start|>user\n "
+            "hi<|im_end|>\n<|im_start|>assistant\n«<think>\nHm\n</think>\n\nYes. <|im_end|>\n»"
             "<|im_start|>user\né?<|im_end|>\n<|im_start|>assistant\n«<think>\n\n</think>\n\nn<|im_end|>\n»"
         ),
     ),
     "gemma 3": (
         [SYSTEM, *SHORT],
         (
-            "<bos><start_of_turn>user\nBe kind.\n\nhi<end_of_turn>\n<start_of_turn>model\n«Yes.<end_of_turn>»\n"
+            "<bos><start_of_turn>user\nBe "
+            "kind.\n\nhi<end_of_turn>\n<start_of_turn>model\n«Yes.<end_of_turn>»\n"
             "<start_of_turn>user\né?<end_of_turn>\n<start_of_turn>model\n«n<end_of_turn>»\n"
         ),
     ),
     "phi 3": (
         [SYSTEM, *SHORT],
         (
-            "<|system|>\nBe kind.<|end|>\n<|user|>\n hi<|end|>\n<|assistant|>\n«Yes. <|end|>\n»<|user|>\né?<|end|>\n"
+            "<|system|>\nBe kind.<|end|>\n<|user|>\n hi<|end|>\n<|assistant|>\n«Yes. "
+            "<|end|>\n»<|user|>\né?<|end|>\n"
             "<|assistant|>\n«n<|end|>\n<|endoftext|>»"
         ),
     ),
@@ -327,8 +339,10 @@ def test_an_end_that_takes_the_blanks_behind_it_is_trained():
 
 def test_marks_in_a_block_that_is_kept_first():
     template = (
-        "{% for m in messages %}{% set turn %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n{% endset %}"
+        "{% for m in messages %}{% set turn %}<|im_start|>{{ m.role }}\n{% if m.role == "
+        "'assistant' %}{% generation %}"
+        "{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% "
+        "endif %}\n{% endset %}"
         "{{ turn }}{% endfor %}"
     )
     tokenizer = tokenizer_with(CHATML, template)
@@ -365,7 +379,8 @@ def test_prompts_with_thoughts_that_the_template_drops_later():
     assert marked(tokenizer_of("gpt-oss"), found).endswith("<|message|>c<|return|>»")
 
 
-# --- rows -------------------------------------------------------------------------------------------------------------
+# --- rows
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -605,7 +620,8 @@ def test_padding_with_the_end_token_or_with_none_changes_nothing(tmp_path):
     assert kept[0] == kept[1] == kept[2]
 
 
-# --- too long ---------------------------------------------------------------------------------------------------------
+# --- too long
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("overlong", ["cut", "split", "drop"])
@@ -644,7 +660,10 @@ def test_long_conversations_are_cut_split_or_dropped_and_counted(tmp_path, qwen,
     of_train = [note for note in task.notes if note.startswith("train: ")]
     what = {"cut": "truncated", "split": "split into several", "drop": "dropped"}[overlong]
     wanted = [
-        f"train: {sum(too_long)} of {len(rows)} texts are longer than {length} tokens and are {what}"
+        (
+            f"train: {sum(too_long)} of {len(rows)} texts are longer than {length} tokens and are "
+            f"{what}"
+        )
     ]
     if empty := len(pieces_of) - len(kept):
         wanted.append(f"train: {empty} samples have no token to train on and are dropped")
@@ -672,7 +691,8 @@ def test_split_conversations_hold_every_trained_token_once():
         assert max(made.lengths) <= length
 
 
-# --- saved templates --------------------------------------------------------------------------------------------------
+# --- saved templates
+# --------------------------------------------------------------------------------------------------
 
 OTHER = (
     "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"

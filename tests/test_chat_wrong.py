@@ -1,4 +1,5 @@
-"""Errors in chats, their templates and their models give one message: what was found and what to do."""
+"""Errors in chats, their templates and their models give one message: what was found and what to
+do."""
 
 from __future__ import annotations
 
@@ -197,7 +198,8 @@ BAD = {
     ),
     "marks that leave out the end": Bad(
         with_template(
-            "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% endgeneration %}<|im_end|>"
+            "{% for m in messages %}{{ m.role }}: {% generation %}{{ m.content }}{% "
+            "endgeneration %}<|im_end|>"
             "{% endfor %}"
         ),
         ("no special token ends the answer", "put it before {% endgeneration %}"),
@@ -360,10 +362,12 @@ def test_what_the_messages_advise_works(tmp_path, make, keys):
 
 
 def test_what_a_template_leaves_out_is_not_an_answer(tmp_path):
-    """Marks around the assistant's turns, which an error message advises, fix a template without marks."""
+    """Marks around the assistant's turns, which an error message advises, fix a template without
+    marks."""
     marked = CHANGED.replace(
         "{{ m.content }}<|im_end|>",
-        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}"
+        "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>{% "
+        "endgeneration %}{% else %}"
         "{{ m.content }}<|im_end|>{% endif %}",
     )
     (tmp_path / "marked.jinja").write_text(marked)

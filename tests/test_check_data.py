@@ -1,4 +1,5 @@
-"""``oneloop check``, and images that cannot be used: found before the run, skipped alike on every rank."""
+"""``oneloop check``, and images that cannot be used: found before the run, skipped alike on every
+rank."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ SMALL += ["--task.held_out", "0.2", "--duration", "4", "--batch.size", "8", "--t
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory) -> Path:
-    """Return a folder with 48 good images, three that are converted, two that cannot be used and an empty class."""
+    """Return a folder with 48 good images, three that are converted, two that cannot be used and an
+    empty class."""
     folder = tmp_path_factory.mktemp("check") / "photos"
     draw = np.random.default_rng(0)
 

@@ -1,4 +1,5 @@
-"""Any parallel layout loads what any other saved; damage is detected; a failed save costs only its checkpoint."""
+"""Any parallel layout loads what any other saved; damage is detected; a failed save costs only its
+checkpoint."""
 
 from __future__ import annotations
 
@@ -98,10 +99,8 @@ LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp"), (3, "fsdp2")]
 @pytest.mark.parametrize("sync", [False, True])
 def test_any_world_loads_what_any_other_wrote(tmp_path, ranks, config, sync):
     expected = run(saved, str(tmp_path), "adamw", sync, ranks=ranks, config=config).ok()[0]
-    assert [path.name for path in Store(tmp_path).sealed()] == [
-        "step-00000001",
-        "step-00000002",
-    ]  # the newest two
+    # the newest two
+    assert [path.name for path in Store(tmp_path).sealed()] == ["step-00000001", "step-00000002"]
     losses = []
     for other_ranks, other in LAYOUTS if sync else LAYOUTS[:3]:
         for found, number, loss in run(
@@ -140,7 +139,8 @@ def test_the_files_are_plain_safetensors(tmp_path):
     )
 
 
-# --- the store --------------------------------------------------------------------------------------------------------
+# --- the store
+# --------------------------------------------------------------------------------------------------
 
 
 def fill(store: Store, step: int, count: int = 3) -> Path:
@@ -238,11 +238,13 @@ def test_a_draft_is_never_read_and_a_second_seal_replaces_the_first(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000005"]
 
 
-# --- failed saves -----------------------------------------------------------------------------------------------------
+# --- failed saves
+# --------------------------------------------------------------------------------------------------
 
 
 def with_a_failing_save(root: str, sync: bool, rank: int):
-    """Limit the size of files on rank ``rank`` during the second save; return which calls reported an error."""
+    """Limit the size of files on rank ``rank`` during the second save; return which calls reported
+    an error."""
     import resource
 
     from oneloop.checkpoint.checkpoints import Checkpoints

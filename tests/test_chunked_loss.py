@@ -1,4 +1,5 @@
-"""The loss without logits equals F.cross_entropy on all logits, with plain tensors and transformers models."""
+"""The loss without logits equals F.cross_entropy on all logits, with plain tensors and transformers
+models."""
 
 import contextlib
 import pickle
@@ -14,7 +15,8 @@ from oneloop.tasks.language.chunked_loss import Losses, chunked_cross_entropy, w
 
 TOKENS, VOCABULARY, WIDTH = 37, 101, 16
 ONE, RAGGED, SINGLE = 1 << 24, 5 * VOCABULARY, 1
-"""logits per chunk: all tokens in one chunk; five tokens per chunk and two in the last; one token per chunk"""
+"""logits per chunk: all tokens in one chunk; five tokens per chunk and two in the last; one token
+per chunk"""
 
 
 @pytest.fixture(autouse=True)
@@ -61,9 +63,8 @@ def off(found, expected):
 def test_total_gradients_each_and_right_are_those_of_all_logits(entries, change, with_bias):
     inputs, target = tensors()
     inputs = inputs if with_bias else inputs[:2]
-    target[1] = F.linear(*(tensor.detach() for tensor in inputs))[
-        1
-    ].argmax()  # so that at least one is right
+    # so that at least one is right
+    target[1] = F.linear(*(tensor.detach() for tensor in inputs))[1].argmax()
     bias = inputs[2] if with_bias else None
     expected = plain(*inputs[:2], bias, target, change)
     found = chunked_cross_entropy(*inputs[:2], target, bias=bias, change=change, entries=entries)
@@ -147,7 +148,8 @@ def test_only_what_needs_a_gradient_gets_one(which):
 
 
 class Sizes(TorchDispatchMode):
-    """Record the size of the largest tensor that any operation returns, and count the matrix products."""
+    """Record the size of the largest tensor that any operation returns, and count the matrix
+    products."""
 
     def __init__(self):
         super().__init__()
@@ -342,7 +344,7 @@ def test_a_model_on_the_meta_device_is_taken_as_its_config_states():
         model = CohereForCausalLM(CohereConfig(**LLAMA))
     without_logits(model)
     assert model(input_ids=torch.ones(1, 4, dtype=torch.int64, device="meta"),
-                 target=torch.ones(1, 4, dtype=torch.int64, device="meta")).each.shape == (1, 4)  # fmt: skip
+                 target=torch.ones(1, 4, dtype=torch.int64, device="meta")).each.shape == (1, 4)  # fmt: skip  # noqa: E501
 
 
 def test_losses_are_a_plain_tuple():

@@ -103,8 +103,10 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
 
 def test_nothing_is_unpickled_in_an_export(gpt):
     code = (
-        "import sys; sys.addaudithook(lambda event, _: event.startswith('pickle.find_class') and print('UNPICKLED'));"
-        f"from oneloop.cli import main; sys.exit(main(['export', {str(gpt)!r}, '--to', {str(gpt.parent / 'o')!r}]))"
+        "import sys; sys.addaudithook(lambda event, _: event.startswith('pickle.find_class') "
+        "and print('UNPICKLED'));"
+        f"from oneloop.cli import main; sys.exit(main(['export', {str(gpt)!r}, '--to', "
+        f"{str(gpt.parent / 'o')!r}]))"
     )
     ended = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False

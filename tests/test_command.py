@@ -1,4 +1,5 @@
-"""oneloop launch: one process is started without accelerate's launcher, with the same environment."""
+"""oneloop launch: one process is started without accelerate's launcher, with the same
+environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The programs in the docs work as printed: the single components, and both sides of each migration page."""
+"""The programs in the docs work as printed: the single components, and both sides of each migration
+page."""
 
 from __future__ import annotations
 
@@ -63,9 +64,8 @@ def _connected(cpu: bool) -> int:
     from torch import distributed
 
     accelerator = Accelerator(cpu=cpu)
-    if (
-        distributed.is_initialized()
-    ):  # rank 0 hosts the store: keep it until all ranks are connected
+    # rank 0 hosts the store: keep it until all ranks are connected
+    if distributed.is_initialized():
         distributed.barrier()
     return accelerator.num_processes
 

@@ -1,4 +1,5 @@
-"""``oneloop doctor``: faults that it reports, and nothing on a healthy machine. Faults of hosts need root."""
+"""``oneloop doctor``: faults that it reports, and nothing on a healthy machine. Faults of hosts
+need root."""
 
 from __future__ import annotations
 
@@ -92,7 +93,10 @@ def test_what_nvidia_reports():
         "0, 0, No, Not Active\n1, 3, No, Not Active\n2, 0, Yes, Active\n3, [N/A], [N/A], [N/A]\n"
     )
     assert [problem[:5] for problem in gpu_problems(table)] == ["GPU 1", "GPU 2", "GPU 2"]
-    log = "[1.0] NVRM: Xid (PCI:0000:65:00): 31, pid=7\n[2.0] usb 1-1: new\n[3.0] NVRM: Xid (PCI:0000:65:00): 79, lost\n"
+    log = (
+        "[1.0] NVRM: Xid (PCI:0000:65:00): 31, pid=7\n[2.0] usb 1-1: new\n[3.0] NVRM: Xid "
+        "(PCI:0000:65:00): 79, lost\n"
+    )
     (problem,) = xid_errors(log)
     assert "Xid 79, lost for PCI:0000:65:00" in problem
 
@@ -118,7 +122,8 @@ def test_an_interrupted_doctor_leaves_nothing(tmp_path):
     assert not list(tmp_path.glob(".oneloop-*"))
 
 
-# --- two hosts, with root -----------------------------------------------------------------------------------------
+# --- two hosts, with root
+# -----------------------------------------------------------------------------------------
 
 FAULTS = {  # what is changed on the second host, and what is reported
     "127.0.1.1": (
@@ -161,7 +166,10 @@ def test_faults_of_the_second_host(fault, tmp_path):
     variables |= {"GLOO_SOCKET_IFNAME": ""} if fault == "127.0.1.1" else {}
     with lab.two_hosts():
         if fault.startswith("closed"):
-            rule = f"table inet f {{ chain in {{ type filter hook input priority 0; iifname lo accept; {change}; }}; }}"
+            rule = (
+                f"table inet f {{ chain in {{ type filter hook input priority 0; iifname lo "
+                f"accept; {change}; }}; }}"
+            )
             for host in ("h1", "h2")[: 1 if fault == "closed port" else 2]:
                 subprocess.run(["ip", "netns", "exec", host, "nft", rule], check=True)
         first = _doctor(words, tmp_path, space=1)

@@ -1,4 +1,5 @@
-"""EMA weights: the closed form, bit-identical under every strategy, evaluated in place, exported."""
+"""EMA weights: the closed form, bit-identical under every strategy, evaluated in place,
+exported."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def averaged(weights: list[torch.Tensor], **kind) -> torch.Tensor:
 
 
 def closed_form(weights: list[torch.Tensor], keep) -> torch.Tensor:
-    """Return the sum of (1 - k_n) * prod(later k) in float64; k_n = keep(n): share kept at update n = 1, 2, …"""
+    """Return the sum of (1 - k_n) * prod(later k) in float64; k_n = keep(n): share kept at update n
+    = 1, 2, …"""
     kept = torch.tensor([keep(n) for n in range(1, len(weights))], dtype=torch.float64)
     later = torch.cat([kept.flip(0).cumprod(0).flip(0)[1:], torch.ones(1, dtype=torch.float64)])
     factors = torch.cat([kept.prod()[None], (1 - kept) * later])
@@ -117,7 +119,8 @@ def given_weights(step: int) -> dict[str, torch.Tensor]:
 
 
 def on_given_weights() -> dict:
-    """Average the same weights under any strategy, and evaluate with and without the EMA weights."""
+    """Average the same weights under any strategy, and evaluate with and without the EMA
+    weights."""
     from torch.distributed.tensor import DTensor, distribute_tensor
     from torch.profiler import profile
 
@@ -174,9 +177,8 @@ def test_the_same_bits_under_every_strategy_and_nothing_sent():
         *run(on_given_weights, ranks=2, config="fsdp2").ok(),
     ]
     assert all(one["ema"] == single["ema"] for one in found)
-    assert (
-        found[3]["shards"] != found[4]["shards"] and 0 in found[4]["shards"]
-    )  # the shards are uneven
+    # the shards are uneven
+    assert found[3]["shards"] != found[4]["shards"] and 0 in found[4]["shards"]
     assert all(one["raw"] and not one["sent"] for one in found)
     plain = Uneven()
     plain.load_state_dict(
@@ -260,7 +262,8 @@ def test_a_run_of_120_steps_has_the_closed_form_of_its_weights(tmp_path, left_ou
 
 
 def apart(average: dict[str, torch.Tensor], weights: list[dict[str, torch.Tensor]]) -> float:
-    """Return the largest difference from the closed form of RECIPE's EMA, relative to the size of the weights."""
+    """Return the largest difference from the closed form of RECIPE's EMA, relative to the size of
+    the weights."""
     largest = 0.0
     for name, values in average.items():
         keeps = lambda n: 0.5 ** (8 / min(40, 0.05 * 8 * n))  # noqa: E731
@@ -310,7 +313,8 @@ def test_any_width_is_mixed_after_the_run(tmp_path, capsys):
         RECIPE.replace("{half_life: 40 samples}", "{power: [0.05, 0.1, 0.07]}")
     )
     run(train, ["r.yaml", "--duration", "60", "--run.dir", "a"], folder=tmp_path).ok()
-    # The mix for width 0.085 must be less than half as far from the stored 0.1 average as the raw weights are.
+    # The mix for width 0.085 must be less than half as far from the stored 0.1 average as the raw
+    # weights are.
     for path in Store(tmp_path / "a" / "checkpoints").sealed():
         assert {"ema-power-0.05", "ema-power-0.1"} <= set(
             json.loads((path / "state.json").read_text())

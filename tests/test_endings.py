@@ -1,4 +1,5 @@
-"""When a run ends early, it names the cause, all processes exit, and the same command resumes the run."""
+"""When a run ends early, it names the cause, all processes exit, and the same command resumes the
+run."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def resumes(folder: Path, *words: str, config: str = "single", ranks: int = 1) -
     assert "resuming from" in world.output and summary(folder)["exit_reason"] == "done"
 
 
-# --- deaths -----------------------------------------------------------------------------------------------------------
+# --- deaths
+# --------------------------------------------------------------------------------------------------
 
 OS_EXIT = "exited with code 5 and no error message: some code called os._exit"
 DEATHS = [
@@ -95,10 +97,8 @@ def test_a_death_is_named_and_all_go(
     assert ended["exit_code"] == 1 and expected_text in ended["exit_reason"], ended
     assert ranks == 1 or f"rank {rank}" in ended["exit_reason"]
     if fault.startswith("raise"):
-        assert world.output.count("Traceback (most recent call last)") in (
-            1,
-            2,
-        )  # of the cause, and its consequence
+        # of the cause, and its consequence
+        assert world.output.count("Traceback (most recent call last)") in (1, 2)
         assert world.output.count("the fault") >= 1 and "faulty.py" in world.output
         assert "Connection" not in world.output
     resumes(folder, *words, config=config, ranks=ranks)
@@ -148,9 +148,8 @@ def live_iterators() -> list[int]:
     )
     places = [[(0, index)] for index in range(8)]
     counts = []
-    signal_handling._SIGCHLD_handler_set = (
-        True  # else torch raises in any code when the worker's exit is reported
-    )
+    # else torch raises in any code when the worker's exit is reported
+    signal_handling._SIGCHLD_handler_set = True
     try:
         try:
             for _ in loader(
@@ -173,7 +172,8 @@ def live_iterators() -> list[int]:
 
 
 def test_a_worker_that_has_gone_is_let_go_behind_another_error(folder):
-    """A live iterator would make torch raise when the worker's exit is reported, at any later point of the run."""
+    """A live iterator would make torch raise when the worker's exit is reported, at any later point
+    of the run."""
     assert run(live_iterators).ok() == [[1, 0]]
 
 
@@ -220,7 +220,8 @@ def test_data_workers_go_with_their_trainer(folder):
     assert not alive
 
 
-# --- hangs ------------------------------------------------------------------------------------------------------------
+# --- hangs
+# --------------------------------------------------------------------------------------------------
 
 HANGS = [("kill:SIGSTOP", "loss"), ("loop", "sample"), ("read", "loss"), ("sleep:600", "sample")]
 DEFAULT_HANGS = {("ddp", 0), ("single", 1), ("fsdp2", 2)}
@@ -359,7 +360,8 @@ def test_a_stuck_save_does_not_hold_training(folder, config, ranks):
     assert max(line["step"] for line in logged if "train/loss" in line) == 60
 
 
-# --- signals ----------------------------------------------------------------------------------------------------------
+# --- signals
+# --------------------------------------------------------------------------------------------------
 
 
 def _started(folder: Path, *words: str) -> subprocess.Popen:
@@ -460,7 +462,8 @@ def test_a_stop_is_heard_where_a_sample_blocks(folder):
     assert "faulty.py" in summary(folder)["exit_reason"]
 
 
-# --- before the first step --------------------------------------------------------------------------------------------
+# --- before the first step
+# --------------------------------------------------------------------------------------------
 
 
 def _own_folders(argv: list[str]) -> None:
@@ -494,7 +497,10 @@ def test_another_folder_on_each_rank_is_rejected(folder):
         ("other", "the train set holds other samples on rank 0"),
         (
             "wider",
-            "the model differs between ranks: embedding.weight is (13, 8) float32 on rank 0 and (13, 9)",
+            (
+                "the model differs between ranks: embedding.weight is (13, 8) float32 on rank 0 "
+                "and (13, 9)"
+            ),
         ),
     ],
 )
@@ -505,7 +511,8 @@ def test_ranks_that_see_other_things_are_rejected(folder, config, fault, expecte
     assert not (folder / "run").exists()
 
 
-# --- no false alarm ---------------------------------------------------------------------------------------------------
+# --- no false alarm
+# --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""Evaluation counts every sample exactly once on any number of ranks, and leaves the model unchanged."""
+"""Evaluation counts every sample exactly once on any number of ranks, and leaves the model
+unchanged."""
 
 from __future__ import annotations
 
@@ -170,8 +171,8 @@ def test_a_metric_of_several_values_has_their_names_or_is_rejected(tmp_path, ran
     )
     assert rejected.codes == [2] * ranks and not (tmp_path / "a").exists()
     assert (
-        "the metric 'recall' returns 10 values without names; wrap it in torchmetrics' ClasswiseWrapper"
-        in rejected.output
+        "the metric 'recall' returns 10 values without names; wrap it in torchmetrics' "
+        "ClasswiseWrapper" in rejected.output
     )
     run(partial(classwise, named=True), words, ranks=ranks, config=config, folder=tmp_path).ok()
     found = [
@@ -182,6 +183,5 @@ def test_a_metric_of_several_values_has_their_names_or_is_rejected(tmp_path, ran
         f"eval/recall_{one}" in line for line in evaluations for one in range(10)
     )
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
-    assert summary["best"]["value"] == max(
-        line["eval/recall_3"] for line in evaluations
-    )  # larger is better
+    # larger is better
+    assert summary["best"]["value"] == max(line["eval/recall_3"] for line in evaluations)

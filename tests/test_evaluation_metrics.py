@@ -15,7 +15,8 @@ CLASSES, SAMPLES = 7, 131
 
 
 def drawn() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and targets; classes 2 and 6 never occur, classes 2 and 5 are never predicted."""
+    """Return logits and targets; classes 2 and 6 never occur, classes 2 and 5 are never
+    predicted."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(SAMPLES, CLASSES, generator=generator)
     logits[:, [2, 5]] = -9.0
@@ -64,7 +65,8 @@ class Drawn:
 
 
 def both() -> list[tuple[dict, list]]:
-    """Return metrics and matrices of oneloop, torchmetrics and oneloop again: each evaluation starts at zero."""
+    """Return metrics and matrices of oneloop, torchmetrics and oneloop again: each evaluation
+    starts at zero."""
     from oneloop.evaluation import evaluate
     from oneloop.launch.processes import start
     from oneloop.show.examples import Examples

@@ -36,9 +36,8 @@ def exactly(tensors: list[torch.Tensor]) -> Fraction:
 def test_the_norm_is_the_exact_one_rounded_and_of_no_order(scale):
     parts = [part * scale for part in drawn(1, 17, 4000, 300_000)]
     found = float(exact_norm(parts))
-    assert math.isclose(
-        found, math.sqrt(exactly(parts)), rel_tol=1e-12
-    )  # squares are cut at 2^-60 of the largest
+    # squares are cut at 2^-60 of the largest
+    assert math.isclose(found, math.sqrt(exactly(parts)), rel_tol=1e-12)
     whole = torch.cat(parts)
     for seed in range(5):
         shuffled = whole[torch.randperm(len(whole), generator=torch.Generator().manual_seed(seed))]
@@ -49,9 +48,8 @@ def test_the_norm_is_the_exact_one_rounded_and_of_no_order(scale):
         )
         assert float(exact_norm([*shuffled.tensor_split(cuts)])) == found
     plain = whole / scale
-    assert (
-        len({float(plain.roll(by).square().sum()) for by in range(9)}) > 1
-    )  # plain sums do depend on the order
+    # plain sums do depend on the order
+    assert len({float(plain.roll(by).square().sum()) for by in range(9)}) > 1
 
 
 def test_a_norm_of_nothing_and_of_what_is_not_finite():
@@ -114,7 +112,8 @@ TORCHS = {
 def stepped(
     make, values: list[torch.Tensor], *, bad: tuple[int, ...] = (), steps: int = 6
 ) -> list[torch.Tensor]:
-    """Return parameters and state after some steps; in ``bad`` steps gradients are NaN and ``found_inf`` is 1."""
+    """Return parameters and state after some steps; in ``bad`` steps gradients are NaN and
+    ``found_inf`` is 1."""
     parameters = [torch.nn.Parameter(value.clone()) for value in values]
     optimizer = make(parameters)
     if hasattr(optimizer, "elementwise"):

@@ -1,4 +1,5 @@
-"""The examples of an evaluation: fixed samples, worst mistakes, confusion matrix, generated text."""
+"""The examples of an evaluation: fixed samples, worst mistakes, confusion matrix, generated
+text."""
 
 from __future__ import annotations
 

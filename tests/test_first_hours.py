@@ -1,4 +1,5 @@
-"""Problems with a first custom task: a loss that changes during the run, masks, the best weights."""
+"""Problems with a first custom task: a loss that changes during the run, masks, the best
+weights."""
 
 from __future__ import annotations
 
@@ -102,7 +103,7 @@ class Failing(Annealed):
 class Columns(Annealed):
     def predicted(self, batch, outputs):
         return {"one": outputs["said"].sum()}
-'''
+'''  # noqa: E501
 COMMON = [
     "--batch.size",
     "16",
@@ -152,9 +153,8 @@ def test_a_loss_that_changes_along_the_run_is_the_same_for_any_split(folder):
     metrics = json.loads(
         next(line for line in evaluated.output.splitlines() if line.startswith("{"))
     )
-    assert metrics["eval/loss"] == pytest.approx(
-        ended["eval/loss"], rel=1e-5
-    )  # at the end of the run, beta is 1
+    # at the end of the run, beta is 1
+    assert metrics["eval/loss"] == pytest.approx(ended["eval/loss"], rel=1e-5)
 
 
 def test_it_continues_where_it_was_and_not_on_a_longer_run(folder):
@@ -224,7 +224,8 @@ def test_columns_may_be_tensors_and_texts(folder):
 
 
 def test_the_metrics_are_those_of_the_weights_in_final(folder):
-    """With save.final best, the table, the summary, the examples and export belong to the weights in final/."""
+    """With save.final best, the table, the summary, the examples and export belong to the weights
+    in final/."""
     words = [
         "mine.py:Constant",
         *COMMON,
@@ -430,9 +431,8 @@ def _again_in_a_notebook() -> None:
         fit(module.Annealed())
     with pytest.raises(BadInput) as rejected:
         fit(module.Annealed, task={"width": "wide"})
-    assert (
-        rejected.value.__cause__ is None and rejected.value.__suppress_context__
-    )  # no chained traceback
+    # no chained traceback
+    assert rejected.value.__cause__ is None and rejected.value.__suppress_context__
 
 
 def test_a_class_of_a_notebook_that_was_changed(tmp_path):
@@ -443,8 +443,8 @@ def test_a_class_of_a_notebook_that_was_changed(tmp_path):
 def test_a_script_without_a_guard_is_not_trained_by_evaluate(folder):
     """evaluate imports the class from the script, which would call fit again."""
     script = (
-        TASK
-        + "\n\nfrom oneloop import fit\n\nfit(Annealed, duration=3, track='none', run={'dir': 'run'})\n"
+        TASK + "\n\nfrom oneloop import fit\n\nfit(Annealed, duration=3, track='none', run={'dir': "
+        "'run'})\n"
     )
     (folder / "script.py").write_text(script)
     done = subprocess.run([sys.executable, "script.py"], cwd=folder, capture_output=True, text=True)

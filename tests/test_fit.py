@@ -101,9 +101,8 @@ def _one_interpreter() -> None:
 
     from oneloop import fit
 
-    fit(
-        "digits", duration=1, run={"dir": "warm"}, **QUIET
-    )  # in the first run, libraries open their own files
+    # in the first run, libraries open their own files
+    fit("digits", duration=1, run={"dir": "warm"}, **QUIET)
     before = left()
     plain = fit(
         "digits",
@@ -271,9 +270,8 @@ def _fails() -> None:
                 run={"dir": "run"},
                 **QUIET,
             )
-        assert raised.value.__traceback__ is not None and not isinstance(
-            raised.value, BadInput
-        )  # still held
+        # still held
+        assert raised.value.__traceback__ is not None and not isinstance(raised.value, BadInput)
         ended = json.loads(Path("run/summary.json").read_text())
         assert ended["exit_code"] == 1 and type(raised.value).__name__ in ended["exit_reason"]
         now = left()
@@ -396,7 +394,8 @@ if __name__ == "__main__":
 
 
 def test_a_class_of_the_script_that_runs_is_found_again(tmp_path):
-    """The class is found by the script's file. A notebook's class cannot be found again; the error reports it."""
+    """The class is found by the script's file. A notebook's class cannot be found again; the error
+    reports it."""
     (tmp_path / "script.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True

@@ -1,4 +1,5 @@
-"""Throughput and time metrics: checked by hand, by formula, and with code that is slow on purpose."""
+"""Throughput and time metrics: checked by hand, by formula, and with code that is slow on
+purpose."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ def test_resnet18_has_its_known_count():
         training_flops(models.resnet18(), lambda model, batch: (model(batch["x"]).sum(), {}), batch)
         / 2
     )
-    # 1.814 G multiply-adds forward, and twice as many backward, except for the input of the first layer.
+    # 1.814 G multiply-adds forward, and twice as many backward, except for the input of the first
+    # layer.
     assert abs(found / (2 * (3 * 1.814e9 - 0.118e9)) - 1) < 0.03
 
 
@@ -146,7 +148,9 @@ def test_what_is_slow_is_named_with_its_share(tmp_path, words, phase, calls, bef
             abs(sum(shares.values()) - 1) < 1e-6
             and max(shares, key=lambda name: shares[name]) == phase
         )
-        if number:  # within 5 points of the measured time of the slow calls; the first 20 steps include start-up work
+        # within 5 points of the measured time of the slow calls; the first 20 steps include start-
+        # up work
+        if number:
             seconds = 160 / line["train/samples_per_second"]
             assert (
                 abs(
@@ -183,7 +187,8 @@ class SlowStart:
 
 
 def measured() -> dict[str, float]:
-    """Return the metrics of a step whose update is a tenth of the weights; with FSDP2 only rank 0 has weights."""
+    """Return the metrics of a step whose update is a tenth of the weights; with FSDP2 only rank 0
+    has weights."""
     world = start()
     torch.manual_seed(0)
     model = world.prepare(torch.nn.Linear(4, 1, bias=False))
@@ -250,9 +255,8 @@ def test_the_update_of_any_layout_and_type(dtype):
         one *= 1 - 2**-7
     moved, size = ratio.values(torch.zeros(()))
     change = torch.cat([one.flatten() for one in parameters]).double() - before
-    assert float(size) == pytest.approx(
-        float(before.norm() ** 2), rel=1e-6
-    )  # all weights count: the model is small
+    # all weights count: the model is small
+    assert float(size) == pytest.approx(float(before.norm() ** 2), rel=1e-6)
     assert float(moved) == pytest.approx(
         float(change.norm() ** 2), rel=1e-6 if dtype != torch.bfloat16 else 1e-5
     )
@@ -286,9 +290,8 @@ def test_tokens_per_second_by_hand(tmp_path):
     first, second = lines(tmp_path / "a")[:2]
     assert first["train/epoch"] == 160 / 37 and second["train/epoch"] == 320 / 37
     by_hand = (second["tokens"] - first["tokens"]) / (second["time"] - first["time"])
-    assert (
-        abs(second["speed/tokens_per_second"] / by_hand - 1) < 0.05
-    )  # same interval, except for the logging itself
+    # same interval, except for the logging itself
+    assert abs(second["speed/tokens_per_second"] / by_hand - 1) < 0.05
     assert (
         abs(second["train/samples_per_second"] / (160 / (second["time"] - first["time"])) - 1)
         < 0.05
@@ -311,7 +314,10 @@ def test_tokens_per_second_by_hand(tmp_path):
         (
             {"share/save": 0.2},
             0,
-            "20 % of the time training waits for checkpoints: raise save.every from 50 steps to 500",
+            (
+                "20 % of the time training waits for checkpoints: raise save.every from 50 steps "
+                "to 500"
+            ),
         ),
         (
             {"share/compute": 0.9, "share/data": 0.1},

@@ -1,4 +1,5 @@
-"""A resume rejects changes and repairs damaged files next to the checkpoints. Also: the results of a run."""
+"""A resume rejects changes and repairs damaged files next to the checkpoints. Also: the results of
+a run."""
 
 from __future__ import annotations
 
@@ -68,9 +69,8 @@ def test_samples_that_are_others_each_time_have_no_checksum(tmp_path):
         "    def train_set(self):\n        import numpy\n        own = numpy.random.default_rng()\n"
         "        return [(self.x[i], torch.tensor([own.random()])) for i in range(64)]",
     )
-    run(
-        here, WORDS, folder=tmp_path
-    ).ok()  # drawn at each start: the samples differ at the next one
+    # drawn at each start: the samples differ at the next one
+    run(here, WORDS, folder=tmp_path).ok()
     unfinished(tmp_path / "run")
     assert "some of 16" in run(here, WORDS, folder=tmp_path).output
 
@@ -93,12 +93,14 @@ def test_durations_are_compared_as_durations():
     assert difference(old, {**new, "task": {"a": "1epoch"}}) == ["task.a: '1ep' -> '1epoch'"]
 
 
-# --- files next to the checkpoints ------------------------------------------------------------------------------------
+# --- files next to the checkpoints
+# ------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """Return a folder with a digits run of twelve steps (run), and the same run killed after step 8 (cut)."""
+    """Return a folder with a digits run of twelve steps (run), and the same run killed after step 8
+    (cut)."""
     folder = tmp_path_factory.mktemp("whole")
     words = [*WORDS[:1], *WORDS[3:], "--task.width", "8"]
     run(train, words, folder=folder).ok()
@@ -191,8 +193,8 @@ def hurt(content: bytes, draw: random.Random) -> bytes:
 
 @pytest.mark.parametrize("times", [300, pytest.param(2000, marks=pytest.mark.slow)])
 def test_corruptions_of_a_run_folder(tmp_path, whole, times):
-    """Random damage to files next to the checkpoints: inspect() never rejects the run's own recipe, metrics.jsonl
-    keeps only lines that the run wrote, and damaged results are detected."""
+    """Random damage to files next to the checkpoints: inspect() never rejects the run's own recipe,
+    metrics.jsonl keeps only lines that the run wrote, and damaged results are detected."""
     import yaml
 
     draw = random.Random(0)
@@ -229,9 +231,8 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
             continue
         (source / name).write_bytes(bad)
         try:
-            finished = Folder(source, say=messages.append).inspect(
-                resolved
-            )  # must not reject the run's own recipe
+            # must not reject the run's own recipe
+            finished = Folder(source, say=messages.append).inspect(resolved)
             read_record(source)
             if name in ("summary.json", "final/model.safetensors", f"final/{MANIFEST}"):
                 same = (
@@ -253,7 +254,8 @@ def test_corruptions_of_a_run_folder(tmp_path, whole, times):
     assert detected["metrics.jsonl"] > 130 * share and detected["recipe.yaml"] > 50 * share
 
 
-# --- checkpoints ------------------------------------------------------------------------------------------------------
+# --- checkpoints
+# --------------------------------------------------------------------------------------------------
 
 
 def forged(path: Path, change) -> None:
@@ -316,7 +318,8 @@ def test_another_steps_name_and_links_are_rejected(tmp_path, whole):
     assert problems(linked) == ["state.json: a link, which may lead elsewhere"]
 
 
-# --- the end ----------------------------------------------------------------------------------------------------------
+# --- the end
+# --------------------------------------------------------------------------------------------------
 
 OVER_FITTED = """    def eval_sets(self):  # the fit to the sine is best early on: this set wants none of it
         return {"validation": torch.utils.data.TensorDataset(self.x, 0 * self.x), "test": self.train_set()}
@@ -328,7 +331,7 @@ OVER_FITTED = """    def eval_sets(self):  # the fit to the sine is best early o
         assert not any(isinstance(one, DTensor) for one in tensors)
         (folder / "own.txt").write_text(str([tuple(one.shape) for one in tensors]))
         torch.save(model.state_dict(), folder / "own.pt")
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
@@ -493,7 +496,8 @@ def test_an_unchanged_run_continues_whatever_its_repr_and_its_samples(tmp_path):
         "    def train_set(self):\n        words = {'cat', 'dog', 'bird', 'fish'}\n"
         "        return [(self.x[i], self.x[i].sin(), words) for i in range(64)]\n"
         "    def eval_sets(self):\n        return {}\n"
-        "    def collate(self, samples):\n        return super().collate([one[:2] for one in samples])",
+        "    def collate(self, samples):\n        return super().collate([one[:2] for one in "
+        "samples])",
     )
     for seed, folder in (("1", None), ("2", "run")):
         if folder:
@@ -526,7 +530,8 @@ def test_a_run_in_float64_is_exported_as_it_is(tmp_path):
 def test_a_run_that_saved_nothing_binds_nobody(tmp_path):
     lay(
         tmp_path,
-        "    def loss(self, model, batch):\n        return (model(batch['x']) * float('nan')).sum(), {}",
+        "    def loss(self, model, batch):\n        return (model(batch['x']) * "
+        "float('nan')).sum(), {}",
     )
     diverged = run(here, [*WORDS, "--save.best", "false"], folder=tmp_path)
     assert diverged.codes == [3] and not Store(tmp_path / "run" / "checkpoints").sealed()
@@ -535,16 +540,21 @@ def test_a_run_that_saved_nothing_binds_nobody(tmp_path):
     assert corrected.codes == [0], corrected.output
 
 
-# --- disk space -------------------------------------------------------------------------------------------------------
+# --- disk space
+# --------------------------------------------------------------------------------------------------
 
 
 def on_a_disk(folder: Path, options: str, fill: str = "true") -> subprocess.CompletedProcess[str]:
-    """Start a run on a separate disk; the output ends with the exit code and the files on that disk."""
+    """Start a run on a separate disk; the output ends with the exit code and the files on that
+    disk."""
     lay(folder)
     disk = folder / "disk"
     disk.mkdir()
     train_it = " ".join([sys.executable, "-m", "oneloop.train", *WORDS[:-1], "disk/run"])
-    script = f"mount -t tmpfs -o {options} none {disk} && {fill} && ({train_it}; echo code $?; ls -A {disk})"
+    script = (
+        f"mount -t tmpfs -o {options} none {disk} && {fill} && ({train_it}; echo code $?; ls -A "
+        f"{disk})"
+    )
     words = ["unshare", "-Urm", "sh", "-c", script]
     ended = subprocess.run(
         words, cwd=folder, capture_output=True, text=True, timeout=120, check=False
@@ -567,7 +577,8 @@ def test_a_disk_that_cannot_be_written_is_reported(tmp_path):
     assert ended.stdout.split()[-2:] == ["code", "2"] and "Read-only file system" in ended.stderr
 
 
-# --- untrusted run folders --------------------------------------------------------------------------------------------
+# --- untrusted run folders
+# --------------------------------------------------------------------------------------------
 
 
 def test_a_run_folder_runs_no_program(tmp_path, whole, capsys):

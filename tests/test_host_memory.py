@@ -162,7 +162,8 @@ def test_four_processes_need_little_more_than_one_copy_of_a_pretrained_model(tmp
         for seen, _ in run(pretrained, str(tmp_path / "bert"), ranks=4, config="fsdp2").ok()
     ]
     print(
-        f"a copy of {copy:.0f} MB; peaks {[round(peak) for peak in peaks]}, {sum(peaks) / copy:.3f} copies in all"
+        f"a copy of {copy:.0f} MB; peaks {[round(peak) for peak in peaks]}, "
+        f"{sum(peaks) / copy:.3f} copies in all"
     )
     assert copy > 1000 and sum(peaks) < 1.3 * copy
 

@@ -1,4 +1,5 @@
-"""Image training: augmentation, mixup and cutmix are the same on every layout; class weights; soft labels."""
+"""Image training: augmentation, mixup and cutmix are the same on every layout; class weights; soft
+labels."""
 
 from __future__ import annotations
 
@@ -132,9 +133,8 @@ def test_mixup_is_what_its_paper_states_and_a_function_of_the_place():
             and (label > 0).sum() <= 2
             and image.std() < 1e-5
         )
-        assert torch.allclose(
-            image, label @ torch.arange(50.0), atol=1e-4
-        )  # each class is one image's value
+        # each class is one image's value
+        assert torch.allclose(image, label @ torch.arange(50.0), atol=1e-4)
     shares = torch.stack([mixed[epoch, 0][1][1][0] for epoch in range(400)])
     assert len(shares.unique()) > 300  # a different partner and share in every epoch
     assert not torch.equal(mixed[0, 7][1][0], SeededSamples(mixed.dataset, seed=4)[0, 7][1][0])
@@ -298,9 +298,8 @@ def test_shares_of_classes_are_trained_on(tmp_path, config, ranks):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["eval/accuracy"] > 0.8
     least = -(np.array([0.8, 0.1, 0.1]) * np.log([0.8, 0.1, 0.1])).sum()
-    assert (
-        summary["eval/loss"] > 0.6 * least
-    )  # it cannot fall far below the entropy of the soft labels
+    # it cannot fall far below the entropy of the soft labels
+    assert summary["eval/loss"] > 0.6 * least
 
 
 BAD = {

@@ -1,4 +1,5 @@
-"""Exports of image models describe themselves: scripts without oneloop serve them as ``oneloop predict`` does."""
+"""Exports of image models describe themselves: scripts without oneloop serve them as ``oneloop
+predict`` does."""
 
 from __future__ import annotations
 

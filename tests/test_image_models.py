@@ -1,4 +1,5 @@
-"""Image models of other libraries: fine-tuned with frozen layers and layer-wise rates, and loaded there."""
+"""Image models of other libraries: fine-tuned with frozen layers and layer-wise rates, and loaded
+there."""
 
 from __future__ import annotations
 
@@ -159,9 +160,8 @@ def test_a_pretrained_model_is_fine_tuned_gone_on_with_and_loaded_where_it_is_fr
         for tensor in last
         if any(matches(pattern, tensor) for pattern, own in groups.items() if own.get("freeze"))
     }
-    assert frozen and all(
-        torch.equal(first[tensor], last[tensor]) for tensor in frozen
-    )  # BatchNorm statistics, too
+    # BatchNorm statistics, too
+    assert frozen and all(torch.equal(first[tensor], last[tensor]) for tensor in frozen)
     for tensor in {tensor for tensor in last if tensor.endswith(".weight")} - frozen:
         assert first[tensor].shape != last[tensor].shape or not torch.equal(
             first[tensor], last[tensor]

@@ -1,4 +1,5 @@
-"""Every key has an effect, is rejected, or is listed with the reason why this file cannot show its effect."""
+"""Every key has an effect, is rejected, or is listed with the reason why this file cannot show its
+effect."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ EFFECTS: dict[str, tuple] = {
     "debug.overfit": ("32",),
     "debug.dry_run": ("true",),
 }
-"""a value that shows the key's effect, further options (the control run has them, too), and the layout"""
+"""a value that shows the key's effect, further options (the control run has them, too), and the
+layout"""
 LISTED = {
     "init.leave_out": "changes a start from other weights: tests/test_frozen_weights.py",
     "guard.spike": "needs a spike: tests/test_bad_step_policy.py",
@@ -146,7 +148,8 @@ def test_the_tables_hold_every_key():
 
 @pytest.mark.parametrize("task", TASKS)
 def test_every_argument_of_a_task_is_read(task):
-    """It is read by name in the constructor of the task or of a base class. ``needs`` names only known arguments."""
+    """It is read by name in the constructor of the task or of a base class. ``needs`` names only
+    known arguments."""
     kind = resolve("task", task)
     mine = {key.removeprefix("task.") for key in keys_of(task) if key.startswith("task.")} - {
         "name"
@@ -169,7 +172,8 @@ def test_every_argument_of_a_task_is_read(task):
 
 
 def seen_of(folder: Path, words: list[str], how: dict) -> tuple:
-    """Return exit codes, files, weights, metrics without times, and output lines without numbers."""
+    """Return exit codes, files, weights, metrics without times, and output lines without
+    numbers."""
     world = run(train, [*words, "--run.dir", "run"], folder=folder, **how)
     there = folder / "run"
     files = {
@@ -226,7 +230,8 @@ ACCELERATE = {
     "distributed_type": "one process, DDP or FSDP2: the start line names it",
     "mixed_precision": "the start line names it: tests/test_same_weights.py",
     "fsdp_version": "1 is rejected",
-    "fsdp_auto_wrap_policy": "tests/test_odd_endings.py and test_settings.py: what cannot be wrapped is rejected",
+    "fsdp_auto_wrap_policy": "tests/test_odd_endings.py and test_settings.py: what cannot be wrapped is "  # noqa: E501
+    "rejected",
     "fsdp_reshard_after_forward": "changes memory alone",
     "fsdp_state_dict_type": "a line at the start",
     "fsdp_cpu_ram_efficient_loading": "a line at the start",

@@ -1,5 +1,5 @@
-"""Adapters on a frozen model: the same on every parallel layout, compatible with peft and transformers, and
-checkpoints without the base model."""
+"""Adapters on a frozen model: the same on every parallel layout, compatible with peft and
+transformers, and checkpoints without the base model."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def losses(model: torch.nn.Module, sample) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def peft_alone(tmp_path_factory) -> Path:
-    """Save a base model, new peft adapters (start), and these adapters after 40 steps of a plain loop (wanted)."""
+    """Save a base model, new peft adapters (start), and these adapters after 40 steps of a plain
+    loop (wanted)."""
     folder = tmp_path_factory.mktemp("peft")
     base = a_base(folder / "base")
     torch.manual_seed(3)
@@ -141,7 +142,8 @@ def as_others_load_it(folder: Path, base: Path) -> None:
     merged = transformers.AutoModelForCausalLM.from_pretrained(folder / "merged").eval()
     by_transformers = mean_loss(merged, samples)
     print(
-        f"printed {printed:.6f}, peft {by_peft:.6f}, merged {by_transformers:.6f}, without adapters {alone:.6f}"
+        f"printed {printed:.6f}, peft {by_peft:.6f}, merged {by_transformers:.6f}, without "
+        f"adapters {alone:.6f}"
     )
     assert by_peft == pytest.approx(printed, abs=1e-5) and by_transformers == pytest.approx(
         printed, abs=1e-5
@@ -340,7 +342,10 @@ WRONG = [
     ),
     (
         ["--task.lora.rank", "4", "--task.lora.targets", '["q_proj", "query"]'],
-        "task.lora.targets 'query' matches no layer of the model; its linear layers are q_proj, k_proj, v_proj, o_proj",
+        (
+            "task.lora.targets 'query' matches no layer of the model; its linear layers are "
+            "q_proj, k_proj, v_proj, o_proj"
+        ),
     ),
     (
         ["--task.lora.rank", "4", "--task.lora.targets", '["self_attn"]'],

@@ -1,4 +1,5 @@
-"""The files for schedulers in launch/: valid for the published models, with oneloop's exit codes and valid commands."""
+"""The files for schedulers in launch/: valid for the published models, with oneloop's exit codes
+and valid commands."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ def _known(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _places(value: Any) -> Iterator[dict[str, Any]]:
-    """Yield all dictionaries with fixed keys in a manifest (labels and resources have free ones)."""
+    """Yield all dictionaries with fixed keys in a manifest (labels and resources have free
+    ones)."""
     if isinstance(value, dict):
         yield value
         for key, inside in value.items():
@@ -76,12 +78,12 @@ def test_kubernetes_restarts_by_exit_code():
 
 @pytest.fixture(scope="module")
 def schemas(tmp_path_factory) -> tuple[dict, dict]:
-    """Return SkyPilot's schemas of a task and of its resources. (The import writes to the home folder.)"""
+    """Return SkyPilot's schemas of a task and of its resources. (The import writes to the home
+    folder.)"""
     program = "import json; from sky.utils import schemas as s\n"
     program += "print(json.dumps([s.get_task_schema(), s.get_resources_schema()]))"
-    installed = (
-        Path(sys.prefix) / "skypilot"
-    )  # by launch/environment.sh, as it needs another transformers
+    # by launch/environment.sh, as it needs another transformers
+    installed = Path(sys.prefix) / "skypilot"
     if not installed.is_dir():
         pytest.skip("SkyPilot is not installed; launch/test.sh installs it")
     home = {

@@ -12,14 +12,14 @@ PACKAGE = ROOT / "src" / "oneloop"
 WORDS = 25  # maximum words per sentence
 OTHERS = {"self.wrong", "contract.wrong"}  # their text follows "my_task.py:MyTask.loss"
 DIALECT = re.compile(
-    r"\b(told|tells?|said|says?|lies?|stands?|stood|goes on|gone on|go on|anew|is no|is none|are no|none of|nor"
-    r"|asked for|a person|people|figures?|wreck|stance|at all|usual|otherwise|parts|leaf|leaves|there already"
-    r"|without a word|somebody|one's own|theirs|beside|of its own|another one|put (it |that )?back|trouble|averages"
+    r"\b(told|tells?|said|says?|lies?|stands?|stood|goes on|gone on|go on|anew|is no|is none|are no|none of|nor"  # noqa: E501
+    r"|asked for|a person|people|figures?|wreck|stance|at all|usual|otherwise|parts|leaf|leaves|there already"  # noqa: E501
+    r"|without a word|somebody|one's own|theirs|beside|of its own|another one|put (it |that )?back|trouble|averages"  # noqa: E501
     r"|the same bits|where)\b"
 )
 PROSE = re.compile(
-    r"\b(told|tells?|lies|stood|goes on|gone on|go on|anew|a person|wreck|stance|trainee|trouble|theirs|asked for"
-    r"|somebody|one's own|put (it |that )?back|the same bits|to the bit|must get here|without a word|held out)\b",
+    r"\b(told|tells?|lies|stood|goes on|gone on|go on|anew|a person|wreck|stance|trainee|trouble|theirs|asked for"  # noqa: E501
+    r"|somebody|one's own|put (it |that )?back|the same bits|to the bit|must get here|without a word|held out)\b",  # noqa: E501
     re.IGNORECASE,
 )
 """words of the dialect that neither a page nor a docstring needs"""
@@ -30,7 +30,8 @@ PARTICIPLE = re.compile(
 
 
 def template(node: ast.expr, names: dict[str, ast.expr], depth: int = 0) -> str:
-    """Return the text of an expression, with X for each inserted value; local variables are followed."""
+    """Return the text of an expression, with X for each inserted value; local variables are
+    followed."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):

@@ -1,4 +1,5 @@
-"""batch.micro auto: a child process finds it by real steps, may run out of memory, and the run equals a fixed value."""
+"""batch.micro auto: a child process finds it by real steps, may run out of memory, and the run
+equals a fixed value."""
 
 from __future__ import annotations
 
@@ -142,7 +143,7 @@ def test_out_of_memory_in_a_run_states_what_to_change(tmp_path):
     assert world.codes == [1]
     reason = json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
     assert (
-        "out of memory on cpu with a micro-batch of 8; --batch.micro 4 (now 8; the result stays the same)"
-        in reason
+        "out of memory on cpu with a micro-batch of 8; --batch.micro 4 (now 8; the result "
+        "stays the same)" in reason
     )
     assert "fsdp2.yaml" in reason and "GiB" in reason

@@ -70,7 +70,8 @@ def final(folder: Path) -> dict[str, bytes]:
 
 
 def intact(address: str, scratch: Path, but: int = -1) -> list[int]:
-    """Return the steps in a mirror, each of which is whole: every object is fetched, and verified by both checksums."""
+    """Return the steps in a mirror, each of which is whole: every object is fetched, and verified
+    by both checksums."""
     bucket, steps = Bucket(address), []
     for step in set(steps_in(bucket)) - {but}:
         copy = Copy(bucket, folder_of(step), scratch / f"step-{step:08d}")
@@ -84,7 +85,8 @@ def intact(address: str, scratch: Path, but: int = -1) -> list[int]:
 def lose_disks(
     folder: Path, address: str, s3, times: int, config: str, ranks: int, seed: int
 ) -> Path:
-    """Train until the end, and lose all hosts and their disks at random moments; return the run folder."""
+    """Train until the end, and lose all hosts and their disks at random moments; return the run
+    folder."""
     rng, lost = random.Random(seed), 0
     while True:
         kill = rng.uniform(1.0, 4.0) if lost < times else 0.0
@@ -127,7 +129,8 @@ def test_the_disk_is_lost_a_hundred_times(tmp_path, s3, whole, config, ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(8))
 def test_a_store_that_fails_and_loses_uploads(tmp_path, s3, whole, number):
-    """One request in five fails; the last five uploads are lost, as with a mount that uploads later."""
+    """One request in five fails; the last five uploads are lost, as with a mount that uploads
+    later."""
     proxy, address = stores.Proxy(s3["AWS_ENDPOINT_URL"]), f"s3://bucket/lossy-{number}"
     variables, proxy.fail = s3 | {"AWS_ENDPOINT_URL": proxy.address}, 0.2
     words = ["--run.dir", address, "--save.every", "20"]
@@ -169,8 +172,8 @@ def test_the_uploading_process_is_killed(tmp_path, s3, whole, times, scratch):
 
 
 def test_a_copy_of_a_run_folder(tmp_path, s3, whole):
-    """Two processes on one disk: steps kept, files and final weights are those of the run folder; another machine
-    resumes from the copy. No file holds a secret."""
+    """Two processes on one disk: steps kept, files and final weights are those of the run folder;
+    another machine resumes from the copy. No file holds a secret."""
     address, folder = "s3://bucket/copy", tmp_path / "one"
     words = ["--save.mirror", address, "--run.dir", "run", "--save.forever", "20"]
     stopped = stores.trained(
@@ -282,7 +285,7 @@ def test_the_commands_take_the_address(tmp_path, capsys, monkeypatch, whole):
     assert main(["report", address]) == 0 and (tmp_path / "report.html").exists()
     shutil.rmtree(tmp_path / "cache")
     resumed = stores.trained(
-        tmp_path, "--run.resume", f"{address}/checkpoints/step-00000060", "--task.frozen", "true", "--duration", "70",
+        tmp_path, "--run.resume", f"{address}/checkpoints/step-00000060", "--task.frozen", "true", "--duration", "70",  # noqa: E501
         "--run.accept_changes", "true", variables={"ONELOOP_CACHE": str(tmp_path / "cache")},
     )  # fmt: skip
     assert "resuming from" in resumed.ok() or "step-00000060" in resumed.output
@@ -365,9 +368,8 @@ def test_the_lease(tmp_path, scheme, monkeypatch, request):
         take(
             bucket, {"pid": 3, "host": "third", "since": "now", "token": "third"}, lambda text: None
         )
-    again = take(
-        bucket, {"pid": 4, "host": "new", "since": "now", "token": "mine"}
-    )  # the same folder: at once
+    # the same folder: at once
+    again = take(bucket, {"pid": 4, "host": "new", "since": "now", "token": "mine"})
     again.renew(released=True)
     assert take(bucket, {"pid": 5, "host": "last", "since": "now", "token": "third"}).number == 4
     time.sleep(0.6)
@@ -429,8 +431,8 @@ def test_of_two_runs_one_trains_and_the_other_is_rejected(tmp_path, s3, repeat):
 
 
 def test_only_own_objects_are_deleted_and_foreign_folders_are_rejected(tmp_path):
-    """Objects of others below the address stay, also if their names are similar; an address that has only others is
-    not used; and ``final/`` alone is a run."""
+    """Objects of others below the address stay, also if their names are similar; an address that
+    has only others is not used; and ``final/`` alone is a run."""
     address, foreign = f"file://{tmp_path}/store", tmp_path / "store"
     names = [
         "nested/checkpoints/step-00000060/MANIFEST.json",
@@ -460,7 +462,8 @@ def test_only_own_objects_are_deleted_and_foreign_folders_are_rejected(tmp_path)
 
 @pytest.mark.slow
 def test_a_store_that_fails_for_a_while_damages_nothing(tmp_path, s3):
-    """An unreadable checkpoint is not a damaged one: the start fails, and the next one resumes from it."""
+    """An unreadable checkpoint is not a damaged one: the start fails, and the next one resumes from
+    it."""
     proxy, address = stores.Proxy(s3["AWS_ENDPOINT_URL"]), "s3://bucket/for-a-while"
     variables = s3 | {"AWS_ENDPOINT_URL": proxy.address}
     stores.trained(
@@ -492,9 +495,8 @@ def test_an_older_folder_and_a_path_into_a_used_mirror(tmp_path):
     back = stores.trained(
         tmp_path / "a", *mirrored, "--duration", "45", "--run.accept_changes", "true"
     )
-    assert back.codes == [0] and "step-00000040" in back.output, (
-        back.output
-    )  # the folder is older than the mirror
+    # the folder is older than the mirror
+    assert back.codes == [0] and "step-00000040" in back.output, back.output
     path = f"{address}/{folder_of(steps_in(Bucket(address))[0])}"
     wrong = stores.trained(
         tmp_path / "c",
@@ -524,7 +526,8 @@ def test_frozen_parameters_on_hosts_without_a_shared_disk(tmp_path):
 
 @pytest.mark.slow
 def test_a_paused_owner_writes_nothing_afterwards(tmp_path):
-    """All its processes are stopped for longer than the lease, while another machine trains to the end."""
+    """All its processes are stopped for longer than the lease, while another machine trains to the
+    end."""
     address, folder = f"file://{tmp_path}/store", stores.lay(tmp_path / "a")
     words = [*stores.WORDS.split(), "--save.mirror", address]
     environment = {
@@ -646,11 +649,8 @@ def test_a_bandwidth_limit(tmp_path):  # the key save.upload_limit
 def test_two_launchers_without_a_shared_disk(tmp_path, s3, whole, config):
     """Two nodes in two folders: twice, all processes are killed and both folders are deleted."""
     address, rng = f"s3://bucket/launchers-{config}", random.Random(config)
-    for kill in (
-        rng.uniform(0.1, 1.0),
-        rng.uniform(0.1, 1.0),
-        0.0,
-    ):  # seconds after the first new checkpoint
+    # seconds after the first new checkpoint
+    for kill in (rng.uniform(0.1, 1.0), rng.uniform(0.1, 1.0), 0.0):
         keys = f"--processes_per_node 1 --config_file {config} {stores.WORDS} --run.dir {address}"
         words = f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} {keys}".split()
         hosts = [stores.lay(tmp_path / f"host-{number}") for number in range(2)]
@@ -693,9 +693,8 @@ def test_the_best_checkpoint_is_fetched_for_the_final_weights(tmp_path, scratch)
     run_folder = f"runs/{address.partition('://')[2].strip('/')}" if scratch else "run"
     stores.trained(tmp_path / "a", *words).ok()
     summary = json.loads((tmp_path / "a" / run_folder / "summary.json").read_text())
-    assert (
-        summary["final"]["step"] < 55 and summary["final"]["weights"] == "best"
-    )  # else the test shows nothing
+    # else the test shows nothing
+    assert summary["final"]["step"] < 55 and summary["final"]["weights"] == "best"
     for name in ("final", folder_of(60)):
         shutil.rmtree(store / name)
     (store / "summary.json").unlink()

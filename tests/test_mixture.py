@@ -1,4 +1,5 @@
-"""Several data sets in proportion: exact to one sample in every prefix, on any number of ranks, without state."""
+"""Several data sets in proportion: exact to one sample in every prefix, on any number of ranks,
+without state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Promise 7: between two log steps, no step reads the device or adds a collective to those of the strategy."""
+"""Promise 7: between two log steps, no step reads the device or adds a collective to those of the
+strategy."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ def counted(argv: list[str]) -> dict[str, int]:
 
 
 def _inside_kernel(event) -> bool:
-    """Return whether the event is in the CPU kernel of fused AdamW, which reads its step counters; CUDA's does not."""
+    """Return whether the event is in the CPU kernel of fused AdamW, which reads its step counters;
+    CUDA's does not."""
     while event is not None and event.name != "aten::_fused_adamw_":
         event = event.cpu_parent
     return event is not None
@@ -48,7 +50,8 @@ EXTRAS = ("--ema.half_life", "100 samples", "--ema.power", "[0.1]", "--guard.non
 def per_step(
     tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2, more=EXTRAS
 ) -> Counter[str]:
-    """Return the events of ten additional steps without logging: a longer run minus a shorter one."""
+    """Return the events of ten additional steps without logging: a longer run minus a shorter
+    one."""
     counts = []
     for steps in (10, 20):
         folder = tmp_path / str(steps)
@@ -119,7 +122,8 @@ def test_ddp_sends_its_bucket_and_one_small_sum(tmp_path, optimizer):
 def test_fsdp2_sends_its_own_and_one_small_sum(tmp_path, optimizer):
     found = per_step(tmp_path, ranks=2, strategy="fsdp2", optimizer=optimizer)
     own = {
-        "c10d::_allgather_base_": 40,  # accelerate makes two units of this model: both micro-batches gather them
+        # accelerate makes two units of this model: both micro-batches gather them
+        "c10d::_allgather_base_": 40,
         "c10d::_reduce_scatter_base_": 20,  # scattered once per step
         "c10d::allreduce_": 20,  # the gradient norm; weight and stop flag
     }
@@ -143,13 +147,15 @@ def test_a_spike_policy_costs_one_small_sum_more(tmp_path):
     ("ranks", "strategy", "sent"),
     [
         (1, "single", {}),
-        # A bucket is exchanged in pieces and gathered, with the traffic of a ring; weight and stop flag.
+        # A bucket is exchanged in pieces and gathered, with the traffic of a ring; weight and stop
+        # flag.
         (
             2,
             "ddp",
             {"c10d::alltoall_base_": 10, "c10d::_allgather_base_": 10, "c10d::allreduce_": 10},
         ),
-        # Two units, exchanged in both micro-batches; the norm's maximum and its digits; weight and stop flag.
+        # Two units, exchanged in both micro-batches; the norm's maximum and its digits; weight and
+        # stop flag.
         (
             2,
             "fsdp2",

@@ -1,4 +1,5 @@
-"""Runs over several nodes: what the launcher reads from options and environment, restarts, spares and messages."""
+"""Runs over several nodes: what the launcher reads from options and environment, restarts, spares
+and messages."""
 
 from __future__ import annotations
 
@@ -69,7 +70,10 @@ REJECTED = [
     (
         "",
         SLURM | KUBEFLOW,
-        "two sources disagree: 2 to 4 nodes, 8 processes each, rendezvous at job-0:29500 (from PET_",
+        (
+            "two sources disagree: 2 to 4 nodes, 8 processes each, rendezvous at job-0:29500 (from "
+            "PET_"
+        ),
     ),
     ("", SLURM | {"SLURM_STEP_TASKS_PER_NODE": "8(x4)"}, "add --ntasks-per-node=1"),
 ]
@@ -99,7 +103,8 @@ def test_accelerates_own_options_for_several_machines():
 
 
 def test_accelerate_makes_the_variables_of_a_config_file():
-    """The function that completes the options is private in accelerate: this test shows if it changes."""
+    """The function that completes the options is private in accelerate: this test shows if it
+    changes."""
     args = launch_command_parser().parse_args(
         ["--config_file", str(ROOT / "accelerate_configs/fsdp2.yaml"), "-m", "x"]
     )
@@ -213,7 +218,10 @@ def _started(
     most: int = 2,
     config: str = "ddp",
 ) -> list[lab.Node]:
-    words = f"--nodes {least}:{most} --rendezvous 127.0.0.1:{port} --max_restarts 5 --config_file {config} {keys}"
+    words = (
+        f"--nodes {least}:{most} --rendezvous 127.0.0.1:{port} --max_restarts 5 --config_file "
+        f"{config} {keys}"
+    )
     return [lab.Node(words.split(), folder) for _ in range(number)]
 
 
@@ -243,7 +251,8 @@ def _killed_after(nodes: list[lab.Node], node: lab.Node, step: int, folder: Path
 @pytest.mark.parametrize("grain", [True, False])
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
-    """12 micro-batches divide evenly over 4, 3 and 2 ranks; 16 micro-batches with batch.grain over 4 and 2 only."""
+    """12 micro-batches divide evenly over 4, 3 and 2 ranks; 16 micro-batches with batch.grain over
+    4 and 2 only."""
     size = "--batch.size 64 --batch.grain 4" if grain else "--batch.size 48 --batch.micro 4"
     keys = f"{lab.written_task(tmp_path, 0.04)} {lab.KEYS} {size} --duration 250".replace(
         "--batch.size 64 --batch.micro 16", ""
@@ -294,7 +303,10 @@ def _holds_rendezvous(node: lab.Node, port: int) -> bool:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_saves_by_time_change_no_weight(ranks, tmp_path):
     task = lab.written_task(tmp_path, 0.02)
-    keys = f"{task} --batch.size 64 --batch.micro 32 --duration 40 --save.keep 9 --track none --eval.every 0".split()
+    keys = (
+        f"{task} --batch.size 64 --batch.micro 32 --duration 40 --save.keep 9 --track none "
+        "--eval.every 0".split()
+    )
     for every in ("0.5s", "0"):
         run(
             train,
@@ -323,7 +335,10 @@ def test_saves_by_time_change_no_weight(ranks, tmp_path):
     ],
 )
 def test_ends_without_a_restart(more, code, text, tmp_path):
-    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 60 --run.dir run {more.replace('STOP', '')}"
+    keys = (
+        f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 60 --run.dir run "
+        f"{more.replace('STOP', '')}"
+    )
     nodes = _started(2, keys, tmp_path, port=29447, least=2)
     if more == "STOP":
         lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")

@@ -1,4 +1,5 @@
-"""The gradient noise scale equals the known value of a closed-form problem on every parallel layout."""
+"""The gradient noise scale equals the known value of a closed-form problem on every parallel
+layout."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ WIDTH, DISTANCE = 40, 2.0
 
 
 class Point(nn.Module):
-    """A unit of loss is |theta - x|^2 / 2 with x from N(0, 1): gradient theta + noise, tr(S) = WIDTH, |G|^2 = 4."""
+    """A unit of loss is |theta - x|^2 / 2 with x from N(0, 1): gradient theta + noise, tr(S) =
+    WIDTH, |G|^2 = 4."""
 
     def __init__(self) -> None:
         super().__init__()

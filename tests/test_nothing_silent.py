@@ -1,4 +1,5 @@
-"""User mistakes are reported before anything is written: one message, exit code 2, and a way to correct them."""
+"""User mistakes are reported before anything is written: one message, exit code 2, and a way to
+correct them."""
 
 from __future__ import annotations
 
@@ -23,9 +24,8 @@ def test_it_is_reported_and_nothing_is_written(tmp_path, name):
     case = ALL[name]
     before = laid(tmp_path, case)
     world = run(here, words(case), ranks=case.ranks, config=case.config, folder=tmp_path)
-    alone = (
-        "FSDP2" in name and "one rank alone" in name
-    )  # the other rank waits until the launcher ends it
+    # the other rank waits until the launcher ends it
+    alone = "FSDP2" in name and "one rank alone" in name
     assert set(world.codes) == {case.code} or (alone and world.codes[1] == case.code), world.output
     errors = [line for line in world.output.splitlines() if line.startswith("oneloop: ")]
     for part in case.expected_text:

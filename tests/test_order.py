@@ -1,4 +1,5 @@
-"""The global order: one permutation per epoch, the same for any number of ranks, indexed in O(1)."""
+"""The global order: one permutation per epoch, the same for any number of ranks, indexed in
+O(1)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Errors in user data files: one message, code 2, nothing written. How rows are split and prepared."""
+"""Errors in user data files: one message, code 2, nothing written. How rows are split and
+prepared."""
 
 from __future__ import annotations
 
@@ -321,7 +322,8 @@ def test_names_with_signs_of_a_pattern_are_names(tmp_path):
     assert sum(map(len, opened_parts(tmp_path / "data [a]*").values())) == 30
 
 
-# --- how rows are split and prepared ----------------------------------------------------------------------------------
+# --- how rows are split and prepared
+# ----------------------------------------------------------------------------------
 
 
 def test_rows_of_the_same_content_are_in_one_part_wherever_they_lie(tmp_path):
@@ -345,9 +347,8 @@ def test_parts_that_are_there_are_used_and_the_missing_one_is_held_out(tmp_path)
     parted(tmp_path / "a", train=rows(300), test=rows(30, first=300))
     parts = opened_parts(tmp_path / "a")
     assert len(parts["test"]) == 30 and len(parts["train"]) + len(parts["validation"]) == 300
-    assert (
-        30 < len(parts["validation"]) < 100
-    )  # it also holds the rows that would have been in the test split
+    # it also holds the rows that would have been in the test split
+    assert 30 < len(parts["validation"]) < 100
 
 
 def test_a_row_is_found_by_file_and_number(tmp_path):
@@ -361,9 +362,8 @@ def test_a_row_is_found_by_file_and_number(tmp_path):
 def test_groups_are_rewritten_by_the_command_that_is_named(tmp_path):
     total = bulk(tmp_path / "data", megabytes=3, files=2, group=1500)
     assert rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 0
-    assert (
-        rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 2
-    )  # the folder exists
+    # the folder exists
+    assert rewrite([str(tmp_path / "data"), str(tmp_path / "new"), "--rows", "62"]) == 2
     [source] = named_sources(str(tmp_path / "new"), {"id": "id", "text": "text"})
     parts = opened(source, held_out=0.1, window=1).parts
     assert sorted(part[i]["id"] for part in parts.values() for i in range(len(part))) == list(
@@ -372,7 +372,8 @@ def test_groups_are_rewritten_by_the_command_that_is_named(tmp_path):
 
 
 def prepared(folder: str) -> int:
-    """Two processes prepare the same data; the first one takes longer than a collective would wait."""
+    """Two processes prepare the same data; the first one takes longer than a collective would
+    wait."""
     from datetime import timedelta
 
     import torch.distributed as dist
@@ -419,7 +420,8 @@ class Counted:
 
 
 def made_often(times: int) -> int:
-    """As in a run, which only records signals: forked processes would inherit that, and not end at a signal."""
+    """As in a run, which only records signals: forked processes would inherit that, and not end at
+    a signal."""
     import signal
 
     def make(row):

@@ -1,4 +1,5 @@
-"""User data files from the command line: every kind and every task, on one process, DDP and FSDP2."""
+"""User data files from the command line: every kind and every task, on one process, DDP and
+FSDP2."""
 
 from __future__ import annotations
 
@@ -148,7 +149,8 @@ def test_every_other_kind_is_the_same_on_several_processes(tmp_path, name):
         )
 
 
-# --- more data than memory --------------------------------------------------------------------------------------------
+# --- more data than memory
+# --------------------------------------------------------------------------------------------
 
 
 def numbered(
@@ -162,7 +164,8 @@ def numbered(
     window: int,
     kill: int = 0,
 ):
-    """Train the numbered rows in a separate folder; return the world and the ids of each step of this start."""
+    """Train the numbered rows in a separate folder; return the world and the ids of each step of
+    this start."""
     words = [
         "digits",
         "--task",
@@ -221,7 +224,8 @@ def elastic(
     most_steps: int = 60,
     epochs: int = 1,
 ) -> None:
-    """Train undisturbed on 1, 2 and 4 ranks; also kill, and resume with other numbers of ranks and workers."""
+    """Train undisturbed on 1, 2 and 4 ranks; also kill, and resume with other numbers of ranks and
+    workers."""
     per_epoch = None
     whole: list[list[int]] = []
     for ranks, micro, workers in ((1, 64, 0), (2, 16, 1), (4, 16, 0)):

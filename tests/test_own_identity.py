@@ -1,4 +1,5 @@
-"""Data are compared by content: a run resumes after a touch, copy or move, and rejects other changes with a message."""
+"""Data are compared by content: a run resumes after a touch, copy or move, and rejects other
+changes with a message."""
 
 from __future__ import annotations
 
@@ -178,7 +179,8 @@ class Own(Ragged):
 """
 
 
-# --- the hub ----------------------------------------------------------------------------------------------------------
+# --- the hub
+# --------------------------------------------------------------------------------------------------
 
 
 def typed(words: list[str], where: Path, hub: Hub) -> tuple[int, str]:

@@ -1,4 +1,5 @@
-"""Odd but plausible user files are read correctly or rejected with a message; they are never silently misread."""
+"""Odd but plausible user files are read correctly or rejected with a message; they are never
+silently misread."""
 
 from __future__ import annotations
 
@@ -268,9 +269,8 @@ def test_texts_that_repeat_count_as_often_as_they_stand_there(tmp_path):
     draw = np.random.default_rng(0)
     long = ["".join(map(chr, draw.integers(97, 123, 5000))) for _ in range(40)]
     table = pa.table({"text": [long[n // 20 % 40] for n in range(2000)]})
-    parquet.write_table(
-        table, tmp_path / "a.parquet", row_group_size=100
-    )  # 500 KB, stored in 25 KB
+    # 500 KB, stored in 25 KB
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)
     read = parquet_of(tmp_path / "a.parquet", ["text"], 4)
     assert 4 <= read.open_groups <= 8
     for index in read.order(seed=0, batch=1)[0:2000][1].tolist():

@@ -1,4 +1,5 @@
-"""A task in one file in any folder: the template, the forms of its name, its state, and finding it after the run."""
+"""A task in one file in any folder: the template, the forms of its name, its state, and finding it
+after the run."""
 
 from __future__ import annotations
 
@@ -39,9 +40,8 @@ def test_the_template_trains_and_is_found_again_from_another_folder(written, con
     assert "width: 32" in (there / "recipe.yaml").read_text()
 
     (elsewhere / "points.csv").write_text("0.1,0.2\n-0.3,0.5\n0.7,-0.1\n")
-    rejected = run(
-        apply, ["evaluate", str(there)], folder=elsewhere
-    )  # the user must confirm whose code that is
+    # the user must confirm whose code that is
+    rejected = run(apply, ["evaluate", str(there)], folder=elsewhere)
     assert rejected.codes == [2] and f"--task {written}:MyTask" in rejected.output, rejected.output
     own = ["--task", f"{written}:MyTask"]
     evaluated = run(
@@ -72,7 +72,8 @@ def test_the_template_trains_and_is_found_again_from_another_folder(written, con
 
 
 def test_one_task_has_several_names(written):
-    """From another folder and by its module name it is the same task: its finished run is recognised."""
+    """From another folder and by its module name it is the same task: its finished run is
+    recognised."""
     folder = written.parent
     words = ["--duration", "3", "--track", "none", "--run.dir", str(folder / "run")]
     run(train, ["spirals.py:MyTask", *words], folder=folder).ok()

@@ -1,4 +1,5 @@
-"""Text models of transformers: fine-tuned with frozen layers and layer-wise rates, and loaded in transformers again."""
+"""Text models of transformers: fine-tuned with frozen layers and layer-wise rates, and loaded in
+transformers again."""
 
 from __future__ import annotations
 

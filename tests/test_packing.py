@@ -1,4 +1,5 @@
-"""Samples of different lengths: packed into bins by best fit decreasing, or ordered in steps of similar length."""
+"""Samples of different lengths: packed into bins by best fit decreasing, or ordered in steps of
+similar length."""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ def test_a_million_lengths_are_packed_in_seconds():
 def test_what_fits_no_bin_is_rejected():
     with pytest.raises(
         ValueError,
-        match=r"2 of 3 lengths are not from 1 to 8, the first at index 1: 9; remove these samples, cut them, or",
+        match=r"2 of 3 lengths are not from 1 to 8, the first at index 1: 9; remove these samples, cut them, or",  # noqa: E501
     ):
         packed(np.array([8, 9, 0]), 8)
     with pytest.raises(ValueError, match="the capacity must be a positive integer, got 0"):
@@ -135,9 +136,8 @@ def test_every_epoch_is_a_new_permutation_found_at_any_position(size, batch, win
         here = slice(epoch * size, (epoch + 1) * size)
         assert (epochs[here] == epoch).all() and sorted(whole[here].tolist()) == list(range(size))
     for start in range(0, 5 * size - 13, 1 + size // 7):
-        again = Bucketed(
-            lengths, seed=1, batch=batch, window=window
-        )  # a new object, without state of earlier calls
+        # a new object, without state of earlier calls
+        again = Bucketed(lengths, seed=1, batch=batch, window=window)
         assert again[start : start + 13][1].tolist() == whole[start : start + 13].tolist()
     anywhere = np.random.default_rng(0).integers(0, 5 * size, (6, 4, 5))
     assert (order.at(anywhere)[0] == epochs[anywhere]).all() and (
@@ -173,9 +173,8 @@ def test_the_shares_of_a_window_are_runs_of_its_sorted_samples(size, batch, wind
         windows = max(1, (len(edges) - 1) // window)
         bounds = [edges[number * (len(edges) - 1) // windows] for number in range(windows + 1)]
         for first, last in pairwise(bounds):
-            ranked = np.sort(
-                lengths[plain[first:last][1]]
-            )  # the samples of the permutation, window by window
+            # the samples of the permutation, window by window
+            ranked = np.sort(lengths[plain[first:last][1]])
             inside = edges[(edges >= first) & (edges <= last)]
             assert window <= len(inside) - 1 < 2 * window
             for start, stop in pairwise(inside):
@@ -213,9 +212,8 @@ def test_padding_shrinks_and_short_and_long_steps_are_mixed(size):
     indices = order[0 : steps * batch][1]
     plain = padding(Order(size, seed=0)[0 : steps * batch][1], lengths, batch)
     assert padding(indices, lengths, batch) < plain / 3
-    assert (
-        padding(indices, lengths, 8) < plain / 6
-    )  # micro-batches are consecutive samples of a step
+    # micro-batches are consecutive samples of a step
+    assert padding(indices, lengths, 8) < plain / 6
     means = lengths[indices].reshape(steps, batch).mean(axis=1)
     places = np.arange(steps)
     assert abs(np.corrcoef(places, means)[0, 1]) < 4 / np.sqrt(steps)

@@ -1,4 +1,5 @@
-"""Packed documents do not see each other: the loss of each token equals the padded one, for every supported model."""
+"""Packed documents do not see each other: the loss of each token equals the padded one, for every
+supported model."""
 
 from __future__ import annotations
 

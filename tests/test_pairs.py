@@ -1,5 +1,5 @@
-"""Every pair of techniques under one process, DDP and FSDP2: the same weights as without what only changes how they are
-computed. docs/explanation/techniques.md states it."""
+"""Every pair of techniques under one process, DDP and FSDP2: the same weights as without what only
+changes how they are computed. docs/explanation/techniques.md states it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""oneloop plan: the planned step is the real one, its numbers are those of formulas, and its changes make a run fit."""
+"""oneloop plan: the planned step is the real one, its numbers are those of formulas, and its
+changes make a run fit."""
 
 from __future__ import annotations
 
@@ -73,8 +74,8 @@ GOLDEN = {
         ("gloo:all_reduce", 50_816): 4,
     },
 }
-"""of two real ranks that train gpt, from the profiler's trace, which is independent of the ledger; bytes of the whole
-tensor. gloo reduces by all-reduces only"""
+"""of two real ranks that train gpt, from the profiler's trace, which is independent of the ledger;
+bytes of the whole tensor. gloo reduces by all-reduces only"""
 
 
 @pytest.mark.parametrize(
@@ -135,14 +136,12 @@ def test_one_more_layer_adds_what_the_formulas_say():
         == 8 * parameters + counters
     )
     tokens, matrices = 4 * micro * block, parameters - 2 * width
-    attention = (
-        4 * micro * 4 * block**2 * width
-    )  # queries x keys and weights x values, not halved for causality
+    # queries x keys and weights x values, not halved for causality
+    attention = 4 * micro * 4 * block**2 * width
     forward = {name: four["flops"][name] - three["flops"][name] for name in ("forward", "backward")}
     assert forward["forward"] == 2 * matrices * tokens + attention
-    assert (
-        forward["backward"] == 4 * matrices * tokens + 2.5 * attention
-    )  # with the recomputed attention matrix
+    # with the recomputed attention matrix
+    assert forward["backward"] == 4 * matrices * tokens + 2.5 * attention
     assert four["disk"]["checkpoint"] - three["disk"]["checkpoint"] == pytest.approx(
         16 * parameters, rel=0.01
     )
@@ -158,16 +157,15 @@ def sent(plan: dict, name: str) -> int:
 
 
 def test_bytes_of_each_layout(tmp_path):
-    """The closed forms: FSDP2 with and without resharding, with a reduce-scatter per micro-batch, HSDP and DDP."""
+    """The closed forms: FSDP2 with and without resharding, with a reduce-scatter per micro-batch,
+    HSDP and DDP."""
     whole = tmp_path / "whole.yaml"
     text = config_files()["fsdp2"].read_text()
     whole.write_text(
         text.replace("fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
     )
-    words, times = (
-        (*BLOCKS, "--batch.micro", "4", "--ema.half_life", "5ep"),
-        4,
-    )  # micro-batches on two processes
+    # micro-batches on two processes
+    words, times = (*BLOCKS, "--batch.micro", "4", "--ema.half_life", "5ep"), 4
     each = ("--machine.sync_each_batch", "true")
     asked = [
         Asked(words, "fsdp2", 2),
@@ -220,13 +218,11 @@ def test_the_first_change_fits_and_no_cheaper_one_does(capsys):
     assert plan["memory"]["total"] > room * GIB
     assert main(["plan", *words, "--gpu", repr(room), "--json"]) == 1
     change = json.loads(capsys.readouterr().out)["change"]
-    first = next(
-        words for words in needs if totals[words] <= room * GIB
-    )  # in the order of the predicted cost
+    # in the order of the predicted cost
+    first = next(words for words in needs if totals[words] <= room * GIB)
     assert tuple(change["words"]) == first and change["total"] == totals[first]
-    assert all(
-        change.least <= totals[words] for words, change in needs.items()
-    )  # nothing that fits was passed over
+    # nothing that fits was passed over
+    assert all(change.least <= totals[words] for words, change in needs.items())
     assert main([*shlex.split(change["command"])[1:]]) == 0
     assert capsys.readouterr().out.startswith("fits: ")
 
@@ -237,9 +233,8 @@ def test_the_fused_loss_has_three_products_of_the_output_layer():
     plain, fused = planned(
         [Asked((*words, "--task.fused_loss", value), "single", 1) for value in ("false", "true")]
     )
-    assert (
-        fused["flops"]["total"] == plain["flops"]["total"]
-    )  # its gradient is computed in the forward, in place
+    # its gradient is computed in the forward, in place
+    assert fused["flops"]["total"] == plain["flops"]["total"]
 
 
 @pytest.mark.slow
@@ -328,9 +323,8 @@ def test_a_task_that_ends_the_process_is_rejected(does, text, capsys):
 
 
 def test_odd_tasks_and_environments(capfd, monkeypatch):
-    monkeypatch.setenv(
-        "WORLD_SIZE", "4"
-    )  # of another launcher: accelerate would wait for other ranks
+    # of another launcher: accelerate would wait for other ranks
+    monkeypatch.setenv("WORLD_SIZE", "4")
     assert main(["plan", ODD, "--task.does", "pop", "--batch.size", "8", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["fits"]  # nothing of what the task prints
 
@@ -415,7 +409,8 @@ def test_every_machine_key_is_planned_or_listed():
 
 @pytest.mark.slow
 def test_keys_of_other_models(recipes):
-    """machine.base_dtype holds the frozen weights of LoRA in 16 bits; channels_last permutes strides, not sizes."""
+    """machine.base_dtype holds the frozen weights of LoRA in 16 bits; channels_last permutes
+    strides, not sizes."""
     asked = [
         Asked((*recipes["lora"], *more), "single", 1, mixed_precision="bf16") for more in ([], BASE)
     ]

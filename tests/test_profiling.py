@@ -1,4 +1,5 @@
-"""Profiles of some steps: a trace, a table, and on a CPU a note about memory; quiet and JSON output."""
+"""Profiles of some steps: a trace, a table, and on a CPU a note about memory; quiet and JSON
+output."""
 
 from __future__ import annotations
 
@@ -43,9 +44,8 @@ def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
     world.ok()
     trace = json.loads(gzip.decompress((folder / "a" / "profile" / "trace.json.gz").read_bytes()))
     names = [event.get("name") for event in trace["traceEvents"]]
-    assert (
-        names.count("aten::_fused_adamw_") == 3 or names.count("aten::_fused_adamw_") == 6
-    )  # one or two per step
+    # one or two per step
+    assert names.count("aten::_fused_adamw_") == 3 or names.count("aten::_fused_adamw_") == 6
     table = (folder / "a" / "profile" / "operators.txt").read_text()
     assert "aten::addmm" in table and ("communication that nothing else overlaps" in table) == (
         ranks > 1
@@ -63,9 +63,8 @@ def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
     else:
         assert not exposed
     shares = next(line for line in lines if line["step"] == 9 and "share/other" in line)
-    assert (
-        shares["share/other"] > shares["share/transfer"]
-    )  # writing the trace does not count as waiting for data
+    # writing the trace does not count as waiting for data
+    assert shares["share/other"] > shares["share/transfer"]
     assert "watch.memory: a snapshot needs a GPU; the peak of this process is" in world.output
 
 

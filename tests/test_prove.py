@@ -84,7 +84,7 @@ class Float32(Net):
         if x.dtype != torch.float32:
             raise RuntimeError("expected float32")
         return super().forward(x)
-'''
+'''  # noqa: E501
 SMALL = ["--batch.size", "16", "--steps", "5", "--duration", "1ep", "--optimizer.lr", "1e-2"]
 
 
@@ -137,7 +137,8 @@ def test_a_plain_model_is_equal_in_float64(proved, config):
 
 @pytest.mark.parametrize(("since", "step"), [(10, 4), pytest.param(0, 1, marks=pytest.mark.slow)])
 def test_a_wrong_rank_is_found_at_its_step_and_tensor(proved, since, step):
-    """The weights before `odd` get wrong gradients on rank 1. Each rank runs three trial forwards, then two a step."""
+    """The weights before `odd` get wrong gradients on rank 1. Each rank runs three trial forwards,
+    then two a step."""
     words = ["--task.kind", "rank", "--task.since", str(since), "--optimizer.clip", "0.1"]
     found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, *words)
     assert (found["verdict"], found["step"], found["reason"]) == (

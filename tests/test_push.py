@@ -1,4 +1,5 @@
-"""Weights pushed to a hub and loaded again are bit-identical; the model card describes them; errors are reported."""
+"""Weights pushed to a hub and loaded again are bit-identical; the model card describes them; errors
+are reported."""
 
 from __future__ import annotations
 

@@ -75,7 +75,8 @@ def test_the_programs_about_python(tmp_path):
 
 
 def test_every_command_that_is_typed_somewhere_is_known():
-    """Check `oneloop …` lines of all pages: the command, and for a launch its options and recipe keys."""
+    """Check `oneloop …` lines of all pages: the command, and for a launch its options and recipe
+    keys."""
     from oneloop.cli import COMMANDS
 
     for page, text in PAGES.items():

@@ -176,9 +176,8 @@ def test_the_packaged_recipes_read_and_print(capsys):
         read(["gpt", "--optimizer.name", "sgd", "--print_config"])
     assert end.value.code == 0
     printed = capsys.readouterr().out
-    assert (
-        "momentum: 0.9" in printed and "betas" not in printed
-    )  # the betas of the recipe were AdamW's
+    # the betas of the recipe were AdamW's
+    assert "momentum: 0.9" in printed and "betas" not in printed
 
 
 def test_help_documents_every_key(capsys):

@@ -1,4 +1,5 @@
-"""Activation (gradient) checkpointing gives bit-identical gradients with much less memory, for any model."""
+"""Activation (gradient) checkpointing gives bit-identical gradients with much less memory, for any
+model."""
 
 from __future__ import annotations
 

@@ -31,9 +31,8 @@ class Flipping(Ragged):
                 weight = dict(model.named_parameters())
                 name = next(name for name in weight if name.endswith("inner.bias"))
                 local = getattr(weight[name], "to_local", lambda: weight[name])()
-                local.detach().numpy().view("int32")[2] ^= (
-                    1 << self.bit
-                )  # in memory, where torch does not see it
+                # in memory, where torch does not see it
+                local.detach().numpy().view("int32")[2] ^= 1 << self.bit
         return super().loss(model, batch)
 
 
@@ -57,9 +56,8 @@ WORDS = [
 
 @pytest.mark.parametrize(("ranks", "config", "at"), [(2, "ddp", 1), (3, "ddp", 0), (4, "hsdp", 3)])
 def test_one_flipped_bit_is_found_and_named(tmp_path, ranks, config, at):
-    tried = 4 + 2 * (
-        config == "hsdp"
-    )  # with several units, each of two samples is also tried alone
+    # with several units, each of two samples is also tried alone
+    tried = 4 + 2 * (config == "hsdp")
     (tmp_path / "r.yaml").write_text(
         f"task: {{name: test_replicas.Flipping, rank: {at}, tried: {tried}}}\n"
     )

@@ -1,4 +1,5 @@
-"""The report in a real browser: every chart has its data, nothing is fetched, and there are no errors."""
+"""The report in a real browser: every chart has its data, nothing is fetched, and there are no
+errors."""
 
 from __future__ import annotations
 
@@ -119,7 +120,8 @@ def opened(browser, page: Path) -> list[dict]:
     browser.get(page.as_uri())
     browser.set_script_timeout(30)
     browser.execute_async_script(
-        "const done = arguments[0]; const look = () => [...document.querySelectorAll('.chart')].every("
+        "const done = arguments[0]; const look = () => "
+        "[...document.querySelectorAll('.chart')].every("
         "one => one.querySelector('.main-svg')) ? done() : setTimeout(look, 50); look();"
     )
     assert browser.get_log("browser") == []
@@ -131,8 +133,10 @@ def opened(browser, page: Path) -> list[dict]:
     ]
     assert [url for url in asked if not url.startswith(("data:", "chrome://"))] == [page.as_uri()]
     return browser.execute_script(
-        "return [...document.querySelectorAll('figure')].map(f => ({title: f.querySelector('h2').textContent, data:"
-        " f.querySelector('.chart').data.map(t => ({name: t.name, x: [...t.x], y: [...t.y], counts: t.customdata}))}))"
+        "return [...document.querySelectorAll('figure')].map(f => ({title: "
+        "f.querySelector('h2').textContent, data:"
+        " f.querySelector('.chart').data.map(t => ({name: t.name, x: [...t.x], y: [...t.y], "
+        "counts: t.customdata}))}))"
     )
 
 
@@ -321,7 +325,10 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
     ):
         opened(browser, page)
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
-        plots = "return [...document.querySelectorAll('.chart')].map(chart => chart._fullLayout._size.h)"
+        plots = (
+            "return [...document.querySelectorAll('.chart')].map(chart => "
+            "chart._fullLayout._size.h)"
+        )
         assert min(browser.execute_script(plots)) > 120  # the legend leaves enough room
     ground, ink = browser.execute_script(
         "const s = getComputedStyle(document.body), rgb = t => t.match(/\\d+/g).slice(0, 3)"
@@ -523,7 +530,8 @@ def test_no_script_of_a_hostile_folder_runs(tmp_path, browser):
 
 @needs_chromium
 def test_a_script_that_came_into_the_page_would_not_run(tmp_path, browser):
-    """The second protection: if a string were not escaped, the page's content policy would still block the script."""
+    """The second protection: if a string were not escaped, the page's content policy would still
+    block the script."""
     hostile(tmp_path / "evil")
     page = tmp_path / "page.html"
     assert main(["report", str(tmp_path / "evil"), "--to", str(page)]) == 0

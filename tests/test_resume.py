@@ -1,4 +1,5 @@
-"""Promises 4 and 5: a resumed run is bit-identical to an uninterrupted one, and can resume on any number of ranks."""
+"""Promises 4 and 5: a resumed run is bit-identical to an uninterrupted one, and can resume on any
+number of ranks."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def same(one: Path, other: Path) -> None:
         assert file.read_bytes() == (ends[1] / file.name).read_bytes()
 
 
-# 37 samples in batches of 8: no epoch ends with a step here. Steps 2 and 14 are in mid-epoch, 14 in the fourth epoch.
+# 37 samples in batches of 8: no epoch ends with a step here. Steps 2 and 14 are in mid-epoch, 14 in
+# the fourth epoch.
 @pytest.mark.parametrize(
     ("optimizer", "ranks", "config"),
     [
@@ -94,7 +96,8 @@ def test_a_resumed_run_is_the_run_left_alone(tmp_path, recipe, ranks, config, op
 
 @pytest.mark.parametrize("workers", ["0", pytest.param("2", marks=pytest.mark.slow)])
 def test_augmentation_and_dropout_come_back_at_every_kind_of_position(tmp_path, workers):
-    # 48 samples in batches of 16: step 3 ends epoch 1 exactly, 4 is in mid-epoch, 10 in the fourth epoch.
+    # 48 samples in batches of 16: step 3 ends epoch 1 exactly, 4 is in mid-epoch, 10 in the fourth
+    # epoch.
     words = [
         "digits",
         "--debug.overfit",
@@ -244,9 +247,8 @@ def test_what_may_change_and_what_not(tmp_path, recipe):
     changed = run(train, [recipe, "--run.dir", "a", "--optimizer.lr", "0.5"], folder=tmp_path)
     assert changed.codes == [2] and "optimizer.lr: 0.001 -> 0.5" in changed.output
     longer = run(train, [recipe, "--run.dir", "a", "--duration", "33"], folder=tmp_path)
-    assert (
-        longer.codes == [2] and "duration: '30' -> '33'" in longer.output
-    )  # its cosine would end elsewhere
+    # its cosine would end elsewhere
+    assert longer.codes == [2] and "duration: '30' -> '33'" in longer.output
     accepted = run(
         train,
         [recipe, "--run.dir", "a", "--duration", "33", "--run.accept_changes"],
@@ -334,9 +336,8 @@ def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe):
         in json.loads((tmp_path / "a" / "summary.json").read_text())["exit_reason"]
     )
     sealed = Store(tmp_path / "a" / "checkpoints").sealed()
-    assert sealed and all(
-        problems(path) == [] for path in sealed
-    )  # earlier checkpoints stayed intact
+    # earlier checkpoints stayed intact
+    assert sealed and all(problems(path) == [] for path in sealed)
     run(train, [recipe, "--run.dir", "a"], folder=tmp_path).ok()
     run(train, [recipe, "--run.dir", "alone"], folder=tmp_path).ok()
     same(tmp_path / "alone", tmp_path / "a")
@@ -441,9 +442,8 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
         timeout=60,
         check=False,
     )
-    assert (
-        rejected.returncode == 2 and "is in use by process" in rejected.stderr
-    )  # the first run is undisturbed
+    # the first run is undisturbed
+    assert rejected.returncode == 2 and "is in use by process" in rejected.stderr
     assert launcher.poll() is None
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()

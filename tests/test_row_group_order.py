@@ -1,4 +1,5 @@
-"""The order over row groups that are read whole: each sample once per epoch, few open groups, lanes for ranks."""
+"""The order over row groups that are read whole: each sample once per epoch, few open groups, lanes
+for ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +27,8 @@ def test_every_epoch_is_a_new_permutation_found_at_any_position(sizes, held, bat
             range(order.size)
         )
     for start in range(0, 4 * order.size - 13, 1 + order.size // 7):
-        again = Windows(
-            sizes, seed=1, open_groups=held, batch=batch
-        )  # a new object, without state of earlier calls
+        # a new object, without state of earlier calls
+        again = Windows(sizes, seed=1, open_groups=held, batch=batch)
         assert again[start : start + 13][1].tolist() == whole[start : start + 13].tolist()
     if order.size > 9:
         assert whole[: order.size].tolist() != whole[order.size : 2 * order.size].tolist()
@@ -51,9 +51,8 @@ def test_few_groups_are_open_at_a_time():
     order = Windows([rows] * groups, seed=0, open_groups=held, batch=64)
     assert (order.lanes, order.window) == (4, 8)
     indices = order[0 : order.size][1] // rows
-    for start in range(
-        0, order.size - 800, 800
-    ):  # each lane has 200 of these, a quarter of a window
+    # each lane has 200 of these, a quarter of a window
+    for start in range(0, order.size - 800, 800):
         assert len(set(indices[start : start + 800].tolist())) <= 2 * held
     left = []  # a group is not reopened, except those that two lanes share
     for group in range(groups):
@@ -78,7 +77,8 @@ def test_a_rank_reads_only_its_own_lanes(ranks):
 
 @pytest.mark.parametrize("held", [1, 2, 4, 8, 16, 200])
 def test_shuffling_quality_by_window(held):
-    """The mean distance of neighbours, relative to a full permutation, grows with the number of open groups."""
+    """The mean distance of neighbours, relative to a full permutation, grows with the number of
+    open groups."""
     rows, groups = 500, 200
     order = Windows([rows] * groups, seed=0, open_groups=held, batch=1)
     distance = np.abs(np.diff(order[0 : order.size][1])).mean() / (order.size / 3)

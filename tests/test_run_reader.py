@@ -19,7 +19,10 @@ from oneloop.checkpoint.store import Store, problems, step_of
 from splits import distance
 from worlds import CONFIGS, run, train
 
-RECIPE = "task: tiny.Ragged\nbatch: {size: 8}\nduration: 30\nlog: {every: 10}\neval: {every: 10}\ntrack: []\n"
+RECIPE = (
+    "task: tiny.Ragged\nbatch: {size: 8}\nduration: 30\nlog: {every: 10}\neval: {every: "
+    "10}\ntrack: []\n"
+)
 
 
 @pytest.fixture
@@ -72,9 +75,8 @@ def test_a_resolved_recipe_repeats_the_run(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "a", "--optimizer.betas", "[0.8, 0.9]"], folder=tmp_path).ok()
     run(train, ["a/recipe.yaml", "--run.dir", "b"], folder=tmp_path).ok()
     first, second = (load_file(tmp_path / one / "final" / "model.safetensors") for one in "ab")
-    assert all(
-        torch.equal(first[name], second[name]) for name in first
-    )  # the same layout: bit-identical
+    # the same layout: bit-identical
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_a_finished_run_reports_it_and_another_recipe_is_rejected(tmp_path, recipe):

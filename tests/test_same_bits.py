@@ -1,4 +1,5 @@
-"""``batch.grain``: weights, optimizer and log are bit-identical for any number of processes, sharded or not."""
+"""``batch.grain``: weights, optimizer and log are bit-identical for any number of processes,
+sharded or not."""
 
 from __future__ import annotations
 
@@ -251,11 +252,13 @@ def test_random_histories(tmp_path, seed):
     )
 
 
-# --- broken on purpose: found by the hash -----------------------------------------------------------------------------
+# --- broken on purpose: found by the hash
+# -----------------------------------------------------------------------------
 
 
 def exchanged_leaves(words: list[str]) -> None:
-    """Exchange the second leaf and the third. (Exchanging the first and second would not change the sum.)"""
+    """Exchange the second leaf and the third. (Exchanging the first and second would not change the
+    sum.)"""
     from oneloop.data.batch_layout import BatchLayout
 
     leaf = BatchLayout.leaf
@@ -321,7 +324,8 @@ def test_a_break_is_found_by_the_hash(tmp_path, broken, ranks, config, capsys):
     assert "bit-identical at 40 log lines, step 1 to 40" in capsys.readouterr().out
 
 
-# --- bad input --------------------------------------------------------------------------------------------------------
+# --- bad input
+# --------------------------------------------------------------------------------------------------
 
 ASKED = "batch.grain"
 REFUSED = {
@@ -439,7 +443,8 @@ def test_other_versions_are_reported():
     assert differences({**same, "computed": about}, {**same, "computed": about}) == []
 
 
-# --- odd tasks and command lines --------------------------------------------------------------------------------------
+# --- odd tasks and command lines
+# --------------------------------------------------------------------------------------
 
 FOUND = """
 import random
@@ -465,7 +470,7 @@ class Noisy(Ragged):
         metrics["r"].update(said, wanted)
         metrics["mean"].update(said)
         metrics["mae"].update(said, wanted)
-"""
+"""  # noqa: E501
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""Random samples are the same as with a seed before every sample; a data set need not declare that it is random."""
+"""Random samples are the same as with a seed before every sample; a data set need not declare that
+it is random."""
 
 from __future__ import annotations
 
@@ -115,9 +116,8 @@ def test_samples_are_those_of_seeding_always(kind, workers, together):
         np.random.randn()  # numpy keeps the second number of a pair for the next call
         expected = stream(kind, **how, always=True)
         assert torch.equal(stream(kind, **how, always=False), expected)
-        assert torch.equal(
-            stream(kind, **how, always=False, start=3 * 8), expected[3 * 8 :]
-        )  # from the middle
+        # from the middle
+        assert torch.equal(stream(kind, **how, always=False, start=3 * 8), expected[3 * 8 :])
 
 
 def test_what_draws_nothing_is_loaded_once_and_what_draws_is_seeded_from_then_on():
@@ -133,7 +133,8 @@ def test_what_draws_nothing_is_loaded_once_and_what_draws_is_seeded_from_then_on
         assert drawing.loads == loads, kind
 
 
-# --- whole runs -------------------------------------------------------------------------------------------------------
+# --- whole runs
+# --------------------------------------------------------------------------------------------------
 
 
 class Task:

@@ -37,7 +37,10 @@ from worlds import run, train
         ),
         (
             ["--init.weights", "ema"],
-            "init.weights ema has no effect with init.from null; remove init.weights, or change init.from",
+            (
+                "init.weights ema has no effect with init.from null; remove init.weights, or "
+                "change init.from"
+            ),
         ),
         (
             ["--task.model", "resnet18", "--task.dropout", "0.1"],
@@ -98,9 +101,8 @@ def test_a_recipes_own_value_gives_way_to_what_is_typed():
 
 def test_a_packaged_models_size_gives_way_to_a_model_by_name():
     assert read(["sft"]).task.options["width"] == 96
-    assert (
-        read(["sft", "--task.model", "hf:a/b"]).task.options["width"] == 128
-    )  # the default, which nothing uses
+    # the default, which nothing uses
+    assert read(["sft", "--task.model", "hf:a/b"]).task.options["width"] == 128
 
 
 class Fewer(ImageClassification):
@@ -187,7 +189,8 @@ def test_steps_are_whole_and_a_micro_batch_is_proposed_before_another_batch():
         BatchLayout(64, 3, 7)
 
 
-# --- files ------------------------------------------------------------------------------------------------------------
+# --- files
+# --------------------------------------------------------------------------------------------------
 
 
 def test_a_flipped_bit_in_the_cache_is_found(tmp_path, monkeypatch):
@@ -392,8 +395,10 @@ def test_a_template_that_writes_the_date_has_a_fixed_day():
     from oneloop.tasks.language.chat import Chat
 
     dated = (
-        "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' %}"
-        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content }}<|im_end|>{% endif %}\n"
+        "{{ strftime_now('%Y-%m-%d') }}{% for m in messages %}<|im_start|>{{ m.role }}\n{% if "
+        "m.role == 'assistant' %}"
+        "{% generation %}{{ m.content }}<|im_end|>{% endgeneration %}{% else %}{{ m.content "
+        "}}<|im_end|>{% endif %}\n"
         "{% endfor %}"
     )
     tokenizer = tokenizer_with(CHATML, dated)

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning from the command line: the same answers on every layout, and how they are displayed."""
+"""Supervised fine-tuning from the command line: the same answers on every layout, and how they are
+displayed."""
 
 from __future__ import annotations
 
@@ -82,9 +83,8 @@ def test_what_was_written_before_goes_back_with_a_resume():
     first = with_earlier(at(10, "a"), {})
     second = with_earlier(at(20, "b"), first)
     assert "earlier" not in first["samples"][0] and second["samples"][0]["earlier"] == [[10, "a"]]
-    assert with_earlier(at(20, "c"), second)["samples"][0]["earlier"] == [
-        [10, "a"]
-    ]  # the same step again
+    # the same step again
+    assert with_earlier(at(20, "c"), second)["samples"][0]["earlier"] == [[10, "a"]]
     assert "earlier" not in with_earlier(at(5, "d"), second)["samples"][0]
     assert with_earlier(at(30, "e"), {"samples": 3})["samples"][0] == {
         "index": 3,
@@ -160,7 +160,8 @@ def test_a_mixture_of_conversations_and_prompts(tmp_path):
 
 
 def questions(folder: Path) -> list[dict]:
-    """Return questions: with an answer, without one, with a prompt that is too long, and with earlier turns."""
+    """Return questions: with an answer, without one, with a prompt that is too long, and with
+    earlier turns."""
     long = [{"role": "user", "content": "so " * 200 + "What comes after monday?"}]
     told = [
         {"role": "user", "content": "What is 3 plus 4?"},

@@ -1,4 +1,5 @@
-"""A start imports only what it needs, when it needs it. (benchmarks/start_cost.py measures the seconds.)"""
+"""A start imports only what it needs, when it needs it. (benchmarks/start_cost.py measures the
+seconds.)"""
 
 from __future__ import annotations
 
@@ -21,7 +22,10 @@ SLOW = (
 
 def loaded(code: str, names: tuple[str, ...], folder) -> list[str]:
     """Return those of these modules that a process has imported at its end."""
-    report = f"import atexit, sys; atexit.register(lambda: print('LOADED', [n for n in {names} if n in sys.modules]))\n"
+    report = (
+        f"import atexit, sys; atexit.register(lambda: print('LOADED', [n for n in {names} if n in "
+        "sys.modules]))\n"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", report + code],
         capture_output=True,
@@ -35,7 +39,10 @@ def loaded(code: str, names: tuple[str, ...], folder) -> list[str]:
 
 
 def main(*words: str) -> str:
-    return f"import runpy; sys.argv = ['x', *{words!r}]; runpy.run_module('oneloop.train', run_name='__main__')"
+    return (
+        f"import runpy; sys.argv = ['x', *{words!r}]; runpy.run_module('oneloop.train', "
+        "run_name='__main__')"
+    )
 
 
 @pytest.mark.parametrize(
@@ -58,8 +65,7 @@ def test_the_package_itself_imports_nothing(tmp_path):
 
 def test_a_run_of_digits_imports_no_library_that_it_does_not_use(tmp_path):
     words = ("digits", "--debug.dry_run", "true", "--track", "none", "--run.dir", "run")
-    assert set(loaded(main(*words), SLOW, tmp_path)) <= {
-        "plotly"
-    }  # plotly draws the report after the last step
+    # plotly draws the report after the last step
+    assert set(loaded(main(*words), SLOW, tmp_path)) <= {"plotly"}
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
     assert "plotly" not in loaded("import oneloop.train", SLOW, tmp_path)

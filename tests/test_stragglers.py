@@ -56,13 +56,14 @@ class Task:
     def loss(self, model, batch):
         found = nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
         return found, {}
-'''
+'''  # noqa: E501
 
 
 def _events(
     folder: Path, config: str, *keys: str, seconds: int = 60, until: bool = True
 ) -> list[dict]:
-    """Train until a straggler is reported (``until``), at most for these seconds; return the reports."""
+    """Train until a straggler is reported (``until``), at most for these seconds; return the
+    reports."""
     (folder / "task.py").write_text(TASK)
     words = [
         f"{folder / 'task.py'}:Task",
@@ -137,8 +138,9 @@ def test_a_rank_that_waits_for_data_is_reported(config, tmp_path):
 def _judged(
     times: list[list[tuple[float, float]]], *, step: float = 0.1, sizes: tuple = (8.0, 8.0, 8.0)
 ) -> list:
-    """Return the ranks reported after each log; the logs are two seconds apart. The forwards of all ranks take 1 s if
-    the ``sizes`` of their inputs differ, and then the products are those of ``times``."""
+    """Return the ranks reported after each log; the logs are two seconds apart. The forwards of all
+    ranks take 1 s if the ``sizes`` of their inputs differ, and then the products are those of
+    ``times``."""
     judge, now = Stragglers([f"host{rank}" for rank in range(len(times[0]))]), 0.0
     found = []
     for log in times:

@@ -1,4 +1,5 @@
-"""Keys as other trainers name them lead to oneloop's key, at once: no task and no torch is imported."""
+"""Keys as other trainers name them lead to oneloop's key, at once: no task and no torch is
+imported."""
 
 from __future__ import annotations
 
@@ -189,7 +190,10 @@ def test_right_keys_pass_and_keys_inside_an_argument_wait_for_the_task():
 
 FILES = {
     "one.py": (
-        "class Own:\n    def model(self): ...\n    def loss(self, model, batch): ...\nclass Net: pass\n",
+        (
+            "class Own:\n    def model(self): ...\n    def loss(self, model, batch): ...\nclass "
+            "Net: pass\n"
+        ),
         "one.py:Own",
     ),
     "derived.py": ("from oneloop.tasks.sft import SFT\nclass Mine(SFT): pass\n", "derived.py:Mine"),

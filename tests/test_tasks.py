@@ -35,9 +35,8 @@ def test_digits_are_divided_by_class_and_never_shared():
         "test": 269,
     }
     images = [image.numpy().tobytes() for part in sets.values() for image in part.rows.images]
-    assert (
-        len(images) == 1797 and len(images) - len(set(images)) < 3
-    )  # scikit-learn has almost no duplicates
+    # scikit-learn has almost no duplicates
+    assert len(images) == 1797 and len(images) - len(set(images)) < 3
     for part in sets.values():
         assert sorted(set(part.rows.labels)) == list(range(10))
 
@@ -159,9 +158,8 @@ def test_a_member_may_be_set_on_the_task_itself_and_a_stub_is_none():
 
     names = ("model", "train_set", "eval_sets", "collate", "weight", "loss")
     check(Mine(**dict.fromkeys(names, lambda *_: None)))
-    with pytest.raises(
-        ValueError, match="lacks eval_sets, loss"
-    ):  # inherited from the protocol, not written
+    # inherited from the protocol, not written
+    with pytest.raises(ValueError, match="lacks eval_sets, loss"):
         check(Mine(**dict.fromkeys(("model", "train_set", "collate", "weight"), lambda *_: None)))
 
 

@@ -1,4 +1,5 @@
-"""Terminal output: plain lines off a terminal, bars on a terminal, nothing on other ranks; charts in the terminal."""
+"""Terminal output: plain lines off a terminal, bars on a terminal, nothing on other ranks; charts
+in the terminal."""
 
 from __future__ import annotations
 
@@ -61,9 +62,8 @@ def test_metrics_that_a_task_names_are_shown_and_wrapped_as_a_whole():
         console=Console(file=text, force_terminal=False, width=40), interval=0.0
     ) as display:
         display.metrics(1, figures, named=named)
-    assert (
-        "loss 1.5000  reconstruction 0.2500  beta 0.5000  1,234 samples/s" in text.getvalue()
-    )  # one line in a file
+    # one line in a file
+    assert "loss 1.5000  reconstruction 0.2500  beta 0.5000  1,234 samples/s" in text.getvalue()
     results = {f"eval/metric_{n}": 0.5 for n in range(6)}
     text = io.StringIO()
     with Display(
@@ -249,7 +249,8 @@ def test_a_run_on_a_terminal_shows_all_that_takes_time(tmp_path):
     )
 
 
-# --- advice ---------------------------------------------------------------------------------------------------------
+# --- advice
+# --------------------------------------------------------------------------------------------------
 
 
 def test_advice_is_given_once_for_each_cause():
@@ -276,7 +277,8 @@ def test_no_advice_beyond_the_end_of_the_run():
     )
 
 
-# --- oneloop watch --------------------------------------------------------------------------------------------------
+# --- oneloop watch
+# --------------------------------------------------------------------------------------------------
 
 
 def written(folder: Path, steps: range, loss: float = 4.0) -> Path:

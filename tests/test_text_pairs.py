@@ -1,4 +1,5 @@
-"""Text embeddings from pairs: the losses of sentence-transformers, data, and an export that it loads."""
+"""Text embeddings from pairs: the losses of sentence-transformers, data, and an export that it
+loads."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def task(folder: Path, **options) -> TextPairs:
 
 @pytest.fixture(scope="module")
 def base(folder):
-    """A model of transformers with its tokenizer, as a user has it, with a pooler that takes no part."""
+    """A model of transformers with its tokenizer, as a user has it, with a pooler that takes no
+    part."""
     from transformers import BertConfig, BertModel
 
     torch.manual_seed(0)

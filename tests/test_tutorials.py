@@ -117,7 +117,8 @@ def test_chats_with_lora(tmp_path):
 
 
 def test_tabular_data_with_missing_values_and_two_targets(tmp_path):
-    """Also rows that the training data does not have: a new category, a missing one, and missing numbers."""
+    """Also rows that the training data does not have: a new category, a missing one, and missing
+    numbers."""
     text = (ROOT / "docs" / "how-to" / "tabular.md").read_text()
     for name, content in blocks("how-to/tabular.md", "python").items():
         (tmp_path / name).write_text(content)

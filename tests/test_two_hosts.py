@@ -1,4 +1,5 @@
-"""Faults of a run on two hosts: network namespaces of this machine, with a link that can be cut (needs root)."""
+"""Faults of a run on two hosts: network namespaces of this machine, with a link that can be cut
+(needs root)."""
 
 from __future__ import annotations
 
@@ -58,7 +59,8 @@ def test_a_fault_with_grain(case, repeat, tmp_path, undisturbed):
 
 @pytest.mark.parametrize("case", ["link cut", "host added", "rank killed"])
 def test_a_fault_without_grain_equals_a_run_resumed_by_hand(case, tmp_path):
-    """By hand: the same run until the checkpoint, continued on as many processes as after the fault."""
+    """By hand: the same run until the checkpoint, continued on as many processes as after the
+    fault."""
     keys = f"{lab.written_task(tmp_path)} {KEYS}"
     outcome = lab.fault(case, tmp_path, keys)
     assert outcome.codes[0] == 0, outcome.output
@@ -78,7 +80,8 @@ def test_a_fault_without_grain_equals_a_run_resumed_by_hand(case, tmp_path):
 
 
 def test_too_few_nodes_wait_and_then_end(tmp_path):
-    """Two nodes are needed, and the link is cut: the one with the rendezvous waits for the other, which ends."""
+    """Two nodes are needed, and the link is cut: the one with the rendezvous waits for the other,
+    which ends."""
     keys = f"--config_file ddp {lab.written_task(tmp_path)} {KEYS} --run.dir run"
     words = f"--nodes 2 --rendezvous 10.77.0.1:29411 --max_restarts 3 --rejoin 20s {keys}".split()
     nodes = [lab.Node(words, tmp_path, space=space) for space in (1, 2)]

@@ -19,7 +19,10 @@ TEMPLATE = """
 oneloop new my_task.py
 oneloop launch --config_file single my_task.py:MyTask --duration 400
 """
-README = "oneloop launch --config_file ddp sines.py:Sines --duration 20ep --optimizer.lr 1e-2 --task.width 32"
+README = (
+    "oneloop launch --config_file ddp sines.py:Sines --duration 20ep --optimizer.lr 1e-2 "
+    "--task.width 32"
+)
 EXECUTE = """
 import sys
 import nbformat
@@ -34,8 +37,8 @@ for cell in notebook.cells:
 
 @pytest.fixture(scope="module", params=["borrowed", pytest.param("fresh", marks=pytest.mark.slow)])
 def installed(request, tmp_path_factory):
-    """Return the programs of an environment with the wheel; its requirements are installed there, or borrowed from this
-    environment (without its oneloop)."""
+    """Return the programs of an environment with the wheel; its requirements are installed there,
+    or borrowed from this environment (without its oneloop)."""
     folder = tmp_path_factory.mktemp("wheel")
     uv = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
     if not Path(uv).exists():

@@ -59,7 +59,8 @@ def test_the_gradient_is_that_of_one_loss_over_the_batch(layout):
 
 @pytest.mark.slow
 def test_dropout_recompute_and_sharding_leave_no_trace_with_a_grain():
-    """With batch.grain, the gradient is the reference's, whose leaves are numbered over all ranks."""
+    """With batch.grain, the gradient is the reference's, whose leaves are numbered over all
+    ranks."""
     words = [*DOUBLE, "--batch.grain", "4", "--task.dropout", "0.2", "--machine.recompute", "full"]
     cases = [(kind, [*words, "--machine.blocks", "[Layer]"]) for kind in ("clip", "supcon")]
     world = run(whole_batches.gradients, cases, ranks=2, config="fsdp2")
@@ -128,10 +129,8 @@ def test_retrieval_counts_ranks_and_no_ties(block, monkeypatch):
         for k in (1, 5, 10):
             assert found[f"{way}recall@{k}"] == sum(rank <= k for rank in known) / 37
         assert found[f"{way}mrr"] == pytest.approx(sum(1 / rank for rank in known) / 37, rel=1e-12)
-    for equal in (
-        torch.ones(37, 4),
-        torch.full((37, 4), torch.nan),
-    ):  # a collapsed model, and a broken one
+    # a collapsed model, and a broken one
+    for equal in (torch.ones(37, 4), torch.full((37, 4), torch.nan)):
         metrics = Retrieval()
         metrics.update(equal, equal)
         assert metrics.compute()["recall@10"] == 0.0
@@ -218,7 +217,8 @@ def lines(folder: Path) -> list[dict]:
 
 
 def test_the_same_bits_with_a_grain_also_after_a_kill_on_another_layout(tmp_path, monkeypatch):
-    """Weights, EMA weights, log and evaluation are equal; a 0-dim parameter keeps its shape in files."""
+    """Weights, EMA weights, log and evaluation are equal; a 0-dim parameter keeps its shape in
+    files."""
     words = [
         *COMMON,
         "--batch.grain",
@@ -285,7 +285,8 @@ FOLDERS = ("single", "ddp", "fsdp2", "killed", "again")
 
 
 def tied(config: str) -> dict[str, torch.Tensor]:
-    """Return the gradients of a 0-dim parameter that two modules share, and of one that a list holds."""
+    """Return the gradients of a 0-dim parameter that two modules share, and of one that a list
+    holds."""
     from torch.distributed.fsdp import FSDPModule
 
     from oneloop.basics.tensors import one_element
@@ -334,7 +335,8 @@ def test_tied_scalars_and_lists_of_scalars_are_sharded():
 
 
 def test_the_logged_loss_and_the_evaluation_are_those_of_the_whole(tmp_path):
-    """The loss of the first step is that of one batch. An evaluation has windows of batch.size, and one pool."""
+    """The loss of the first step is that of one batch. An evaluation has windows of batch.size, and
+    one pool."""
     words = [
         *COMMON[:-2],
         "--task.loss",
@@ -373,7 +375,8 @@ def test_the_logged_loss_and_the_evaluation_are_those_of_the_whole(tmp_path):
 
 
 def odd(words: list[str]) -> dict[str, object]:
-    """Return the running statistics after one step, and the errors of a model with its own generator or scalar."""
+    """Return the running statistics after one step, and the errors of a model with its own
+    generator or scalar."""
     from oneloop.basics.exit_codes import Inexact
     from oneloop.job.build import build_job
     from oneloop.job.preflight import preflight
@@ -461,7 +464,8 @@ def test_a_scaled_loss_gives_scaled_gradients():
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", ["regional", "whole"])
 def test_compiled_passes_draw_the_same_numbers(tmp_path, how):
-    """A step compares both passes, and would end the run; each has its own graph, with and without gradients."""
+    """A step compares both passes, and would end the run; each has its own graph, with and without
+    gradients."""
     words = [
         *COMMON,
         "--batch.micro",

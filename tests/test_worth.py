@@ -1,4 +1,5 @@
-"""`oneloop worth`: real runs measure what each technique gains; a technique that fails is a line of the table."""
+"""`oneloop worth`: real runs measure what each technique gains; a technique that fails is a line of
+the table."""
 
 from __future__ import annotations
 
@@ -151,9 +152,8 @@ def test_what_hangs_is_ended():
     began = time.monotonic()
     outcome = Runner(words, timeout=10.0)({"batch.micro": 16}, steps=3, warm=0)
     assert outcome.fault == "did not end within 10 s" and time.monotonic() - began < 120
-    assert not Runner(words, timeout=200.0)(
-        {"batch.micro": 64}, steps=3, warm=0
-    ).fault  # the next is none the worse
+    # the next is none the worse
+    assert not Runner(words, timeout=200.0)({"batch.micro": 64}, steps=3, warm=0).fault
 
 
 def test_weights_at_the_end_are_those_of_the_run_itself(tmp_path):

@@ -1,4 +1,5 @@
-"""Unusual models train the same weights on every parallel layout, or are rejected with a message."""
+"""Unusual models train the same weights on every parallel layout, or are rejected with a
+message."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Make the pictures of README and docs from a real run: python docs/pictures/make.py
 
-terminal.svg shows the output of `oneloop launch`, watch.svg that of `oneloop watch`. report.png is the top of the page
-of `oneloop report` in Chromium (selenium and chromedriver are needed).
+terminal.svg shows the output of `oneloop launch`, watch.svg that of `oneloop watch`. report.png is
+the top of the page of `oneloop report` in Chromium (selenium and chromedriver are needed).
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from rich.text import Text
 
 HERE = Path(__file__).parent
 WIDTH, HEIGHT = 1280, 900
-SHORT = "oneloop launch --config_file single digits --duration 8ep --eval.every 2ep --run.dir runs/short"
+SHORT = (
+    "oneloop launch --config_file single digits --duration 8ep --eval.every 2ep --run.dir "
+    "runs/short"
+)
 TYPED = "oneloop launch --config_file single digits"
 WATCH = "oneloop watch runs/digits --once --metrics train/loss,eval/accuracy"
 

@@ -19,8 +19,10 @@ OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
 SCHEDULES = ("cosine", "linear", "wsd", "constant", "plateau")
 HEAD = """# All keys
 
-Every key of a recipe. A DURATION: steps (`500`), `20ep`, `1M samples`, `2B tokens`, or a share (`10%`). `batch.size` is
-`batch: {size: 128}` in YAML and `--batch.size 128` in a command. An empty last cell repeats the one above.
+Every key of a recipe. A DURATION: steps (`500`), `20ep`, `1M samples`, `2B tokens`, or a share \
+(`10%`). `batch.size` is
+`batch: {size: 128}` in YAML and `--batch.size 128` in a command. An empty last cell repeats the \
+one above.
 """
 ROW = tuple[str, str, str, str]
 CHOICES = {"task": TASKS, "optimizer": OPTIMIZERS, "schedule": SCHEDULES}
@@ -39,7 +41,8 @@ def rows(**chosen: str) -> Iterator[ROW]:
 
 
 def merged(group: str) -> Iterator[str]:
-    """Yield table rows of a group whose keys depend on its name; if a key has several meanings, with their choices."""
+    """Yield table rows of a group whose keys depend on its name; if a key has several meanings,
+    with their choices."""
     found: dict[str, dict[str, tuple[str, str, str]]] = {}
     for choice in CHOICES[group]:
         for key, *cells in rows(**{group: choice}):

@@ -1,7 +1,7 @@
 """oneloop: one training loop on one page, the same model on a laptop, on one GPU or on a cluster.
 
-``from oneloop import fit`` trains from Python; evaluate, predict, export and report follow. Every other part
-is imported from its own file and works alone: ``from oneloop.data.order import Order``.
+``from oneloop import fit`` trains from Python; evaluate, predict, export and report follow. Every
+other part is imported from its own file and works alone: ``from oneloop.data.order import Order``.
 """
 
 from typing import TYPE_CHECKING, Any

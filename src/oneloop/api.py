@@ -22,9 +22,8 @@ from oneloop.run.entry import conduct, start_run
 from oneloop.train import train
 
 Run = str | Path | Mapping[str, Any]
-_LOCK = (
-    threading.Lock()
-)  # held by the running call: accelerate's state and torch's generators are global
+# held by the running call: accelerate's state and torch's generators are global
+_LOCK = threading.Lock()
 
 
 def fit(
@@ -33,30 +32,34 @@ def fit(
     mixed_precision: str | None = None,
     **groups: Any,
 ) -> dict[str, Any]:
-    """Train a recipe from Python, on all processes of the launcher: in a script, a notebook, or a function that
-    accelerate's ``notebook_launcher`` starts.
+    """Train a recipe from Python, on all processes of the launcher: in a script, a notebook, or a
+    function that accelerate's ``notebook_launcher`` starts.
 
     >>> summary = fit("digits", batch={"size": 128}, run={"dir": "runs/larger"})
     >>> summary = fit(MyTask, duration="5ep", task={"width": 32})
 
-    It writes the same files as the command line, and the same call resumes a stopped run. Afterwards it restores signal
-    handlers, accelerate's shared state and the random generators. (Several processes keep their process group.)
+    It writes the same files as the command line, and the same call resumes a stopped run.
+    Afterwards it restores signal handlers, accelerate's shared state and the random generators.
+    (Several processes keep their process group.)
 
     Args:
         recipe: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, a task class, a
-            :class:`oneloop.recipe.schema.Recipe`, or its keys by group; None: the defaults for ``groups["task"]``.
+            :class:`oneloop.recipe.schema.Recipe`, or its keys by group; None: the defaults for
+            ``groups["task"]``.
         mixed_precision: ``no``, ``bf16``, ``fp16`` or ``fp8``; None: the launcher's setting.
-        groups: keys of the recipe by group (``batch={"size": 128}``), or ``seed``, ``duration`` and ``track``.
+        groups: keys of the recipe by group (``batch={"size": 128}``), or ``seed``, ``duration`` and
+            ``track``.
 
     Returns:
-        The summary, as in summary.json, on every rank. Its ``exit_code`` is 0, or 75 if ``stop.after`` or a STOP file
-        ended the run. If the run had already finished, its earlier summary.
+        The summary, as in summary.json, on every rank. Its ``exit_code`` is 0, or 75 if
+        ``stop.after`` or a STOP file ended the run. If the run had already finished, its earlier
+        summary.
 
     Raises:
         BadInput: the input is invalid; nothing was written. (On the command line: exit code 2.)
         Diverged: a loss or gradient was not finite or spiked, and the policy is to stop. (3.)
-        KeyboardInterrupt: after Ctrl-C and a save; after a second Ctrl-C, at once. SIGTERM, SIGUSR1 and SIGHUP also
-            stop and save; then they are raised again for their previous handlers.
+        KeyboardInterrupt: after Ctrl-C and a save; after a second Ctrl-C, at once. SIGTERM, SIGUSR1
+            and SIGHUP also stop and save; then they are raised again for their previous handlers.
         SampleError: a sample cannot be loaded; the original error is its cause. (1.)
         Exception: any other error, for example of the task's code, as it was raised. (1.)
     """
@@ -75,7 +78,8 @@ def fit(
 
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Reject a second call in this process. Of BadInput, only the message is raised, with keys in Python's syntax."""
+    """Reject a second call in this process. Of BadInput, only the message is raised, with keys in
+    Python's syntax."""
     die_with_launcher()
     reject_while_importing()
     if not _LOCK.acquire(blocking=False):
@@ -91,15 +95,16 @@ def _alone(name: str) -> Iterator[None]:
 
 
 def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) -> dict[str, Any]:
-    """Return loss and metrics of a run's weights, as ``oneloop evaluate`` prints them. Collective: call on every rank.
+    """Return loss and metrics of a run's weights, as ``oneloop evaluate`` prints them. Collective:
+    call on every rank.
 
     >>> evaluate("runs/digits", data="new/")["data/accuracy"]
 
     Args:
         run: the run folder, or the summary that :func:`fit` returned.
         mixed_precision: as in :func:`fit`.
-        options: ``data``, ``checkpoint``, ``weights``, ``micro``, ``accept_changes`` and ``task`` of the command; a
-            task may be a class.
+        options: ``data``, ``checkpoint``, ``weights``, ``micro``, ``accept_changes`` and ``task``
+            of the command; a task may be a class.
 
     Raises:
         BadInput: the run, the data or an option is invalid.
@@ -111,7 +116,8 @@ def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) ->
 def predict(
     run: Run, *, to: str | Path | None = None, mixed_precision: str | None = None, **options: Any
 ) -> list[dict[str, Any]] | Path:
-    """Predict every row of a run's validation set, or of other ``data``, in order. Collective: call on every rank.
+    """Predict every row of a run's validation set, or of other ``data``, in order. Collective: call
+    on every rank.
 
     Args:
         run: the run folder, or the summary that :func:`fit` returned.
@@ -142,13 +148,15 @@ def predict(
 def export(
     run: Run, *, to: str | Path | None = None, push: str | None = None, **options: Any
 ) -> str:
-    """Write a run's weights to the folder ``to``, or ``push`` them to the hub; return a line about it.
+    """Write a run's weights to the folder ``to``, or ``push`` them to the hub; return a line about
+    it.
 
     Args:
         run: the run folder, or the summary that :func:`fit` returned.
         to: the folder to write to.
         push: the repository of the hub, ``ORG/NAME``.
-        options: ``checkpoint``, ``weights``, ``merged``, ``task``, ``public`` and ``license`` of ``oneloop export``.
+        options: ``checkpoint``, ``weights``, ``merged``, ``task``, ``public`` and ``license`` of
+            ``oneloop export``.
 
     Raises:
         BadInput: the run or an option is invalid.
@@ -161,7 +169,8 @@ def export(
 def report(*runs: Run, to: str | Path | None = None) -> Path:
     """Write one HTML page about a run, or about several runs in the same charts; return its path.
 
-    By default it is report.html in the folder of the only run, or in the current folder. Raises BadInput."""
+    By default it is report.html in the folder of the only run, or in the current folder. Raises
+    BadInput."""
     return write_report([_folder(run) for run in runs], None if to is None else Path(to))
 
 
@@ -185,7 +194,8 @@ _DEFAULTS["predict"] = {**_DEFAULTS["evaluate"], "raw": False}
 
 
 def _options(command: str, run: Run, given: dict[str, Any]) -> Namespace:
-    """Return the options of a command as its parser would. Raises TypeError for an unknown one, as Python does."""
+    """Return the options of a command as its parser would. Raises TypeError for an unknown one, as
+    Python does."""
     known = {**_DEFAULTS[command], "task": None, "to": None, "push": None}
     if unknown := given.keys() - known.keys():
         raise TypeError(f"{command}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
@@ -213,13 +223,15 @@ def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
         own = groups.get("task") or {}
         if not isinstance(own, Mapping) or "name" in own:
             raise BadInput(
-                f"two tasks given, {recipe!r} and {own!r}; give the class, and its arguments by task={{…}}"
+                f"two tasks given, {recipe!r} and {own!r}; give the class, and its arguments "
+                f"by task={{…}}"
             )
         groups = {**groups, "task": {**own, "name": recipe}}
         recipe = None
     elif not (recipe is None or isinstance(recipe, str | Recipe | Mapping)):
         raise BadInput(
-            f"fit takes a recipe or the class of a task, got {recipe!r}; pass its arguments as task={{…}}"
+            f"fit takes a recipe or the class of a task, got {recipe!r}; pass its arguments as "
+            f"task={{…}}"
         )
     given = from_python(groups)
     source = (

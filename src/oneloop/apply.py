@@ -1,4 +1,5 @@
-"""Evaluate and predict after training: ``python -m oneloop.apply evaluate|predict RUN …``, on one or more processes."""
+"""Evaluate and predict after training: ``python -m oneloop.apply evaluate|predict RUN …``, on one
+or more processes."""
 
 import sys
 from argparse import Namespace
@@ -25,8 +26,12 @@ from oneloop.tasks.protocol import check_sets
 from oneloop.tasks.protocol_checks import theirs
 
 _PAGES = {
-    "evaluate": """Print loss and metrics of a run's weights on its own validation and test sets, or on other data.""",
-    "predict": """Write the prediction for each row of its validation set, or of other data, to a file, in order.
+    "evaluate": (
+        "Print loss and metrics of a run's weights on its own validation and test sets, "
+        "or on other data."
+    ),
+    "predict": """Write the prediction for each row of its validation set, or of other data, \
+to a file, in order.
 
     A row has its number, the file name of an image, and the task's columns.""",
 }
@@ -37,7 +42,8 @@ _MORE = """
 
 
 def parsed(command: str, words: Sequence[str]) -> Namespace:
-    """Parse the options of ``evaluate`` or ``predict``; raise BadInput for what is wrong before anything is loaded."""
+    """Parse the options of ``evaluate`` or ``predict``; raise BadInput for what is wrong before
+    anything is loaded."""
     options = Options(command, f"{_PAGES[command]}\n{_MORE}")
     options.add_argument("run", type=local_run, metavar="RUN")
     options.add_argument("--data", metavar="DATA", help="rows to use instead of the run's own sets")
@@ -78,8 +84,9 @@ def check_file(to: Path) -> None:
 
 
 def perform(command: str, given: Namespace) -> tuple[Run, Any]:
-    """Evaluate or predict with these options (of :func:`parsed`). Return the processes, and the metrics of ``evaluate``
-    or a line about the file of ``predict``. Raise BadInput. Collective: call on every rank."""
+    """Evaluate or predict with these options (of :func:`parsed`). Return the processes, and the
+    metrics of ``evaluate`` or a line about the file of ``predict``. Raise BadInput. Collective:
+    call on every rank."""
     recipe = recipe_of(given.run, command=command, task=given.task)
     run = start(deterministic=recipe.machine.deterministic)
     float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
@@ -105,7 +112,8 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Run ``evaluate`` or ``predict`` as the command line says; end the process with oneloop's exit code."""
+    """Run ``evaluate`` or ``predict`` as the command line says; end the process with oneloop's exit
+    code."""
     try:
         command, *words = argv or [""]
         if command not in _PAGES:

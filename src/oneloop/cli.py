@@ -65,7 +65,8 @@ def new(words: Sequence[str]) -> int:
         texts = {folder / path.name: path.read_text() for path in config_files().values()}
     elif given.file is None:
         raise BadInput(
-            "oneloop new takes the file to write (oneloop new my_task.py), or --configs and a folder"
+            "oneloop new takes the file to write (oneloop new my_task.py), or --configs and a "
+            "folder"
         )
     else:
         file = given.file
@@ -112,11 +113,12 @@ def launch_processes(words: Sequence[str]) -> int:
 
       oneloop launch --config_file ddp digits --batch.size 128
 
-    Like `accelerate launch … -m oneloop.train RECIPE …`, but with oneloop's exit codes: 0 done, 1 error, 2 bad input,
-    3 diverged, 75 stopped (start the same command again to resume). A recipe is a packaged name, a YAML file or a task
-    (my_task.py:MyTask). --config_file takes a config file of accelerate or one of: CONFIGS.
-    `accelerate launch --help` lists its options, `python -m oneloop.train --help` the keys of a recipe. Several nodes:
-    --nodes 2:8 (least and most), --rendezvous HOST:PORT, --processes_per_node, --max_restarts 3, --rejoin 5min.
+    Like `accelerate launch … -m oneloop.train RECIPE …`, but with oneloop's exit codes: 0 done, 1
+    error, 2 bad input, 3 diverged, 75 stopped (start the same command again to resume). A recipe is
+    a packaged name, a YAML file or a task (my_task.py:MyTask). --config_file takes a config file of
+    accelerate or one of: CONFIGS. `accelerate launch --help` lists its options, `python -m
+    oneloop.train --help` the keys of a recipe. Several nodes: --nodes 2:8 (least and most),
+    --rendezvous HOST:PORT, --processes_per_node, --max_restarts 3, --rejoin 5min.
     """
     from oneloop.launch.command import launch
 
@@ -136,7 +138,10 @@ def verify(words: Sequence[str]) -> int:
     """
     options = Options("verify", verify.__doc__)
     options.add_argument("run", type=local_run, metavar="RUN")
-    same = "report whether both runs (with batch.grain) are bit-identical, or the first step and tensor that differ"
+    same = (
+        "report whether both runs (with batch.grain) are bit-identical, or the first step and "
+        "tensor that differ"
+    )
     options.add_argument("--same", type=local_run, metavar="RUN", help=same)
     given = options.parse_args(words)
     if given.same:
@@ -201,7 +206,8 @@ def report(words: Sequence[str]) -> int:
 
 
 def compare(words: Sequence[str]) -> int:
-    """Print what differs between runs: keys, final and best metrics, curves, and whether they are bit-identical."""
+    """Print what differs between runs: keys, final and best metrics, curves, and whether they are
+    bit-identical."""
     from oneloop.after.compare_runs import compare as compared
 
     options = Options("compare", compare.__doc__)
@@ -232,9 +238,8 @@ def watch(words: Sequence[str]) -> int:
     for folder in given.runs:
         if not folder.is_dir() or (given.once and not (folder / "metrics.jsonl").exists()):
             raise BadInput(f"{folder} holds no run (no metrics.jsonl)")
-    signal.signal(
-        signal.SIGTERM, lambda number, _: sys.exit(128 + number)
-    )  # the exit restores the terminal
+    # the exit restores the terminal
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with suppress(KeyboardInterrupt):
         live(given.runs, metrics=given.metrics, every=given.every, once=given.once)
     return 0
@@ -243,9 +248,10 @@ def watch(words: Sequence[str]) -> int:
 def worth(words: Sequence[str]) -> int:
     """Measure what each technique is worth on this recipe and this machine; takes minutes.
 
-    Trains short real runs with each technique and without it, alone and on top of the others (fused, bf16, workers,
-    pinned, channels_last, accumulation, recompute, ema, clip, logging, compile, fp16), on one process. Prints a table,
-    and writes worth.json and worth.html. No weights are kept.
+    Trains short real runs with each technique and without it, alone and on top of the others
+    (fused, bf16, workers, pinned, channels_last, accumulation, recompute, ema, clip, logging,
+    compile, fp16), on one process. Prints a table, and writes worth.json and worth.html. No weights
+    are kept.
     """
     from oneloop.plan.worth import worth as command
 
@@ -264,10 +270,12 @@ def worth(words: Sequence[str]) -> int:
 
 
 def prove(words: Sequence[str], **how: Any) -> int:
-    """Compare a parallel layout with one process by training the same few steps, in a temporary folder.
+    """Compare a parallel layout with one process by training the same few steps, in a temporary
+    folder.
 
-    Reports bit-identical (with batch.grain), equal (the gradients agree, and the weights differ only by rounding), or
-    different: the first step and tensor, and the likely reason. The exit code is 0, or 1 if different or failed.
+    Reports bit-identical (with batch.grain), equal (the gradients agree, and the weights differ
+    only by rounding), or different: the first step and tensor, and the likely reason. The exit code
+    is 0, or 1 if different or failed.
 
       oneloop prove my_task.py:MyTask --config_file fsdp2
     """
@@ -293,10 +301,11 @@ def prove(words: Sequence[str], **how: Any) -> int:
 
 
 def export(words: Sequence[str]) -> int:
-    """Write the weights of a run as safetensors, with the files that the task adds (config, tokenizer).
+    """Write the weights of a run as safetensors, with the files that the task adds (config,
+    tokenizer).
 
-    Adapters are written in peft's format. --push commits the same files to the Hugging Face hub, with the recipe and a
-    model card; a new repository is private unless --public is given.
+    Adapters are written in peft's format. --push commits the same files to the Hugging Face hub,
+    with the recipe and a model card; a new repository is private unless --public is given.
     """
     options = Options("export", export.__doc__)
     options.add_argument("run", type=local_run, metavar="RUN")
@@ -318,10 +327,12 @@ def export(words: Sequence[str]) -> int:
 
 
 def export_run(given: Namespace) -> list[str]:
-    """Write or push a run's weights with the options of ``oneloop export``; return lines about it. Raise BadInput."""
+    """Write or push a run's weights with the options of ``oneloop export``; return lines about it.
+    Raise BadInput."""
     if given.to is None and given.push is None:
         raise BadInput(
-            "export needs a folder to write to (--to DIR), or a repository of the hub (--push ORG/NAME)"
+            "export needs a folder to write to (--to DIR), or a repository of the hub (--push "
+            "ORG/NAME)"
         )
     if given.push is None and (given.public or given.license):
         raise BadInput(

@@ -1,4 +1,5 @@
-"""EMA (exponential moving average) of the weights, kept per shard. Also works in a plain Accelerate script.
+"""EMA (exponential moving average) of the weights, kept per shard. Also works in a plain Accelerate
+script.
 
 >>> ema = EMA(model, half_life=10_000)           # in samples; after accelerator.prepare
 >>> optimizer.step()
@@ -6,8 +7,8 @@
 >>> with ema.swapped():                          # here the model has the EMA weights
 ...     evaluate(model)
 
-The update rule is average = keep * average + (1 - keep) * weight, without communication. Buffers are not averaged: EMA
-weights are evaluated and exported with the model's current buffers.
+The update rule is average = keep * average + (1 - keep) * weight, without communication. Buffers
+are not averaged: EMA weights are evaluated and exported with the model's current buffers.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -29,7 +30,8 @@ from oneloop.basics.tensors import as_real, local, reshard
 def average_(
     averages: list[Tensor], weights: list[Tensor], keep: float, *, cast: bool = False
 ) -> None:
-    """Set average = keep * average + (1 - keep) * weight, in place; other forms would round differently.
+    """Set average = keep * average + (1 - keep) * weight, in place; other forms would round
+    differently.
 
     ``cast``: the weights have another dtype than the averages."""
     if cast:
@@ -40,19 +42,24 @@ def average_(
 
 
 class EMA:
-    """EMA of a model's parameters, in float32 or better. Give exactly one of half_life, decay and power.
+    """EMA of a model's parameters, in float32 or better. Give exactly one of half_life, decay and
+    power.
 
     Args:
         model: as prepared; under FSDP2 each rank averages its own shards.
-        half_life: samples (or tokens, as :meth:`update` counts) after which the contribution of a weight has halved.
+        half_life: samples (or tokens, as :meth:`update` counts) after which the contribution of a
+            weight has halved.
         decay: share of the average that one update keeps.
-        power: width of a power-function EMA as a share of the run: its relative standard deviation sigma_rel (Karras et
-            al. 2024, section 3). Saved EMAs can be combined into other widths: see :func:`post_hoc`.
-        ramp: upper limit of the half-life as a share of the training so far (Karras et al. 2022), so that the initial
-            weights are forgotten quickly; 0: no limit. Only for ``half_life``.
-        every: calls of :meth:`update` per computation; their amounts are added, so that the half-life is the same.
+        power: width of a power-function EMA as a share of the run: its relative standard deviation
+            sigma_rel (Karras et al. 2024, section 3). Saved EMAs can be combined into other widths:
+            see :func:`post_hoc`.
+        ramp: upper limit of the half-life as a share of the training so far (Karras et al. 2022),
+            so that the initial weights are forgotten quickly; 0: no limit. Only for ``half_life``.
+        every: calls of :meth:`update` per computation; their amounts are added, so that the
+            half-life is the same.
         device: ``"cpu"`` keeps the average in host memory; copies overlap with the device's work.
-        optimizer: required for ``device="cpu"`` on an accelerator: its next step waits for the copy.
+        optimizer: required for ``device="cpu"`` on an accelerator: its next step waits for the
+            copy.
         name: name in checkpoints, logs and file names.
 
     Raises ValueError: not exactly one of the three is given, or a value is out of range.
@@ -89,9 +96,8 @@ class EMA:
             for name, p in self._parameters.items()
         }
         pairs = [(local(self._shadow[name]), local(p)) for name, p in self._parameters.items()]
-        pairs = [
-            (mine, weight.detach()) for mine, weight in pairs if mine.numel()
-        ]  # uneven shards may be empty
+        # uneven shards may be empty
+        pairs = [(mine, weight.detach()) for mine, weight in pairs if mine.numel()]
         self._mine, self._weights = [mine for mine, _ in pairs], [weight for _, weight in pairs]
         self._cast = any(mine.dtype != weight.dtype for mine, weight in pairs)
         self._held = [name for name in self._parameters if local(self._shadow[name]).numel()]
@@ -108,14 +114,16 @@ class EMA:
 
     @torch.no_grad()
     def begin(self, names: Collection[str]) -> None:
-        """Reset the average of these tensors, named as in :meth:`tensors`, to the current weights."""
+        """Reset the average of these tensors, named as in :meth:`tensors`, to the current
+        weights."""
         for name, mine, weight in zip(self._held, self._mine, self._weights, strict=True):
             if f"ema.{self.name}.{name}" in names:
                 mine.copy_(weight)
 
     @torch.no_grad()
     def update(self, amount: float) -> None:
-        """Update with the weights after an optimizer step of ``amount`` samples (or tokens) over all processes."""
+        """Update with the weights after an optimizer step of ``amount`` samples (or tokens) over
+        all processes."""
         self._due += amount
         self.seen += amount
         self._updates += 1
@@ -130,9 +138,11 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Swap the EMA weights into the model in this context, and swap the training weights back afterwards.
+        """Swap the EMA weights into the model in this context, and swap the training weights back
+        afterwards.
 
-        One tensor is exchanged at a time, without a second copy of the model; only 16-bit weights are copied aside."""
+        One tensor is exchanged at a time, without a second copy of the model; only 16-bit weights
+        are copied aside."""
         if self._away is not None:
             self._away.wait()
         aside = self._exchange({})
@@ -158,7 +168,8 @@ class EMA:
         return taken
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the EMA tensors (not copies) by ``ema.<name>.<parameter>``, sharded as the parameters."""
+        """Return the EMA tensors (not copies) by ``ema.<name>.<parameter>``, sharded as the
+        parameters."""
         if self._away is not None:
             self._away.wait()
         return {f"ema.{self.name}.{name}": as_real(tensor) for name, tensor in self._shadow.items()}
@@ -211,22 +222,23 @@ def _new(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
 
 
 def gamma(sigma_rel: float) -> float:
-    """Return the exponent of the power-function average of this relative standard deviation (Karras et al. 2024,
-    algorithm 2). Raise ValueError if none is that wide."""
+    """Return the exponent of the power-function average of this relative standard deviation (Karras
+    et al. 2024, algorithm 2). Raise ValueError if none is that wide."""
     import numpy as np
 
     widest = 12**-0.5
     if not 0 < sigma_rel < widest:
         raise ValueError(
-            f"ema.power {sigma_rel} must be above 0 and below {widest:.3f}; common values: 0.05 to 0.15"
+            f"ema.power {sigma_rel} must be above 0 and below {widest:.3f}; common values: "
+            "0.05 to 0.15"
         )
     t = sigma_rel**-2
     return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
 
 
 def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> list[float]:
-    """Return the least-squares factors that combine saved power-function averages into one that was not kept (Karras et
-    al. 2024, algorithm 3). An average is a pair: samples seen, sigma_rel."""
+    """Return the least-squares factors that combine saved power-function averages into one that was
+    not kept (Karras et al. 2024, algorithm 3). An average is a pair: samples seen, sigma_rel."""
     import numpy as np
 
     def inner(t_a: Any, gamma_a: Any, t_b: Any, gamma_b: Any) -> Any:
@@ -244,8 +256,8 @@ def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> l
 class HostCopies:
     """Copies weights to pinned host memory on a separate stream, and passes them to a thread.
 
-    The device continues during a copy; only the optimizer's next step waits for it. Raises ValueError without an
-    optimizer."""
+    The device continues during a copy; only the optimizer's next step waits for it. Raises
+    ValueError without an optimizer."""
 
     def __init__(self, weights: list[Tensor], optimizer: Optimizer | None) -> None:
         if optimizer is None:

@@ -28,7 +28,8 @@ from oneloop.tasks.whole_batch import is_whole_batch
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Use eval mode without gradients; afterwards restore the mode of every module, and FSDP2's shards."""
+    """Use eval mode without gradients; afterwards restore the mode of every module, and FSDP2's
+    shards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -56,10 +57,12 @@ def evaluate(
     exact: bool = False,
     window: int | None = None,
 ) -> dict[str, float] | None:
-    """Return loss (weighted as in training) and the task's metrics over ``dataset``. Collective: call on every rank.
+    """Return loss (weighted as in training) and the task's metrics over ``dataset``. Collective:
+    call on every rank.
 
     Args:
-        task: has ``collate``, ``weight``, ``loss`` (or ``embed`` with ``batch_loss``) and, optionally, ``metrics``.
+        task: has ``collate``, ``weight``, ``loss`` (or ``embed`` with ``batch_loss``) and,
+            optionally, ``metrics``.
         model: as prepared for training.
         dataset: map-style.
         accelerator: its ranks share the samples.
@@ -67,22 +70,25 @@ def evaluate(
         workers: number of data loading processes.
         dtype: dtype of floating-point inputs.
         seed: seed of random data sets.
-        interrupted: called once per micro-batch, with the same result on all ranks; True ends the evaluation.
+        interrupted: called once per micro-batch, with the same result on all ranks; True ends the
+            evaluation.
         examples: collects samples to show, if the task can show them, and the confusion matrix.
         name: name of the set, for messages.
-        exact: make sums bit-identical on any number of ranks; ValueError for a metric that does not allow it.
-        window: samples of each loss over a whole batch; the last window may be smaller (default: ``micro``).
+        exact: make sums bit-identical on any number of ranks; ValueError for a metric that does not
+            allow it.
+        window: samples of each loss over a whole batch; the last window may be smaller (default:
+            ``micro``).
 
-    Return ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``; None if interrupted.
+    Return ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``;
+    None if interrupted.
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
     share = share_of(
         [*sources.values()], micro, accelerator.num_processes, accelerator.process_index
     )
     keyed, device = SeededSamples(dataset, seed=seed, name=name), accelerator.device
-    collate = CollateWithWeight(
-        task.collate, task.weight, dtype=dtype
-    )  # samples may differ in weight
+    # samples may differ in weight
+    collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
     sums: Together | Apart | WholeBatches = (Apart if exact else Together)(
         task, len(sources), device, measured
@@ -137,8 +143,8 @@ def _weighed(
     device: torch.device,
     seeded: tuple[int, int] | None = None,
 ) -> Generator[tuple[Batch, float]]:
-    """Yield the batches on the device with their weights; copy the next one meanwhile. ``seeded`` (seed, index of the
-    first batch): seed the random generators before each batch."""
+    """Yield the batches on the device with their weights; copy the next one meanwhile. ``seeded``
+    (seed, index of the first batch): seed the random generators before each batch."""
     weights: deque[float] = deque()
 
     def batches() -> Iterator[Batch]:
@@ -175,9 +181,8 @@ class Share:
     """The micro-batches of one rank."""
 
     places: list[list[Place]]
-    sources: list[
-        int | None
-    ]  # source of each micro-batch; None: it repeats samples, and does not count
+    # source of each micro-batch; None: it repeats samples, and does not count
+    sources: list[int | None]
     first: int  # index of the first micro-batch among those of all ranks
     cut: list[tuple[int, range]]  # source and samples of each micro-batch, of all ranks in order
 
@@ -188,10 +193,11 @@ class Share:
 
 
 def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Share:
-    """Return this rank's micro-batches: consecutive ones, so that one rank reads adjacent samples. Each micro-batch has
-    samples of one source only.
+    """Return this rank's micro-batches: consecutive ones, so that one rank reads adjacent samples.
+    Each micro-batch has samples of one source only.
 
-    FSDP2 needs equal forward counts, so a rank without micro-batches left repeats the first one, and does not count it.
+    FSDP2 needs equal forward counts, so a rank without micro-batches left repeats the first one,
+    and does not count it.
     """
     cut = [
         (number, range(start, min(start + micro, source.stop)))

@@ -1,7 +1,9 @@
 """Predict every sample, in order, on one process or several, and write the predictions to one file.
 
->>> predicted = predictions(task, model, dataset, accelerator=accelerator, micro=32)     # of this rank's samples
->>> write(Path("predictions.parquet"), predicted, accelerator=accelerator)     # the same file on any number of ranks
+>>> predicted = predictions(task, model, dataset, accelerator=accelerator, micro=32)
+>>> write(Path("predictions.parquet"), predicted, accelerator=accelerator)
+
+A rank predicts its own samples; the file is the same on any number of ranks.
 """
 
 import csv
@@ -42,11 +44,13 @@ def predictions(
     seed: int = 0,
     raw: bool = False,
 ) -> Iterator[Columns]:
-    """Yield columns for each micro-batch of this rank's samples, in order of rank. Collective: call on every rank.
+    """Yield columns for each micro-batch of this rank's samples, in order of rank. Collective: call
+    on every rank.
 
     Args:
-        task: ``loss`` returns the outputs and, if the task ``writes``, ``generate`` returns more; ``predicted`` turns
-            them into columns. Without ``predicted``, the outputs are the columns.
+        task: ``loss`` returns the outputs and, if the task ``writes``, ``generate`` returns more;
+            ``predicted`` turns them into columns. Without ``predicted``, the outputs are the
+            columns.
         model: whole or sharded; it is not changed.
         dataset: map-style.
         accelerator: its ranks share the samples.
@@ -119,7 +123,8 @@ def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
     }
     if not own:
         raise ValueError(
-            "the task's loss() returns no outputs with an entry for each sample; give it predicted()"
+            "the task's loss() returns no outputs with an entry for each sample; give it "
+            "predicted()"
         )
     return {
         name: (tensor.float() if tensor.is_floating_point() else tensor).tolist()
@@ -128,11 +133,11 @@ def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
 
 
 def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator) -> int:
-    """Write all ranks' columns of :func:`predictions` to one file, equal on any number of ranks. Collective: call on
-    every rank of ``accelerator``; they share the file system.
+    """Write all ranks' columns of :func:`predictions` to one file, equal on any number of ranks.
+    Collective: call on every rank of ``accelerator``; they share the file system.
 
-    The file is .parquet, .jsonl or .csv, and is written atomically. Return the number of rows, on rank 0. Raise
-    ValueError if a column for a .csv holds lists."""
+    The file is .parquet, .jsonl or .csv, and is written atomically. Return the number of rows, on
+    rank 0. Raise ValueError if a column for a .csv holds lists."""
     rank, shards = accelerator.process_index, file.with_name(f".{file.name}.parts")
     if rank == 0:
         shutil.rmtree(shards, ignore_errors=True)
@@ -169,7 +174,8 @@ def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> No
                 ):
                     which = ", ".join(lists)
                     raise ValueError(
-                        f"{which} hold a list for each sample, and csv has none; write parquet or jsonl"
+                        f"{which} hold a list for each sample, and csv has none; write parquet "
+                        "or jsonl"
                     )
                 stream.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
 
@@ -178,7 +184,8 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "tolist"):
         return value.tolist()
     raise ValueError(
-        f"a column of predicted() holds a {type(value).__name__}; give text, numbers or lists of them"
+        f"a column of predicted() holds a {type(value).__name__}; give text, numbers or lists "
+        "of them"
     )
 
 

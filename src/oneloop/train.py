@@ -1,4 +1,5 @@
-"""The loop. ``accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train digits``"""
+"""The loop. ``accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train
+digits``"""
 
 if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
     from oneloop.launch import before_imports
@@ -40,30 +41,26 @@ def accumulate(
     position: int,
     measured: bool,
 ) -> Sums:
-    """Accumulate the gradients of a step's summed loss, divided by the total weight of the global batch (all ranks).
-    Return this rank's sums. ``position``: of the first sample; ``measured``: a log line follows."""
+    """Accumulate the gradients of a step's summed loss, divided by the total weight of the global
+    batch (all ranks). Return this rank's sums. ``position``: of the first sample; ``measured``: a
+    log line follows."""
     accelerator, model, clock, sums = (
         run.accelerator,
         gradients.model,
         meter.clock,
         gradients.sums(),
     )
-    scale = (
-        gradients.factor / group.total
-    )  # the factor undoes accelerate's mean over the micro-batches
+    # the factor undoes accelerate's mean over the micro-batches
+    scale = gradients.factor / group.total
     with gradients.step(position, measured=measured):
-        loss_of, batches = gradients.passes(
-            clock.over("transfer", group.batches)
-        )  # a whole-batch loss has two
+        # a whole-batch loss has two
+        loss_of, batches = gradients.passes(clock.over("transfer", group.batches))
         for batch, weight in zip(batches, group.weights, strict=False):
-            with (
-                accelerator.accumulate(model),
-                gradients.micro_batch(weight),
-            ):  # .grad: sum over all ranks
+            # .grad: sum over all ranks
+            with accelerator.accumulate(model), gradients.micro_batch(weight):
                 loss, outputs = loss_of(model, batch)
-                accelerator.backward(
-                    contagious(loss, scale)
-                )  # a NaN loss makes the norm NaN on all ranks
+                # a NaN loss makes the norm NaN on all ranks
+                accelerator.backward(contagious(loss, scale))
             sums.add(loss, outputs, weight)
             clock.mark("compute")
     return sums
@@ -72,7 +69,8 @@ def accumulate(
 def update(
     gradients: Gradients, guard: Guard, sums: Sums, *, lr: float, clip: float, weight: float
 ) -> None:
-    """Update the weights. The device leaves them unchanged if the gradients are bad. The step is then pending."""
+    """Update the weights. The device leaves them unchanged if the gradients are bad. The step is
+    then pending."""
     guard.unscale()
     norm = gradients.norm()
     clip_(gradients.parameters, clip, norm)
@@ -91,7 +89,8 @@ def accept(step: Step, meter: Meter, emas: Sequence[EMA], samples: int) -> None:
 
 
 def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
-    """Train ``job`` on the processes of ``run``, into ``folder``; return the summary. Collective: call on every rank.
+    """Train ``job`` on the processes of ``run``, into ``folder``; return the summary. Collective:
+    call on every rank.
 
     Raises:
         BadInput: the folder's checkpoints are damaged, or belong to another model.
@@ -119,7 +118,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         total=gradients.total,
     )
 
-    # The state that a checkpoint holds. Until begin(), nothing is written; after it, a resumed run is where it was.
+    # The state that a checkpoint holds. Until begin(), nothing is written; after it, a resumed run
+    # is where it was.
     state = State(job, run, folder, model, optimizer, emas, guard, seen)
     run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
     run_log = state.begin(job, run, folder, graph=seen.graph)
@@ -133,7 +133,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     upkeep = Upkeep(job, run, state, run_log, gradients, steps, emas)
 
     def resolve() -> Outcome | None:
-        """Return the outcome of the pending step, or None if no step is pending. See "The pending step" below."""
+        """Return the outcome of the pending step, or None if no step is pending. See "The pending
+        step" below."""
         steps.confirm()  # FSDP2: all ranks ran the same units
         if (step := guard.resolve()) is None:
             return None
@@ -145,7 +146,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         return Outcome.ACCEPTED
 
     def save() -> None:
-        """Start a checkpoint; training waits only for a copy to host memory. No step may be pending."""
+        """Start a checkpoint; training waits only for a copy to host memory. No step may be
+        pending."""
         run_log.event("save")
         state.save(checkpoints, count.step, **upkeep.kept())
         upkeep.bad.saved()
@@ -159,11 +161,13 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         upkeep.profiling(folder.path / "profile") as profiling,
         scheduled_garbage("collect" in intervals),
     ):
-        # The pending step. guard.step() queues an update, which the device skips if its gradients are bad. The step is
-        # then pending: the host does not yet know which. It queues the next backward first, and then calls resolve():
-        #     backward n | update n | backward n+1 | resolve n | update n+1 | backward n+2 | resolve n+1 | ...
-        # So the device always has work queued, and the host waits at most for work that is older. Only if something is
-        # due (a log line, an evaluation, a save, a stop, the end) does it resolve step n right after update n.
+        # The pending step. guard.step() queues an update, which the device skips if its gradients
+        # are bad. The step is then pending: the host does not yet know which. It queues the next
+        # backward first, and then calls resolve():
+        # backward n | update n | backward n+1 | resolve n | update n+1 | backward n+2 | resolve n+1
+        # | ... So the device always has work queued, and the host waits at most for work that is
+        # older. Only if something is due (a log line, an evaluation, a save, a stop, the end) does
+        # it resolve step n right after update n.
         for group in clock.over("data", () if stopped or upkeep.over() else steps):
             number = count.step + guard.pending + 1  # of this step, if the pending one is accepted
             profiling.step(number)
@@ -176,9 +180,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             sums = accumulate(
                 job, run, gradients, group, meter, position=count.position, measured=measured
             )
-            if (
-                resolve() is Outcome.REWOUND
-            ):  # the previous step: these gradients belong to weights that are gone
+            # the previous step: these gradients belong to weights that are gone
+            if resolve() is Outcome.REWOUND:
                 continue
 
             meter.before_update(intervals.is_due("log", count.step + 1))
@@ -186,16 +189,17 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             update(gradients, guard, sums, lr=lr, clip=recipe.optimizer.clip, weight=group.total)
             count.position += layout.size
 
-            due, stopped = (
-                intervals.due(count.step + 1, save=group.save),
-                group.stop,
-            )  # stop: a request on any rank
+            # stop: a request on any rank
+            due, stopped = intervals.due(count.step + 1, save=group.save), group.stop
             outcome = resolve() if due or stopped else None
             clock.step("update")
             if outcome is Outcome.REWOUND or (outcome is not Outcome.ACCEPTED and not stopped):
-                continue  # skipped or still pending: nothing to do; after a rewind, a stop is heard at the next step
+                # skipped or still pending: nothing to do; after a rewind, a stop is heard at the
+                # next step
+                continue
 
-            # Rare work: log, compare replicas, collect garbage, evaluate; save. A skipped step saves only at a stop.
+            # Rare work: log, compare replicas, collect garbage, evaluate; save. A skipped step
+            # saves only at a stop.
             due = due if outcome is Outcome.ACCEPTED else []
             stopped = not upkeep.work(due, lr, group.total) or stopped
             if "save" in due or stopped or upkeep.over() or upkeep.is_best():
@@ -204,7 +208,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
                 break
     # --8<-- [end:loop]
 
-    # The end: the last checkpoint, the best weights if the recipe asks for them, final/, the test set.
+    # The end: the last checkpoint, the best weights if the recipe asks for them, final/, the test
+    # set.
     failed = checkpoints.finish()
     final = upkeep.final_weights(stopped=stopped)
     checkpoints.close()
@@ -216,7 +221,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Train the recipe that the command line names, and end the process with oneloop's exit code."""
+    """Train the recipe that the command line names, and end the process with oneloop's exit
+    code."""
     entry.main(train, sys.argv[1:] if argv is None else argv)
 
 

@@ -40,7 +40,8 @@ WORDS += ["--eval.samples", "0", "--run.dir", "run"]
 
 
 def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Save a small Llama with a tokenizer, like transformers; its matrices fill whole bitsandbytes blocks."""
+    """Save a small Llama with a tokenizer, like transformers; its matrices fill whole bitsandbytes
+    blocks."""
     from oneloop.tasks.language.synthetic_chats import SyntheticChats
     from oneloop.tasks.language.tokens import chat_tokenizer
 

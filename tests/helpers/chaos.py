@@ -1,9 +1,11 @@
-"""Kill a real run at random moments, restart it with the same command until it finishes, and compare.
+"""Kill a real run at random moments, restart it with the same command until it finishes, and
+compare.
 
-    python tests/helpers/chaos.py --recipe digits --kills 100 --config_file accelerate_configs/fsdp2.yaml
+    python tests/helpers/chaos.py --recipe digits --kills 100 --config_file
+    accelerate_configs/fsdp2.yaml
 
-Imports once and forks. Most kills hit saving, renaming, pruning and loading; the targets are launchers, single
-ranks and writing processes. The printed seed decides all random choices.
+Imports once and forks. Most kills hit saving, renaming, pruning and loading; the targets are
+launchers, single ranks and writing processes. The printed seed decides all random choices.
 """
 
 from __future__ import annotations
@@ -60,10 +62,8 @@ def trace_writing(phase: str) -> None:
     store.Store.seal = traced("renaming", store.Store.seal)
     store.Store.prune = traced("pruning", store.Store.prune)
     flush = store.flush
-    store.flush = lambda folder: (
-        flush(folder),
-        time.sleep(0.01),
-    )  # between manifest, rename and its flush
+    # between manifest, rename and its flush
+    store.flush = lambda folder: (flush(folder), time.sleep(0.01))
 
 
 def rank_of(
@@ -228,7 +228,8 @@ class Chaos:
                 return None
             seen = trace.read_text().count(f"begin {phase_hit}\n") if trace.exists() else 0
             if time.monotonic() - began > 4:
-                break  # this start has no such phase (nothing to load, or a different way of writing)
+                # this start has no such phase (nothing to load, or a different way of writing)
+                break
             time.sleep(0.002)
         time.sleep(delay)
         if os.waitpid(pid, os.WNOHANG)[0]:
@@ -267,7 +268,8 @@ def _parent(pid: int) -> int:
 
 
 def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
-    """Return the final weights and EMA weights, and every logged metric that depends on the recipe only."""
+    """Return the final weights and EMA weights, and every logged metric that depends on the recipe
+    only."""
     from worlds import timeless
 
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -282,7 +284,8 @@ def outcome(folder: Path) -> tuple[bytes, list[tuple]]:
 def chaos(
     recipe: str, config: str, ranks: int, kills: int, seed: int, words: list[str], say=print
 ) -> Chaos:
-    """Kill ``kills`` times, over as many runs as needed; every run must end like the undisturbed one.
+    """Kill ``kills`` times, over as many runs as needed; every run must end like the undisturbed
+    one.
 
     Raises:
         AssertionError: a run did not resume, left an orphan, or differs.
@@ -307,7 +310,8 @@ def chaos(
             assert outcome(folder) == expected, (folder.parent / "output.txt").read_text()
             runs += 1
             say(
-                f"{done}/{kills} kills, {runs} runs the same; hit {dict(made.hits)}; victims {dict(made.victims)}"
+                f"{done}/{kills} kills, {runs} runs the same; hit {dict(made.hits)}; victims "
+                f"{dict(made.victims)}"
             )
     return made
 
@@ -333,7 +337,8 @@ def main() -> None:
         say=lambda text: print(text, flush=True),
     )
     print(
-        f"{given.kills} of {given.kills} kills resumed, {made.starts} starts, {time.monotonic() - began:.0f} s"
+        f"{given.kills} of {given.kills} kills resumed, {made.starts} starts, "
+        f"{time.monotonic() - began:.0f} s"
     )
     for phase in PHASES:
         assert given.kills < 100 or made.hits[phase] >= 10, (

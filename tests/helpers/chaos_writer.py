@@ -1,4 +1,5 @@
-"""The writing process, with its actions recorded; chaos.py starts it in place of oneloop.checkpoint.writer."""
+"""The writing process, with its actions recorded; chaos.py starts it in place of
+oneloop.checkpoint.writer."""
 
 from chaos import trace_writing
 from oneloop.checkpoint import writer

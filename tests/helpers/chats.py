@@ -111,7 +111,8 @@ FAMILIES = {
         None,
         "gptoss",
         "gptoss_training",
-        # TRL's generation tags include the turn's name: a model also writes it between thoughts and answer.
+        # TRL's generation tags include the turn's name: a model also writes it between thoughts and
+        # answer.
         r"(<\|start\|>assistant.*?(?:<\|end\|>|<\|call\|>|<\|return\|>))",
         TRLS,
         rejects=call_with_both,
@@ -129,7 +130,8 @@ FAMILIES = {
         None,
         "glm4moe",
         "glm4moe_training",
-        r"<\|assistant\|>(.*?(?:<\|user\|>|<\|observation\|>))",  # a turn ends at the token that begins the next
+        # a turn ends at the token that begins the next
+        r"<\|assistant\|>(.*?(?:<\|user\|>|<\|observation\|>))",
         TRLS,
     ),
 }

@@ -1,4 +1,5 @@
-"""A task in which something goes wrong; its arguments set the fault, the rank, the function and the moment."""
+"""A task in which something goes wrong; its arguments set the fault, the rank, the function and the
+moment."""
 
 from __future__ import annotations
 
@@ -172,9 +173,8 @@ class Faulty(Ragged):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if model.training:
-            slow = (
-                random.Random(int(batch["index"].sum())).random() < self.slow
-            )  # the same in every run
+            # the same in every run
+            slow = random.Random(int(batch["index"].sum())).random() < self.slow
             time.sleep(self.pause * (100 if slow else 1))
             self.come("loss")
         else:

@@ -1,5 +1,5 @@
-"""A local hub: one data set and its commits, with the requests that ``datasets`` makes; or models, which
-``huggingface_hub`` writes and reads."""
+"""A local hub: one data set and its commits, with the requests that ``datasets`` makes; or models,
+which ``huggingface_hub`` writes and reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Nodes of a run on one machine: processes of ``oneloop launch``, on loopback or in network namespaces (needs root)."""
+"""Nodes of a run on one machine: processes of ``oneloop launch``, on loopback or in network
+namespaces (needs root)."""
 
 from __future__ import annotations
 
@@ -32,16 +33,20 @@ class Slow(ImageClassification):
         if model.training:
             time.sleep({seconds})
         return super().loss(model, batch)
-'''
-KEYS = "--batch.size 64 --batch.micro 16 --save.every 10 --save.keep 50 --log.every 5 --track none --eval.every 0"
+'''  # noqa: E501
+KEYS = (
+    "--batch.size 64 --batch.micro 16 --save.every 10 --save.keep 50 --log.every 5 --track none "
+    "--eval.every 0"
+)
 
 
 NODES: list[Node] = []  # all that were started; a test kills them at its end
 
 
 class Node:
-    """One ``oneloop launch`` in a session of its own, with the times of its output. ``space``: network namespace.
-    ``mounts``: shell commands that change what this node sees of the file system (needs root)."""
+    """One ``oneloop launch`` in a session of its own, with the times of its output. ``space``:
+    network namespace. ``mounts``: shell commands that change what this node sees of the file system
+    (needs root)."""
 
     def __init__(
         self,
@@ -135,7 +140,8 @@ class Node:
 
 
 def when(nodes: Sequence[Node], *words: str, since: float = 0.0, seconds: float = 90.0) -> float:
-    """Wait for a line of any node that contains one of the words, printed after ``since``; return its time."""
+    """Wait for a line of any node that contains one of the words, printed after ``since``; return
+    its time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
         found = [
@@ -251,8 +257,8 @@ CASES = (
 
 @dataclass
 class Outcome:
-    """Seconds after a fault: until it was reported, until the processes that it concerns ended, until the first new
-    step (None: the run ends, as it must)."""
+    """Seconds after a fault: until it was reported, until the processes that it concerns ended,
+    until the first new step (None: the run ends, as it must)."""
 
     reported: float
     ended: float
@@ -263,8 +269,12 @@ class Outcome:
 
 
 def fault(case: str, folder: Path, keys: str, *, port: int = 29400) -> Outcome:
-    """Train on two hosts, cause one fault after the first checkpoint, and wait for the end. No process may be left."""
-    words = f"--nodes 1:2 --rendezvous 10.77.0.1:{port} --max_restarts 3 --config_file ddp {keys} --run.dir run".split()
+    """Train on two hosts, cause one fault after the first checkpoint, and wait for the end. No
+    process may be left."""
+    words = (
+        f"--nodes 1:2 --rendezvous 10.77.0.1:{port} --max_restarts 3 --config_file ddp {keys} "
+        "--run.dir run".split()
+    )
     nodes = [Node(words, folder, space=1)]
     if case != "host added":
         nodes.append(Node(words, folder, space=2))

@@ -1,4 +1,5 @@
-"""User data files, as tests write them; and a task over rows that records the rows it got, and its memory."""
+"""User data files, as tests write them; and a task over rows that records the rows it got, and its
+memory."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ WORDS = ("alpha", "beta", "gamma")
 
 
 def rows(count: int, *, first: int = 0) -> list[dict[str, Any]]:
-    """Return rows: a text that begins with its class, the label, the class number, and tokens with tags."""
+    """Return rows: a text that begins with its class, the label, the class number, and tokens with
+    tags."""
     made = []
     for number in range(first, first + count):
         word = WORDS[number % 3]
@@ -111,7 +113,8 @@ def bulk(
     return total
 
 
-# --- a task that records its rows -------------------------------------------------------------------------------------
+# --- a task that records its rows
+# -------------------------------------------------------------------------------------
 
 
 def anonymous() -> float:
@@ -123,7 +126,8 @@ def anonymous() -> float:
 
 
 class Numbered:
-    """Numbered rows and a tiny model; ids go to ``$OWN_FOLDER/ids-RANK-TIME``, and memory to ``memory-PID``.
+    """Numbered rows and a tiny model; ids go to ``$OWN_FOLDER/ids-RANK-TIME``, and memory to
+    ``memory-PID``.
 
     Args:
         data: parquet files with text and id.
@@ -184,7 +188,8 @@ class Numbered:
 
 
 def steps_of(folder: Path, *, ranks: int, micro: int, batch: int) -> list[list[int]]:
-    """Return the ids of each step of the last start, from the records of all ranks, without the preflight check."""
+    """Return the ids of each step of the last start, from the records of all ranks, without the
+    preflight check."""
     steps: list[list[int]] = []
     for rank in range(ranks):
         newest = max(folder.glob(f"ids-{rank}-*"), key=lambda path: float(path.name.split("-")[2]))

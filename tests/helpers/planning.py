@@ -1,4 +1,5 @@
-"""One step of a recipe under the ledger: on real tensors in the processes of a world, or planned by one process."""
+"""One step of a recipe under the ledger: on real tensors in the processes of a world, or planned by
+one process."""
 
 from __future__ import annotations
 
@@ -43,8 +44,8 @@ def planned_recipes(base: Path) -> dict[str, list[str]]:
 
 
 def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
-    """Return what a step of this recipe takes. ``planned_ranks``: plan it for so many processes, with the CPU's rules
-    (0: on real tensors)."""
+    """Return what a step of this recipe takes. ``planned_ranks``: plan it for so many processes,
+    with the CPU's rules (0: on real tensors)."""
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -33,7 +33,8 @@ def plain_loop(
     rate: Callable[[int], float],
     clip: float,
 ) -> list[float]:
-    """Train ``model`` on the samples of each step as one batch; return the mean loss of each step."""
+    """Train ``model`` on the samples of each step as one batch; return the mean loss of each
+    step."""
     losses = []
     for step, samples in enumerate(steps):
         for group in optimizer.param_groups:
@@ -48,7 +49,8 @@ def plain_loop(
 
 
 class PlainMuon(torch.optim.Optimizer):
-    """Muon on the given matrices, after Jordan 2024 and Liu et al. 2025, in the matrices' precision."""
+    """Muon on the given matrices, after Jordan 2024 and Liu et al. 2025, in the matrices'
+    precision."""
 
     def __init__(self, params: list[Tensor], lr: float, weight_decay: float) -> None:
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay})

@@ -1,4 +1,5 @@
-"""Real runs with ``batch.grain``, and their results that must be bit-identical on every layout: all except times."""
+"""Real runs with ``batch.grain``, and their results that must be bit-identical on every layout: all
+except times."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ TIMED = ("time", "train/samples_per_second", "speed/", "share/", "memory/", "dev
 
 
 def digest(folder: Path) -> dict[str, str]:
-    """Return sha256 by tensor of the newest checkpoint and of ``final/``, and of the log without times."""
+    """Return sha256 by tensor of the newest checkpoint and of ``final/``, and of the log without
+    times."""
     found = {}
     newest = sorted((folder / "checkpoints").glob("step-*"))[-1]
     for place in (newest, folder / "final"):
@@ -102,7 +104,8 @@ def mortal(words: list[str], step: int, delay: float) -> None:
 def history(
     folder: Path, words: list[str], deaths: list[tuple[int, str, int]], last: tuple[int, str], draw
 ) -> int:
-    """Kill a run at these steps, each on a new layout, and end it on the last one; return the number of kills."""
+    """Kill a run at these steps, each on a new layout, and end it on the last one; return the
+    number of kills."""
     folder.mkdir(parents=True, exist_ok=True)
     words, killed = [*words, "--run.dir", str(folder / "run")], 0
     for ranks, config, step in deaths:

@@ -1,5 +1,5 @@
-"""User mistakes, case by case: files, the command line, and the expected message. Run by test_nothing_silent.py,
-and by benchmarks/refusals.py against two checkouts."""
+"""User mistakes, case by case: files, the command line, and the expected message. Run by
+test_nothing_silent.py, and by benchmarks/refusals.py against two checkouts."""
 
 from __future__ import annotations
 
@@ -119,7 +119,8 @@ CONTRACT = {
     "a unit that is none": Case(("got 'words'",), "    unit = 'words'"),
     "a batch in a tuple": Case(
         ("collate returned a tuple of 2",),
-        "    def collate(self, samples):\n        return tuple(torch.stack(one) for one in zip(*samples))",
+        "    def collate(self, samples):\n        return tuple(torch.stack(one) for one in "
+        "zip(*samples))",
     ),
     "a batch whose keys change": Case(
         ("collate returned the keys", "the same keys each time"),
@@ -128,13 +129,15 @@ CONTRACT = {
     ),
     "metrics in a dict": Case(
         ("metrics() returned a dict",),
-        "    def metrics(self):\n        return {}\n    def update(self, metrics, batch, outputs):\n        pass",
+        "    def metrics(self):\n        return {}\n    def update(self, metrics, batch, "
+        "outputs):\n        pass",
     ),
     "an update that fails": Case(
         ("Mine.update failed: KeyError: 'logits'", "mine.py:39"),
         "    def metrics(self):\n        from torchmetrics import MetricCollection, MeanMetric\n"
         "        return MetricCollection({'mean': MeanMetric()})\n"
-        "    def update(self, metrics, batch, outputs):\n\n        metrics.update(outputs['logits'])",
+        "    def update(self, metrics, batch, outputs):\n\n        "
+        "metrics.update(outputs['logits'])",
     ),
     "a model that is none": Case(
         ("model returned a int",), "    def model(self):\n        return 3"
@@ -153,7 +156,8 @@ CONTRACT = {
     ),
     "a state of tensors": Case(
         ("Mine.state_dict cannot be saved as it is", "buffers of the model"),
-        "    def state_dict(self):\n        return {'mean': torch.zeros(1)}\n    def load_state_dict(self, state):\n"
+        "    def state_dict(self):\n        return {'mean': torch.zeros(1)}\n    def "
+        "load_state_dict(self, state):\n"
         "        pass",
     ),
     "a state that does not come back": Case(
@@ -178,8 +182,8 @@ GOOD = {
     ),
     "a loss that draws": Case(
         ("model, loss or collate draw random numbers",),
-        LOSS
-        + "        return (each * (1 + torch.rand_like(each))).sum() if model.training else each.sum(), {}",
+        LOSS + "        return (each * (1 + torch.rand_like(each))).sum() if model.training else "
+        "each.sum(), {}",
         code=0,
     ),
     "a loss that draws in evaluation too": Case(
@@ -211,7 +215,8 @@ GOOD = {
     "sparse samples and sets": Case(
         ("done",),
         "    def train_set(self):\n"
-        "        return [(self.x[i].to_sparse(), self.x[i].sin(), {'a', 'b'}, lambda: 0) for i in range(64)]\n"
+        "        return [(self.x[i].to_sparse(), self.x[i].sin(), {'a', 'b'}, lambda: 0) for i "
+        "in range(64)]\n"
         "    def eval_sets(self):\n        return {}\n"
         "    def collate(self, samples):\n"
         "        return super().collate([(one[0].to_dense(), one[1]) for one in samples])",
@@ -230,15 +235,19 @@ GOOD = {
     "views of one storage": Case(
         ("done",),
         "    def model(self):\n        model, whole = super().model(), torch.arange(8.0)\n"
-        "        model.register_buffer('a', whole[:4])\n        model.register_buffer('b', whole[4:])\n"
+        "        model.register_buffer('a', whole[:4])\n        model.register_buffer('b', "
+        "whole[4:])\n"
         "        return model",
         code=0,
     ),
     "complex weights": Case(
         ("done",),
-        "    def model(self):\n        return Complex()\n\nclass Complex(nn.Module):\n    def __init__(self):\n"
-        "        super().__init__()\n        self.w = nn.Parameter(torch.ones(8, dtype=torch.complex64) * 0.1)\n"
-        "        self.head = nn.Linear(8, 1)\n    def forward(self, x):\n        return self.head((x * self.w).abs())",
+        "    def model(self):\n        return Complex()\n\nclass Complex(nn.Module):\n    def "
+        "__init__(self):\n"
+        "        super().__init__()\n        self.w = nn.Parameter(torch.ones(8, "
+        "dtype=torch.complex64) * 0.1)\n"
+        "        self.head = nn.Linear(8, 1)\n    def forward(self, x):\n        return "
+        "self.head((x * self.w).abs())",
         code=0,
     ),
     "a rank that holds no element": Case(
@@ -251,8 +260,10 @@ GOOD = {
     ),
     "unused parameters that DDP looks for": Case(
         ("parameters without a gradient in the preflight check",),
-        "    def model(self):\n        model = super().model()\n        model.more = nn.Linear(3, 3)\n"
-        "        model.forward = lambda x: nn.Sequential(*list(model)[:3])(x)\n        return model",
+        "    def model(self):\n        model = super().model()\n        model.more = "
+        "nn.Linear(3, 3)\n"
+        "        model.forward = lambda x: nn.Sequential(*list(model)[:3])(x)\n        return "
+        "model",
         words=("--machine.find_unused_parameters", "true"),
         code=0,
         ranks=2,
@@ -299,7 +310,8 @@ START = {
     "an extra state": Case(
         ("get_extra_state", "buffer"),
         "    def model(self):\n        return Odd(1, 1)\n\nclass Odd(nn.Linear):\n"
-        "    def get_extra_state(self):\n        return {'seen': 3}\n    def set_extra_state(self, state): ...",
+        "    def get_extra_state(self):\n        return {'seen': 3}\n    def "
+        "set_extra_state(self, state): ...",
     ),
     "a type that no file holds": Case(
         ("odd has uint16",), BUFFER.format("torch.zeros(3, dtype=torch.uint16)")
@@ -315,7 +327,8 @@ START = {
     ),
     "mixed types under FSDP2": Case(
         ("float32 and float64", "FSDP2"),
-        "    def model(self):\n        return nn.Sequential(nn.Linear(1, 8), nn.Linear(8, 1).double())",
+        "    def model(self):\n        return nn.Sequential(nn.Linear(1, 8), nn.Linear(8, "
+        "1).double())",
         ranks=2,
         config="fsdp2",
     ),
@@ -380,7 +393,8 @@ CODE = {
             "it returned a tuple",
             "a run has one optimizer (GANs are not supported)",
         ),
-        "    pass\n\n\ndef both(params, lr: float = 0.1):\n    return (torch.optim.SGD(params, lr=lr),) * 2",
+        "    pass\n\n\ndef both(params, lr: float = 0.1):\n    return (torch.optim.SGD(params, "
+        "lr=lr),) * 2",
         words=("--optimizer.name", "mine.both", "--optimizer.weight_decay", "0"),
     ),
     "a program for an optimizer": Case(
@@ -435,7 +449,8 @@ def words(case: Case) -> list[str]:
     ]
 
 
-# --- changes to a run that was killed ---------------------------------------------------------------------------------
+# --- changes to a run that was killed
+# ---------------------------------------------------------------------------------
 
 WORDS = [
     "digits",
@@ -487,7 +502,10 @@ CHANGES = {
         "the train set has 128 samples; before: 64",
     ),
     "other data": (
-        "    def train_set(self):\n        return torch.utils.data.TensorDataset(self.x, self.x.cos())",
+        (
+            "    def train_set(self):\n        return torch.utils.data.TensorDataset(self.x, "
+            "self.x.cos())"
+        ),
         [],
         "the train set has as many samples, but some of 16",
     ),
@@ -497,13 +515,17 @@ CHANGES = {
         "the validation set is missing",
     ),
     "another activation": (
-        "    def model(self):\n        return nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))",
+        (
+            "    def model(self):\n        return nn.Sequential(nn.Linear(1, 8), nn.ReLU(), "
+            "nn.Linear(8, 1))"
+        ),
         [],
         "the model's structure: '(1): Tanh()' -> '(1): ReLU()'",
     ),
     "a frozen layer": (
         (
-            "    def model(self):\n        model = super().model()\n        model[0].requires_grad_(False)\n"
+            "    def model(self):\n        model = super().model()\n        "
+            "model[0].requires_grad_(False)\n"
             "        return model"
         ),
         [],

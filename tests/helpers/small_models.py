@@ -1,4 +1,5 @@
-"""Small models: a ViT and a BERT saved like transformers, and blocks for activation checkpointing."""
+"""Small models: a ViT and a BERT saved like transformers, and blocks for activation
+checkpointing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Real runs of a small task on any parallel layout, and the result of a plain PyTorch loop on the same samples."""
+"""Real runs of a small task on any parallel layout, and the result of a plain PyTorch loop on the
+same samples."""
 
 from __future__ import annotations
 
@@ -101,7 +102,8 @@ def trained(
 
 
 def expected(ids: list[list[int]], *, dtype: torch.dtype, optimizer: str):
-    """Return weights and losses of the plain loop on the same samples, from the same initial weights."""
+    """Return weights and losses of the plain loop on the same samples, from the same initial
+    weights."""
     from oneloop.basics.seeds import key
 
     torch.manual_seed(key(0))

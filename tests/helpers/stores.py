@@ -52,8 +52,11 @@ class Small:
 
     def loss(self, model, batch):
         return ((model(batch["x"]) - batch["y"]) ** 2).sum(), {}
-"""
-WORDS = "small.py:Small --batch.size 32 --duration 60 --save.every 5 --eval.every 20 --log.every 5 --track none"
+"""  # noqa: E501
+WORDS = (
+    "small.py:Small --batch.size 32 --duration 60 --save.every 5 --eval.every 20 --log.every 5 "
+    "--track none"
+)
 WORDS += " --optimizer.name adamw --optimizer.lr 0.01 --ema.half_life 256 --watch.quiet true"
 KEYS = {
     "AWS_ACCESS_KEY_ID": "not-a-secret-id",
@@ -91,8 +94,8 @@ def lay(folder: Path) -> Path:
 
 
 def on_hosts(words: Sequence[str], kill: float = 0.0, writers: float = 0.0) -> None:
-    """Train this rank on a host that shares no disk with the others. After ``kill`` seconds the host is gone; every
-    ``writers`` seconds (at random) its writing process is killed."""
+    """Train this rank on a host that shares no disk with the others. After ``kill`` seconds the
+    host is gone; every ``writers`` seconds (at random) its writing process is killed."""
     rank = os.environ.get("RANK", "0")
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if "RANK" in os.environ else {}
     os.chdir(lay(Path(f"host-{rank}")))
@@ -151,8 +154,8 @@ def trained(
 class Proxy(ThreadingHTTPServer):
     """Forwards requests to a server, and fails or delays some of them.
 
-    ``fail``: share of requests that get the status 503; ``down``: all connections are closed; ``latency``: seconds
-    before each answer; ``rate``: bytes per second of all uploads."""
+    ``fail``: share of requests that get the status 503; ``down``: all connections are closed;
+    ``latency``: seconds before each answer; ``rate``: bytes per second of all uploads."""
 
     daemon_threads = True
 

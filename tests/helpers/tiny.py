@@ -1,4 +1,5 @@
-"""Small tasks for tests, with real data sets and models; every process records the samples that it loads."""
+"""Small tasks for tests, with real data sets and models; every process records the samples that it
+loads."""
 
 from __future__ import annotations
 
@@ -16,14 +17,14 @@ WORDS = 13
 
 
 def drawn(folder: Path, rank: int, *, micro: int = 99) -> list[int]:
-    """Return the ids that a rank loaded for training, in order, without those of the preflight check and comparison."""
+    """Return the ids that a rank loaded for training, in order, without those of the preflight
+    check and comparison."""
     from oneloop.job.preflight import SAMPLED
     from oneloop.run.compatibility import FIRST, SAMPLES
 
     before = 2 * min(SAMPLED, micro) + (SAMPLES + 2 if rank == 0 else 0)
-    before += (
-        2 * FIRST if (folder / "drawn-1.txt").exists() else 0
-    )  # loaded for the comparison between ranks
+    # loaded for the comparison between ranks
+    before += 2 * FIRST if (folder / "drawn-1.txt").exists() else 0
     return [int(line) for line in (folder / f"drawn-{rank}.txt").read_text().split()][before:]
 
 
@@ -160,7 +161,8 @@ def backward(net: nn.Module, scale: float = 1.0) -> None:
 
 
 def training_flops(model: nn.Module, loss, batch: dict) -> float:
-    """Return the counted operations of one forward and backward of ``batch`` by a task's ``loss(model, batch)``."""
+    """Return the counted operations of one forward and backward of ``batch`` by a task's
+    ``loss(model, batch)``."""
     with Operations() as counted:
         value, _ = loss(model, batch)
         counted.backward = True

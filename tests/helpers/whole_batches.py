@@ -202,8 +202,9 @@ def plain_loss(
 
 
 def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, float, float]]:
-    """Return for each case (loss, further words of the recipe) on rank 0: the loss, the largest difference of the
-    step's gradient from the reference, and from one forward of the whole batch; both relative to the largest value."""
+    """Return for each case (loss, further words of the recipe) on rank 0: the loss, the largest
+    difference of the step's gradient from the reference, and from one forward of the whole batch;
+    both relative to the largest value."""
     from oneloop.job.build import build_job
     from oneloop.job.preflight import preflight
     from oneloop.launch.processes import start
@@ -276,7 +277,8 @@ def group_of(job: Any, run: Any, samples: list[Any]) -> Any:
 def _reference(
     job: Any, initial: dict[str, Tensor], micros: Sequence[tuple[tuple[int, ...], list[Any]]]
 ) -> list[Tensor]:
-    """Return the gradient of the mean loss: the same micro-batches and seeds, concatenated, one loss, one backward."""
+    """Return the gradient of the mean loss: the same micro-batches and seeds, concatenated, one
+    loss, one backward."""
     from oneloop.basics.seeds import reseed
 
     model = job.task.model().double()

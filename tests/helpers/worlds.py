@@ -1,6 +1,8 @@
-"""Real processes for tests, forked from a warm server, so that two processes start in about two seconds.
+"""Real processes for tests, forked from a warm server, so that two processes start in about two
+seconds.
 
-A world runs a function in each of its processes, with the environment variables of ``accelerate launch``.
+A world runs a function in each of its processes, with the environment variables of ``accelerate
+launch``.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class World:
 
 
 def environment(config: str, *options: str) -> dict[str, str]:
-    """Return the variables that ``accelerate launch --config_file accelerate_configs/<config>.yaml`` sets."""
+    """Return the variables that ``accelerate launch --config_file
+    accelerate_configs/<config>.yaml`` sets."""
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env, prepare_simple_launcher_cmd_env
 
@@ -76,8 +79,8 @@ def run(
     """Run ``function(*args)`` in ``ranks`` processes and wait for them.
 
     Args:
-        watch: give each process a supervisor, as on a command line; None: for :func:`train`, if the variable
-            ONELOOP_TESTS_WATCHED is set (which adds two minutes to the whole suite).
+        watch: give each process a supervisor, as on a command line; None: for :func:`train`, if the
+            variable ONELOOP_TESTS_WATCHED is set (which adds two minutes to the whole suite).
     """
     watch = (
         (function is train and "ONELOOP_TESTS_WATCHED" in os.environ) if watch is None else watch
@@ -135,14 +138,12 @@ def _child(
     watch: bool,
 ) -> None:
     os.environ.update(env)
-    multiprocessing.set_start_method(
-        "fork", force=True
-    )  # its child processes do not use the forkserver
+    # its child processes do not use the forkserver
+    multiprocessing.set_start_method("fork", force=True)
     if folder:
         os.chdir(folder)
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a suite in the background ignores SIGINT
+    # a suite in the background ignores SIGINT
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     output = os.open(Path(scratch, f"{rank}.txt"), os.O_CREAT | os.O_WRONLY, 0o600)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -183,7 +184,8 @@ def train(argv: Sequence[str]) -> None:
 
 
 def _free_port() -> int:
-    """Return a free port below the ephemeral range, so that no other program takes it before it is used."""
+    """Return a free port below the ephemeral range, so that no other program takes it before it is
+    used."""
     while True:
         port = random.SystemRandom().randrange(12_000, 32_000)
         with socket.socket() as probe:

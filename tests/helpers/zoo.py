@@ -1,6 +1,7 @@
 """Small unusual models as tasks, each with its expected outcome on every parallel layout.
 
-``python tests/helpers/zoo.py [NAMES]`` prints a table: model x layout x grain -> outcome (see zoo_outcomes.py).
+``python tests/helpers/zoo.py [NAMES]`` prints a table: model x layout x grain -> outcome (see
+zoo_outcomes.py).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Entry:
     expected: dict[tuple[str, bool], Expected] = field(default_factory=dict)
     """by (single, ddp or fsdp2; whether batch.grain is set)"""
     micro: int | None = None
-    """samples of a micro-batch; None: 2 with the grain, without it a process's share of the batch"""
+    """samples of a micro-batch; None: 2 with the grain, without it a process's share of the
+    batch"""
 
 
 ZOO: dict[str, Entry] = {}
@@ -158,7 +160,8 @@ class Net(nn.Module):
         self.head = nn.Linear(width, 3)
 
 
-# --- Controls: nothing unusual. ---------------------------------------------------------------------------------------
+# --- Controls: nothing unusual.
+# ---------------------------------------------------------------------------------------
 
 
 class PlainNet(Net):
@@ -208,7 +211,8 @@ class GroupNorm(Animal):
     net = staticmethod(lambda: nn.Sequential(nn.Linear(8, 8), nn.GroupNorm(2, 8), nn.Linear(8, 3)))
 
 
-# --- Routing: parameters that only some samples use. ------------------------------------------------------------------
+# --- Routing: parameters that only some samples use.
+# ------------------------------------------------------------------
 
 
 class ExpertsNet(Net):
@@ -292,7 +296,8 @@ class OneAdapterNet(AdaptersNet):
 
 @animal(*FIND, micro=1)
 class OneAdapter(Animal):
-    """A micro-batch is one sample, which uses one of two adapters, so all ranks have equally many gradients."""
+    """A micro-batch is one sample, which uses one of two adapters, so all ranks have equally many
+    gradients."""
 
     inputs = ("x", "route")
     net = OneAdapterNet
@@ -327,7 +332,8 @@ class TowerInside(TowerBlock):
 
 @animal(*FIND, micro=2)
 class TowerForOneSample(TowerInside):
-    """Only the first sample of the run uses the layer: the preflight check does, and the last micro-batch does not."""
+    """Only the first sample of the run uses the layer: the preflight check does, and the last
+    micro-batch does not."""
 
     FIRST = 38
 
@@ -337,12 +343,14 @@ class TowerForOneSample(TowerInside):
 
 @animal(*FIND, micro=2)
 class TowerInSmallBatches(TowerInside):
-    """In many micro-batches and some steps no rank uses the layer; a micro-batch before the last may use it."""
+    """In many micro-batches and some steps no rank uses the layer; a micro-batch before the last
+    may use it."""
 
 
 @animal(*FIND, *ADAMW)
 class TowerByAdamW(TowerInside):
-    """Without rare samples the gradient is None and AdamW leaves the parameter unchanged; zeros would move it."""
+    """Without rare samples the gradient is None and AdamW leaves the parameter unchanged; zeros
+    would move it."""
 
 
 class RepeatedNet(PlainNet):
@@ -447,7 +455,8 @@ class NeverUsedAnnounced(NeverUsed):
     pass
 
 
-# --- Parameters of unusual kinds. -------------------------------------------------------------------------------------
+# --- Parameters of unusual kinds.
+# -------------------------------------------------------------------------------------
 
 
 class TiedNet(nn.Module):
@@ -501,8 +510,8 @@ class Transposed(Animal):
 
 @animal(all=rejected("weight", "gaps"))
 class Strided(Animal):
-    """Every other column of a larger matrix, which torch's fused optimizers update wrongly on a CPU. It is float64
-    from the start, since a conversion would make it dense."""
+    """Every other column of a larger matrix, which torch's fused optimizers update wrongly on a
+    CPU. It is float64 from the start, since a conversion would make it dense."""
 
     net = staticmethod(lambda: MatrixNet(torch.randn(8, 8, dtype=torch.float64)[:, ::2]).double())
 
@@ -650,7 +659,8 @@ class NoBias(Animal):
     net = NoBiasNet
 
 
-# --- Hooks. -----------------------------------------------------------------------------------------------------------
+# --- Hooks.
+# --------------------------------------------------------------------------------------------------
 
 
 def _hooked(change: Callable[[Tensor], Tensor]) -> nn.Module:
@@ -734,7 +744,8 @@ class ModuleBackwardHook(Animal):
     net = staticmethod(_with_backward_hooks)
 
 
-# --- Weights and buffers that change outside the optimizer. -----------------------------------------------------------
+# --- Weights and buffers that change outside the optimizer.
+# -----------------------------------------------------------
 
 
 class MaxNormNet(Net):
@@ -947,13 +958,15 @@ class OddBuffers(Animal):
     net = OddBuffersNet
 
 
-# --- State that is neither parameter nor buffer. ----------------------------------------------------------------------
+# --- State that is neither parameter nor buffer.
+# ----------------------------------------------------------------------
 
 NOISE: dict[str, Expected] = {
     "plain": reported("twice|generator|resume") + rejected("twice|additive"),
     "grain": rejected("twice|additive|generator"),
 }
-"""two evaluations of the same samples differ; the loss of the whole is not the sum of its parts, either"""
+"""two evaluations of the same samples differ; the loss of the whole is not the sum of its parts,
+either"""
 UNSEEN: dict[str, Expected] = {
     "plain": reported("twice|generator|resume"),
     "grain": rejected("twice|generator"),
@@ -1110,7 +1123,8 @@ class FrozenBatchNorm(Animal):
     net = EvalNet
 
 
-# --- Autograd. --------------------------------------------------------------------------------------------------------
+# --- Autograd.
+# --------------------------------------------------------------------------------------------------
 
 
 class Reverse(torch.autograd.Function):
@@ -1264,7 +1278,8 @@ class FunctionalCall(Animal):
     net = FunctionalNet
 
 
-# --- Layers of torch. -------------------------------------------------------------------------------------------------
+# --- Layers of torch.
+# -------------------------------------------------------------------------------------------------
 
 
 @animal()
@@ -1359,7 +1374,8 @@ class Attention(Animal):
     net = AttentionNet
 
 
-# --- Outputs of forwards, and inputs of losses. -----------------------------------------------------------------------
+# --- Outputs of forwards, and inputs of losses.
+# -----------------------------------------------------------------------
 
 
 class NestedOutputNet(PlainNet):

@@ -51,22 +51,23 @@ class Outcome:
     """Outcome of a run."""
 
     kind: str
-    """trained, rejected (code 2, no traceback, no files), stopped or traceback (code 1), abort or hang"""
+    """trained, rejected (code 2, no traceback, no files), stopped or traceback (code 1), abort or
+    hang"""
     output: str = ""
     weights: dict[str, torch.Tensor] | None = None
     digest: dict[str, str] | None = None
 
     @property
     def message(self) -> str:
-        """Return the error message in the output: all lines from the last one that names an error."""
+        """Return the error message in the output: all lines from the last one that names an
+        error."""
         lines = [
             line
             for line in self.output.splitlines()
             if line.strip() and not line.startswith("--- rank")
         ]
-        lines = [
-            line for line in lines if "but did not leave" not in line
-        ] or lines  # due to low patience
+        # due to low patience
+        lines = [line for line in lines if "but did not leave" not in line] or lines
         errors = [
             n
             for n, line in enumerate(lines)
@@ -89,20 +90,16 @@ def outcome(
     elif micro:
         words += ["--batch.micro", str(micro)]
     if config == "fsdp2" and ("stopped", SKIPPED[0][1]) in ZOO[name].expected["fsdp2", grain]:
-        words += [
-            "--machine.patience",
-            "0.03",
-        ]  # a hang in the first steps is reported after 18 seconds, not 600
+        # a hang in the first steps is reported after 18 seconds, not 600
+        words += ["--machine.patience", "0.03"]
     config = "single" if config == "accumulated" else config
     more = {"watch": ranks > 1, "timeout": PATIENCE} | more
     try:
         world = run(train, words, ranks=ranks, config=config, **more)
     except AssertionError as hung:
         return Outcome("hang", str(hung))
-    codes, output = (
-        set(world.codes),
-        world.output.replace(str(folder), "").replace(name, "MODEL"),
-    )  # for shorter lines
+    # for shorter lines
+    codes, output = set(world.codes), world.output.replace(str(folder), "").replace(name, "MODEL")
     if codes == {0}:
         final = place / "run" / "final"
         weights = {
@@ -179,8 +176,9 @@ class Runs:
     def verdict(self, ranks: int, config: str, *, grain: bool, found: Outcome | None = None) -> str:
         """Return "equal", "differs by ...", or the kind of the outcome.
 
-        Without ``batch.grain``, "equal" means up to rounding, compared with the run on one process. With it, "equal" is
-        bit-identical to one process with ``batch.grain``; that run must equal the one without it up to rounding.
+        Without ``batch.grain``, "equal" means up to rounding, compared with the run on one process.
+        With it, "equal" is bit-identical to one process with ``batch.grain``; that run must equal
+        the one without it up to rounding.
         """
         found = found or self.of(ranks, config, grain=grain)
         if found.weights is None:

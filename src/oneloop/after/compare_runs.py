@@ -1,4 +1,5 @@
-"""``oneloop compare``: settings, metrics and curves of several runs, side by side in the terminal."""
+"""``oneloop compare``: settings, metrics and curves of several runs, side by side in the
+terminal."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,8 +20,9 @@ _HEIGHT = 8  # lines of a chart
 
 
 def compare(folders: Sequence[Path], *, metrics: Sequence[str] = ()) -> None:
-    """Print tables of the differing keys and of the final and best metrics, a chart of each of ``metrics`` (none given:
-    losses and the first metric), and whether the runs are bit-identical. Raise BadInput if a folder holds no run."""
+    """Print tables of the differing keys and of the final and best metrics, a chart of each of
+    ``metrics`` (none given: losses and the first metric), and whether the runs are bit-identical.
+    Raise BadInput if a folder holds no run."""
     console = Console()
     for part in _parts(folders, metrics, console.width):
         console.print(part)

@@ -20,9 +20,8 @@ class FirstDifference(NamedTuple):
     """The first step at which two runs differ."""
 
     step: int
-    names: list[
-        str
-    ]  # the tensors that differ, in the order of the model; empty if they are not known
+    # the tensors that differ, in the order of the model; empty if they are not known
+    names: list[str]
     of: int  # number of compared tensors
     why: str = ""  # the known reason if there are no names
 
@@ -32,10 +31,11 @@ class FirstDifference(NamedTuple):
 
 
 def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
-    """Compare weights, EMA weights and optimizer state of two runs at every step that both have logged.
+    """Compare weights, EMA weights and optimizer state of two runs at every step that both have
+    logged.
 
-    Return the first difference (None: bit-identical), and lines that describe it. Raise BadInput if a folder has no
-    such log, or if no step is in both."""
+    Return the first difference (None: bit-identical), and lines that describe it. Raise BadInput if
+    a folder has no such log, or if no step is in both."""
     logs = {folder: _log(folder) for folder in (one, other)}
     steps = sorted(logs[one].keys() & logs[other].keys())
     if not steps:
@@ -111,7 +111,8 @@ def _recipe(folder: Path) -> dict[str, Any]:
 def _tensors(
     one: Path, other: Path, left: Mapping[str, Any], right: Mapping[str, Any]
 ) -> tuple[list[str], int, str]:
-    """Return the names of the tensors that differ, the number of all tensors, and a reason if there are no names."""
+    """Return the names of the tensors that differ, the number of all tensors, and a reason if there
+    are no names."""
     try:
         raw = [base64.b64decode(line["bits_of"]) for line in (left, right)]
         hashes = [struct.unpack(f"<{len(text) // 2}H", text) for text in raw]
@@ -131,7 +132,8 @@ def _tensors(
 
 
 def _names(folder: Path, number: int) -> list[str]:
-    """Return the names of the hashed tensors, in model order, from a checkpoint of the run; empty if none matches."""
+    """Return the names of the hashed tensors, in model order, from a checkpoint of the run; empty
+    if none matches."""
     for path in reversed(Store(folder / "checkpoints").sealed()):
         names = list(read_manifest(path).get("tensors") or {})
         if len(names) == number and all(name.split(".")[0] in _KINDS for name in names):

@@ -39,7 +39,8 @@ class Trained:
     built: BuiltModel
     about: str  # describes the weights in messages
     eval_micro: int | None = None
-    """micro-batch size of the run's evaluations: another size pads texts differently, which changes rounding"""
+    """micro-batch size of the run's evaluations: another size pads texts differently, which changes
+    rounding"""
 
     @property
     def model(self) -> nn.Module:
@@ -62,9 +63,11 @@ class Trained:
 
 
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
-    """Return the recipe of a run for ``command``; print the file from which its task is imported, if it is the user's.
+    """Return the recipe of a run for ``command``; print the file from which its task is imported,
+    if it is the user's.
 
-    ``task`` overrides the recorded task (None), and you must trust its file. Raise BadInput if there is no recipe."""
+    ``task`` overrides the recorded task (None), and you must trust its file. Raise BadInput if
+    there is no recipe."""
     file = run / "recipe.yaml"
     if not file.is_file():
         raise BadInput(f"{run} holds no run (no recipe.yaml)")
@@ -78,8 +81,8 @@ def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
 
 
 def _trusted(name: str, run: Path) -> str:
-    """Return the run's task if its file is below the current directory and not in the run folder, else raise BadInput:
-    the user must say whose code to run."""
+    """Return the run's task if its file is below the current directory and not in the run folder,
+    else raise BadInput: the user must say whose code to run."""
     if name in CHOICES["task"]:
         return name
     here, there = Path.cwd().resolve(), run.resolve()
@@ -100,7 +103,8 @@ def _trusted(name: str, run: Path) -> str:
     )
     trust = f"--task {place}:{name.rpartition(':')[2].rpartition('.')[2]}"
     raise BadInput(
-        f"{run}: its task {name} would be imported from {place}, {where}; to trust that file, set {trust}"
+        f"{run}: its task {name} would be imported from {place}, {where}; to trust that file, "
+        f"set {trust}"
     )
 
 
@@ -125,13 +129,15 @@ def trained(
 ) -> Trained:
     """Return task and model of a run, before the model is wrapped for distributed execution.
 
-    ``checkpoint`` is ``final``, ``newest``, ``best`` or a step (None: ``final/`` if the run has ended, else newest),
-    ``weights`` ``raw`` or the name of an EMA. ``accept_changes`` accepts data other than the training data. Without
-    ``own_data``, a packaged task does not open its data if the run has recorded its classes. Raise ValueError if the
-    weights are missing or damaged, the task cannot be created, or its data differs."""
+    ``checkpoint`` is ``final``, ``newest``, ``best`` or a step (None: ``final/`` if the run has
+    ended, else newest), ``weights`` ``raw`` or the name of an EMA. ``accept_changes`` accepts data
+    other than the training data. Without ``own_data``, a packaged task does not open its data if
+    the run has recorded its classes. Raise ValueError if the weights are missing or damaged, the
+    task cannot be created, or its data differs."""
     if weights.startswith("power:"):
         raise ValueError(
-            f"--weights {weights}: only oneloop export can mix EMAs; give raw, or the name of a saved EMA"
+            f"--weights {weights}: only oneloop export can mix EMAs; give raw, or the name of "
+            "a saved EMA"
         )
     chosen = chosen_of(run, checkpoint, weights=weights)
     plain = replace(recipe.machine, compile="none", recompute="none", offload=False)
@@ -153,9 +159,8 @@ def trained(
         recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options)
     )
     recorded = None if own_data else _recorded(run).get("recorded")
-    recorded = (
-        recorded if recorded and recorded["task"] == recipe.task.name else None
-    )  # --task may name another task
+    # --task may name another task
+    recorded = recorded if recorded and recorded["task"] == recipe.task.name else None
     token = RECORDED.set(recorded)
     try:
         task = make_task(bare)
@@ -183,7 +188,8 @@ def trained(
 
 
 def _reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
-    """Raise ValueError if the data differs from the training data: classes and validation split could differ."""
+    """Raise ValueError if the data differs from the training data: classes and validation split
+    could differ."""
     sealed = Store(run / "checkpoints").sealed()
     try:
         there = json.loads((sealed[-1] / "state.json").read_text())["identity"] if sealed else None

@@ -1,4 +1,5 @@
-"""Base models: files in a folder or on the Hugging Face hub, which checkpoints refer to instead of storing."""
+"""Base models: files in a folder or on the Hugging Face hub, which checkpoints refer to instead of
+storing."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ def place_of(name: str) -> tuple[str, str | None]:
 
 
 def fetched(name: str, file: str) -> Path | None:
-    """Return the path of a file in a folder or hub repository, or None if it is missing. Raise ValueError if the
-    repository does not exist or cannot be reached."""
+    """Return the path of a file in a folder or hub repository, or None if it is missing. Raise
+    ValueError if the repository does not exist or cannot be reached."""
     where, revision = place_of(name)
     if not name.startswith(HUB):
         path = Path(where) / file
@@ -50,25 +51,25 @@ def _first(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A pretrained model of which a run trains only a few parameters; checkpoints do not store its tensors."""
+    """A pretrained model of which a run trains only a few parameters; checkpoints do not store its
+    tensors."""
 
     place: str  # for messages: a folder, or hf:ID
     names: frozenset[str]  # tensors of the model that were read from the base model
-    look: Callable[
-        [], dict[str, Any]
-    ]  # identifies the current content: checksums of the files, or the hub's commit
+    # identifies the current content: checksums of the files, or the hub's commit
+    look: Callable[[], dict[str, Any]]
     file: str  # name of the exported file of the other (trained) weights
     outside: Callable[[str], str]  # maps the model's tensor names to names in that file
-    settings: Mapping[
-        str, Any
-    ]  # settings that the trained weights require, as in adapter_config.json
+    # settings that the trained weights require, as in adapter_config.json
+    settings: Mapping[str, Any]
     seen: Callable[[], object] = lambda: None  # a cheap stamp that changes with the content
 
     def __post_init__(self) -> None:
         self.__dict__["_first"] = self.seen()
 
     def unchanged(self) -> None:
-        """Raise ValueError if the content of the base model has changed since it was read; mtime is ignored."""
+        """Raise ValueError if the content of the base model has changed since it was read; mtime is
+        ignored."""
         if (now := self.seen()) == self.__dict__["_first"]:
             return
         if self.look() != self.__dict__.get("content"):
@@ -89,7 +90,8 @@ class BaseModel:
         return {"place": self.place, **self.content, "settings": dict(self.settings)}
 
     def difference(self, there: Mapping[str, Any]) -> str:
-        """Return how this base model differs from the recorded one ``there``; empty if it does not."""
+        """Return how this base model differs from the recorded one ``there``; empty if it does
+        not."""
         if any(there.get(key) != value for key, value in self.content.items()):
             one, other = (short(about) for about in (there, self.description))
             return f"{one}, expected {other}"
@@ -103,8 +105,9 @@ class BaseModel:
         )
 
     def of_another(self, about: Mapping[str, Any], there: Mapping[str, Any] | None) -> str:
-        """Return the other base model that adapters were trained on, empty if it is this one; ``about`` is their
-        adapter_config.json, ``there`` the base model's entry in the manifest next to them."""
+        """Return the other base model that adapters were trained on, empty if it is this one;
+        ``about`` is their adapter_config.json, ``there`` the base model's entry in the manifest
+        next to them."""
         if there:
             return self.difference({**there, "settings": {}})
         named = str(about.get("base_model_name_or_path") or "")
@@ -116,4 +119,7 @@ def short(about: Mapping[str, Any]) -> str:
     """Return a short description of a base model for messages."""
     files = about.get("files", {})
     sums = [f"{name} {entry[1]}" for name, entry in files.items() if isinstance(entry, list)]
-    return f"{about.get('place')} ({about.get('commit') or ', '.join(sums[:2]) or files.get('digest')})"
+    return (
+        f"{about.get('place')} "
+        f"({about.get('commit') or ', '.join(sums[:2]) or files.get('digest')})"
+    )

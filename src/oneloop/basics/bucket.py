@@ -17,10 +17,8 @@ from oneloop.basics.files import one_line
 BLOCK = 1 << 23  # bytes that one request writes or reads, and that one checksum covers
 _PARTS = 9000  # of one upload; S3 allows 10,000
 _AT_ONCE = 8  # blocks that are read at the same time
-_PATIENCE = {
-    "connect_timeout": 5,
-    "read_timeout": 15,
-}  # seconds; botocore tries five times (AWS_MAX_ATTEMPTS)
+# seconds; botocore tries five times (AWS_MAX_ATTEMPTS)
+_PATIENCE = {"connect_timeout": 5, "read_timeout": 15}
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "file": "fsspec"}
 
 
@@ -30,7 +28,8 @@ def is_address(text: object) -> bool:
 
 
 def check_address(address: str, key: str) -> None:
-    """Raise BadInput, without secrets in its message, if a run cannot be mirrored to this address."""
+    """Raise BadInput, without secrets in its message, if a run cannot be mirrored to this
+    address."""
     scheme, netloc, path, query, fragment = urlsplit(address)
     if "@" in netloc or query or fragment:
         safe = (
@@ -45,15 +44,17 @@ def check_address(address: str, key: str) -> None:
         )
     if not path.strip("/") or (scheme == "file") == bool(netloc):
         raise BadInput(
-            f"{key} {address} must name a folder: s3://BUCKET/RUN, gs://BUCKET/RUN or file:///FOLDER/RUN"
+            f"{key} {address} must name a folder: s3://BUCKET/RUN, gs://BUCKET/RUN or "
+            "file:///FOLDER/RUN"
         )
     if find_spec(_PACKAGES[scheme]) is None:
         raise BadInput(f"{key} {address} needs {_PACKAGES[scheme]}: pip install 'oneloop[buckets]'")
 
 
 class Bucket:
-    """The objects below an address (s3, gs, file or, within one process, memory). It must not cross a fork. ``limit``:
-    bytes per second that it writes at most (0: no limit). Errors are OSErrors, such as FileNotFoundError."""
+    """The objects below an address (s3, gs, file or, within one process, memory). It must not cross
+    a fork. ``limit``: bytes per second that it writes at most (0: no limit). Errors are OSErrors,
+    such as FileNotFoundError."""
 
     def __init__(self, address: str, *, limit: float = 0.0) -> None:
         import fsspec
@@ -102,7 +103,8 @@ class Bucket:
             os.replace(draft, path)
 
     def write(self, name: str, pieces: Iterable[Any], size: int) -> dict[str, Any]:
-        """Write an object of about ``size`` bytes, with one block in memory; return its size and checksums."""
+        """Write an object of about ``size`` bytes, with one block in memory; return its size and
+        checksums."""
         whole, blocks = xxh3_128(), list[str]()
         how = {} if self._is_local else {"block_size": max(BLOCK, size // _PARTS)}
         with self._errors():
@@ -126,7 +128,8 @@ class Bucket:
         return {"size": size, "xxh3": whole.hexdigest(), "blocks": blocks}
 
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-        """Yield the offset and the bytes of these spans (start, end) of an object, a few at the same time."""
+        """Yield the offset and the bytes of these spans (start, end) of an object, a few at the
+        same time."""
         for first in range(0, len(spans), _AT_ONCE):
             starts, ends = ([*part] for part in zip(*spans[first : first + _AT_ONCE], strict=True))
             with self._errors():

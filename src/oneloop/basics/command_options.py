@@ -23,7 +23,8 @@ class Options(ArgumentParser):
         if isinstance(why := getattr(sys.exc_info()[1], "__context__", None), BadInput):
             raise why  # of an option's type
         raise BadInput(
-            f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists the options"
+            f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists the "
+            "options"
         )
 
 

@@ -1,4 +1,5 @@
-"""Durations: ``500`` (steps), ``"20ep"``, ``"1M samples"``, ``"2B tokens"``, ``"10%"`` of the run."""
+"""Durations: ``500`` (steps), ``"20ep"``, ``"1M samples"``, ``"2B tokens"``, ``"10%"`` of the
+run."""
 
 import math
 import re
@@ -17,33 +18,39 @@ _FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMB]?)\s*([a-z]*|%)\s*", re
 
 
 class Duration:
-    """A length of training as the user writes it. Raises ValueError if the text is not a duration."""
+    """A length of training as the user writes it. Raises ValueError if the text is not a
+    duration."""
 
     def __init__(self, text: "str | int | Duration") -> None:
         self.text: str = text.text if isinstance(text, Duration) else str(text).strip()
         match = _FORM.fullmatch(self.text)
         if match is None or match[3] not in _UNITS:
-            forms = "steps (500), epochs ('20ep'), samples ('1M samples'), tokens ('2B tokens') or a share ('10%')"
+            forms = (
+                "steps (500), epochs ('20ep'), samples ('1M samples'), tokens ('2B tokens') or a "
+                "share ('10%')"
+            )
             raise ValueError(f"{self.text!r} is not a duration; write {forms}, never negative")
         self.amount = Fraction(match[1]) * _MULTIPLE[match[2]]
         self.unit = _UNITS[match[3]]
         self.amount *= _SECONDS.get(match[3], 1)
 
     def steps(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> int:
-        """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raise ValueError if that is
-        unknown, or for tokens if the samples differ in length."""
+        """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raise
+        ValueError if that is unknown, or for tokens if the samples differ in length."""
         return math.ceil(self._steps(scale, total, key))
 
     def _steps(self, scale: "Scale", total: int | None, key: str) -> Fraction:
         if self.unit == "steps":
             if self.amount.denominator != 1:
                 raise ValueError(
-                    f"{key} {self.text!r} is not a whole number of steps; add a unit ('2.5ep') or round"
+                    f"{key} {self.text!r} is not a whole number of steps; add a unit ('2.5ep') "
+                    "or round"
                 )
             return self.amount
         if self.unit == "seconds":
             raise ValueError(
-                f"{key} {self.text!r} is a time, which only save.every and stop.after accept; use steps"
+                f"{key} {self.text!r} is a time, which only save.every and stop.after accept; "
+                "use steps"
             )
         if self.unit == "samples":
             return self.amount / scale.batch
@@ -52,7 +59,8 @@ class Duration:
         if self.unit == "%":
             if total is None:
                 raise ValueError(
-                    f"{key} {self.text!r} is a share of the run, and the run's own length cannot be one"
+                    f"{key} {self.text!r} is a share of the run, and the run's own length "
+                    "cannot be one"
                 )
             return self.amount * total / 100
         if scale.sample_tokens is None:
@@ -101,12 +109,14 @@ def seconds(text: str, key: str) -> float:
 
 
 def is_time(step: int, every: int, total: int) -> bool:
-    """Return True at every ``every``-th step and at the last step; ``every=0``: only at the last step."""
+    """Return True at every ``every``-th step and at the last step; ``every=0``: only at the last
+    step."""
     return step == total or (every > 0 and step % every == 0)
 
 
 def span(text: str, key: str) -> tuple[int, int]:
-    """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10). Raise ValueError for anything else."""
+    """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10). Raise ValueError for anything
+    else."""
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
     first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= first <= last:

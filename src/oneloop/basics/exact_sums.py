@@ -1,8 +1,10 @@
-"""Sums that are bit-identical in any order, so that they do not depend on parallel layout or sharding.
+"""Sums that are bit-identical in any order, so that they do not depend on parallel layout or
+sharding.
 
-Each square is cut at fixed positions into digits of 30 bits. Digits are added as integers, which does not round (binned
-summation: Demmel & Nguyen 2015). Three digits are kept: the rest of a square is below 2^-60 of the largest square.
-The cuts are at multiples of 30 bits, not relative to the largest value, so that partial sums can be combined later.
+Each square is cut at fixed positions into digits of 30 bits. Digits are added as integers, which
+does not round (binned summation: Demmel & Nguyen 2015). Three digits are kept: the rest of a square
+is below 2^-60 of the largest square. The cuts are at multiples of 30 bits, not relative to the
+largest value, so that partial sums can be combined later.
 
 >>> norm = exact_norm(tensors)
 >>> rows = [digit_rows([part]) for part in parts]        # of ranks, shards, … in any order
@@ -22,11 +24,13 @@ _HALF = 15  # bits per digit of a value; its square has digits of 30 bits
 _DIGITS = 3
 NOTHING = -60  # index of the first digit if all values are zero; below that of any other value
 _ON_CPU, _ELSEWHERE = 1 << 17, 1 << 21
-"""elements per piece, to fit into the cache; float64 adds the digits of up to 2^22 elements without rounding"""
+"""elements per piece, to fit into the cache; float64 adds the digits of up to 2^22 elements without
+rounding"""
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """Sum a tensor of shape (n, …) over its first dimension in one fixed binary tree, neighbours first.
+    """Sum a tensor of shape (n, …) over its first dimension in one fixed binary tree, neighbours
+    first.
 
     Zeros at the end do not change the result."""
     while len(parts) > 1:
@@ -37,7 +41,8 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 
 def rounded_sum(values: Iterable[float]) -> float:
-    """Return the sum, rounded once; infinite or NaN if a value is not finite, or if the sum overflows."""
+    """Return the sum, rounded once; infinite or NaN if a value is not finite, or if the sum
+    overflows."""
     known = [*values]
     try:
         return math.fsum(known)
@@ -46,10 +51,11 @@ def rounded_sum(values: Iterable[float]) -> float:
 
 
 def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the digits of the sum of squares, for :func:`square_sum`: shape (pieces, 4), float64. No host sync.
+    """Return the digits of the sum of squares, for :func:`square_sum`: shape (pieces, 4), float64.
+    No host sync.
 
-    A row holds the index of its first digit, and the sums of three digits. The digits are exact for float32 and
-    smaller dtypes; for float64, each square is rounded first."""
+    A row holds the index of its first digit, and the sums of three digits. The digits are exact for
+    float32 and smaller dtypes; for float64, each square is rounded first."""
     rows = []
     for piece in _pieces(tensors):
         first = _first_digit(piece.detach().abs().max())
@@ -58,7 +64,8 @@ def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def square_sum(rows: Sequence[Sequence[float]]) -> float:
-    """Return the sum of squares of these :func:`digit_rows`, correctly rounded; NaN if a value was not finite."""
+    """Return the sum of squares of these :func:`digit_rows`, correctly rounded; NaN if a value was
+    not finite."""
     whole, last = _whole(rows)
     if whole is None:
         return math.nan
@@ -69,7 +76,8 @@ def square_sum(rows: Sequence[Sequence[float]]) -> float:
 
 
 def square_ratio(rows: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
-    """Return the quotient of two sums of squares; NaN if a value was not finite, or the second sum is zero."""
+    """Return the quotient of two sums of squares; NaN if a value was not finite, or the second sum
+    is zero."""
     (first, first_unit), (second, second_unit) = _whole(rows), _whole(others)
     if first is None or not second:
         return math.nan
@@ -93,19 +101,20 @@ def _whole(rows: Sequence[Sequence[float]]) -> tuple[int | None, int]:
 def exact_norm(
     whole: Sequence[Tensor], shards: Sequence[Tensor] = (), group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the L2 norm over all elements, 0-dim, float64; not finite if any element is not. No host sync.
+    """Return the L2 norm over all elements, 0-dim, float64; not finite if any element is not. No
+    host sync.
 
-    Args: ``whole``: tensors that are equal on all ranks. ``shards``: this rank's shards of other tensors. ``group``:
-    process group of the shards. Collective: call on all of its ranks, even without shards.
+    Args: ``whole``: tensors that are equal on all ranks. ``shards``: this rank's shards of other
+    tensors. ``group``: process group of the shards. Collective: call on all of its ranks, even
+    without shards.
     """
     device = next(tensor.device for tensor in (*whole, *shards))
     held = [tensor for tensor in (*whole, *shards) if tensor.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=device)
     norms = torch._foreach_norm(held, math.inf) if held else []
     largest = torch.stack([zero, *(norm.double() for norm in norms)]).max()
-    largest = torch.where(
-        torch.isfinite(largest), largest, math.inf
-    )  # a maximum over ranks may lose a NaN
+    # a maximum over ranks may lose a NaN
+    largest = torch.where(torch.isfinite(largest), largest, math.inf)
     if group is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     first = _first_digit(largest)
@@ -129,7 +138,8 @@ def _whole_digits(tensors: Sequence[Tensor], first: Tensor) -> Tensor:
 
 
 def _first_digit(largest: Tensor) -> Tensor:
-    """Return the index of the first digit, 0-dim, float64: the least n with |value| < 2^(15 n), or inf or NaN."""
+    """Return the index of the first digit, 0-dim, float64: the least n with |value| < 2^(15 n), or
+    inf or NaN."""
     largest = largest.double()
     number = torch.ceil(torch.frexp(largest).exponent.double() / _HALF).clamp(min=NOTHING + 1)
     return torch.where(torch.isfinite(largest), torch.where(largest > 0, number, NOTHING), largest)

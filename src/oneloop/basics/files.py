@@ -21,8 +21,8 @@ def cache_folder() -> Path:
 
 @contextmanager
 def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
-    """Yield a draft that replaces ``file`` at the end; after an exception ``file`` is unchanged. With ``shared``,
-    several processes may write it at the same time.
+    """Yield a draft that replaces ``file`` at the end; after an exception ``file`` is unchanged.
+    With ``shared``, several processes may write it at the same time.
 
     >>> with replacing(Path("summary.json")) as draft:
     ...     draft.write_text("{}")
@@ -32,9 +32,8 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
         if draft.is_symlink():
             draft.unlink()  # else the write would follow the link
         draft.touch()
-        mode = (
-            draft.stat().st_mode & 0o777
-        )  # by umask; some libraries write files that only the owner can read
+        # by umask; some libraries write files that only the owner can read
+        mode = draft.stat().st_mode & 0o777
         yield draft
         draft.chmod(mode)
     except BaseException:
@@ -93,7 +92,8 @@ def one_line(error: object) -> str:
 
 
 def flattened(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten one level: ``{"seed": 0, "batch": {"size": 64}}`` to ``{"seed": 0, "batch.size": 64}``."""
+    """Flatten one level: ``{"seed": 0, "batch": {"size": 64}}`` to ``{"seed": 0, "batch.size":
+    64}``."""
     flat: dict[str, Any] = {}
     for group, value in groups.items():
         if isinstance(value, Mapping):

@@ -43,7 +43,8 @@ class Beats:
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._seen: defaultdict[str, int] = defaultdict(int)
         self._current = self._known[SET_UP]
-        self._opening = False  # whether this is the first batch of an evaluation, in which a data set may do slow work
+        # whether this is the first batch of an evaluation, in which a data set may do slow work
+        self._opening = False
 
     def beat(self) -> None:
         """Record progress; costs about half a microsecond."""
@@ -73,7 +74,8 @@ class Beats:
             self.enter(before)
 
     def usual(self) -> tuple[float, float] | None:
-        """Return the median and the longest of this phase's last 200 intervals, in seconds; None if unknown."""
+        """Return the median and the longest of this phase's last 200 intervals, in seconds; None if
+        unknown."""
         known = list(self._current)
         if self.now_in == TRAINING and len(known) < _WARM + _ENOUGH:
             known = [*self._known[EPOCH], *known]
@@ -83,7 +85,8 @@ class Beats:
         return known[len(known) // 2], known[-1]
 
     def limit(self, patience: float) -> float:
-        """Return the hang limit in seconds: longest interval + patience * max(3 * median interval, 9)."""
+        """Return the hang limit in seconds: longest interval + patience * max(3 * median interval,
+        9)."""
         usual = None if self._opening else self.usual()
         return (
             patience * _FIRST[self.now_in]

@@ -1,4 +1,5 @@
-"""A process and its launcher: rank, world size, stop signals, and the exit code that the launcher gets."""
+"""A process and its launcher: rank, world size, stop signals, and the exit code that the launcher
+gets."""
 
 import ctypes
 import os
@@ -38,7 +39,8 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def on_stops(do: Callable[[int, Any], Any] | signal.Handlers) -> None:
-    """Install a handler for all stop signals; ``signal.SIG_IGN`` if the parent process handles them."""
+    """Install a handler for all stop signals; ``signal.SIG_IGN`` if the parent process handles
+    them."""
     for number in stop_signals():
         signal.signal(number, do)
 
@@ -57,7 +59,8 @@ def die_with(parent: int) -> None:
 
 
 def die_with_launcher() -> None:
-    """End this process with torchrun or accelerate, if one of them started it. Call it before anything slow."""
+    """End this process with torchrun or accelerate, if one of them started it. Call it before
+    anything slow."""
     if (process := launcher()) is not None:
         die_with(process)
 
@@ -74,7 +77,8 @@ def launcher() -> int | None:
             {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
         )
         print(
-            f"oneloop: the launcher of this process has exited; to run without one, unset {', '.join(variables)}",
+            "oneloop: the launcher of this process has exited; to run without one, unset "
+            f"{', '.join(variables)}",
             file=sys.stderr,
         )
         os._exit(1)
@@ -108,13 +112,15 @@ def _watch(parent: int) -> None:
     os._exit(1)
 
 
-FILE = "ONELOOP_EXIT_FILE"  # variable with the path of the file in which ``oneloop launch`` expects the exit code
+# variable with the path of the file in which ``oneloop launch`` expects the exit code
+FILE = "ONELOOP_EXIT_FILE"
 HOST = "ONELOOP_HOST"  # variable with the name of this node, if there are several
 _LAUNCHER = "launcher"
 
 
 def exit_file_variable(folder: Path) -> dict[str, str]:
-    """Return the variable that lets launched processes report their exit code by a file in this folder."""
+    """Return the variable that lets launched processes report their exit code by a file in this
+    folder."""
     (folder / _LAUNCHER).write_text(str(os.getpid()))
     return {FILE: str(folder / "exit_code")}
 
@@ -140,7 +146,8 @@ def register_process() -> None:
 
 
 def report_exit_code(code: int) -> bool:
-    """Report the exit code to ``oneloop launch``, if there is one. An error overrides other codes, a stop none."""
+    """Report the exit code to ``oneloop launch``, if there is one. An error overrides other codes,
+    a stop none."""
     file = os.environ.get(FILE)
     if not file:
         return False

@@ -14,7 +14,8 @@ def peak_memory() -> int:
 
 
 def anonymous_memory() -> int:
-    """Return the bytes of host memory of this process without mapped files; 0 if the system does not report it."""
+    """Return the bytes of host memory of this process without mapped files; 0 if the system does
+    not report it."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

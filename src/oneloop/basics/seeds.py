@@ -18,7 +18,8 @@ def mixed(state: int, number: int) -> int:
 
 
 def key(*numbers: int) -> int:
-    """Return a well-mixed 63-bit key from integers, for example (seed, step, rank), equal on every machine."""
+    """Return a well-mixed 63-bit key from integers, for example (seed, step, rank), equal on every
+    machine."""
     state = GOLDEN
     for number in numbers:
         state = mixed(state, number)

@@ -15,13 +15,13 @@ from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
 
-_SCALARS = (
-    "_oneloop_scalars"  # class attribute: names of parameters that are stored with the shape (1,)
-)
+# class attribute: names of parameters that are stored with the shape (1,)
+_SCALARS = "_oneloop_scalars"
 
 
 class Planned:
-    for_gpu = False  # whether this process plans a run: its fake tensors, on the CPU, stand for tensors on a GPU
+    # whether this process plans a run: its fake tensors, on the CPU, stand for tensors on a GPU
+    for_gpu = False
 
 
 def on_gpu(tensor: Tensor) -> bool:
@@ -44,8 +44,8 @@ def dense(tensor: Tensor) -> bool:
 
 
 def first_element(tensor: Tensor) -> int:
-    """Return the index of the first element of this rank's shard in the flat tensor. Raise ValueError unless the
-    sharding is by rows over one mesh dimension."""
+    """Return the index of the first element of this rank's shard in the flat tensor. Raise
+    ValueError unless the sharding is by rows over one mesh dimension."""
     if not isinstance(tensor, DTensor):
         return 0
     if len(tensor.placements) != 1 or not tensor.placements[0].is_shard(0):
@@ -59,7 +59,8 @@ def first_element(tensor: Tensor) -> int:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as a real view of shape (…, 2), for files without complex dtypes; others unchanged."""
+    """Return a complex tensor as a real view of shape (…, 2), for files without complex dtypes;
+    others unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -80,7 +81,8 @@ def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tenso
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the weights that FSDP2 has gathered: a forward without a backward keeps the root gathered."""
+    """Free the weights that FSDP2 has gathered: a forward without a backward keeps the root
+    gathered."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -88,7 +90,8 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Copy rank 0's buffers to every rank, in one broadcast. Collective. The model may be bare, DDP or FSDP2."""
+    """Copy rank 0's buffers to every rank, in one broadcast. Collective. The model may be bare, DDP
+    or FSDP2."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
@@ -98,14 +101,14 @@ def share_buffers(model: nn.Module) -> None:
     joined = torch.cat(flat)
     dist.broadcast(joined, src=0)
     for buffer, got in zip(buffers, joined.split([len(own) for own in flat]), strict=True):
-        buffer.copy_(
-            got.clone().view(buffer.dtype).view(buffer.shape)
-        )  # the clone is aligned for every dtype
+        # the clone is aligned for every dtype
+        buffer.copy_(got.clone().view(buffer.dtype).view(buffer.shape))
 
 
 def one_element(model: nn.Module) -> None:
-    """Store each 0-dim parameter with the shape (1,), in place, since FSDP2 cannot shard a scalar. In the forward, the
-    module's attribute is still 0-dim: a view, defined by a subclass of the same name."""
+    """Store each 0-dim parameter with the shape (1,), in place, since FSDP2 cannot shard a scalar.
+    In the forward, the module's attribute is still 0-dim: a view, defined by a subclass of the same
+    name."""
     found = [(module, *one) for module in model.modules() for one in module._parameters.items()]
     for module, name in [
         (module, name) for module, name, value in found if value is not None and not value.ndim
@@ -122,9 +125,8 @@ def one_element(model: nn.Module) -> None:
 
 def _as_scalar(name: str, module: nn.Module) -> Tensor:
     held: Any = module._parameters[name]
-    return (
-        held if isinstance(held, DTensor) else held.reshape(())
-    )  # FSDP2 itself looks for its shard
+    # FSDP2 itself looks for its shard
+    return held if isinstance(held, DTensor) else held.reshape(())
 
 
 def scalar_names(model: nn.Module) -> set[str]:
@@ -137,8 +139,9 @@ def scalar_names(model: nn.Module) -> set[str]:
 
 
 def of_shape(target: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a view of a one-element tensor in a saved shape, () or (1,), also if only the other has one dimension; any
-    other tensor unchanged. On a rank without the element of a DTensor: a new tensor, which is not used."""
+    """Return a view of a one-element tensor in a saved shape, () or (1,), also if only the other
+    has one dimension; any other tensor unchanged. On a rank without the element of a DTensor: a new
+    tensor, which is not used."""
     if {tuple(shape), tuple(target.shape)} != {(), (1,)}:
         return target
     own = local(target)

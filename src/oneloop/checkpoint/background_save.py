@@ -26,8 +26,9 @@ _PATIENCE = 15.0  # seconds for the save in progress when the writer must end
 
 
 class WritingProcess:
-    """A process that runs ``module``, and memory shared with it, pinned if ``pin``. ``uploads``: arguments of
-    :class:`oneloop.checkpoint.uploads.Uploads`, if there is a mirror; ``heard`` receives its news."""
+    """A process that runs ``module``, and memory shared with it, pinned if ``pin``. ``uploads``:
+    arguments of :class:`oneloop.checkpoint.uploads.Uploads`, if there is a mirror; ``heard``
+    receives its news."""
 
     def __init__(
         self,
@@ -80,7 +81,8 @@ class WritingProcess:
             return  # the process has exited, which answer() reports
 
     def answer(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the answer to the last request, or None after ``seconds`` without one (None: no limit)."""
+        """Return the answer to the last request, or None after ``seconds`` without one (None: no
+        limit)."""
         assert self._process.stdout is not None
         handle = self._process.stdout.fileno()
         until = None if seconds is None else time.monotonic() + seconds
@@ -125,17 +127,17 @@ class WritingProcess:
 
 WRITER = "oneloop.checkpoint.writer"  # module of the writing process
 _MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save
-_MIN_THROUGHPUT = (
-    10e6  # bytes per second; assumed minimum throughput of storage (a tenth of it for a bucket)
-)
+# bytes per second; assumed minimum throughput of storage (a tenth of it for a bucket)
+_MIN_THROUGHPUT = 10e6
 _MIN_UPLOAD = 120.0  # seconds; minimum of the time limit of a save to a bucket
 _STILL = "still"
 _TAKEN = "Taken: "
 
 
 class SaveInProgress:
-    """The save in progress on one rank. ``agree`` gathers a value of all ranks (None: one process), ``max_failures``
-    bounds consecutive failures, and ``patience`` scales the time limit of a save (0: none)."""
+    """The save in progress on one rank. ``agree`` gathers a value of all ranks (None: one process),
+    ``max_failures`` bounds consecutive failures, and ``patience`` scales the time limit of a save
+    (0: none)."""
 
     def __init__(
         self,
@@ -192,7 +194,8 @@ class SaveInProgress:
         self._mirror_failed = bool(error)
 
     def end_uploads(self, *, final: bool) -> dict[str, Any]:
-        """Return the result of ``Uploads.end``, after waiting for it; cancel a save that waits for other ranks."""
+        """Return the result of ``Uploads.end``, after waiting for it; cancel a save that waits for
+        other ranks."""
         process, answer = self.start(), None
         process.send({"end": {"final": final}})
         while answer is None or "step" in answer:  # of a save that was in progress
@@ -201,7 +204,8 @@ class SaveInProgress:
         return answer
 
     def write_here(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
-        """Write in this process; rank 0 writes last, after all other ranks have finished or failed."""
+        """Write in this process; rank 0 writes last, after all other ranks have finished or
+        failed."""
         buffer = torch.empty(request.size, dtype=torch.uint8)
         stage(pieces, buffer)
         data = buffer.numpy().data
@@ -223,9 +227,10 @@ class SaveInProgress:
         return self._error
 
     def finish(self, *, or_go_on: bool = False) -> str | None:
-        """Wait for the save. Return the error, the same on all ranks; None if the checkpoint is complete or none was in
-        progress. With ``or_go_on``, leave a slow save running and set ``stuck``. Collective. Raises OSError on all
-        ranks after more than ``max_failures`` failures, or if the save takes too long."""
+        """Wait for the save. Return the error, the same on all ranks; None if the checkpoint is
+        complete or none was in progress. With ``or_go_on``, leave a slow save running and set
+        ``stuck``. Collective. Raises OSError on all ranks after more than ``max_failures``
+        failures, or if the save takes too long."""
         if not self._pending and self._error is None and self._agree is None:
             self.stuck = False
             return None
@@ -235,11 +240,15 @@ class SaveInProgress:
         self.stuck = bool(still)
         real = [problem for problem in errors if problem and problem != _STILL]
         if still and not real:
-            taken = f"the save of step {self._step} did not finish within {time.monotonic() - self._began:.0f} s"
+            taken = (
+                f"the save of step {self._step} did not finish within "
+                f"{time.monotonic() - self._began:.0f} s"
+            )
             if or_go_on:
                 if self._rank == 0:
                     self._say(
-                        f"{taken}: its storage does not respond; continuing without a new checkpoint"
+                        f"{taken}: its storage does not respond; continuing without a new "
+                        "checkpoint"
                     )
                 return None
             self._end_process()
@@ -257,7 +266,8 @@ class SaveInProgress:
         )
 
     def _collect_errors(self) -> list[str | None]:
-        """Return the error of every rank. Rank 0 waits last, because it completes the checkpoint."""
+        """Return the error of every rank. Rank 0 waits last, because it completes the
+        checkpoint."""
         if self._rank != 0:
             self._wait()
         others = self._gather(self._state())
@@ -269,9 +279,8 @@ class SaveInProgress:
         if self._rank == 0 and (
             self._error or any(problem not in (None, _STILL) for problem in others)
         ):
-            self._store.sweep(
-                ".draft"
-            )  # no writer is active, and none starts before all ranks know the result
+            # no writer is active, and none starts before all ranks know the result
+            self._store.sweep(".draft")
         return self._gather(self._state())
 
     def _state(self) -> str | None:
@@ -285,7 +294,8 @@ class SaveInProgress:
             raise OSError(f"{self._failures} saves in a row have failed, the last one: {problem}")
         if self._rank == 0:
             self._say(
-                f"SAVE FAILED; the next save tries again: {problem} (the previous checkpoint is intact)"
+                f"SAVE FAILED; the next save tries again: {problem} (the previous checkpoint "
+                "is intact)"
             )
         return problem
 

@@ -1,10 +1,11 @@
-"""Checkpoints: save during training, load after verification. Usable alone in a plain Accelerate script.
+"""Checkpoints: save during training, load after verification. Usable alone in a plain Accelerate
+script.
 
 >>> checkpoints = Checkpoints(Path("checkpoints"), accelerator)
->>> newest = checkpoints.newest()                   # verified, on all ranks; None at first
+>>> newest = checkpoints.newest()               # verified, on all ranks; None at first
 >>> state = checkpoints.load(newest, model, optimizer) if newest else {"step": 0}
->>> checkpoints.save(step, model, optimizer, {"step": step})       # every rank; waits for a copy to host memory
->>> checkpoints.finish()                            # before the end
+>>> checkpoints.save(step, model, optimizer, {"step": step})  # every rank; waits for a copy
+>>> checkpoints.finish()                        # before the end
 """
 
 import json
@@ -40,11 +41,12 @@ from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_in, st
 class Checkpoints:
     """The checkpoints of one run, in a folder that all ranks share.
 
-    Args: ``root``: the folder. ``accelerator``: its ranks write together. ``origin``: the base model of the frozen
-    parameters, if a checkpoint should name it instead of storing them. ``sync``: write in the training process instead
-    of a separate one. ``max_failures``: consecutive failed saves that do not end the run. ``patience``: factor of a
-    save's time limit: the largest of 10 s, 3 x the slowest save, and size / (10 MB/s). After it, training continues
-    without a new checkpoint, or ends if it needs one. 0: no limit. ``say``: reports bad checkpoints, on rank 0.
+    Args: ``root``: the folder. ``accelerator``: its ranks write together. ``origin``: the base
+    model of the frozen parameters, if a checkpoint should name it instead of storing them.
+    ``sync``: write in the training process instead of a separate one. ``max_failures``: consecutive
+    failed saves that do not end the run. ``patience``: factor of a save's time limit: the largest
+    of 10 s, 3 x the slowest save, and size / (10 MB/s). After it, training continues without a new
+    checkpoint, or ends if it needs one. 0: no limit. ``say``: reports bad checkpoints, on rank 0.
     """
 
     def __init__(
@@ -65,12 +67,10 @@ class Checkpoints:
         self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
         self._attempt = 0
         self.fetcher: Fetcher | None = None  # reads the mirror
-        self._counts = self._began = (
-            False  # whether checkpoints are written only there; whether it has resumed
-        )
-        self._leader = (
-            self.rank - accelerator.local_process_index
-        )  # rank of the first process of this host
+        # whether checkpoints are written only there; whether it has resumed
+        self._counts = self._began = False
+        # rank of the first process of this host
+        self._leader = self.rank - accelerator.local_process_index
         options: dict[str, Any] = {"max_failures": max_failures, "patience": patience, "say": say}
         options |= {
             "agree": self._gather if self.ranks > 1 else None,
@@ -90,13 +90,15 @@ class Checkpoints:
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
     ) -> str | None:
-        """Start to save the prepared model and its optimizer as the checkpoint of ``step``, after the previous save has
-        finished. If that takes too long, start nothing. Collective: call on every rank.
+        """Start to save the prepared model and its optimizer as the checkpoint of ``step``, after
+        the previous save has finished. If that takes too long, start nothing. Collective: call on
+        every rank.
 
-        Args: ``state``: other JSON-serializable state; rank 0's is written. ``extra``: more tensors, named ``ema.…``;
-        sharded like the model, or equal on all ranks. ``about``: entries of the manifest, such as the metric that
-        selects the best checkpoint. ``keep``: which older checkpoints to keep. ``flush``: files that must be on disk
-        before the checkpoint is complete, because its state refers to them.
+        Args: ``state``: other JSON-serializable state; rank 0's is written. ``extra``: more
+        tensors, named ``ema.…``; sharded like the model, or equal on all ranks. ``about``: entries
+        of the manifest, such as the metric that selects the best checkpoint. ``keep``: which older
+        checkpoints to keep. ``flush``: files that must be on disk before the checkpoint is
+        complete, because its state refers to them.
 
         Returns the error of the previous save, equal on all ranks; None if it succeeded.
         """
@@ -129,14 +131,16 @@ class Checkpoints:
         return problem
 
     def poll(self) -> str | None:
-        """Return this rank's error of the save in progress if it is known by now. Does not block (about 1 us)."""
+        """Return this rank's error of the save in progress if it is known by now. Does not block
+        (about 1 us)."""
         return self.saving.poll()
 
     def finish(self) -> str | None:
         """Wait for the save in progress. Collective: call on every rank.
 
-        Returns the error, equal on all ranks; None if the checkpoint is complete, or no save was in progress. Raises
-        OSError: on all ranks, after more than ``max_failures`` consecutive failures, or after the time limit."""
+        Returns the error, equal on all ranks; None if the checkpoint is complete, or no save was in
+        progress. Raises OSError: on all ranks, after more than ``max_failures`` consecutive
+        failures, or after the time limit."""
         return self.saving.finish()
 
     def mirror(
@@ -147,8 +151,9 @@ class Checkpoints:
         counts: bool,
         limit: float = 0.0,
     ) -> None:
-        """Copy the checkpoints to a mirror from now on, and read from it what the folder lacks. Call on every rank.
-        ``lease``: number and description of a Lease. ``counts``: write only there. ``limit``: bytes per second."""
+        """Copy the checkpoints to a mirror from now on, and read from it what the folder lacks.
+        Call on every rank. ``lease``: number and description of a Lease. ``counts``: write only
+        there. ``limit``: bytes per second."""
         how: dict[str, Any] = {
             "rank": self.rank,
             "leader": self._leader,
@@ -179,8 +184,8 @@ class Checkpoints:
             self.saving.close()
 
     def whole(self, step: int, otherwise: str, needs: Needs = no_needs) -> Path | None:
-        """Return the path of a step's checkpoint, equal on all ranks, or None if it is missing or damaged. Then log
-        that, and ``otherwise``, which describes the consequence."""
+        """Return the path of a step's checkpoint, equal on all ranks, or None if it is missing or
+        damaged. Then log that, and ``otherwise``, which describes the consequence."""
         path, wrong = self.store.root / name_of(step), list[str]()
         if self.fetcher is not None and (self._counts or not self._gather(path.is_dir())[0]):
             try:
@@ -198,23 +203,25 @@ class Checkpoints:
         return None if self._gather(wrong)[0] else path
 
     def newest(self, needs: Needs = no_needs) -> Path | None:
-        """Return the newest intact checkpoint, equal on all ranks; log damaged ones, and rename those in the folder.
+        """Return the newest intact checkpoint, equal on all ranks; log damaged ones, and rename
+        those in the folder.
 
-        ``needs`` returns the parts of a checkpoint's files that this rank reads; with a mirror, they are fetched.
+        ``needs`` returns the parts of a checkpoint's files that this rank reads; with a mirror,
+        they are fetched.
 
-        Raises ValueError: there are checkpoints, and none is intact; or the mirror cannot be read."""
+        Raises ValueError: there are checkpoints, and none is intact; or the mirror cannot be
+        read."""
         own, error = self._newest_here()
-        looks, self._began = (
-            own is None or not self._began,
-            True,
-        )  # later, a failing mirror must not stop a rewind
+        # later, a failing mirror must not stop a rewind
+        looks, self._began = own is None or not self._began, True
         fetched = self.fetcher.newest(own, needs) if self.fetcher is not None and looks else None
         if fetched is None and error is not None:
             raise ValueError(error)
         return fetched or own
 
     def _newest_here(self) -> tuple[Path | None, str | None]:
-        """Return the newest intact checkpoint in the folder, or an error if there are only damaged ones."""
+        """Return the newest intact checkpoint in the folder, or an error if there are only damaged
+        ones."""
         chosen: tuple[str | None, str | None] = (None, None)
         if self.rank == 0 and not self._counts:
             self.store.sweep(".draft")
@@ -237,7 +244,8 @@ class Checkpoints:
         return Path(chosen[0]) if chosen[0] else None, chosen[1]
 
     def later(self, path: Path) -> list[str]:
-        """Return the names of later checkpoints, also in the mirror; all, if the path is of another run. Collective."""
+        """Return the names of later checkpoints, also in the mirror; all, if the path is of another
+        run. Collective."""
         own = path.resolve().parent == self.store.root.resolve()
         than = step_in(path.name.lstrip(".").partition(".")[0]) if own else None
         steps = [] if self._counts or self.rank else [*map(step_of, self.store.sealed())]
@@ -255,14 +263,14 @@ class Checkpoints:
         extra: Mapping[str, Tensor] | None = None,
         check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """Load the prepared model, its optimizer and the extra tensors of :meth:`save` in place; return the other
-        state, which ``check`` receives before, and may reject by ValueError. Collective: call on every rank.
+        """Load the prepared model, its optimizer and the extra tensors of :meth:`save` in place;
+        return the other state, which ``check`` receives before, and may reject by ValueError.
+        Collective: call on every rank.
 
-        Raise ValueError if the checkpoint is damaged or of another model, or if its frozen parameters are damaged and
-        differ from those of the current model."""
-        fetched = folder.name.endswith(
-            ".fetched"
-        )  # its blocks were verified, and the rest is empty
+        Raise ValueError if the checkpoint is damaged or of another model, or if its frozen
+        parameters are damaged and differ from those of the current model."""
+        # its blocks were verified, and the rest is empty
+        fetched = folder.name.endswith(".fetched")
         wrong = self._gather(problems(folder) if self.rank == 0 and not fetched else [])[0]
         if wrong:
             raise ValueError(

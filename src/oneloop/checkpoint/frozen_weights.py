@@ -1,8 +1,8 @@
 """Frozen parameters as one safetensors file, in an order that depends only on names and dtypes.
 
-The file's bytes do not depend on the sharding. A damaged file can thus be rewritten from the newly built model, and is
-accepted only if it has the old checksum. Parameters of a base model are not written. Instead, a file records the base
-model's name and revision or checksums.
+The file's bytes do not depend on the sharding. A damaged file can thus be rewritten from the newly
+built model, and is accepted only if it has the old checksum. Parameters of a base model are not
+written. Instead, a file records the base model's name and revision or checksums.
 """
 
 import json
@@ -41,8 +41,8 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
 def write_base(
     folder: Path, tensors: Mapping[str, Tensor], *, rank: int
 ) -> tuple[dict[str, Any], str | None]:
-    """Write frozen parameters to a new folder, one after another. Collective; rank 0 writes. Return the size and
-    checksum of the file (on rank 0), and the error if any."""
+    """Write frozen parameters to a new folder, one after another. Collective; rank 0 writes. Return
+    the size and checksum of the file (on rank 0), and the error if any."""
     whole = [Piece(name, tensor, (0,) * tensor.ndim) for name, tensor in sorted(tensors.items())]
     whole.sort(key=lambda piece: -piece.tensor.element_size())
     text, size = header_of(whole)
@@ -82,7 +82,8 @@ def write_base(
 
 
 def write_origin(folder: Path, origin: BaseModel) -> tuple[dict[str, Any], str | None]:
-    """Write the base model of frozen parameters; call it on one process. Returns like :func:`write_base`."""
+    """Write the base model of frozen parameters; call it on one process. Returns like
+    :func:`write_base`."""
     text = json.dumps({**origin.description, "names": sorted(origin.names)}, indent=1).encode()
     draft = folder.with_name(f".{folder.name}.draft")
     try:
@@ -117,8 +118,8 @@ def _commit(
 
 
 class Base:
-    """The frozen parameters of a run's checkpoints, stored or (``origin``) only named. ``agree`` gathers a value of all
-    ranks, and ``say`` reports repairs on rank 0."""
+    """The frozen parameters of a run's checkpoints, stored or (``origin``) only named. ``agree``
+    gathers a value of all ranks, and ``say`` reports repairs on rank 0."""
 
     def __init__(
         self,
@@ -155,8 +156,8 @@ class Base:
         return set(frozen_tensors(model))
 
     def kept(self, model: nn.Module) -> dict[str, Any]:
-        """Return the manifest's entry of the frozen parameters, after writing them if they are missing. Collective.
-        Raises OSError on all ranks if they cannot be written."""
+        """Return the manifest's entry of the frozen parameters, after writing them if they are
+        missing. Collective. Raises OSError on all ranks if they cannot be written."""
         names = self._names(model)
         if not names:
             return {}
@@ -182,14 +183,16 @@ class Base:
             raise ValueError(changed)
 
     def check(self, checkpoint: Path, model: nn.Module) -> None:
-        """Verify a checkpoint's frozen parameters. If they are damaged, write them again from the newly built model,
-        provided that it is bit-identical. Collective. Raises ValueError if it is not, or has another base model."""
+        """Verify a checkpoint's frozen parameters. If they are damaged, write them again from the
+        newly built model, provided that it is bit-identical. Collective. Raises ValueError if it is
+        not, or has another base model."""
         recorded = base_of(checkpoint)
         named = recorded is not None and file_of(recorded[1]) == NAMED
         if named != (self._origin is not None):
             one, other = ("only referenced", "stored") if named else ("stored", "only referenced")
             raise ValueError(
-                f"{checkpoint}: its frozen parameters are {one}, but those of this model are {other}"
+                f"{checkpoint}: its frozen parameters are {one}, but those of this model are "
+                f"{other}"
             )
         own = checkpoint.resolve().parent == self._store.root.resolve()
         wrong = "; ".join(self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0])
@@ -201,7 +204,8 @@ class Base:
             )
             if other := self._agree(other)[0]:
                 raise ValueError(
-                    f"{checkpoint} needs the base model {other}; set task.model to the model that it was trained with"
+                    f"{checkpoint} needs the base model {other}; set task.model to the model "
+                    "that it was trained with"
                 )
         self._known = (*recorded, names_in(recorded[0])) if own and recorded is not None else None
 
@@ -210,7 +214,8 @@ class Base:
     ) -> None:
         if not own:
             raise ValueError(
-                f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); restore it"
+                f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); "
+                "restore it"
             )
         again = folder.with_name(f".{folder.name}.again")
         made = self._written(again, model)
@@ -222,7 +227,10 @@ class Base:
                 self._say(f"{folder} was damaged ({wrong}); rewriting it from the initial model")
         self._agree(None)  # no rank reads the file before
         if not same:
-            why = f"the frozen parameters of {checkpoint.name} are damaged ({wrong}), and the new model has others"
+            why = (
+                f"the frozen parameters of {checkpoint.name} are damaged ({wrong}), and the new "
+                "model has others"
+            )
             raise ValueError(
                 f"{folder}: {why}; restore the folder from a copy, or the files of the base model"
             )

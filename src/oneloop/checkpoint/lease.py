@@ -1,7 +1,9 @@
-"""The owner of a mirror: a lease (Gray and Cheriton, 1989), so that two machines never write the same run.
+"""The owner of a mirror: a lease (Gray and Cheriton, 1989), so that two machines never write the
+same run.
 
-Each owner creates ``owner/00000003.json`` with the next number, only if it is new, and renews it. If it does not for
-some time, another process may take the next number. The former owner then finds that, and writes nothing more.
+Each owner creates ``owner/00000003.json`` with the next number, only if it is new, and renews it.
+If it does not for some time, another process may take the next number. The former owner then finds
+that, and writes nothing more.
 """
 
 import json
@@ -14,7 +16,8 @@ from typing import Any
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import BadInput
 
-SECONDS = "ONELOOP_LEASE"  # variable with the seconds after which an owner that does not renew its lease is replaced
+# variable with the seconds after which an owner that does not renew its lease is replaced
+SECONDS = "ONELOOP_LEASE"
 _FOLDER = "owner"
 _name = (_FOLDER + "/{:08d}.json").format
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # continues while the machine sleeps
@@ -25,20 +28,22 @@ class Taken(OSError):
 
 
 class Lease:
-    """The lease with this number, of the owner that ``about`` describes (host, pid, since, token, seconds, beat)."""
+    """The lease with this number, of the owner that ``about`` describes (host, pid, since, token,
+    seconds, beat)."""
 
     def __init__(self, bucket: Bucket, number: int, about: Mapping[str, Any]) -> None:
         self.bucket, self.number, self.about, self._renewed = bucket, number, dict(about), 0.0
 
     def check(self, *, now: bool = False) -> None:
-        """Raise Taken if another process is the owner. Without ``now``, look only if the lease was not renewed lately:
-        after a renewal, no other process can take it for its seconds."""
+        """Raise Taken if another process is the owner. Without ``now``, look only if the lease was
+        not renewed lately: after a renewal, no other process can take it for its seconds."""
         if not now and time.clock_gettime(_CLOCK) - self._renewed < self.about["seconds"] / 2:
             return
         newest, owner = _newest(self.bucket)
         if newest > self.number or owner.get("token", self.about["token"]) != self.about["token"]:
             raise Taken(
-                f"{self.bucket.address} was taken over by {_who(owner)}; nothing more is written there"
+                f"{self.bucket.address} was taken over by {_who(owner)}; nothing more is "
+                "written there"
             )
 
     def renew(self, *, released: bool = False) -> None:
@@ -66,10 +71,12 @@ class Lease:
 
 
 def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] = print) -> Lease:
-    """Become the owner of the mirror. Raises Taken if there is another owner, which renews its lease.
+    """Become the owner of the mirror. Raises Taken if there is another owner, which renews its
+    lease.
 
-    An owner counts as gone if it does not renew its lease for its seconds, on the clock of this process. An owner with
-    the token of ``about`` is an earlier start in this run folder, which has ended."""
+    An owner counts as gone if it does not renew its lease for its seconds, on the clock of this
+    process. An owner with the token of ``about`` is an earlier start in this run folder, which has
+    ended."""
     own = {**about, "seconds": _seconds(os.environ.get(SECONDS, "60")), "beat": 0}
     seen, since = None, 0.0
     while True:
@@ -77,7 +84,8 @@ def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] 
         gone = not newest or there.get("released") or there.get("token") == own["token"]
         if not gone and seen not in (None, (newest, there)):
             raise Taken(
-                f"{bucket.address} is in use by {_who(there)}; wait for its end, or choose another address"
+                f"{bucket.address} is in use by {_who(there)}; wait for its end, or choose "
+                "another address"
             )
         since = time.monotonic() if seen is None else since
         if gone or time.monotonic() - since > there.get("seconds", 60.0):
@@ -89,7 +97,8 @@ def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] 
             return Lease(bucket, newest + 1, own)
         if seen is None:
             say(
-                f"{bucket.address} is held by {_who(there)}; waiting for up to {there.get('seconds', 60.0):.0f} s"
+                f"{bucket.address} is held by {_who(there)}; waiting for up to "
+                f"{there.get('seconds', 60.0):.0f} s"
             )
         seen = newest, there
         time.sleep(min(0.5, own["seconds"] / 10))
@@ -102,7 +111,8 @@ def _seconds(text: str) -> float:
 
 
 def _newest(bucket: Bucket) -> tuple[int, dict[str, Any]]:
-    """Return the number and the description of the newest owner; 0 if there is none, empty if it is incomplete."""
+    """Return the number and the description of the newest owner; 0 if there is none, empty if it is
+    incomplete."""
     newest = max((int(name.removesuffix(".json")) for name in bucket.sizes(_FOLDER)), default=0)
     with suppress(FileNotFoundError, ValueError, TypeError):
         return newest, dict(json.loads(bucket.get(_name(newest))))

@@ -1,12 +1,14 @@
 """The layout of a mirror, and copies of its folders on this machine.
 
-    owner/00000003.json                                    the owner (:mod:`oneloop.checkpoint.lease`)
-    checkpoints/step-00000500/3-12-rank-00000.safetensors  written by attempt 12 of owner 3
-    checkpoints/step-00000500/MANIFEST.json                names the attempt; written last, and only if it is new
-    base/CHECKSUM/…, final/…                               frozen parameters and final weights, in the same way
-    recipe.yaml, metrics.jsonl, …                          files of the run folder
+    owner/00000003.json             the owner (:mod:`oneloop.checkpoint.lease`)
+    checkpoints/step-00000500/
+      3-12-rank-00000.safetensors   written by attempt 12 of owner 3
+      MANIFEST.json                 names the attempt; written last, and only if it is new
+    base/CHECKSUM/…, final/…        frozen parameters and final weights, in the same way
+    recipe.yaml, metrics.jsonl, …   files of the run folder
 
-A manifest is that of the run folder, with the ``attempt`` and, for each file, the checksums of its ``blocks``.
+A manifest is that of the run folder, with the ``attempt`` and, for each file, the checksums of its
+``blocks``.
 """
 
 import os
@@ -45,9 +47,8 @@ FILES = (
 )
 """files of the run folder that a mirror holds"""
 ADDRESS = ".address"  # file of a copy in the cache, with the address of the mirror
-Span = tuple[
-    Path, int, int
-]  # a file of a copy, and the first and the last byte (exclusive) that are needed
+# a file of a copy, and the first and the last byte (exclusive) that are needed
+Span = tuple[Path, int, int]
 Block = tuple[str, int]  # name of a file, and number of the block
 Needs = Callable[[Path], Iterable[Span]]
 no_needs: Needs = lambda folder: ()  # noqa: E731
@@ -68,7 +69,8 @@ def folder_of(step: int) -> str:
 
 
 def steps_in(bucket: Bucket, names: Iterable[str] | None = None) -> list[int]:
-    """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order, not verified."""
+    """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order, not
+    verified."""
     found = (
         _STEP.fullmatch(name) for name in (bucket.sizes(CHECKPOINTS) if names is None else names)
     )
@@ -76,7 +78,8 @@ def steps_in(bucket: Bucket, names: Iterable[str] | None = None) -> list[int]:
 
 
 def manifest_at(bucket: Bucket, folder: str) -> dict[str, Any]:
-    """Return the manifest of a folder of a mirror, whose objects are all there. Raises Damaged and OSError."""
+    """Return the manifest of a folder of a mirror, whose objects are all there. Raises Damaged and
+    OSError."""
     try:
         manifest, sizes = parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")), bucket.sizes(folder)
         expected = {
@@ -92,7 +95,8 @@ def manifest_at(bucket: Bucket, folder: str) -> dict[str, Any]:
 
 
 class Copy:
-    """A copy of a folder of a mirror at ``path``: sparse files, into which the needed blocks are fetched.
+    """A copy of a folder of a mirror at ``path``: sparse files, into which the needed blocks are
+    fetched.
 
     Each block is verified by its checksum. Methods raise OSError and Damaged."""
 
@@ -173,7 +177,8 @@ def fetch_files(bucket: Bucket, run: Path) -> None:
 
 
 def local_run(run: str | Path) -> Path:
-    """Return a run folder; of a mirror, a copy in the cache, for which :func:`complete` fetches. Raises BadInput."""
+    """Return a run folder; of a mirror, a copy in the cache, for which :func:`complete` fetches.
+    Raises BadInput."""
     if not is_address(run):
         return Path(run)
     check_address(str(run), "RUN")
@@ -207,7 +212,8 @@ def local_run(run: str | Path) -> Path:
 
 
 def local_checkpoint(path: str) -> Path:
-    """Return the folder of a checkpoint (or of a run), which is fetched from a mirror. Raises BadInput."""
+    """Return the folder of a checkpoint (or of a run), which is fetched from a mirror. Raises
+    BadInput."""
     run, _, step = path.rstrip("/").rpartition(f"/{CHECKPOINTS}/")
     if not is_address(path) or not run:
         return local_run(path).expanduser()
@@ -217,7 +223,8 @@ def local_checkpoint(path: str) -> Path:
 
 
 def complete(path: Path, *, again: bool = False) -> None:
-    """Fetch a checkpoint, or ``final``, in a copy of a mirror, if incomplete or ``again``. Raises BadInput."""
+    """Fetch a checkpoint, or ``final``, in a copy of a mirror, if incomplete or ``again``. Raises
+    BadInput."""
     run = path.parent if path.name == FINAL else path.parent.parent
     if not (run / ADDRESS).exists():
         return
@@ -234,8 +241,9 @@ def complete(path: Path, *, again: bool = False) -> None:
 
 
 class Fetcher:
-    """Fetches checkpoints of a mirror into hidden folders of a run's ``store``: each block once per host. ``gather``
-    gathers a value of all ranks, ``leader`` is the first rank of this host, and ``say`` reports damaged checkpoints."""
+    """Fetches checkpoints of a mirror into hidden folders of a run's ``store``: each block once per
+    host. ``gather`` gathers a value of all ranks, ``leader`` is the first rank of this host, and
+    ``say`` reports damaged checkpoints."""
 
     def __init__(
         self,
@@ -257,7 +265,8 @@ class Fetcher:
         return f"{self._bucket.address}/{folder_of(step)}" if step is not None else str(path)
 
     def _agreed(self, act: Callable[[], Any]) -> list[Any]:
-        """Return the results of all ranks. If one fails, raise its error on all: Damaged only if none has another."""
+        """Return the results of all ranks. If one fails, raise its error on all: Damaged only if
+        none has another."""
         mine: tuple[Any, ValueError | None]
         try:
             mine = (act(), None)
@@ -270,8 +279,9 @@ class Fetcher:
         return [result for result, _ in every]
 
     def newest(self, own: Path | None, needs: Needs) -> Path | None:
-        """Return a copy of the newest intact checkpoint after ``own``, with what the ranks of this host need; None if
-        there is none. Log damaged ones. Collective. Raises ValueError if only damaged ones are there."""
+        """Return a copy of the newest intact checkpoint after ``own``, with what the ranks of this
+        host need; None if there is none. Log damaged ones. Collective. Raises ValueError if only
+        damaged ones are there."""
         steps = self.later(step_of(own) if own is not None else -1)
         for step in reversed(steps):
             try:
@@ -293,7 +303,8 @@ class Fetcher:
         return [step for step in steps if step > than and step not in self.damaged]
 
     def fetch(self, step: int, needs: Needs) -> Path:
-        """Return a copy of a checkpoint. Collective. Raises Damaged; ValueError if a rank cannot read it."""
+        """Return a copy of a checkpoint. Collective. Raises Damaged; ValueError if a rank cannot
+        read it."""
         path = self._store.root / f".{name_of(step)}.{self._leader}.fetched"
         copies: list[Copy] = []
 

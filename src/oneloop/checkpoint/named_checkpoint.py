@@ -1,4 +1,5 @@
-"""Find the checkpoint that a user names, and its frozen parameters or base model in ``base/``. Needs no torch."""
+"""Find the checkpoint that a user names, and its frozen parameters or base model in ``base/``.
+Needs no torch."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -24,7 +25,8 @@ NAMED = "origin.json"  # instead of FILE: the base model of the parameters, and 
 
 
 def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the folder with a checkpoint's frozen parameters and its manifest entry; None if none are frozen."""
+    """Return the folder with a checkpoint's frozen parameters and its manifest entry; None if none
+    are frozen."""
     entry = read_manifest(checkpoint)["about"].get("base")
     return (checkpoint.parent.parent / Path(entry["folder"]).name, entry) if entry else None
 
@@ -45,8 +47,8 @@ def file_of(entry: Mapping[str, Any]) -> str:
 
 
 def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's base model (``place`` with ``files`` or ``commit``) and its parameters' ``names``; None if
-    the checkpoint does not refer to one."""
+    """Return a checkpoint's base model (``place`` with ``files`` or ``commit``) and its parameters'
+    ``names``; None if the checkpoint does not refer to one."""
     recorded = base_of(checkpoint)
     if recorded is None or file_of(recorded[1]) != NAMED:
         return None
@@ -61,7 +63,8 @@ def names_in(folder: Path) -> set[str]:
 
 
 def fresh(run: Path, checkpoints: Iterable[Path]) -> Path:
-    """Return an unused folder for frozen parameters: ``base``, ``base-2``, …, which none of the checkpoints names."""
+    """Return an unused folder for frozen parameters: ``base``, ``base-2``, …, which none of the
+    checkpoints names."""
     named = set()
     for checkpoint in checkpoints:
         with suppress(ValueError):  # a damaged one refers to none
@@ -74,9 +77,9 @@ FINAL = "final"
 
 
 def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
-    """Return the folder with the weights that a user names: ``final``, or as :func:`checkpoint_of`. None: ``final/`` if
-    the run has ended, else the newest checkpoint (always for ``power:SIGMA``). Raises BadInput if it is missing or
-    damaged."""
+    """Return the folder with the weights that a user names: ``final``, or as :func:`checkpoint_of`.
+    None: ``final/`` if the run has ended, else the newest checkpoint (always for ``power:SIGMA``).
+    Raises BadInput if it is missing or damaged."""
     mixed = weights.startswith("power:")
     asked = asked or ("newest" if mixed else _default(run))
     if asked != FINAL:
@@ -84,7 +87,8 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
     final = run / FINAL
     if mixed:
         raise BadInput(
-            f"--weights {weights} needs checkpoints, and {final} is not one; use a step number or newest"
+            f"--weights {weights} needs checkpoints, and {final} is not one; use a step number "
+            "or newest"
         )
     complete(final)
     if wrong := problems_of_files(final):
@@ -102,7 +106,8 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
 
 
 def problems_at(path: Path) -> list[str]:
-    """Return the problems of a checkpoint or ``final``, also of frozen parameters; fetch it from a mirror first."""
+    """Return the problems of a checkpoint or ``final``, also of frozen parameters; fetch it from a
+    mirror first."""
     try:
         complete(path, again=True)
     except BadInput as error:
@@ -115,15 +120,15 @@ def _default(run: Path) -> str:
     try:
         about = read_manifest(run / FINAL)["about"]
     except ValueError:
-        return (
-            FINAL if (run / FINAL / MANIFEST).exists() else "newest"
-        )  # chosen_of reports the damage
+        # chosen_of reports the damage
+        return FINAL if (run / FINAL / MANIFEST).exists() else "newest"
     end = about.get("end", about.get("step", 0))
     return "newest" if sealed and step_of(sealed[-1]) > end else FINAL
 
 
 def checkpoint_of(run: Path, asked: str) -> Path:
-    """Return the checkpoint that a user names: newest, best, or a step. Raises BadInput if it is missing or damaged."""
+    """Return the checkpoint that a user names: newest, best, or a step. Raises BadInput if it is
+    missing or damaged."""
     store = Store(run / "checkpoints")
     names = {step_of(path): path for path in store.sealed()}
     if not names:

@@ -32,11 +32,14 @@ class Average(Protocol):
 class RunState:
     """The model, the optimizer, EMAs, and all other state that a resumed run continues.
 
-    Args: ``model``: the prepared model. ``optimizer``: the optimizer of its parameters. ``emas``: EMAs of its
-    parameters. ``parts``: components by name. Each has a ``state_dict`` of plain values and may have
-    ``load_state_dict``. Its ``files``, if any, are flushed to disk before a checkpoint that refers to them is complete.
-    ``own``: names of components that belong to the run folder; they restart with another folder's checkpoint.
-    ``check``: receives a checkpoint's state other than tensors before it is loaded, and may raise ValueError.
+    Args: ``model``: the prepared model. ``optimizer``: the optimizer of its parameters. ``emas``:
+    EMAs of its parameters. ``parts``: components by name. Each has a ``state_dict`` of plain values
+    and may have ``load_state_dict``. Its ``files``, if any, are flushed to disk before a checkpoint
+    that refers to them is complete.
+    ``own``: names of components that belong to the run folder; they restart with another folder's
+        checkpoint.
+    ``check``: receives a checkpoint's state other than tensors before it is loaded, and may raise
+        ValueError.
     """
 
     def __init__(
@@ -56,11 +59,11 @@ class RunState:
         return {name: tensor for ema in self.emas for name, tensor in ema.tensors().items()}
 
     def size(self, optimizer_share: float, origin: BaseModel | None = None) -> tuple[int, int]:
-        """Return an estimate of the bytes that are written once (final weights, EMAs, frozen weights in ``base/``) and
-        of those of one checkpoint.
+        """Return an estimate of the bytes that are written once (final weights, EMAs, frozen
+        weights in ``base/``) and of those of one checkpoint.
 
-        Args: ``optimizer_share``: bytes of optimizer state per byte of trained parameters. ``origin``: the base model,
-        if checkpoints only name it.
+        Args: ``optimizer_share``: bytes of optimizer state per byte of trained parameters.
+        ``origin``: the base model, if checkpoints only name it.
         """
         elsewhere = {f"model.{name}" for name in origin.names} if origin else set()
         held = {
@@ -87,7 +90,8 @@ class RunState:
         about: Mapping[str, Any] | None = None,
         keep: Keep | None = None,
     ) -> None:
-        """Start to save a checkpoint with :meth:`Checkpoints.save`. Collective: call on every rank."""
+        """Start to save a checkpoint with :meth:`Checkpoints.save`. Collective: call on every
+        rank."""
         plain = {name: part.state_dict() for name, part in self.parts.items()}
         files = [file for part in self.parts.values() for file in getattr(part, "files", ())]
         more: dict[str, Any] = {
@@ -99,11 +103,13 @@ class RunState:
         checkpoints.save(step, self.model, self.optimizer, plain, **more)
 
     def take(self, folder: Path) -> None:
-        """Load only weights and EMAs of an earlier checkpoint, in place. Collective: call on every rank."""
+        """Load only weights and EMAs of an earlier checkpoint, in place. Collective: call on every
+        rank."""
         load_tensors(folder, self.model, extra=self._extra())
 
     def needs(self, folder: Path) -> list[tuple[Path, int, int]]:
-        """Return the bytes of a checkpoint's files that this rank reads (``needed`` of load_tensors)."""
+        """Return the bytes of a checkpoint's files that this rank reads (``needed`` of
+        load_tensors)."""
         needed: list[tuple[Path, int, int]] = []
         load_tensors(folder, self.model, self.optimizer, extra=self._extra(), needed=needed)
         return needed
@@ -111,11 +117,12 @@ class RunState:
     def resume(
         self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print
     ) -> dict[str, Any]:
-        """Load the checkpoint that ``asked`` selects: ``auto`` or ``never`` (the newest intact one), or a path.
+        """Load the checkpoint that ``asked`` selects: ``auto`` or ``never`` (the newest intact
+        one), or a path.
 
-        Return the components' saved state; empty if there is no checkpoint. A component without saved state restarts if
-        it has ``restart``. Collective: call on every rank. Raise ValueError if the checkpoint is missing or damaged, or
-        if newer checkpoints would be overwritten."""
+        Return the components' saved state; empty if there is no checkpoint. A component without
+        saved state restarts if it has ``restart``. Collective: call on every rank. Raise ValueError
+        if the checkpoint is missing or damaged, or if newer checkpoints would be overwritten."""
         path = (
             checkpoints.newest(self.needs)
             if asked in ("auto", "never")
@@ -134,19 +141,18 @@ class RunState:
         )
         if not own:
             saved = {name: value for name, value in saved.items() if name not in self._own}
-        there = (
-            read_manifest(path).get("tensors") or self._extra()
-        )  # format 1 does not list the tensors
+        # format 1 does not list the tensors
+        there = read_manifest(path).get("tensors") or self._extra()
         for ema in self.emas:
-            ema.begin(
-                ema.tensors().keys() - there.keys()
-            )  # parameters that were not trained before
+            # parameters that were not trained before
+            ema.begin(ema.tensors().keys() - there.keys())
         for name, part in self.parts.items():
             if name in saved and hasattr(part, "load_state_dict"):
                 part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
                 part.restart()  # an EMA that is new in this run starts from the current weights
         say(
-            f"resuming from {checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path}"
+            "resuming from "
+            f"{checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path}"
         )
         return saved

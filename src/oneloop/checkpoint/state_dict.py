@@ -1,7 +1,8 @@
 """The state of a run as named tensors: their layout in a file, and loading at any world size.
 
-The files have the format of torch.distributed.checkpoint's safetensors storage, and its readers load them. Names are
-of the unwrapped model: ``model.<name>``, ``optimizer.<parameter>.<key>``, ``ema.<name>.<parameter>``. No pickle.
+The files have the format of torch.distributed.checkpoint's safetensors storage, and its readers
+load them. Names are of the unwrapped model: ``model.<name>``, ``optimizer.<parameter>.<key>``,
+``ema.<name>.<parameter>``. No pickle.
 """
 
 import json
@@ -43,7 +44,8 @@ _TYPES = {dtype: name for name, dtype in _NAMES.items()}
 
 
 def unsavable(model: nn.Module) -> str:
-    """Return why a model's state cannot be saved and loaded in place, with the entry's name; empty if it can."""
+    """Return why a model's state cannot be saved and loaded in place, with the entry's name; empty
+    if it can."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(tensor, Tensor):
             kind = f"a {type(tensor).__name__} of get_extra_state()"
@@ -52,7 +54,10 @@ def unsavable(model: nn.Module) -> str:
             )
         if tensor.dtype not in (*_TYPES, torch.complex64):
             known = ", ".join(str(kind).removeprefix("torch.") for kind in _TYPES)
-            return f"{name} has {str(tensor.dtype).removeprefix('torch.')}; a checkpoint supports {known}, complex64"
+            return (
+                f"{name} has {str(tensor.dtype).removeprefix('torch.')}; a checkpoint supports "
+                f"{known}, complex64"
+            )
         if any(
             stride == 0 and size > 1
             for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -62,14 +67,15 @@ def unsavable(model: nn.Module) -> str:
 
 
 def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their first name, not copied. ``frozen`` True selects the frozen
-    parameters, False all others, None everything."""
+    """Return parameters and persistent buffers by their first name, not copied. ``frozen`` True
+    selects the frozen parameters, False all others, None everything."""
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
             raise TypeError(
-                f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can be saved"
+                f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can "
+                "be saved"
             )
         if id(tensor) in seen:
             continue
@@ -82,7 +88,8 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
 
 
 def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer state that is not tensors: per parameter, and group entries beyond the constructor's."""
+    """Return the optimizer state that is not tensors: per parameter, and group entries beyond the
+    constructor's."""
     states = {
         name: {
             key: value
@@ -116,15 +123,17 @@ class Piece:
 
 
 def buffers_of(model: nn.Module) -> set[str]:
-    """Return the checkpoint names of buffers, which each rank updates separately (BatchNorm statistics)."""
+    """Return the checkpoint names of buffers, which each rank updates separately (BatchNorm
+    statistics)."""
     return {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
 
 
 def pieces(
     tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()
 ) -> list[Piece]:
-    """Return what this rank writes: its shards, and its share of the unsharded tensors by bytes. Rank 0 writes those in
-    ``of_rank_0``, which may differ between ranks. No communication. ``tensors`` has the same order on all ranks."""
+    """Return what this rank writes: its shards, and its share of the unsharded tensors by bytes.
+    Rank 0 writes those in ``of_rank_0``, which may differ between ranks. No communication.
+    ``tensors`` has the same order on all ranks."""
     mine: list[Piece] = []
     load = [0] * ranks
     for name, tensor in tensors.items():
@@ -144,13 +153,13 @@ def pieces(
         load[owner] += tensor.numel() * tensor.element_size() + 1
         if owner == rank:
             mine.append(Piece(name, tensor, (0,) * tensor.ndim))
-    return sorted(
-        mine, key=lambda piece: -piece.tensor.element_size()
-    )  # keeps every tensor aligned
+    # keeps every tensor aligned
+    return sorted(mine, key=lambda piece: -piece.tensor.element_size())
 
 
 def header_of(mine: list[Piece]) -> tuple[str, int]:
-    """Return the safetensors header of these pieces in order, and the number of bytes of their data."""
+    """Return the safetensors header of these pieces in order, and the number of bytes of their
+    data."""
     entries: dict[str, Any] = {}
     end = 0
     for piece in mine:
@@ -195,10 +204,11 @@ def load_tensors(
     cast: bool = False,
     needed: list[tuple[Path, int, int]] | None = None,
 ) -> None:
-    """Load model, optimizer and ``extra`` tensors in place from a checkpoint of any number of processes. ``weights`` is
-    ``raw`` or the name of an EMA to load instead; ``cast`` converts dtypes. Tensors of a base model that the checkpoint
-    only names, and missing extra ones, stay unchanged. Raises ValueError if the model does not match. With ``needed``,
-    load nothing, but list the files and the bytes (first, last) that this rank reads; only the headers must exist."""
+    """Load model, optimizer and ``extra`` tensors in place from a checkpoint of any number of
+    processes. ``weights`` is ``raw`` or the name of an EMA to load instead; ``cast`` converts
+    dtypes. Tensors of a base model that the checkpoint only names, and missing extra ones, stay
+    unchanged. Raises ValueError if the model does not match. With ``needed``, load nothing, but
+    list the files and the bytes (first, last) that this rank reads; only the headers must exist."""
     folders, elsewhere = _folders(folder)
     readers: list[Any] = [
         HuggingFaceStorageReader(str(path)) if needed is None else _Needs(str(path))
@@ -215,16 +225,23 @@ def load_tensors(
         missing, strange = sorted(here - there)[:3], sorted(there - here)[:3]
         apart = f"missing in the checkpoint: {missing}; unknown to the model: {strange}"
         raise ValueError(
-            f"{folder} is of another model ({apart}); use the same task.* settings, or another run.dir"
+            f"{folder} is of another model ({apart}); use the same task.* settings, or another "
+            "run.dir"
         )
     for name, target in targets.items():
         about: Any = saved[name]
         targets[name] = target = of_shape(target, about.size)
         if tuple(about.size) != tuple(target.shape):
-            apart = f"{name} has shape {tuple(about.size)} in the checkpoint and {tuple(target.shape)} in the model"
+            apart = (
+                f"{name} has shape {tuple(about.size)} in the checkpoint and {tuple(target.shape)} "
+                "in the model"
+            )
             raise ValueError(f"{folder}: {apart}")
         if about.properties.dtype != target.dtype and not cast:
-            apart = f"{name} has dtype {about.properties.dtype} in the checkpoint and {target.dtype} in the model"
+            apart = (
+                f"{name} has dtype {about.properties.dtype} in the checkpoint and {target.dtype} "
+                "in the model"
+            )
             raise ValueError(
                 f"{folder}: {apart}; use the same machine.dtype, or a new run with --init.from"
             )
@@ -264,9 +281,8 @@ def load_tensors(
                     known[key] = _empty_entry(saved[entry], parameter, key, group)
                 targets[entry] = of_shape(as_real(known[key]), saved[entry].size)
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", message="torch.distributed is disabled"
-        )  # each rank reads its own shards
+        # each rank reads its own shards
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         for reader, names in zip(readers, held, strict=True):
             load(
                 {name: targets[name] for name in names if name in targets},
@@ -299,7 +315,8 @@ class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
 
 
 def _folders(folder: Path) -> tuple[list[Path], set[str]]:
-    """Return the folders with a checkpoint's tensors, and the tensor names that it does not contain (base model)."""
+    """Return the folders with a checkpoint's tensors, and the tensor names that it does not contain
+    (base model)."""
     if (named := base_model_of(folder)) is not None:
         return [folder], {f"model.{name}" for name in named["names"]}
     base = base_of(folder)
@@ -330,7 +347,8 @@ def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimize
 
 
 def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
-    """Return a zero tensor for an entry of the optimizer state, on the device that the optimizer would choose."""
+    """Return a zero tensor for an entry of the optimizer state, on the device that the optimizer
+    would choose."""
     kind = saved.properties.dtype
     if parameter.is_complex() and tuple(saved.size) == (*parameter.shape, 2):
         return torch.zeros_like(parameter)

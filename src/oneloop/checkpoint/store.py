@@ -1,4 +1,5 @@
-"""The checkpoints of a run on disk: written atomically, with a manifest of sizes and checksums. Needs no torch."""
+"""The checkpoints of a run on disk: written atomically, with a manifest of sizes and checksums.
+Needs no torch."""
 
 import json
 import math
@@ -18,7 +19,8 @@ Entries = Mapping[str, Any]
 
 
 def header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file, without reading its data. Raises ValueError if there is none."""
+    """Return the header of a safetensors file, without reading its data. Raises ValueError if there
+    is none."""
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > 1 << 28:
@@ -32,7 +34,8 @@ def header(file: Path) -> dict[str, Any]:
 def tensor_problems(
     folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> list[str]:
-    """List the tensors of a manifest (dtype and global shape by name) that the files do not hold exactly once."""
+    """List the tensors of a manifest (dtype and global shape by name) that the files do not hold
+    exactly once."""
     wrong, rows = [], defaultdict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]](list)
     for name in (name for name in files if name.endswith(".safetensors")):
         try:
@@ -43,7 +46,8 @@ def tensor_problems(
                 offset = tuple(about[tensor]["saved_offsets"])
                 if tensor in tensors and entry["dtype"] != tensors[tensor][0]:
                     wrong.append(
-                        f"{tensor} is {entry['dtype']} in {name}, and {tensors[tensor][0]} in the manifest"
+                        f"{tensor} is {entry['dtype']} in {name}, and {tensors[tensor][0]} in "
+                        "the manifest"
                     )
                 rows[tensor].append((offset, shape))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -67,7 +71,8 @@ def tensor_problems(
             or len({offset for offset, _ in held}) < len(held)
         ):
             wrong.append(
-                f"{tensor} of shape {tuple(shape)} is not whole: {count} of {math.prod(shape)} elements"
+                f"{tensor} of shape {tuple(shape)} is not whole: {count} of {math.prod(shape)} "
+                "elements"
             )
     return wrong + [f"{tensor} is not in the manifest" for tensor in rows]
 
@@ -125,7 +130,8 @@ def write_file(file: Path, content: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Keep:
-    """The checkpoints that a prune keeps: the newest ones, those of every Mth step, and the best."""
+    """The checkpoints that a prune keeps: the newest ones, those of every Mth step, and the
+    best."""
 
     newest: int = 2
     every: int = 0  # in steps; 0: none
@@ -143,7 +149,9 @@ class Store:
     """The ``checkpoints/`` folder of one run.
 
     >>> store = Store(Path("runs/digits/checkpoints"))
-    >>> draft = store.draft(500); (draft / "weights").write_bytes(b"…"); store.seal(draft, 500, {...})
+    >>> draft = store.draft(500)
+    >>> (draft / "weights").write_bytes(b"…")
+    >>> store.seal(draft, 500, {...})
     """
 
     def __init__(self, root: Path) -> None:
@@ -158,11 +166,12 @@ class Store:
     def seal(
         self, draft: Path, step: int, files: Entries, about: Entries, tensors: Entries | None = None
     ) -> Path:
-        """Commit the ``draft`` of the checkpoint of ``step``, whose files are flushed: write the manifest, flush,
-        rename the folder, flush.
+        """Commit the ``draft`` of the checkpoint of ``step``, whose files are flushed: write the
+        manifest, flush, rename the folder, flush.
 
-        ``files`` are the manifest entries (size and checksum) by name, ``about`` describes the content for readers.
-        ``tensors``: dtype (safetensors name) and global shape of all tensors in its files, by name."""
+        ``files`` are the manifest entries (size and checksum) by name, ``about`` describes the
+        content for readers. ``tensors``: dtype (safetensors name) and global shape of all tensors
+        in its files, by name."""
         write_file(draft / MANIFEST, signed(manifest_of(step, files, about, tensors)))
         flush(draft)
         sealed = self.root / name_of(step)
@@ -178,7 +187,8 @@ class Store:
         return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=step_of)
 
     def prune(self, keep: Keep) -> list[Path]:
-        """Delete checkpoints that need not be kept. Rename them first, so that a kill leaves no partial checkpoint."""
+        """Delete checkpoints that need not be kept. Rename them first, so that a kill leaves no
+        partial checkpoint."""
         sealed = self.sealed()
         keeping = keep.among([*map(step_of, sealed)])
         removed = [path for path in sealed if step_of(path) not in keeping]
@@ -188,14 +198,16 @@ class Store:
         return removed
 
     def sweep(self, *more: str) -> None:
-        """Delete what a killed process left behind; also ``more`` endings: ``.draft`` only if no writer is active."""
+        """Delete what a killed process left behind; also ``more`` endings: ``.draft`` only if no
+        writer is active."""
         endings = (".removed", ".replaced", *more)
         for path in self.root.glob(".step-*") if self.root.is_dir() else ():
             if path.name.endswith(endings):
                 shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a damaged checkpoint to ``bad-…``, so that the user can inspect it; return the new path."""
+        """Rename a damaged checkpoint to ``bad-…``, so that the user can inspect it; return the new
+        path."""
         renamed = self.root / f"bad-{path.name}"
         with suppress(OSError):
             shutil.rmtree(renamed, ignore_errors=True)
@@ -203,7 +215,8 @@ class Store:
         return renamed
 
     def newest_good(self) -> Iterator[tuple[Path, list[str]]]:
-        """Yield the committed checkpoints, newest first, each with its problems (none: it is intact)."""
+        """Yield the committed checkpoints, newest first, each with its problems (none: it is
+        intact)."""
         for path in reversed(self.sealed()):
             yield path, problems(path)
 
@@ -231,7 +244,8 @@ def _of(manifest: Mapping[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the checkpoint's manifest. Raise ValueError if it is missing, damaged or of another format."""
+    """Return the checkpoint's manifest. Raise ValueError if it is missing, damaged or of another
+    format."""
     try:
         return parsed_manifest((folder / MANIFEST).read_bytes())
     except OSError as error:
@@ -239,7 +253,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parsed_manifest(content: bytes) -> dict[str, Any]:
-    """Return the manifest with this content. Raises ValueError if it is damaged or of another format."""
+    """Return the manifest with this content. Raises ValueError if it is damaged or of another
+    format."""
     try:
         manifest = json.loads(content)
         recorded = manifest.pop("self")
@@ -261,8 +276,8 @@ def parsed_manifest(content: bytes) -> dict[str, Any]:
 
 
 def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | None = None) -> None:
-    """Write a manifest for a folder that is not a checkpoint; :func:`problems_of_files` verifies it. ``files`` are
-    known manifest entries (None: of all files in the folder)."""
+    """Write a manifest for a folder that is not a checkpoint; :func:`problems_of_files` verifies
+    it. ``files`` are known manifest entries (None: of all files in the folder)."""
     files = files or {
         path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "xxh3": checksum(path)}
         for path in sorted(
@@ -282,7 +297,8 @@ def problems_of_files(folder: Path) -> list[str]:
 
 
 def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
-    """Return the files whose size or checksum differs from their entry. Reads every file completely."""
+    """Return the files whose size or checksum differs from their entry. Reads every file
+    completely."""
     wrong = []
     for name, entry in files.items():
         file = folder / name
@@ -298,7 +314,8 @@ def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Return the problems of a committed checkpoint: file, expected and found value. Reads it completely."""
+    """Return the problems of a committed checkpoint: file, expected and found value. Reads it
+    completely."""
     try:
         return _problems(folder, read_manifest(folder))
     except ValueError as error:

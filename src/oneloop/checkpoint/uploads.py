@@ -41,9 +41,10 @@ _BACKOFF = (10.0, 600.0)  # least and most seconds until a failed upload is trie
 
 
 class Uploads:
-    """The uploads of one process; methods raise OSError. ``to``: the mirror's ``address``, the ``run`` folder, the
-    ``limit`` in bytes per second (0: none), ``counts`` (checkpoints are written only there), the run's ``lease``,
-    and ``owns`` (this process renews it, and copies). ``news`` reports the newest ``step`` there, or an ``error``."""
+    """The uploads of one process; methods raise OSError. ``to``: the mirror's ``address``, the
+    ``run`` folder, the ``limit`` in bytes per second (0: none), ``counts`` (checkpoints are written
+    only there), the run's ``lease``, and ``owns`` (this process renews it, and copies). ``news``
+    reports the newest ``step`` there, or an ``error``."""
 
     def __init__(self, to: Mapping[str, Any], news: Callable[..., None]) -> None:
         self.bucket, self.run, self._news = (
@@ -57,14 +58,11 @@ class Uploads:
         )
         self._check: Callable[[], None] = self.lease.check if to["owns"] else lambda: None
         self.counts, self._delay, self._not_before = bool(to["counts"]), _BACKOFF[0], 0.0
-        self._used = dict[
-            str, tuple[str, ...]
-        ]()  # beginnings of the names of the objects of each folder
+        # beginnings of the names of the objects of each folder
+        self._used = dict[str, tuple[str, ...]]()
         self._sent = dict[str, bytes | None]()  # checksums of the files there
-        self._newest, self._mended = (
-            0,
-            set[int](),
-        )  # the newest step there; those that were written again
+        # the newest step there; those that were written again
+        self._newest, self._mended = 0, set[int]()
         self._lock, self._wanted = threading.Lock(), threading.Event()
         if to["owns"]:
             taken = lambda error: news(error=str(error), taken=True)  # noqa: E731
@@ -72,7 +70,8 @@ class Uploads:
             threading.Thread(target=self._follow, daemon=True).start()
 
     def save(self, request: SaveRequest, data: memoryview, cancelled: Callable[[], bool]) -> None:
-        """Write this rank's files of a checkpoint, as :func:`oneloop.checkpoint.writer.write` does to a disk."""
+        """Write this rank's files of a checkpoint, as :func:`oneloop.checkpoint.writer.write` does
+        to a disk."""
         folder, head, self._request = folder_of(request.step), padded(request.header), request
         draft, shard = (
             f"{folder}/{self.lease.number}-{request.attempt}-",
@@ -93,9 +92,11 @@ class Uploads:
             files["state.json"] = self._write(
                 f"{draft}state.json", [json.dumps(request.state, indent=1).encode()]
             )
-            names = lambda: [
-                f"{folder}/{name}".removeprefix(draft) for name in self.bucket.sizes(folder)
-            ]  # noqa: E731
+
+            def names() -> list[str]:
+                sizes = self.bucket.sizes(folder)
+                return [f"{folder}/{name}".removeprefix(draft) for name in sizes]
+
             files |= gathered(
                 names, lambda name: self.bucket.get(draft + name), request.ranks, cancelled, _PAUSE
             )
@@ -119,7 +120,8 @@ class Uploads:
         return self.bucket.write(name, checked(), size)
 
     def _seal(self, folder: str, manifest: Mapping[str, Any]) -> None:
-        """Write all that a manifest refers to, then the manifest: from now on, the folder counts."""
+        """Write all that a manifest refers to, then the manifest: from now on, the folder
+        counts."""
         if base := manifest["about"].get("base"):
             try:
                 manifest_at(self.bucket, f"{BASE}/{base['xxh3']}")
@@ -133,9 +135,8 @@ class Uploads:
         try:
             self.bucket.put(name, content, create=True)
         except FileExistsError:
-            if (
-                self.bucket.get(name) != content
-            ):  # else the client has repeated its request: an answer was lost
+            # else the client has repeated its request: an answer was lost
+            if self.bucket.get(name) != content:
                 if manifest.get("step", -1) not in [-1, *self._request.bad]:
                     raise
                 self._remove([name])  # of a damaged checkpoint, or of earlier final weights
@@ -148,7 +149,8 @@ class Uploads:
             self.bucket.remove(name)
 
     def _run_files(self) -> None:
-        """Write the files of the run folder that have changed; delete those that it does not have any more."""
+        """Write the files of the run folder that have changed; delete those that it does not have
+        any more."""
         for name in FILES:
             content = (self.run / name).read_bytes() if (self.run / name).exists() else None
             if self._sent.get(name, b"") != (
@@ -158,7 +160,8 @@ class Uploads:
             self._sent[name] = sent
 
     def _prune(self) -> None:
-        """Delete the checkpoints that need not be kept, and what incomplete attempts left behind."""
+        """Delete the checkpoints that need not be kept, and what incomplete attempts left
+        behind."""
         there = [name for name in self.bucket.sizes("") if OURS.fullmatch(name)]
         steps = steps_in(self.bucket, there)
         bad = set(self._request.bad) - self._mended  # they do not count, and are not ours to delete
@@ -181,7 +184,8 @@ class Uploads:
         return self._used[folder]
 
     def wanted(self, request: SaveRequest) -> None:
-        """Start to copy the checkpoints of the run folder, after this save, if no copy is in progress."""
+        """Start to copy the checkpoints of the run folder, after this save, if no copy is in
+        progress."""
         self._request = request
         self._wanted.set()
 
@@ -192,7 +196,8 @@ class Uploads:
                 self._copied()
 
     def _copied(self, *, final: bool | None = None) -> str | None:
-        """Copy what the mirror lacks; return the error. ``final``: at the end of the run, with the final weights."""
+        """Copy what the mirror lacks; return the error. ``final``: at the end of the run, with the
+        final weights."""
         with self._lock:
             try:
                 self._copy_checkpoints()
@@ -228,9 +233,8 @@ class Uploads:
     def _copy(self, folder: Path, remote: str) -> None:
         manifest, attempt = read_manifest(folder), f"{self.lease.number}-{uuid4().hex[:8]}"
         files = manifest["files"]
-        with (
-            ExitStack() as stack
-        ):  # open files stay readable if the checkpoint is deleted meanwhile
+        # open files stay readable if the checkpoint is deleted meanwhile
+        with ExitStack() as stack:
             streams = {name: stack.enter_context((folder / name).open("rb")) for name in files}
             for name, stream in streams.items():
                 blocks = iter(lambda stream=stream: stream.read(BLOCK), b"")  # type: ignore[misc]
@@ -243,5 +247,6 @@ class Uploads:
         self._seal(remote, {**manifest, "attempt": attempt})
 
     def end(self, *, final: bool) -> dict[str, Any]:
-        """Write what the mirror lacks, also the ``final`` weights. Return the newest step there, and the error."""
+        """Write what the mirror lacks, also the ``final`` weights. Return the newest step there,
+        and the error."""
         return {"error": self._copied(final=final), "mirrored": self._newest}

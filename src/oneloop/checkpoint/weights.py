@@ -34,10 +34,12 @@ def tied_names(model: nn.Module) -> set[str]:
 
 
 def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[str, Tensor]:
-    """Return the full weights in host memory on rank 0, nothing on other ranks. Collective: call on every rank.
+    """Return the full weights in host memory on rank 0, nothing on other ranks. Collective: call on
+    every rank.
 
-    Names are those of the unwrapped model: no ``module.``, no ``_orig_mod.``. Tied weights occur once. With a base
-    model (``origin``), return only the other weights, under the names in peft's files."""
+    Names are those of the unwrapped model: no ``module.``, no ``_orig_mod.``. Tied weights occur
+    once. With a base model (``origin``), return only the other weights, under the names in peft's
+    files."""
     if origin is not None:
         return _trained_weights(model, origin)
     state: Any = get_model_state_dict(
@@ -49,9 +51,8 @@ def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[
         if name in tied:
             continue
         whole = tensor.reshape(()) if name in scalars else tensor.contiguous()
-        if (
-            data := whole.untyped_storage().data_ptr()
-        ) in seen:  # shared memory, which safetensors rejects
+        # shared memory, which safetensors rejects
+        if (data := whole.untyped_storage().data_ptr()) in seen:
             whole = whole.clone()
         seen.add(data)
         weights[name] = whole
@@ -89,12 +90,13 @@ def load_weights(
     leave_out: Sequence[str] = (),
     origin: BaseModel | None = None,
 ) -> list[str]:
-    """Load weights (``raw``, or the name of an EMA) into a model that is not yet wrapped; return the names left out.
+    """Load weights (``raw``, or the name of an EMA) into a model that is not yet wrapped; return
+    the names left out.
 
-    ``source`` is a run folder, another folder, a hub repository, or a .safetensors file. Names that a pattern in
-    ``leave_out`` matches (:func:`oneloop.basics.parameter_names.matches`), and frozen parameters of the base model
-    ``origin``, stay unchanged. Raise ValueError if there are no weights, if they are of another model, or if a pattern
-    matches no name."""
+    ``source`` is a run folder, another folder, a hub repository, or a .safetensors file. Names that
+    a pattern in ``leave_out`` matches (:func:`oneloop.basics.parameter_names.matches`), and frozen
+    parameters of the base model ``origin``, stay unchanged. Raise ValueError if there are no
+    weights, if they are of another model, or if a pattern matches no name."""
     if is_address(source):
         complete(local_run(source) / FINAL)
         source = str(local_run(source))
@@ -131,7 +133,8 @@ def load_weights(
     _reject_others(own, loaded, tied_names(model) | set(left), source, file)
     if origin is not None and (other := origin.other_settings(about)):
         raise ValueError(
-            f"init.from {source!r}: its adapters have another scale ({other}); set task.lora.* to match"
+            f"init.from {source!r}: its adapters have another scale ({other}); set task.lora.* "
+            "to match"
         )
     with torch.no_grad():
         model.load_state_dict(loaded, strict=False)
@@ -160,7 +163,8 @@ def _file_of(source: str, weights: str, origin: BaseModel | None) -> Path:
                 else ("a whole model", "only adapters to train")
             )
             raise ValueError(
-                f"init.from {source!r} contains {one}, but the model has {other}; set it as task.model"
+                f"init.from {source!r} contains {one}, but the model has {other}; set it as "
+                "task.model"
             )
     if found is None:
         raise ValueError(
@@ -193,7 +197,8 @@ def _reject_other_origin(
 def _reject_others(
     own: Tensors, loaded: Tensors, known: Collection[str], source: str, file: Path
 ) -> None:
-    """Reject weights whose names or shapes differ from the model's; names in ``known`` may be missing."""
+    """Reject weights whose names or shapes differ from the model's; names in ``known`` may be
+    missing."""
     missing = sorted(own.keys() - loaded.keys() - set(known))
     unexpected = sorted(loaded.keys() - own.keys())
     shapes = [

@@ -1,8 +1,9 @@
-"""Write one rank's shard of a checkpoint in a process without torch; rank 0 waits for the others and completes it.
+"""Write one rank's shard of a checkpoint in a process without torch; rank 0 waits for the others
+and completes it.
 
-A shard is one safetensors file, whose data section is the staged bytes. Ranks communicate through files in the draft
-folder, which is on shared storage: ``rank-00001.json`` means that a shard is complete, ``rank-00001.failed`` that it
-failed.
+A shard is one safetensors file, whose data section is the staged bytes. Ranks communicate through
+files in the draft folder, which is on shared storage: ``rank-00001.json`` means that a shard is
+complete, ``rank-00001.failed`` that it failed.
 """
 
 import json
@@ -37,18 +38,15 @@ class SaveRequest:
     ranks: int
     header: str  # the safetensors header: name, dtype, shape and offset of every tensor, as JSON
     size: int  # bytes of tensor data
-    state: dict[str, Any] = field(
-        default_factory=dict
-    )  # state other than tensors; rank 0 writes it
+    # state other than tensors; rank 0 writes it
+    state: dict[str, Any] = field(default_factory=dict)
     about: dict[str, Any] = field(default_factory=dict)  # for the manifest
     bad: list[int] = field(default_factory=list)  # steps of damaged checkpoints in the mirror
     keep: dict[str, Any] = field(default_factory=dict)  # fields of :class:`Keep`
-    tensors: dict[str, Any] = field(
-        default_factory=dict
-    )  # their dtypes and global shapes, for the manifest
-    flush: list[str] = field(
-        default_factory=list
-    )  # other files that must be on disk before it is complete
+    # their dtypes and global shapes, for the manifest
+    tensors: dict[str, Any] = field(default_factory=dict)
+    # other files that must be on disk before it is complete
+    flush: list[str] = field(default_factory=list)
 
 
 class Gone(Exception):
@@ -58,7 +56,8 @@ class Gone(Exception):
 def write(
     request: SaveRequest, data: memoryview, cancelled: Callable[[], bool] = lambda: False
 ) -> None:
-    """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones. Raises OSError and Gone."""
+    """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones. Raises
+    OSError and Gone."""
     store = Store(Path(request.root))
     draft = store.draft(request.step, request.attempt)
     shard = f"rank-{request.rank:05d}"
@@ -89,7 +88,8 @@ def write(
 
 
 def write_tensors(file: Path, header: str, data: memoryview) -> dict[str, Any]:
-    """Write and flush a safetensors file from its header and its data section; return its manifest entry."""
+    """Write and flush a safetensors file from its header and its data section; return its manifest
+    entry."""
     head, state = padded(header), xxh3_128()
     with file.open("wb", buffering=0) as stream:
         for piece in _pieces(memoryview(head)) + _pieces(data):
@@ -119,8 +119,8 @@ def gathered(
     cancelled: Callable[[], bool],
     pause: float = 0.01,
 ) -> dict[str, Any]:
-    """Wait for the manifest entries of the other ranks, in the files ``names()`` of the draft. Raises Gone if one
-    failed, or the save was cancelled."""
+    """Wait for the manifest entries of the other ranks, in the files ``names()`` of the draft.
+    Raises Gone if one failed, or the save was cancelled."""
     entries: dict[str, Any] = {}
     while len(entries) < ranks - 1:
         there = names()
@@ -138,7 +138,8 @@ def gathered(
 
 
 def main() -> None:
-    """Read requests from standard input, one JSON object per line; answer each on standard output."""
+    """Read requests from standard input, one JSON object per line; answer each on standard
+    output."""
     die_with(int(sys.argv[1]))
     on_stops(signal.SIG_IGN)  # the trainer decides when to stop
     shared, data = int(sys.argv[2]), memoryview(b"")

@@ -1,4 +1,5 @@
-"""A stateless mixture of data sets, on any number of processes. Every prefix has the shares within one sample.
+"""A stateless mixture of data sets, on any number of processes. Every prefix has the shares within
+one sample.
 
 >>> mixture = Mixture({"code": code, "books": books}, weights=[0.7, 0.3])
 """
@@ -17,10 +18,11 @@ _MAX_CYCLE = 100_000  # positions; the largest cycle of set numbers
 
 
 class Mixture:
-    """A map-style data set of several concatenated sets; its :meth:`order` draws from them by weight.
+    """A map-style data set of several concatenated sets; its :meth:`order` draws from them by
+    weight.
 
-    Args: ``sets``: the data sets by name. ``weights``: sampling weight of each set, in any unit. An epoch has as many
-    samples as all sets together.
+    Args: ``sets``: the data sets by name. ``weights``: sampling weight of each set, in any unit. An
+    epoch has as many samples as all sets together.
 
     Raises ValueError: a set is empty, or the weights are invalid.
     """
@@ -31,9 +33,8 @@ class Mixture:
                 raise ValueError(f"the set {name!r} of a mixture is empty; remove it")
         self.sets, self.weights = dict(sets), list(weights)
         self.cycle = proportions(weights)
-        self.bounds = np.cumsum(
-            [0, *map(len, self.sets.values())]
-        )  # first index of each set, and the total length
+        # first index of each set, and the total length
+        self.bounds = np.cumsum([0, *map(len, self.sets.values())])
 
     @property
     def sources(self) -> dict[str, range]:
@@ -48,7 +49,8 @@ class Mixture:
         return [*self.sets.values()][which][int(index - self.bounds[which])]
 
     def near(self, index: int) -> range:
-        """Return the indices that are cheap to read after this one: those of the same row group, or set."""
+        """Return the indices that are cheap to read after this one: those of the same row group, or
+        set."""
         which = int(np.searchsorted(self.bounds, index, side="right")) - 1
         dataset, first = [*self.sets.values()][which], int(self.bounds[which])
         local = dataset.near(index - first) if hasattr(dataset, "near") else range(len(dataset))
@@ -93,8 +95,9 @@ class Mixture:
 class Mixed:
     """An endless order over several sets: position -> (epoch of its set, index).
 
-    Args: ``orders``: the order of each set. ``offsets``: index of the first sample of each set. ``cycle``: the set
-    number at each position, repeated endlessly, as :func:`proportions` returns it.
+    Args: ``orders``: the order of each set. ``offsets``: index of the first sample of each set.
+    ``cycle``: the set number at each position, repeated endlessly, as :func:`proportions` returns
+    it.
     """
 
     def __init__(
@@ -113,9 +116,8 @@ class Mixed:
         """Return epochs and sample indices, each in the shape of ``positions``."""
         cycles, offsets = np.divmod(positions.reshape(-1), len(self._cycle))
         which = self._cycle[offsets]
-        local = (
-            cycles * self._each[which] + self._before[offsets]
-        )  # position within its set's order
+        # position within its set's order
+        local = cycles * self._each[which] + self._before[offsets]
         epochs, indices = np.empty_like(local), np.empty_like(local)
         for number, order in enumerate(self.orders):
             of_set = which == number
@@ -126,13 +128,15 @@ class Mixed:
 
 
 def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Return a cycle of set numbers. In every prefix, each set's count is its share, rounded down or up.
+    """Return a cycle of set numbers. In every prefix, each set's count is its share, rounded down
+    or up.
 
-    Candidates are the sets whose count is below their share of the prefix, rounded up. The candidate whose next sample
-    is due first is chosen. Such a cycle always exists (Still 1979; Tijdeman 1980). Its length is the least common
-    denominator of the shares.
+    Candidates are the sets whose count is below their share of the prefix, rounded up. The
+    candidate whose next sample is due first is chosen. Such a cycle always exists (Still 1979;
+    Tijdeman 1980). Its length is the least common denominator of the shares.
 
-    Raises ValueError: a weight is negative or not a number, all are 0, or the cycle would be too long."""
+    Raises ValueError: a weight is negative or not a number, all are 0, or the cycle would be too
+    long."""
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
         described = ", ".join(map(str, weights))
         raise ValueError(
@@ -144,7 +148,8 @@ def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
     if length > _MAX_CYCLE:
         described = ", ".join(map(str, weights))
         raise ValueError(
-            f"the weights of a mixture are {described}, shares of {length:,}; round them to four digits"
+            f"the weights of a mixture are {described}, shares of {length:,}; round them to "
+            "four digits"
         )
     each = [int(share * length) for share in shares]
     cycle, counts = np.zeros(length, dtype=np.int64), [0] * len(weights)

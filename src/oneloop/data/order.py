@@ -1,7 +1,8 @@
 """The global order of samples: endless and seeded. Any rank computes any position in O(1).
 
-Each epoch is a new permutation, computed and not stored: a Feistel network (Luby & Rackoff 1988) over the next power
-of two, with cycle walking until the index is inside the data set (Black & Rogaway 2002).
+Each epoch is a new permutation, computed and not stored: a Feistel network (Luby & Rackoff 1988)
+over the next power of two, with cycle walking until the index is inside the data set (Black &
+Rogaway 2002).
 """
 
 from typing import Any, Protocol
@@ -26,10 +27,11 @@ def _mix(state: UInt64Array) -> UInt64Array:
 
 
 def permuted(positions: UInt64Array, sizes: int | UInt64Array, keys: UInt64Array) -> UInt64Array:
-    """Return the image of each position under a keyed permutation of ``range(size)``; sizes may differ.
+    """Return the image of each position under a keyed permutation of ``range(size)``; sizes may
+    differ.
 
-    Args: ``positions``: (n,), each below its size. ``sizes``: one size for all positions, or (n,). ``keys``: (n,), each
-    selects a permutation.
+    Args: ``positions``: (n,), each below its size. ``sizes``: one size for all positions, or (n,).
+    ``keys``: (n,), each selects a permutation.
     """
     if isinstance(sizes, int):
         bits: Any = max(_MIN_BITS, (sizes - 1).bit_length())
@@ -92,7 +94,8 @@ class Order:
         self.seed = seed
 
     def __getitem__(self, window: slice) -> EpochsAndIndices:
-        """Return epochs and sample indices of the positions ``start:stop``, each of shape (stop - start,)."""
+        """Return epochs and sample indices of the positions ``start:stop``, each of shape (stop -
+        start,)."""
         return self.at(positions_of(window))
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
@@ -103,7 +106,8 @@ class Order:
 
 
 class Ordered(Protocol):
-    """A map from positions to samples: :class:`Order`, or the result of a data set's ``order`` method."""
+    """A map from positions to samples: :class:`Order`, or the result of a data set's ``order``
+    method."""
 
     def __getitem__(self, window: slice) -> EpochsAndIndices:
         """Return epochs and sample indices of the positions ``start:stop``."""
@@ -113,16 +117,19 @@ class Ordered(Protocol):
 
 
 def positions_of(window: slice) -> NDArray[np.int64]:
-    """Return the positions of a slice of an endless order. Raise ValueError if the slice lacks start or stop."""
+    """Return the positions of a slice of an endless order. Raise ValueError if the slice lacks
+    start or stop."""
     if window.start is None or window.stop is None or window.step is not None or window.start < 0:
         raise ValueError(f"an order is endless and requires a slice start:stop, got {window}")
     return np.arange(window.start, window.stop, dtype=np.int64)
 
 
 def order_of(dataset: Any, *, seed: int, batch: int) -> Ordered:
-    """Return the data set's order (``dataset.order(seed=…, batch=…)``) if it defines one, else a permutation.
+    """Return the data set's order (``dataset.order(seed=…, batch=…)``) if it defines one, else a
+    permutation.
 
-    Args: ``dataset``: a map-style data set. ``seed``: seed of the order. ``batch``: samples of a step.
+    Args: ``dataset``: a map-style data set. ``seed``: seed of the order. ``batch``: samples of a
+        step.
     """
     order: Ordered = (
         dataset.order(seed=seed, batch=batch)

@@ -20,9 +20,8 @@ class Bins:
     [[0, 2], [1, 3]]
     """
 
-    members: NDArray[
-        np.int64
-    ]  # (items,), bin after bin: ascending in each bin; bins ascend by first item
+    # (items,), bin after bin: ascending in each bin; bins ascend by first item
+    members: NDArray[np.int64]
     ends: NDArray[np.int64]  # (bins,), end of each bin in ``members``
 
     def __len__(self) -> int:
@@ -77,7 +76,8 @@ def _assign_bins(descending: NDArray[np.int64], capacity: int) -> NDArray[np.int
                 bins = [*range(opened, opened - (start - stop) // each)]
                 opened += len(bins)
             else:
-                # After one item this bin is the fullest that fits the next of equal length, so it is filled at once.
+                # After one item this bin is the fullest that fits the next of equal length, so it
+                # is filled at once.
                 each = space // length
                 bins = spaces.take(space, -((start - stop) // each))
             last = min(stop - start, each * len(bins)) - each * (len(bins) - 1)
@@ -94,9 +94,8 @@ class _FreeSpace:
 
     def __init__(self) -> None:
         self._bins: dict[int, list[int]] = {}
-        self._occupied = (
-            0  # bit set of the free spaces: finding the next one is faster than in a tree
-        )
+        # bit set of the free spaces: finding the next one is faster than in a tree
+        self._occupied = 0
 
     def least(self, length: int) -> int | None:
         above = self._occupied >> length
@@ -118,11 +117,12 @@ class _FreeSpace:
 class Bucketed:
     """An endless seeded order by similar length: position -> (epoch, index).
 
-    It is a pure function of the position, like :class:`oneloop.data.order.Order`, and caches the last two windows.
-    ``window`` steps of ``batch`` samples are sorted together: larger windows pad less, smaller ones shuffle better.
-    The remainder of an epoch is spread over its windows. Raises ValueError if an argument is not positive.
+    It is a pure function of the position, like :class:`oneloop.data.order.Order`, and caches the
+    last two windows. ``window`` steps of ``batch`` samples are sorted together: larger windows pad
+    less, smaller ones shuffle better. The remainder of an epoch is spread over its windows. Raises
+    ValueError if an argument is not positive.
 
-    >>> epochs, indices = Bucketed(lengths, seed=0, batch=32)[3_200:3_232]      # one step, by length
+    >>> epochs, indices = Bucketed(lengths, seed=0, batch=32)[3_200:3_232]  # one step, by length
     """
 
     def __init__(
@@ -134,7 +134,8 @@ class Bucketed:
             raise ValueError("an order needs at least one sample, got no lengths")
         if batch < 1 or window < 1:
             raise ValueError(
-                f"a step and a window must be 1 or more, got a batch of {batch} and a window of {window}"
+                f"a step and a window must be 1 or more, got a batch of {batch} and a window "
+                f"of {window}"
             )
         self._windows: dict[tuple[int, int], tuple[int, NDArray[np.int64]]] = {}
 
@@ -147,10 +148,10 @@ class Bucketed:
         indices = np.empty_like(flat)
         epochs, offsets = np.divmod(flat, self.size)
         phases, steps, numbers = self._window_layout(epochs)
-        windows = (
-            ((offsets + phases) // self.batch + 1) * numbers - 1
-        ) // steps  # as in _window_indices
-        # Epoch and window ascend with the position, so the sorted positions form one run per window.
+        # as in _window_indices
+        windows = (((offsets + phases) // self.batch + 1) * numbers - 1) // steps
+        # Epoch and window ascend with the position, so the sorted positions form one run per
+        # window.
         ascending = np.argsort(flat, kind="stable")
         changes = np.diff(epochs[ascending]).astype(bool) | np.diff(windows[ascending]).astype(bool)
         for run in np.split(ascending, np.flatnonzero(changes) + 1) if flat.size else ():
@@ -159,7 +160,8 @@ class Bucketed:
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
 
     def _window_layout(self, epoch: Any) -> tuple[Any, Any, Any]:
-        """Return the offset (samples) of an epoch's start in its step, and its numbers of steps and of windows."""
+        """Return the offset (samples) of an epoch's start in its step, and its numbers of steps and
+        of windows."""
         phase = epoch * self.size % self.batch
         steps = -(-(phase + self.size) // self.batch)
         return phase, steps, np.maximum(steps // self.window, 1)
@@ -181,7 +183,8 @@ class Bucketed:
         epoch_key = epoch_keys(np.array([epoch], dtype=np.int64), self.seed)
         row = permuted(offsets, self.size, np.repeat(epoch_key, len(offsets))).astype(np.int64)
         row = row[np.argsort(self.lengths[row], kind="stable")]
-        # The partial steps at an epoch's ends keep their position, but draw their run of lengths like all steps.
+        # The partial steps at an epoch's ends keep their position, but draw their run of lengths
+        # like all steps.
         shares = np.diff(edges)
         draws = epoch_keys(np.arange(len(shares), dtype=np.int64), key(self.seed, epoch, number))
         ranks = np.argsort(draws, kind="stable")

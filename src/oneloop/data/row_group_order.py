@@ -1,11 +1,14 @@
-"""The order of samples that are stored in groups which are read whole, such as the row groups of Parquet files.
+"""The order of samples that are stored in groups which are read whole, such as the row groups of
+Parquet files.
 
-A full permutation would read a group for nearly every sample. Instead, each epoch shuffles the groups, cuts them into
-windows of a few groups, and shuffles the samples within each window. A window can be read once and then dropped.
+A full permutation would read a group for nearly every sample. Instead, each epoch shuffles the
+groups, cuts them into windows of a few groups, and shuffles the samples within each window. A
+window can be read once and then dropped.
 
-To let processes read different windows, the groups of an epoch are divided into lanes, each with its own windows. A
-step draws from all lanes round-robin, in runs of samples. A rank's share of a step is some of these runs, so it reads
-only some lanes. The number of lanes depends on the data and the batch size, never on the number of ranks.
+To let processes read different windows, the groups of an epoch are divided into lanes, each with
+its own windows. A step draws from all lanes round-robin, in runs of samples. A rank's share of a
+step is some of these runs, so it reads only some lanes. The number of lanes depends on the data and
+the batch size, never on the number of ranks.
 """
 
 from collections.abc import Sequence
@@ -25,9 +28,10 @@ class Windows:
     """An endless seeded order over the samples of groups: position -> (epoch, index).
 
     Samples are numbered group by group. The order is a pure function of the position, like
-    :class:`oneloop.data.order.Order`, and caches the last two epochs (one number per group). All open windows together
-    have about ``open_groups`` groups; if that is every group, the order is a permutation of all samples. ``batch`` is
-    in samples. Raises ValueError if there are no samples or open groups."""
+    :class:`oneloop.data.order.Order`, and caches the last two epochs (one number per group). All
+    open windows together have about ``open_groups`` groups; if that is every group, the order is a
+    permutation of all samples. ``batch`` is in samples. Raises ValueError if there are no samples
+    or open groups."""
 
     def __init__(
         self, sizes: Sequence[int] | NDArray[np.int64], *, seed: int, open_groups: int, batch: int
@@ -41,9 +45,8 @@ class Windows:
         self._firsts = np.cumsum(self.sizes) - self.sizes
         all_open = open_groups >= len(self.sizes)
         self.lanes = 1 if all_open else lanes(open_groups, batch)
-        self.window = (
-            len(self.sizes) if all_open else open_groups // self.lanes
-        )  # groups of a window
+        # groups of a window
+        self.window = len(self.sizes) if all_open else open_groups // self.lanes
         self.run = batch // self.lanes  # consecutive samples of one lane
         self._layouts: dict[int, _Layout] = {}
 
@@ -90,7 +93,8 @@ class Windows:
             np.int64
         )
         ends = np.cumsum(self.sizes[groups])
-        # If the epoch begins within a step, its first round continues the round of the previous epoch.
+        # If the epoch begins within a step, its first round continues the round of the previous
+        # epoch.
         phase = epoch * self.size % (self.lanes * self.run)
         missing = self._counts_by_lane(phase)
         counts = self._counts_by_lane(phase + self.size) - missing
@@ -117,20 +121,21 @@ class Windows:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The shuffled groups of one epoch, cut into lanes and windows; sample numbers follow the shuffled groups."""
+    """The shuffled groups of one epoch, cut into lanes and windows; sample numbers follow the
+    shuffled groups."""
 
     groups: NDArray[np.int64]
     ends: NDArray[np.int64]  # end of each group
     starts: NDArray[np.int64]  # start of each lane
-    missing: NDArray[
-        np.int64
-    ]  # samples of the first round that the previous epoch took from each lane
+    # samples of the first round that the previous epoch took from each lane
+    missing: NDArray[np.int64]
     edges: NDArray[np.int64]  # start of each window, and the end
     phase: int  # samples of the first round that belong to the previous epoch
     key: np.uint64
 
 
 def lanes(open_groups: int, batch: int) -> int:
-    """Return the largest number of lanes that divides the batch and leaves windows of at least eight groups."""
+    """Return the largest number of lanes that divides the batch and leaves windows of at least
+    eight groups."""
     most = max(1, min(_MAX_LANES, open_groups // _MIN_GROUPS, batch))
     return max(count for count in range(1, most + 1) if batch % count == 0)

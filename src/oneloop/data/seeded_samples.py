@@ -1,5 +1,5 @@
-"""Samples whose random numbers depend only on (seed, epoch, index), not on the process that loads them. If a data set
-draws none, the cost is negligible.
+"""Samples whose random numbers depend only on (seed, epoch, index), not on the process that loads
+them. If a data set draws none, the cost is negligible.
 
 >>> samples = SeededSamples(dataset, seed=0)
 >>> index, sample = samples[epoch, 7]
@@ -23,12 +23,14 @@ Collated = TypeVar("Collated")
 class SeededSamples(Dataset[Any]):
     """A data set that is indexed by (epoch, index) and returns (index, sample).
 
-    The global generators of torch, Python and numpy behave as if they were seeded before each sample. Most data sets
-    draw from torch only, or not at all. :meth:`batch` therefore checks afterwards whether Python's or numpy's generator
-    was used (about 6 us). If so, it loads that batch again with seeds, and seeds every later sample. torch is always
-    seeded (about 1 us), because draws inside ``torch.random.fork_rng()`` cannot be detected. Messages use ``name``.
+    The global generators of torch, Python and numpy behave as if they were seeded before each
+    sample. Most data sets draw from torch only, or not at all. :meth:`batch` therefore checks
+    afterwards whether Python's or numpy's generator was used (about 6 us). If so, it loads that
+    batch again with seeds, and seeds every later sample. torch is always seeded (about 1 us),
+    because draws inside ``torch.random.fork_rng()`` cannot be detected. Messages use ``name``.
 
-    A set with ``__getitems__`` loads whole batches if it draws nothing. The first batch checks that both ways agree."""
+    A set with ``__getitems__`` loads whole batches if it draws nothing. The first batch checks that
+    both ways agree."""
 
     def __init__(self, dataset: Any, *, seed: int, name: str = "") -> None:
         self.dataset, self.seed, self.name = dataset, seed, name
@@ -47,8 +49,9 @@ class SeededSamples(Dataset[Any]):
     def batch(
         self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]
     ) -> Collated:
-        """Return the collated samples of these (epoch, index) pairs; ``collate`` may draw random numbers, too. Raise
-        SampleError if a sample cannot be loaded; the message names the sample, the set and the worker."""
+        """Return the collated samples of these (epoch, index) pairs; ``collate`` may draw random
+        numbers, too. Raise SampleError if a sample cannot be loaded; the message names the sample,
+        the set and the worker."""
         try:
             return self._batch(places, collate)
         except Exception as error:
@@ -62,14 +65,16 @@ class SeededSamples(Dataset[Any]):
         worker = get_worker_info()
         by = "" if worker is None else f" by data worker {worker.id}"
         of = f"the {self.name} set" if self.name else type(self.dataset).__name__
-        return f"sample {self._loading[1]} of {of} cannot be loaded{by}: {type(error).__name__}: {error}"
+        return (
+            f"sample {self._loading[1]} of {of} cannot be loaded{by}: {type(error).__name__}: "
+            f"{error}"
+        )
 
     def _batch(
         self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]
     ) -> Collated:
-        if (
-            not self._draws and len(places) > 1
-        ):  # for one sample, seeding costs no more than checking
+        # for one sample, seeding costs no more than checking
+        if not self._draws and len(places) > 1:
             if self._together is None:
                 self._together = self._same_together(places)
             _seed_others(0)
@@ -97,7 +102,8 @@ class SeededSamples(Dataset[Any]):
         return samples
 
     def _load_together(self, places: Sequence[Place]) -> list[tuple[int, Any]] | None:
-        """Load with ``__getitems__``. Return None if that drew from torch: each sample then needs its own seed."""
+        """Load with ``__getitems__``. Return None if that drew from torch: each sample then needs
+        its own seed."""
         indices = [index for _, index in places]
         self._seed_torch(places[-1])
         before = torch.default_generator.get_state()
@@ -135,7 +141,8 @@ class UnfitSample(SampleError, ValueError):
 
 
 class Batches(Dataset[Any]):
-    """Collated batches of a :class:`SeededSamples` set, indexed by lists of (epoch, index) pairs."""
+    """Collated batches of a :class:`SeededSamples` set, indexed by lists of (epoch, index)
+    pairs."""
 
     def __init__(
         self, samples: SeededSamples, collate: Callable[[list[tuple[int, Any]]], Any]

@@ -26,12 +26,14 @@ Batch = dict[str, Any]
 
 @dataclass
 class Group:
-    """The micro-batches of one step on this process, and their weight (the divisor of the summed loss)."""
+    """The micro-batches of one step on this process, and their weight (the divisor of the summed
+    loss)."""
 
     batches: Iterator[Batch]  # on the device; the next one is copied while the current one is used
     weights: list[float]  # weight of each micro-batch, known before the first is used
     apart: bool = False
-    """whether the total must be bit-identical on every layout; the ranks then exchange every single weight"""
+    """whether the total must be bit-identical on every layout; the ranks then exchange every single
+    weight"""
     total: float = math.nan  # weight of the global batch, after the all-reduce
     stop: bool = False  # whether any rank was requested to stop after this step
     save: bool = False  # whether the time for a save after this step has come, by rank 0's clock
@@ -45,7 +47,8 @@ class Group:
 class CollateWithWeight:
     """A collate function that also returns the weight: [(index, sample)] -> (batch, weight).
 
-    ``batch["index"]`` holds the indices of the samples. float32 tensors are converted to ``dtype``."""
+    ``batch["index"]`` holds the indices of the samples. float32 tensors are converted to
+    ``dtype``."""
 
     def __init__(
         self,
@@ -70,7 +73,8 @@ class CollateWithWeight:
         return batch, float(self.weight(batch).numpy())
 
     def completed(self, batch: Batch, indices: Sequence[int]) -> Batch:
-        """Add the sample indices to a collated batch and convert its float32 tensors to ``dtype``; return the batch."""
+        """Add the sample indices to a collated batch and convert its float32 tensors to ``dtype``;
+        return the batch."""
         batch["index"] = torch.tensor(indices)
         if self.dtype is not torch.float32:
             for name, value in batch.items():
@@ -90,12 +94,10 @@ class _RankBatches:
         starts = each * np.array(
             [self.layout.leaf(self.rank, micro) for micro in range(self.layout.accumulate)]
         )
-        share = (starts[:, None] + np.arange(each)).reshape(
-            -1
-        )  # offsets of this rank's samples within a step
-        ahead = max(
-            1, 4096 // len(share)
-        )  # steps per computation: the overhead of numpy's calls dominates
+        # offsets of this rank's samples within a step
+        share = (starts[:, None] + np.arange(each)).reshape(-1)
+        # steps per computation: the overhead of numpy's calls dominates
+        ahead = max(1, 4096 // len(share))
         start = self.start
         while True:
             steps = start + self.layout.size * np.arange(ahead)
@@ -107,7 +109,8 @@ class _RankBatches:
 
 
 def workers_here(requested: int | str, *, device: torch.device, local_ranks: int) -> int:
-    """Return the number of worker processes per training process; ``auto`` is 0 on a CPU, whose cores train."""
+    """Return the number of worker processes per training process; ``auto`` is 0 on a CPU, whose
+    cores train."""
     if requested != "auto":
         return int(requested)
     return (
@@ -118,7 +121,8 @@ def workers_here(requested: int | str, *, device: torch.device, local_ranks: int
 
 
 def in_memory(dataset: Any) -> bool:
-    """Whether a data set is a tensor or a list of samples, so that workers would load nothing faster."""
+    """Whether a data set is a tensor or a list of samples, so that workers would load nothing
+    faster."""
     return isinstance(dataset, Tensor | list | tuple | TensorDataset)
 
 
@@ -132,11 +136,11 @@ def loader(
     ahead: int = 2,
     pinned: bool = True,
 ) -> Iterable[tuple[Batch, float]]:
-    """Return batches and their weights for lists of (epoch, index) pairs; draw nothing from the global generator."""
+    """Return batches and their weights for lists of (epoch, index) pairs; draw nothing from the
+    global generator."""
     dataset = Batches(samples, collate)
-    if (
-        not workers and device.type != "cuda"
-    ):  # a DataLoader would only add a profiler record (8 us) per batch
+    # a DataLoader would only add a profiler record (8 us) per batch
+    if not workers and device.type != "cuda":
         return map(dataset.__getitem__, batches)
     options: dict[str, Any] = {
         "num_workers": workers,
@@ -153,8 +157,8 @@ def loader(
 
 
 def end_workers(error: BaseException | None) -> None:
-    """Shut down DataLoader workers after an exception: its traceback, or that of a cause, keeps their iterator alive.
-    Otherwise torch raises in unrelated code when a worker ends."""
+    """Shut down DataLoader workers after an exception: its traceback, or that of a cause, keeps
+    their iterator alive. Otherwise torch raises in unrelated code when a worker ends."""
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
@@ -163,7 +167,8 @@ def end_workers(error: BaseException | None) -> None:
 
 
 def _from_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch, float]]:
-    """Yield what the workers load. Raise RuntimeError if one has exited, however torch reports that."""
+    """Yield what the workers load. Raise RuntimeError if one has exited, however torch reports
+    that."""
     try:
         yield from loading
     except (ConnectionError, EOFError) as error:
@@ -197,8 +202,8 @@ def groups(
 ) -> Iterator[Group]:
     """Yield the micro-batches of each step of ``rank`` endlessly, from position ``start`` on.
 
-    Use all batches of a group before the next group. Workers load two groups ahead. On CUDA the next micro-batch is
-    copied while the current one is used."""
+    Use all batches of a group before the next group. Workers load two groups ahead. On CUDA the
+    next micro-batch is copied while the current one is used."""
     batches_of_rank = _RankBatches(order, layout, rank=rank, start=start)
     keyed, ahead = SeededSamples(dataset, seed=seed, name="train"), 2 * layout.accumulate
     batches = iter(
@@ -242,10 +247,11 @@ def groups(
 def transferred(
     batches: Iterator[Batch], device: torch.device, *, pinned: bool = True
 ) -> Iterator[Batch]:
-    """Yield the batches on ``device``; on CUDA a second stream copies each while the previous one is used.
+    """Yield the batches on ``device``; on CUDA a second stream copies each while the previous one
+    is used.
 
-    Args: ``batches``: in host memory. ``device``: the target device. ``pinned``: whether they are in pinned memory; if
-    not, the host waits for each copy.
+    Args: ``batches``: in host memory. ``device``: the target device. ``pinned``: whether they are
+    in pinned memory; if not, the host waits for each copy.
     """
     if device.type != "cuda" or not pinned:
         yield from batches if device.type == "cpu" else (_to(batch, device) for batch in batches)
@@ -260,9 +266,8 @@ def transferred(
         torch.cuda.current_stream(device).wait_stream(copies)
         for value in upcoming.values():
             if torch.is_tensor(value):
-                value.record_stream(
-                    torch.cuda.current_stream(device)
-                )  # keeps its memory from being reused too early
+                # keeps its memory from being reused too early
+                value.record_stream(torch.cuda.current_stream(device))
         current = upcoming
     if current is not None:
         yield current

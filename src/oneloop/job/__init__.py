@@ -1,1 +1,2 @@
-"""Build what a recipe describes (task, model, optimizer, data order) and check it before anything is written."""
+"""Build what a recipe describes (task, model, optimizer, data order) and check it before anything
+is written."""

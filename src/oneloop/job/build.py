@@ -32,7 +32,8 @@ from oneloop.tasks.whole_batch import is_whole_batch, loss_alone
 
 @dataclass(frozen=True)
 class Intervals:
-    """Intervals in steps of log, eval and save; of check (replicas) and collect (garbage) only if they are enabled."""
+    """Intervals in steps of log, eval and save; of check (replicas) and collect (garbage) only if
+    they are enabled."""
 
     every: Mapping[str, int]
     total: int  # steps of the run; everything is due at the last step
@@ -40,7 +41,8 @@ class Intervals:
     forever: int = 0  # steps between checkpoints that are never deleted (0: none)
 
     def due(self, step: int, *, save: bool = False) -> list[str]:
-        """Return the actions that are due after this step, in execution order; ``save``: the time for one has come."""
+        """Return the actions that are due after this step, in execution order; ``save``: the time
+        for one has come."""
         times = {name: is_time(step, every, self.total) for name, every in self.every.items()}
         return [name for name, due in times.items() if due or (save and name == "save")]
 
@@ -60,9 +62,8 @@ class Job:
     train_set: Any
     eval_sets: dict[str, Any]
     built: BuiltModel
-    make_optimizer: Callable[
-        [nn.Module], Optimizer
-    ]  # builds the recipe's optimizer for a prepared model
+    # builds the recipe's optimizer for a prepared model
+    make_optimizer: Callable[[nn.Module], Optimizer]
     optimizer_share: float  # bytes of optimizer state per byte of parameters, approximately
     emas: list[dict[str, Any]]  # arguments of each EMA, except model and optimizer
     layout: BatchLayout
@@ -128,8 +129,8 @@ def build_job(
     micro: Any = None,
     on_meta: bool = False,
 ) -> Job:
-    """Build the job; ``micro`` is the result of ``batch.micro auto``. ``on_meta``: without memory for the weights, if
-    the task can build its model so. Raise ValueError for bad input."""
+    """Build the job; ``micro`` is the result of ``batch.micro auto``. ``on_meta``: without memory
+    for the weights, if the task can build its model so. Raise ValueError for bad input."""
     if sharded:
         reject_if_sharded(resolve("optimizer", recipe.optimizer.name))
     micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro
@@ -220,7 +221,8 @@ def make_task(recipe: Recipe) -> Task:
 
 
 def _larger_is_better(best: str, task: Task, eval_sets: Iterable[str], emas: Iterable[str]) -> bool:
-    """Return whether a larger ``eval.best`` is better. Raise ValueError if no evaluation computes this metric."""
+    """Return whether a larger ``eval.best`` is better. Raise ValueError if no evaluation computes
+    this metric."""
     metrics, names = (
         sorted(directions(task).items()),
         [prefix(name) for name in eval_sets if name != "test"],
@@ -270,7 +272,8 @@ def _learning_rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
 
 
 def peak(optimizer: OptimizerConfig, batch: int) -> float:
-    """Return the peak learning rate for a batch: linear (Goyal et al. 2017) or sqrt rule (Malladi et al. 2022)."""
+    """Return the peak learning rate for a batch: linear (Goyal et al. 2017) or sqrt rule (Malladi
+    et al. 2022)."""
     if not optimizer.lr_at_batch:
         return optimizer.lr
     power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]

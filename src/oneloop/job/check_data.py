@@ -19,15 +19,17 @@ _PIXEL_LIMIT = 89_478_485  # default of task.pixel_limit
 
 
 def check_data(source: str, words: Sequence[str] = ()) -> Findings:
-    """Read the data set ``source`` (a path, or ``hf:NAME``), or all data of the recipe ``source`` with the keys
-    ``words``; return what cannot be used. Raise BadInput for an unknown recipe, or for keys after a data set."""
+    """Read the data set ``source`` (a path, or ``hf:NAME``), or all data of the recipe ``source``
+    with the keys ``words``; return what cannot be used. Raise BadInput for an unknown recipe, or
+    for keys after a data set."""
     path = Path(source).expanduser()
     is_data = source.startswith("hf:") or (
         path.exists() and path.suffix not in (".yaml", ".yml", ".py")
     )
     if is_data and words:
         raise BadInput(
-            f"oneloop check {source} is a data set and takes no keys ({words[0]}); check a recipe with keys"
+            f"oneloop check {source} is a data set and takes no keys ({words[0]}); check a "
+            "recipe with keys"
         )
     findings = Findings()
     token = FINDINGS.set(findings)
@@ -51,7 +53,8 @@ def as_lines(source: str, found: Findings) -> list[str]:
     lines += [f"{folder}: a class folder without images" for folder in found.empty]
     if found.converted:
         lines.append(
-            f"converted to RGB: {', '.join(f'{count:,} {kind}' for kind, count in found.converted.items())}"
+            "converted to RGB: "
+            f"{', '.join(f'{count:,} {kind}' for kind, count in found.converted.items())}"
         )
     if not found.values:
         lines.append("the rows can be read; check a recipe to check the values of its columns, too")
@@ -59,7 +62,8 @@ def as_lines(source: str, found: Findings) -> list[str]:
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """Return the findings as plain values: ``path``, ``row`` and ``reason`` of each row that cannot be used."""
+    """Return the findings as plain values: ``path``, ``row`` and ``reason`` of each row that cannot
+    be used."""
     unusable = []
     for where, why in found.unusable:
         path, _, row = where.rpartition(", ")
@@ -89,9 +93,8 @@ def _check_task(words: Sequence[str], findings: Findings) -> None:
 
     task = make_task(read(words))
     sets: Mapping[str, Any] = {"train": task.train_set(), **task.eval_sets()}
-    if type(task).__module__.startswith(
-        "oneloop."
-    ):  # it has checked its rows; images are not decoded twice
+    # it has checked its rows; images are not decoded twice
+    if type(task).__module__.startswith("oneloop."):
         findings.rows = findings.rows or sum(map(len, sets.values()))
         return
     for name, dataset in sets.items():

@@ -1,4 +1,5 @@
-"""``batch.micro auto``: try micro-batch sizes with the real job on all ranks before the run, and cache the result."""
+"""``batch.micro auto``: try micro-batch sizes with the real job on all ranks before the run, and
+cache the result."""
 
 import hashlib
 import json
@@ -44,9 +45,8 @@ class Trial:
         run = start(sync_each_batch=machine.sync_each_batch, deterministic=machine.deterministic)
         float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
         if run.device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(
-                0.95
-            )  # leave room for buffers of DDP and NCCL
+            # leave room for buffers of DDP and NCCL
+            torch.cuda.set_per_process_memory_fraction(0.95)
         micro = max(1, self.recipe.batch.size // run.ranks)
         job = build_job(
             self.recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
@@ -93,8 +93,8 @@ class Trial:
 
 
 def by_size(job: Job, most: int | None = None) -> list[int]:
-    """Return indices of training samples, largest first; if all samples have one size, the first 4096. If they must be
-    loaded to know their sizes, ``most`` limits their number."""
+    """Return indices of training samples, largest first; if all samples have one size, the first
+    4096. If they must be loaded to know their sizes, ``most`` limits their number."""
     if job.collate.sample_weight is not None:
         return list(range(min(len(job.train_set), 4096)))
     if (lengths := getattr(job.train_set, "lengths", None)) is not None:  # texts know their lengths
@@ -112,7 +112,8 @@ def by_size(job: Job, most: int | None = None) -> list[int]:
 
 
 def find_micro(recipe: Recipe, run: Run) -> int | None:
-    """Find the micro-batch size for ``auto`` or ``fastest``; return None for a number. Collective: call on every rank.
+    """Find the micro-batch size for ``auto`` or ``fastest``; return None for a number. Collective:
+    call on every rank.
 
     Raise ValueError if batch.size does not divide over the ranks, or if nothing fits."""
     if (mode := recipe.batch.micro) not in ("auto", "fastest"):
@@ -122,7 +123,8 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
     if rest or not share:
         nearest = max(1, round(recipe.batch.size / run.ranks)) * run.ranks
         raise ValueError(
-            f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest: {nearest}"
+            f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest: "
+            f"{nearest}"
         )
     cache = _Cache(recipe, run)
     if (cached := run.from_main(cache.read())) is not None:
@@ -153,7 +155,10 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
             tried = Attempt(micro, tried.fits, seconds, int(peak))
             result = "does not fit"
             if tried.fits:
-                result = f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a process)"
+                result = (
+                    f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a "
+                    "process)"
+                )
             run.display.say(f"batch.micro {mode}: {micro} {result}")
             return tried
 
@@ -170,7 +175,10 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
 
 def _reject_notebook(recipe: Recipe) -> None:
     if recipe.task.name.startswith("__main__."):
-        why = f"batch.micro {recipe.batch.micro} needs a second process, which cannot see a class of a notebook"
+        why = (
+            f"batch.micro {recipe.batch.micro} needs a second process, which cannot see a class of "
+            "a notebook"
+        )
         raise ValueError(
             f"{why}; put it into a file (my_task.py:MyTask), or give batch.micro a number"
         )
@@ -197,11 +205,8 @@ class _Cache:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = root / "oneloop" / "batch_size.json"
         resolved = recipe.resolved
-        ignored = (
-            "workers",
-            "check_every",
-            "gc_every",
-        )  # these keys change neither memory nor speed of a step
+        # these keys change neither memory nor speed of a step
+        ignored = ("workers", "check_every", "gc_every")
         machine = {
             name: value for name, value in resolved["machine"].items() if name not in ignored
         }
@@ -256,7 +261,10 @@ def _describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         return f"{about.name}, {about.total_memory} bytes"
-    return f"{device.type}, {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')} bytes, {os.cpu_count()} cores"
+    return (
+        f"{device.type}, {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')} bytes, "
+        f"{os.cpu_count()} cores"
+    )
 
 
 def explained(job: Job, run: Run) -> str:
@@ -270,7 +278,8 @@ def explained(job: Job, run: Run) -> str:
     if each > 1:
         smaller = max(micro for micro in range(1, each) if each % micro == 0)
         advice.append(
-            f"--batch.micro {smaller} (now {each}; the result stays the same), or --batch.micro auto"
+            f"--batch.micro {smaller} (now {each}; the result stays the same), or "
+            "--batch.micro auto"
         )
     if job.recipe.machine.recompute == "none" and job.built.blocks:
         advice.append(
@@ -279,11 +288,13 @@ def explained(job: Job, run: Run) -> str:
     if not run.sharded:
         size = f"on this machine about {4 * memory / gib:.2f} GiB with AdamW"
         advice.append(
-            f"fsdp2.yaml (weights, gradients and optimizer, {size}, are divided among the processes)"
+            f"fsdp2.yaml (weights, gradients and optimizer, {size}, are divided among the "
+            "processes)"
         )
     else:
         advice.append(
-            f"more processes (each now holds {4 * memory / gib:.2f} GiB of weights, gradients and optimizer)"
+            f"more processes (each now holds {4 * memory / gib:.2f} GiB of weights, gradients "
+            "and optimizer)"
         )
     usage = ""
     if run.device.type == "cuda":

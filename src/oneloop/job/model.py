@@ -32,7 +32,8 @@ _NOTABLE = 1e9  # bytes of host memory for which a note is worthwhile
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model before DDP or FSDP2 wraps it, with notes for the log and settings for the optimizer."""
+    """A model before DDP or FSDP2 wraps it, with notes for the log and settings for the
+    optimizer."""
 
     model: nn.Module
     blocks: list[str]  # class names of its blocks
@@ -56,7 +57,8 @@ def build_model(
     device: str,
     on_meta: bool = False,
 ) -> BuiltModel:
-    """Build the task's model by the recipe. Raise ValueError if weights, layout or batch.grain do not fit it."""
+    """Build the task's model by the recipe. Raise ValueError if weights, layout or batch.grain do
+    not fit it."""
     model, notes = (
         (_on_meta(recipe, task), []) if on_meta else _make_model(recipe, task, sharded=sharded)
     )
@@ -107,7 +109,10 @@ def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list
     size = anonymous_memory() - before
     if recipe.machine.in_turn or not sharded or size * processes < _NOTABLE:
         return model, []
-    each = f"{processes} processes of this host each allocated {size / 1e9:.1f} GB of weights before sharding"
+    each = (
+        f"{processes} processes of this host each allocated {size / 1e9:.1f} GB of weights before "
+        "sharding"
+    )
     return model, [f"{each}; --machine.in_turn true has one copy at a time in memory"]
 
 
@@ -121,7 +126,8 @@ def _parameters(
 ) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Freeze parameters in place; return the settings of single parameters, and lines for the log.
 
-    Raise ValueError if a pattern matches no parameter, two patterns conflict, or no parameter is trainable."""
+    Raise ValueError if a pattern matches no parameter, two patterns conflict, or no parameter is
+    trainable."""
     optimizer = recipe.optimizer
     settings, matched = chosen(
         model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()}
@@ -134,7 +140,8 @@ def _parameters(
             f"{key} {value}" for key, value in optimizer.groups[pattern].settings.items()
         )
         notes.append(
-            f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} tensors: {pairs}"
+            f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} "
+            f"tensors: {pairs}"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -159,13 +166,15 @@ def _parameters(
             setting[LR_FACTOR] = setting.get(LR_FACTOR, 1.0) * factor
         smallest = min(factors.values())
         notes.append(
-            f"layer-wise decay over {len(modules)} blocks: learning-rate factors from {smallest:.3g} to 1"
+            f"layer-wise decay over {len(modules)} blocks: learning-rate factors from "
+            f"{smallest:.3g} to 1"
         )
     return settings, notes
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert float32 parameters and buffers to ``dtype``, in place; other dtypes stay as they are."""
+    """Convert float32 parameters and buffers to ``dtype``, in place; other dtypes stay as they
+    are."""
     if dtype is not torch.float32:
         model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
 
@@ -178,7 +187,10 @@ def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
             f"{named(task, 'model')} returned a lazy module: {lazy[0]} has no shape yet; {advice}"
         )
     if not any(parameter.requires_grad for parameter in parameters.values()):
-        none = f"{len(parameters)} parameters of which none is trained (requires_grad is False in all of them)"
+        none = (
+            f"{len(parameters)} parameters of which none is trained (requires_grad is False in all "
+            "of them)"
+        )
         raise ValueError(
             f"{named(task, 'model')} returned a model with {none}; keep some of them trainable"
         )
@@ -187,14 +199,16 @@ def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
         name for name, table in model.named_modules() if isinstance(table, tables) and table.sparse
     ]:
         raise ValueError(
-            f"the gradient of {sparse[0]}.weight is sparse, which is not supported; set sparse=False"
+            f"the gradient of {sparse[0]}.weight is sparse, which is not supported; set "
+            "sparse=False"
         )
     trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
     if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
         kinds_ = " and ".join(kinds)
         raise ValueError(
-            f"{named(task, 'model')} trains {kinds_} parameters; FSDP2 needs one real dtype: use ddp.yaml"
+            f"{named(task, 'model')} trains {kinds_} parameters; FSDP2 needs one real dtype: "
+            "use ddp.yaml"
         )
     for name, parameter in parameters.items():
         if parameter.requires_grad and not dense(parameter):
@@ -215,7 +229,10 @@ def _unshardable(parameter: nn.Parameter) -> str:
     if not parameter.numel():
         return "has no elements, which FSDP2 cannot reduce; leave it out"
     if not parameter.is_contiguous():
-        return f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call .contiguous() on it"
+        return (
+            f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call "
+            ".contiguous() on it"
+        )
     if parameter.requires_grad and (
         parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     ):
@@ -232,9 +249,8 @@ def _adapt_to_machine(
         raise ValueError(
             "machine.offload requires a GPU; on a CPU, activations are in host memory already"
         )
-    layout_setting = (
-        False if recipe.batch.grain else machine.channels_last
-    )  # auto would differ under FSDP2
+    # auto would differ under FSDP2
+    layout_setting = False if recipe.batch.grain else machine.channels_last
     if channels_last(model, layout_setting, device=device, sharded=sharded):
         notes.append("convolutions run channels last")
     if count := recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload):
@@ -284,6 +300,12 @@ def _reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout) -> No
     mode = recipe.machine.compile_mode
     graphs = recipe.machine.compile != "none" and mode in ("reduce-overhead", "max-autotune")
     if graphs and layout.accumulate > 1:
-        why = f"with {layout.accumulate} micro-batches a step, because CUDA graphs reuse the memory of gradients"
-        ways = "set max-autotune-no-cudagraphs or default, or batch.micro to the whole share of a process"
+        why = (
+            f"with {layout.accumulate} micro-batches a step, because CUDA graphs reuse the memory "
+            "of gradients"
+        )
+        ways = (
+            "set max-autotune-no-cudagraphs or default, or batch.micro to the whole share of a "
+            "process"
+        )
         raise ValueError(f"machine.compile_mode {mode} does not work {why}; {ways}")

@@ -1,7 +1,8 @@
-"""Preflight check: run a few real samples through task and model before anything is written, and report errors early.
+"""Preflight check: run a few real samples through task and model before anything is written, and
+report errors early.
 
-It also measures the FLOPs of a sample, and finds random draws and unused parameters. Afterwards it restores buffers,
-gradients and random states.
+It also measures the FLOPs of a sample, and finds random draws and unused parameters. Afterwards it
+restores buffers, gradients and random states.
 """
 
 import math
@@ -53,13 +54,15 @@ class Preflight:
     unused: list[str] = field(default_factory=list)  # trained parameters that the loss does not use
     moved: str = ""  # first buffer or parameter that a forward in training mode changes
     stateful: bool = False
-    """whether the same samples and seeds gave a different loss: some object keeps its own generator or counter"""
+    """whether the same samples and seeds gave a different loss: some object keeps its own generator
+    or counter"""
     linear: bool = True  # whether the gradient of a batch is the sum of the gradients of its halves
     graph: Any = None  # the model graph for TensorBoard, on rank 0
 
 
 def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
-    """Run the task on the first samples of the run, the same on all ranks. Raise BadInput if the task is wrong.
+    """Run the task on the first samples of the run, the same on all ranks. Raise BadInput if the
+    task is wrong.
 
     Collective: call on every rank."""
     model, contract = bare(model), Contract(job.task)
@@ -71,9 +74,10 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
 
     def load() -> list[tuple[int, Any]]:
         positions = zip(epochs.tolist(), indices.tolist(), strict=True)
-        return theirs(
+        loaded: list[tuple[int, Any]] = theirs(
             job.task, "train_set()", lambda: [dataset[position] for position in positions]
-        )  # type: ignore[no-any-return]
+        )
+        return loaded
 
     samples = load()
     try:
@@ -95,17 +99,16 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
 
 
 def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> Any:
-    """Check in eval mode: one sample, the same sample twice, and evaluation samples with metrics. Return the graph."""
+    """Check in eval mode: one sample, the same sample twice, and evaluation samples with metrics.
+    Return the graph."""
     first = samples[0]
     tolerance = tolerance_of(job, run, model)
     if contract.whole:
         dropouts = nn.ModuleList(
             module for module in model.modules() if isinstance(module, DROPOUT)
         )
-        for quiet in (
-            model,
-            *([] if has_batch_statistics(model) else [dropouts]),
-        ):  # in eval mode; as in training
+        # in eval mode; as in training
+        for quiet in (model, *([] if has_batch_statistics(model) else [dropouts])):
             with evaluating(quiet):
                 _check_parts(contract, job, run, model, samples)
     with evaluating(model):
@@ -125,9 +128,8 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
             and not contract.draws
             and not contract.is_double(once, both, tolerance)
         ):
-            again = float(
-                contract.loss(model, one)[0]
-            )  # a repeat that differs comes from a private generator
+            # a repeat that differs comes from a private generator
+            again = float(contract.loss(model, one)[0])
             contract.draws = abs(again - once) > tolerance * abs(once)
             if not contract.draws:
                 contract.check_doubling("loss", once, both, tolerance)
@@ -137,8 +139,8 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
             evaluated = theirs(
                 job.task,
                 "eval_sets()",
-                lambda: [evaluation_set[position] for position in positions],
-            )  # noqa: B023
+                lambda: [evaluation_set[position] for position in positions],  # noqa: B023
+            )
             evaluation_contract = Contract(job.task)  # whose batches may have other keys
             batch, _ = make_batch(evaluation_contract, job, run, evaluated, trained=False)
             outputs = evaluation_contract.loss(model, batch)[1]
@@ -177,7 +179,8 @@ def _check_training(
     reloaded: Samples,
     graph: Any,
 ) -> Preflight:
-    """Check in training mode: forward and backward of a batch, its halves and the batch again, with the same seeds."""
+    """Check in training mode: forward and backward of a batch, its halves and the batch again, with
+    the same seeds."""
     half, tolerance = len(samples) // 2, tolerance_of(job, run, model)
     no_halves = (
         not contract.additive or not half or has_batch_statistics(model) or has_dropout(model)
@@ -208,9 +211,8 @@ def _check_training(
     draws, linear = contract.draws or any(one.draws for one in (first, *halves, last)), True
     if halves and not draws and not stateful:
         contract.check_sum(first.loss, [one.loss for one in halves], tolerance)
-        noise = 1e-4 * sum(
-            size for _, size in last.gradients.values()
-        )  # rounding, if a gradient is 0 (key biases)
+        # rounding, if a gradient is 0 (key biases)
+        noise = 1e-4 * sum(size for _, size in last.gradients.values())
         linear = all(
             _near(
                 total,
@@ -235,15 +237,17 @@ def _check_training(
 
 
 def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bool:
-    """Whether a and b are equal up to ``tolerance``, relative to ``size`` (default: a). True if one is not finite."""
+    """Whether a and b are equal up to ``tolerance``, relative to ``size`` (default: a). True if one
+    is not finite."""
     return not math.isfinite(a + b) or abs(a - b) <= tolerance * (abs(a) if size is None else size)
 
 
 def _reject(
     job: Job, run: Run, last: Pass, moved: list[str], units: str, losses: tuple[float, float] | None
 ) -> None:
-    """Raise BadInput for a model whose training would depend on the parallel layout. ``moved``: buffers that a forward
-    changed; ``units``: an FSDP2 error; ``losses``: two different losses of the same samples and seeds."""
+    """Raise BadInput for a model whose training would depend on the parallel layout. ``moved``:
+    buffers that a forward changed; ``units``: an FSDP2 error; ``losses``: two different losses of
+    the same samples and seeds."""
     if units:
         raise BadInput(units)
     if job.exact and moved:
@@ -273,7 +277,10 @@ def _reject(
         names = (
             f"{', '.join(unused[:3])}{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}"
         )
-        advice = "freeze them (requires_grad_(False) in model()), or set --machine.find_unused_parameters true"
+        advice = (
+            "freeze them (requires_grad_(False) in model()), or set "
+            "--machine.find_unused_parameters true"
+        )
         raise BadInput(
             f"the loss does not use {names}, so DDP would wait for their gradients; {advice}"
         )

@@ -1,4 +1,5 @@
-"""One forward and backward over a few samples before a run; gradients, buffers and random states are restored."""
+"""One forward and backward over a few samples before a run; gradients, buffers and random states
+are restored."""
 
 import random
 from collections.abc import Iterator
@@ -100,7 +101,8 @@ def one_pass(
 
 
 def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of trained parameters; bypass DDP's hooks, which would count this backward as a step's."""
+    """Return the gradients of trained parameters; bypass DDP's hooks, which would count this
+    backward as a step's."""
 
     def named() -> Iterator[tuple[str, nn.Parameter]]:
         return ((bare_name(name), p) for name, p in model.named_parameters() if p.requires_grad)
@@ -111,14 +113,12 @@ def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor |
             gradients = torch.autograd.grad(loss, parameters, allow_unused=True, retain_graph=True)
             return dict(zip(names, gradients, strict=True))
         except RuntimeError as error:
-            if "heckpoint" not in str(
-                error
-            ):  # reentrant checkpointing allows nothing but backward()
+            # reentrant checkpointing allows nothing but backward()
+            if "heckpoint" not in str(error):
                 raise
     loss.backward()
-    return {
-        name: parameter.grad for name, parameter in named()
-    }  # FSDP2 has resharded the gradients by now
+    # FSDP2 has resharded the gradients by now
+    return {name: parameter.grad for name, parameter in named()}
 
 
 def _sums(gradient: torch.Tensor) -> tuple[float, float]:
@@ -132,8 +132,8 @@ def random_states(device: torch.device) -> list[Any]:
     states: list[Any] = [
         torch.get_rng_state(),
         random.getstate(),
-        np.random.get_state()[1].tobytes(),
-    ]  # type: ignore[index,union-attr]
+        np.random.get_state()[1].tobytes(),  # type: ignore[index,union-attr]
+    ]
     return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
 
 
@@ -174,6 +174,5 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
     finally:
         with torch.no_grad():
             for module, name, buffer, before in buffers:
-                module._buffers[name] = buffer.copy_(
-                    before
-                )  # a forward may have replaced the tensor
+                # a forward may have replaced the tensor
+                module._buffers[name] = buffer.copy_(before)

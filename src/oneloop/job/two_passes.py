@@ -1,8 +1,9 @@
 """The exact gradient of a loss over the whole global batch, with the memory of one micro-batch.
 
-The first pass embeds all micro-batches without gradients. Every rank gathers the embeddings, and computes the loss and
-its gradient with respect to them. The second pass repeats each forward with the same random numbers, and continues this
-gradient into the model (gradient caching: Gao et al. 2021, but also exact with dropout, and over all ranks).
+The first pass embeds all micro-batches without gradients. Every rank gathers the embeddings, and
+computes the loss and its gradient with respect to them. The second pass repeats each forward with
+the same random numbers, and continues this gradient into the model (gradient caching: Gao et al.
+2021, but also exact with dropout, and over all ranks).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -30,18 +31,16 @@ class TwoPasses:
         self._tolerance = tolerance_of(job, run, model)
         self._shapes: dict[str, str] = {}  # of each part and column
         self._micro = 0  # number of the next micro-batch of the second pass
-        self._expected: list[
-            dict[str, Tensor]
-        ] = []  # of each micro-batch: the parts of the first pass
-        self._gradients: list[
-            dict[str, Tensor]
-        ] = []  # of each micro-batch: the loss's gradients of its parts
+        # of each micro-batch: the parts of the first pass
+        self._expected: list[dict[str, Tensor]] = []
+        # of each micro-batch: the loss's gradients of its parts
+        self._gradients: list[dict[str, Tensor]] = []
         self._result: tuple[Tensor, dict[str, Tensor]] = torch.zeros(()), {}
 
     @torch.no_grad()
     def first(self, batches: Iterable[Batch]) -> list[Batch]:
-        """Make the first pass; return the micro-batches. Collective: call on every rank. Raise Inexact if a tensor does
-        not have the same shape in each micro-batch."""
+        """Make the first pass; return the micro-batches. Collective: call on every rank. Raise
+        Inexact if a tensor does not have the same shape in each micro-batch."""
         task, batches = self._job.task, list(batches)
         self._first_step = not self._shapes
         self._micro, self._expected, columns = 0, [], list[dict[str, Tensor]]()
@@ -49,17 +48,16 @@ class TwoPasses:
             for micro, batch in enumerate(batches):
                 self._seed(micro)
                 parts = task.embed(self._model, {**batch})  # type: ignore[attr-defined]
-                self._expected.append(
-                    {name: part.clone() for name, part in parts.items()}
-                )  # CUDA graphs reuse it
+                # CUDA graphs reuse it
+                self._expected.append({name: part.clone() for name, part in parts.items()})
                 columns.append(columns_of(task, batch))
                 self._check_shapes(self._expected[-1] | columns[-1])
         self._differentiate(self._whole(self._expected), self._whole(columns))
         return batches
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the loss, whose gradient is exact, and outputs. Raise Inexact if the parts
-        differ from those of the first pass."""
+        """Return the micro-batch's share of the loss, whose gradient is exact, and outputs. Raise
+        Inexact if the parts differ from those of the first pass."""
         expected, gradients = self._expected[self._micro], self._gradients[self._micro]
         self._micro += 1
         parts = self._job.task.embed(model, {**batch})  # type: ignore[attr-defined]
@@ -69,7 +67,10 @@ class TwoPasses:
         )
         if self._readable(differ) and differ.any():  # later on a GPU, the loss is NaN
             names = ", ".join(name for name, one in zip(parts, differ.tolist(), strict=True) if one)
-            found = f"the method embed returned {names} with other values for the same micro-batch and random numbers"
+            found = (
+                f"the method embed returned {names} with other values for the same micro-batch and "
+                "random numbers"
+            )
             fix = "use torch's global generator"
             raise Inexact(f"{found}; the model or embed keeps its own generator or counter: {fix}")
         known = {
@@ -81,11 +82,13 @@ class TwoPasses:
         ), outputs
 
     def _readable(self, tensor: Tensor) -> bool:
-        """Whether to read a value: on a GPU only in the first step, because it is a host sync. A plan has no values."""
+        """Whether to read a value: on a GPU only in the first step, because it is a host sync. A
+        plan has no values."""
         return type(tensor) is Tensor and (self._first_step or not tensor.is_cuda)
 
     def _differentiate(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> None:
-        """Compute the loss of the whole batch and its gradients of the parts, and divide them among micro-batches."""
+        """Compute the loss of the whole batch and its gradients of the parts, and divide them among
+        micro-batches."""
         layout, number = self._job.layout, self._run.ranks * self._job.layout.accumulate
         self._seed(None)
         with torch.enable_grad():
@@ -128,9 +131,8 @@ class TwoPasses:
                     )
                     raise Inexact(f"the method {problem}; give it one row per sample")
                 continue
-            if (
-                layout.leaf(0, layout.accumulate - 1) != layout.accumulate - 1
-            ):  # neighbouring leaves are on other ranks
+            # neighbouring leaves are on other ranks
+            if layout.leaf(0, layout.accumulate - 1) != layout.accumulate - 1:
                 by_rank = rows.unflatten(0, (self._run.ranks, layout.accumulate, layout.each))
                 rows = by_rank.transpose(0, 1).flatten(0, 2)
             whole[name] = rows
@@ -144,7 +146,8 @@ class TwoPasses:
         if shapes != self._shapes:
             now, before = (", ".join(values.values()) for values in (shapes, self._shapes))
             raise Inexact(
-                f"the results of embed and collate were {before}, and now {now}; let all rows have one shape"
+                f"the results of embed and collate were {before}, and now {now}; let all rows "
+                "have one shape"
             )
 
 

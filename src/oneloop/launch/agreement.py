@@ -25,9 +25,8 @@ class Agreement:
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
-        several = (
-            ranks > 1 and dist.get_backend() != "fake"
-        )  # oneloop plan: the other ranks do not exist
+        # oneloop plan: the other ranks do not exist
+        several = ranks > 1 and dist.get_backend() != "fake"
         self.host = cast(
             "dist.ProcessGroup | None", dist.new_group(backend="gloo") if several else None
         )
@@ -68,7 +67,8 @@ class Agreement:
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """Turn an error of one rank into BadInput on all of them, with the message of the first rank that has one."""
+        """Turn an error of one rank into BadInput on all of them, with the message of the first
+        rank that has one."""
         message: str | None = None
         try:
             yield
@@ -85,8 +85,8 @@ class Agreement:
 
 @contextmanager
 def _exit_if_blocked(message: str | None) -> Iterator[None]:
-    """Print this rank's error and exit if the other ranks do not receive it in time, because they wait in a collective
-    of the model. The launcher then ends them."""
+    """Print this rank's error and exit if the other ranks do not receive it in time, because they
+    wait in a collective of the model. The launcher then ends them."""
 
     def end() -> None:
         print(
@@ -107,8 +107,9 @@ def _exit_if_blocked(message: str | None) -> Iterator[None]:
 
 
 def where(error: BaseException) -> str:
-    """Return the position of an error in the user's code, so that a bug there is not taken for bad input: the innermost
-    line outside of libraries and oneloop; empty if oneloop raised the error."""
+    """Return the position of an error in the user's code, so that a bug there is not taken for bad
+    input: the innermost line outside of libraries and oneloop; empty if oneloop raised the
+    error."""
     frames = traceback.extract_tb(error.__traceback__)
     if _ours(frames[-1].filename):
         return ""

@@ -1,4 +1,5 @@
-"""The start of a run, before the slow imports: start the supervisor, and report bad input at once."""
+"""The start of a run, before the slow imports: start the supervisor, and report bad input at
+once."""
 
 import os
 import selectors
@@ -22,7 +23,8 @@ from oneloop.supervise.worker import Worker
 
 
 def begin() -> None:
-    """Start the supervisor, then read the command line; ``--help`` and bad input end the process here."""
+    """Start the supervisor, then read the command line; ``--help`` and bad input end the process
+    here."""
     open_streams()
     supervised()
     report(sys.argv[1:])
@@ -54,7 +56,8 @@ def reject(error: BadInput) -> NoReturn:
 
 
 def is_main() -> bool:
-    """Return whether this is rank 0, from the launcher's variables (no accelerate import needed)."""
+    """Return whether this is rank 0, from the launcher's variables (no accelerate import
+    needed)."""
     return rank() == 0
 
 
@@ -86,7 +89,8 @@ def supervised() -> None:
 
 
 def open_streams() -> None:
-    """Open standard streams that the shell has closed on /dev/null, so that no other file gets their descriptors."""
+    """Open standard streams that the shell has closed on /dev/null, so that no other file gets
+    their descriptors."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

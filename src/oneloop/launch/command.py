@@ -34,14 +34,14 @@ def config_files() -> dict[str, Path]:
 
 
 def config_file(asked: str) -> str:
-    """Return the path of a config file by its short name; an existing file of that name takes precedence."""
+    """Return the path of a config file by its short name; an existing file of that name takes
+    precedence."""
     found = None if Path(asked).is_file() else config_files().get(asked)
     return str(found) if found else asked
 
 
-CPP_LOG = (
-    "TORCH_CPP_LOG_LEVEL"  # the store of a rendezvous warns about each client without a host name
-)
+# the store of a rendezvous warns about each client without a host name
+CPP_LOG = "TORCH_CPP_LOG_LEVEL"
 _INTERVAL = 0.2  # seconds between two checks
 
 
@@ -53,12 +53,14 @@ def launch(
     seconds: float = math.inf,
     output: int | None = None,
 ) -> int:
-    """Start a run from these words (options of the launcher, recipe, keys), by accelerate's launcher or, for several
-    nodes or restarts, by :mod:`oneloop.launch.elastic`; return oneloop's exit code.
+    """Start a run from these words (options of the launcher, recipe, keys), by accelerate's
+    launcher or, for several nodes or restarts, by :mod:`oneloop.launch.elastic`; return oneloop's
+    exit code.
 
-    The processes run ``module``, or oneloop.apply if a command in ``after`` takes the place of the recipe. They write
-    to the file descriptor ``output``. After ``seconds`` they are killed, and TimeoutError is raised. Raise BadInput for
-    invalid options, for which accelerate would print a traceback, and for wrong keys that need no import of torch."""
+    The processes run ``module``, or oneloop.apply if a command in ``after`` takes the place of the
+    recipe. They write to the file descriptor ``output``. After ``seconds`` they are killed, and
+    TimeoutError is raised. Raise BadInput for invalid options, for which accelerate would print a
+    traceback, and for wrong keys that need no import of torch."""
     from oneloop.recipe.parse import check_keys  # 0.3 s, which no other command needs
 
     own, words = options(words)
@@ -111,12 +113,13 @@ _ONE_PROCESS |= {
 _ONE_PROCESS |= dict.fromkeys(
     ("debug", "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"), False
 )
-"""settings of a config file with which accelerate only sets the variables of :func:`_of_one_process`"""
+"""settings of a config file with which accelerate only sets the variables of
+:func:`_of_one_process`"""
 
 
 def _known_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | None:
-    """Split the launcher's options from the recipe's words without accelerate, whose import takes seconds. None: an
-    option that only accelerate's parser knows, or no recipe."""
+    """Split the launcher's options from the recipe's words without accelerate, whose import takes
+    seconds. None: an option that only accelerate's parser knows, or no recipe."""
     options, rest = dict[str, str](), list(words)
     while rest and rest[0].startswith("--"):
         name, equals, value = rest.pop(0)[2:].partition("=")
@@ -127,8 +130,8 @@ def _known_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | N
 
 
 def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
-    """Return the variables that accelerate's launcher sets for one process, which then needs no launcher of
-    accelerate's. None: several processes, or settings that accelerate must read."""
+    """Return the variables that accelerate's launcher sets for one process, which then needs no
+    launcher of accelerate's. None: several processes, or settings that accelerate must read."""
     try:
         config = yaml.safe_load(Path(config_file(options["config_file"])).read_text())
         settings = {**config, **{key: options[key] for key in options if key != "config_file"}}
@@ -155,15 +158,17 @@ def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
 
 
 def _begin(parent: int | None) -> None:
-    """Prepare the started process: it ignores SIGINT, which a terminal sends to the training processes, too.
-    accelerate's dies with this ``parent``; a training process notices it, and saves."""
+    """Prepare the started process: it ignores SIGINT, which a terminal sends to the training
+    processes, too. accelerate's dies with this ``parent``; a training process notices it, and
+    saves."""
     if parent is not None:
         die_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 class _Launched:
-    """accelerate's process and the training processes, to which signals are forwarded; ``folder`` holds their ids."""
+    """accelerate's process and the training processes, to which signals are forwarded; ``folder``
+    holds their ids."""
 
     def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
         self._process, self._folder = process, folder
@@ -172,13 +177,15 @@ class _Launched:
         on_stops(self._record)
 
     def _record(self, number: int, frame: object) -> None:
-        """Record a signal. SIGINT becomes SIGTERM: a terminal sends it to the trainers, too; two would kill them."""
+        """Record a signal. SIGINT becomes SIGTERM: a terminal sends it to the trainers, too; two
+        would kill them."""
         number = signal.SIGTERM if number == signal.SIGINT else number
         if number not in self._signals:
             self._signals.append(number)
 
     def ended(self, until: float) -> int:
-        """Wait for all processes; return oneloop's exit code. Raise TimeoutError at the time ``until``."""
+        """Wait for all processes; return oneloop's exit code. Raise TimeoutError at the time
+        ``until``."""
         while (code := self._poll()) is None:
             self._forward()
             if time.monotonic() > until:
@@ -217,8 +224,8 @@ class _Launched:
 
 
 def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | None]:
-    """Split accelerate's options from the rest with accelerate's own parser; also return the nodes if the options or
-    the config file name several. Raise BadInput for invalid options."""
+    """Split accelerate's options from the rest with accelerate's own parser; also return the nodes
+    if the options or the config file name several. Raise BadInput for invalid options."""
     from accelerate.commands.launch import launch_command_parser
     from accelerate.utils import is_fp8_available
 
@@ -264,7 +271,8 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
             raise BadInput(f"--config_file {file} is not an accelerate config file") from error
     if precision == "fp8" and not is_fp8_available():
         raise BadInput(
-            "mixed_precision fp8 needs torchao or transformer-engine, and neither is installed; use bf16"
+            "mixed_precision fp8 needs torchao or transformer-engine, and neither is "
+            "installed; use bf16"
         )
     names = ("num_machines", "num_processes", "main_process_ip", "main_process_port")
     found = {name: getattr(parsed, name) or config.get(name) for name in names}
@@ -273,7 +281,8 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
         return given, training, None
     if not found["main_process_ip"] or processes % number:
         raise BadInput(
-            f"{number} machines need --main_process_ip, and --num_processes that they can share equally"
+            f"{number} machines need --main_process_ip, and --num_processes that they can "
+            "share equally"
         )
     place = str(found["main_process_ip"]), int(found["main_process_port"] or PORT)
     return given, training, Nodes(number, number, *place, processes // number, source=ACCELERATE)
@@ -282,8 +291,8 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
 def accelerate_variables(
     words: Sequence[str], nodes: Nodes
 ) -> tuple[dict[str, str], list[str], int]:
-    """Return the variables that accelerate's launcher would set for its options, the recipe's words, and the number of
-    processes per node. Raise BadInput."""
+    """Return the variables that accelerate's launcher would set for its options, the recipe's
+    words, and the number of processes per node. Raise BadInput."""
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
@@ -308,7 +317,8 @@ def accelerate_variables(
         raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
     if args.use_fsdp and processes * nodes.least < 2:
         raise BadInput(
-            f"FSDP2 needs two processes, and {nodes.least} nodes may have one; raise the minimum of --nodes"
+            f"FSDP2 needs two processes, and {nodes.least} nodes may have one; raise the "
+            "minimum of --nodes"
         )
     return (
         {name: value for name, value in made.items() if os.environ.get(name) != value},

@@ -27,11 +27,8 @@ from oneloop.launch.node_checks import about, compared, facts, foreign_folder, l
 from oneloop.launch.nodes import Nodes, address_towards, nodes, options
 
 _WAIT = 60.0  # seconds to wait for the other hosts, and for all links
-_TIMES, _FEW, _SLOW = (
-    4,
-    4,
-    3.0,
-)  # tries of a link; of this many links, one with this many times the median is slow
+# tries of a link; of this many links, one with this many times the median is slow
+_TIMES, _FEW, _SLOW = 4, 4, 3.0
 
 
 def main(words: Sequence[str]) -> int:
@@ -39,9 +36,10 @@ def main(words: Sequence[str]) -> int:
 
       oneloop doctor --nodes 2 --rendezvous HOST:PORT --config_file fsdp2 gpt --run.dir /shared/gpt
 
-    Takes the words of `oneloop launch`; the recipe may be missing. Start it on all hosts, as you would start a run.
-    Checks devices, limits, disk and caches of each host; then versions, settings, clocks and run folder of all hosts,
-    and each link between their processes. The exit code is 1 if there is a problem."""
+    Takes the words of `oneloop launch`; the recipe may be missing. Start it on all hosts, as you
+    would start a run. Checks devices, limits, disk and caches of each host; then versions,
+    settings, clocks and run folder of all hosts, and each link between their processes. The exit
+    code is 1 if there is a problem."""
     as_json, words = "--json" in words, [word for word in words if word != "--json"]
     if words[:1] in (["-h"], ["--help"]):
         Options(
@@ -60,9 +58,8 @@ def main(words: Sequence[str]) -> int:
     variables, training, processes = accelerate_variables(rest, known)
     os.environ |= variables
     recipe = read_once(tuple(training[:-1])) if training[:-1] else None
-    folder = (
-        recipe.folder if recipe is not None and recipe.mirror is None else None
-    )  # a mirror needs no shared one
+    # a mirror needs no shared one
+    folder = recipe.folder if recipe is not None and recipe.mirror is None else None
     mine: dict[str, Any] = {"name": socket.gethostname(), "about": about()}
     mine["problems"] = [*local_problems(folder or Path("runs"))]
     every, shared, links = [mine], list[str](), ""
@@ -93,7 +90,8 @@ def main(words: Sequence[str]) -> int:
 def _together(
     known: Nodes, mine: Any, processes: int, folder: Path | None
 ) -> tuple[list[Any], list[str], str]:
-    """Return the facts of all hosts, the problems between them, and a line about links. Raise OSError, RuntimeError."""
+    """Return the facts of all hosts, the problems between them, and a line about links. Raise
+    OSError, RuntimeError."""
     if known.most == 1:
         store, holds, address = TCPStore("127.0.0.1", 0, is_master=True), True, "127.0.0.1"
         known = replace(known, host=address, port=store.port)
@@ -161,7 +159,10 @@ def _judged(times: Sequence[Any], hosts: Sequence[str]) -> Iterator[str]:
     ranks = len(hosts)
     for rank, why in enumerate(times):
         if isinstance(why, str):
-            how = "open all TCP ports between the hosts, or name the interface (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)"
+            how = (
+                "open all TCP ports between the hosts, or name the interface (GLOO_SOCKET_IFNAME, "
+                "NCCL_SOCKET_IFNAME)"
+            )
             yield from (
                 "",
                 f"rank {rank} on {hosts[rank]} cannot exchange data with the others: {why}; {how}",
@@ -174,15 +175,21 @@ def _judged(times: Sequence[Any], hosts: Sequence[str]) -> Iterator[str]:
         if seconds
     }
     usual, most = median(links.values()), max(links.values())
-    yield f"links: {ranks} ranks, 1 MiB in {1e3 * usual:.1f} ms (median), at most {1e3 * most:.1f} ms"
+    yield (
+        f"links: {ranks} ranks, 1 MiB in {1e3 * usual:.1f} ms (median), at most {1e3 * most:.1f} ms"
+    )
     for (rank, other), seconds in links.items():
         if len(links) >= _FEW and seconds > _SLOW * usual:
             names = f"rank {rank} on {hosts[rank]} to rank {other} on {hosts[other]}"
-            yield f"the link from {names} takes {seconds / usual:.1f} times the median; check cable, card and switch"
+            yield (
+                f"the link from {names} takes {seconds / usual:.1f} times the median; check cable, "
+                "card and switch"
+            )
 
 
 def _measured(store: TCPStore, ranks: int, rank: int, local: int) -> list[float]:
-    """Return the seconds that this rank takes to send 1 MiB to each rank, while it receives as much; 0 for itself."""
+    """Return the seconds that this rank takes to send 1 MiB to each rank, while it receives as
+    much; 0 for itself."""
     gpu = torch.cuda.is_available()
     how: dict[str, Any] = {
         "store": PrefixStore("links", store),

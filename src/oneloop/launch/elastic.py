@@ -1,8 +1,10 @@
-"""The agent of one node: it starts the node's training processes, and starts them again after a failure.
+"""The agent of one node: it starts the node's training processes, and starts them again after a
+failure.
 
-``oneloop launch`` runs it if there are several nodes, or restarts. It is torch's elastic agent, with oneloop's exit
-codes: only an error (1) leads to a restart, and each attempt has a separate exit-code file. Ranks over which the batch
-does not divide evenly are spares: no process is started for them.
+``oneloop launch`` runs it if there are several nodes, or restarts. It is torch's elastic agent,
+with oneloop's exit codes: only an error (1) leads to a restart, and each attempt has a separate
+exit-code file. Ranks over which the batch does not divide evenly are spares: no process is started
+for them.
 """
 
 import json
@@ -56,7 +58,8 @@ _SAVE = 600  # seconds for a last checkpoint before a node joins
 
 
 def usable_ranks(ranks: int, recipe: Recipe) -> int:
-    """Return how many ranks can train: the largest number, up to ``ranks``, that divides batch.size / micro-batch."""
+    """Return how many ranks can train: the largest number, up to ``ranks``, that divides batch.size
+    / micro-batch."""
     batch = recipe.batch
     micro = batch.grain or (batch.micro if isinstance(batch.micro, int) else 1)
     return max(
@@ -89,7 +92,8 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._worker_group.workers = []
         with _announced(
-            f"waiting for nodes to join: at least {self._nodes.least} within {self._nodes.rejoin:.0f} s"
+            f"waiting for nodes to join: at least {self._nodes.least} within "
+            f"{self._nodes.rejoin:.0f} s"
         ):
             super()._rendezvous(worker_group)
 
@@ -116,7 +120,8 @@ class Agent(LocalElasticAgent):
         used = ranks if self._recipe is None else usable_ranks(ranks, self._recipe)
         if group_rank == 0 and used < ranks:
             say(
-                f"{used} of {ranks} ranks train, the others stand by: the micro-batches do not divide evenly over more"
+                f"{used} of {ranks} ranks train, the others stand by: the micro-batches do not "
+                "divide evenly over more"
             )
         for worker in workers:
             worker.world_size = worker.role_world_size = used
@@ -171,7 +176,8 @@ class Agent(LocalElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def _failed_elsewhere(self, store: Store) -> bool:
-        """Return whether another node has failed; the processes of this one have some seconds to report it, and end."""
+        """Return whether another node has failed; the processes of this one have some seconds to
+        report it, and end."""
         now, group = time.monotonic(), self._worker_group
         if group.group_rank == 0:
             store.set("beat", str(int(now)))
@@ -183,7 +189,8 @@ class Agent(LocalElasticAgent):
         return lost or (self._failed_at is not None and now - self._failed_at > _END)
 
     def _count_failure(self, store: Store) -> None:
-        """Count one failure of the whole run, whichever nodes notice it, and what remains of its restarts."""
+        """Count one failure of the whole run, whichever nodes notice it, and what remains of its
+        restarts."""
         if store.add("failed", 1) == 1:
             self._everything.add("failures", 1)
             store.set("counted", "1")
@@ -196,15 +203,17 @@ class Agent(LocalElasticAgent):
         )
         self._remaining_restarts = max(0, left + 1)
         if self._nodes.restarts:
-            say(
-                f"{self._name}: {f'restarting; {left} restarts are left' if left >= 0 else 'no restarts are left'}"
-            )
+            if left >= 0:
+                say(f"{self._name}: restarting; {left} restarts are left")
+            else:
+                say(f"{self._name}: no restarts are left")
 
 
 def exchanged(
     store: Store, name: str, mine: Any, rank: int, ranks: int, seconds: float = 30.0
 ) -> list[Any]:
-    """Return the values of all nodes, in order; a signal can interrupt it. Raise ConnectionError if one is missing."""
+    """Return the values of all nodes, in order; a signal can interrupt it. Raise ConnectionError if
+    one is missing."""
     store.set(f"{name}/{rank}", json.dumps(mine))
     keys, until = [f"{name}/{other}" for other in range(ranks)], time.monotonic() + seconds
     while not store.check(keys):
@@ -229,8 +238,8 @@ def _announced(words: str, after: float = 3.0) -> Iterator[None]:
 
 
 def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
-    """Return the store of the rendezvous, and whether this process holds it: the first one on its node does. Raise
-    ConnectionError if it does not answer."""
+    """Return the store of the rendezvous, and whether this process holds it: the first one on its
+    node does. Raise ConnectionError if it does not answer."""
     timeout = timedelta(seconds=30)
     if is_here(nodes.host):
         with suppress(RuntimeError):  # another agent on this host has opened it
@@ -256,9 +265,8 @@ def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
         with suppress(DistError):
             found.append(TCPStore(nodes.host, nodes.port, is_master=False, timeout=timeout))
 
-    thread = threading.Thread(
-        target=connect, daemon=True
-    )  # it never returns if another program listens there
+    # it never returns if another program listens there
+    thread = threading.Thread(target=connect, daemon=True)
     thread.start()
     thread.join(_LOST)
     if not found:
@@ -269,7 +277,10 @@ def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
 
 
 def _lost(nodes: Nodes) -> str:
-    lost = f"the rendezvous at {nodes.host}:{nodes.port} does not answer: that node, or the link to it, is lost"
+    lost = (
+        f"the rendezvous at {nodes.host}:{nodes.port} does not answer: that node, or the link to "
+        "it, is lost"
+    )
     return f"{lost}; start the same command again"
 
 
@@ -312,7 +323,8 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
     if (other := store.compare_set("command", "", mine).decode()) != mine:
         raise BadInput(
-            f"start the same command on all nodes: another was started with {other!r}, this with {mine!r}"
+            f"start the same command on all nodes: another was started with {other!r}, this "
+            f"with {mine!r}"
         )
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
@@ -347,7 +359,8 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
         store.set("final", str(agent.code))
     except RendezvousTimeoutError:
         say(
-            f"fewer than {nodes.least} nodes joined in {nodes.rejoin:.0f} s; start the same command on more nodes"
+            f"fewer than {nodes.least} nodes joined in {nodes.rejoin:.0f} s; start the same "
+            "command on more nodes"
         )
     except RendezvousClosedError:
         agent.code = int(store.get("final")) if store.check(["final"]) else ERROR
@@ -362,7 +375,8 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
 
 
 def main() -> NoReturn:
-    """Run the agent that ``oneloop launch`` describes in the first argument, and exit with oneloop's exit code."""
+    """Run the agent that ``oneloop launch`` describes in the first argument, and exit with
+    oneloop's exit code."""
     logging.disable(logging.ERROR)  # the messages of torch's agent name no remedy
     given = json.loads(sys.argv[1])
     folder = Path(given.pop("folder"))

@@ -79,7 +79,8 @@ def environment(**more: Any) -> dict[str, Any]:
 
 
 def computed_by(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return what bit-identical results require besides the recipe: device, versions, matmul and compile settings."""
+    """Return what bit-identical results require besides the recipe: device, versions, matmul and
+    compile settings."""
     machine, found = recipe.machine, versions(_COMPUTE)
     if device.type == "cuda":
         found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}

@@ -26,9 +26,10 @@ _PRECISIONS = ("no", "bf16", "fp16", "fp8")
 def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
     """Clear accelerate's state in this context, and set its precision (None: the launcher's).
 
-    Afterwards accelerate's shared state, the environment, torch's switches and the random generators are restored. One
-    process makes no process group. With several, the group remains: torch cannot create a second one at the launcher's
-    address. Raise BadInput for an unknown precision."""
+    Afterwards accelerate's shared state, the environment, torch's switches and the random
+    generators are restored. One process makes no process group. With several, the group remains:
+    torch cannot create a second one at the launcher's address. Raise BadInput for an unknown
+    precision."""
     states = (PartialState, AcceleratorState, GradientState)
     before = [dict(state._shared_state) for state in states]
     environment = dict(os.environ)
@@ -47,7 +48,8 @@ def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
 
 
 def _end_group() -> None:
-    """Destroy the process group at exit, before destructors run: under gloo these abort sometimes."""
+    """Destroy the process group at exit, before destructors run: under gloo these abort
+    sometimes."""
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 

@@ -1,5 +1,6 @@
-"""The checks of nodes. Before a run of several nodes: versions, accelerate's settings, clocks, processes, host names,
-run folder. For ``oneloop doctor`` also devices, limits and disks of each node."""
+"""The checks of nodes. Before a run of several nodes: versions, accelerate's settings, clocks,
+processes, host names, run folder. For ``oneloop doctor`` also devices, limits and disks of each
+node."""
 
 import csv
 import os
@@ -25,17 +26,16 @@ from oneloop.launch.environment import versions
 _CLOCK = 5.0  # seconds; a rendezvous takes a node whose clock is further off for dead
 _SEEN = 5.0  # seconds until a shared file system shows a new file to the other nodes
 
-_SHARED_MEMORY, _DISK, _LEAST = (
-    512 << 20,
-    1 << 30,
-    1024,
-)  # least free bytes of /dev/shm and of a disk; least limits
+# least free bytes of /dev/shm and of a disk; least limits
+_SHARED_MEMORY, _DISK, _LEAST = 512 << 20, 1 << 30, 1024
 _LIMITS = {
     "open files (ulimit -n)": resource.RLIMIT_NOFILE,
     "processes (ulimit -u)": resource.RLIMIT_NPROC,
 }
 _COLUMNS = {  # of nvidia-smi, and what a value other than 0 or No means
-    "ecc.errors.uncorrected.volatile.total": "has uncorrected ECC errors; reset it, and replace it if they come back",
+    "ecc.errors.uncorrected.volatile.total": (
+        "has uncorrected ECC errors; reset it, and replace it if they come back"
+    ),
     "retired_pages.pending": "must be reset before it replaces bad memory",
     "clocks_event_reasons.hw_slowdown": "is slowed down by heat or power; check both",
 }
@@ -46,7 +46,8 @@ _KERNEL_LOG = "dmesg", "journalctl --dmesg --no-pager"
 def facts(
     name: str, address: str, processes: int, run_folder: Path | None, *, first: bool
 ) -> dict[str, Any]:
-    """Return what must fit on all nodes; the first one leaves a file where it would write the run folder."""
+    """Return what must fit on all nodes; the first one leaves a file where it would write the run
+    folder."""
     settings = {
         key: os.environ[key]
         for key in os.environ
@@ -70,12 +71,16 @@ def existing(folder: Path) -> Path:
 
 
 def foreign_folder(name: str, first: Mapping[str, Any]) -> str:
-    """Return an error message if this node does not see the file of the ``first`` node; else nothing."""
+    """Return an error message if this node does not see the file of the ``first`` node; else
+    nothing."""
     until = time.monotonic() + _SEEN
     while "file" in first and not Path(first["file"]).exists():
         if time.monotonic() > until:
             folder = Path(first["file"]).parent
-            return f"{name} does not see the files of {first['name']} in {folder}; put run.dir on shared storage"
+            return (
+                f"{name} does not see the files of {first['name']} in {folder}; put run.dir on "
+                "shared storage"
+            )
         time.sleep(0.1)
     return ""
 
@@ -86,19 +91,26 @@ def compared(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for other in every[1:]:
         if other["processes"] != first["processes"]:
             each = ", ".join(f"{one['name']} {one['processes']}" for one in every)
-            yield f"the nodes have unequal numbers of processes: {each}; give the smallest as --processes_per_node"
+            yield (
+                f"the nodes have unequal numbers of processes: {each}; give the smallest as "
+                "--processes_per_node"
+            )
         for key in sorted(first["settings"].keys() | other["settings"].keys()):
             both = [one["settings"].get(key, "none") for one in (first, other)]
             if both[0] != both[1]:
                 where = f"{both[0]} on {first['name']} and {both[1]} on {other['name']}"
                 yield f"{key} is {where}; use the same version or setting on all nodes"
         if abs(apart := other["time"] - first["time"]) > _CLOCK:
-            yield f"the clocks of {first['name']} and {other['name']} differ by {abs(apart):.0f} s; set them (NTP)"
+            yield (
+                f"the clocks of {first['name']} and {other['name']} differ by {abs(apart):.0f} s; "
+                "set them (NTP)"
+            )
     yield from (one["loopback"] for one in every if one["loopback"] and len(every) > 1)
 
 
 def loopback(name: str, address: str) -> str:
-    """Return an error message if gloo would connect to this node by a loopback address; else nothing."""
+    """Return an error message if gloo would connect to this node by a loopback address; else
+    nothing."""
     if address.startswith("127.") or os.environ.get("GLOO_SOCKET_IFNAME"):
         return ""
     own = "no address"
@@ -123,7 +135,8 @@ def local_problems(folder: Path) -> Iterator[str]:
 
 
 def _output(*commands: str) -> str:
-    """Return what the first command prints that is installed and does not fail; empty if all fail."""
+    """Return what the first command prints that is installed and does not fail; empty if all
+    fail."""
     for command in commands:
         with suppress(OSError, subprocess.SubprocessError):
             return subprocess.run(
@@ -135,20 +148,27 @@ def _output(*commands: str) -> str:
 def _devices() -> Iterator[str]:
     if Path("/proc/driver/nvidia/version").exists() and not torch.cuda.is_available():
         build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
-        yield f"there is an NVIDIA driver, and {build} finds no GPU; check CUDA_VISIBLE_DEVICES and nvidia-smi"
+        yield (
+            f"there is an NVIDIA driver, and {build} finds no GPU; check CUDA_VISIBLE_DEVICES and "
+            "nvidia-smi"
+        )
     for number in range(torch.cuda.device_count()):
         try:
             ones = torch.ones(1024, 1024, device=f"cuda:{number}")
             if not bool((ones @ ones == 1024).all()):
                 yield f"GPU {number} multiplies wrongly; do not train on it"
         except RuntimeError as error:
-            yield f"GPU {number} fails ({str(error).splitlines()[0]}); see nvidia-smi, and reset or exclude it"
+            yield (
+                f"GPU {number} fails ({str(error).splitlines()[0]}); see nvidia-smi, and reset or "
+                "exclude it"
+            )
     yield from gpu_problems(_output(_SMI))
     yield from xid_errors(_output(*_KERNEL_LOG))
 
 
 def gpu_problems(table: str) -> Iterator[str]:
-    """Yield the problems in nvidia-smi's table of ECC errors, pending page retirements and slowdowns."""
+    """Yield the problems in nvidia-smi's table of ECC errors, pending page retirements and
+    slowdowns."""
     for number, *values in csv.reader(table.splitlines(), skipinitialspace=True):
         for value, meaning in zip(values, _COLUMNS.values(), strict=False):
             if value in ("Yes", "Active") or (value.isdigit() and value != "0"):
@@ -158,7 +178,10 @@ def gpu_problems(table: str) -> Iterator[str]:
 def xid_errors(kernel_log: str) -> Iterator[str]:
     """Yield the newest Xid error of each GPU in the kernel's log (NVIDIA's codes of GPU errors)."""
     for device, error in dict(re.findall(r"NVRM: Xid \(([^)]*)\): (.*)", kernel_log)).items():
-        yield f"the kernel reports Xid {error[:80]} for {device}; look it up in NVIDIA's table of Xid errors"
+        yield (
+            f"the kernel reports Xid {error[:80]} for {device}; look it up in NVIDIA's table of "
+            "Xid errors"
+        )
 
 
 def _limits() -> Iterator[str]:
@@ -168,10 +191,16 @@ def _limits() -> Iterator[str]:
         yield f"/dev/shm has {free >> 20} MiB free; {how}"
     for name, kind in _LIMITS.items():
         if 0 <= resource.getrlimit(kind)[0] < _LEAST:
-            yield f"the limit of {name} is {resource.getrlimit(kind)[0]}; raise it to {_LEAST} or more"
+            yield (
+                f"the limit of {name} is {resource.getrlimit(kind)[0]}; raise it to {_LEAST} or "
+                "more"
+            )
     infiniband = any(Path("/sys/class/infiniband").glob("*"))
     if infiniband and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
-        yield "locked memory is limited (ulimit -l), and NCCL needs it for InfiniBand; set it to unlimited"
+        yield (
+            "locked memory is limited (ulimit -l), and NCCL needs it for InfiniBand; set it to "
+            "unlimited"
+        )
 
 
 def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
@@ -188,18 +217,20 @@ def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
         if (free := shutil.disk_usage(there).free) < _DISK:
             yield f"the disk of the {name} {there} has {free >> 20} MiB free; make room, or {other}"
     except OSError as error:
-        yield f"the {name} {there} cannot be written, flushed or renamed in: {error.strerror}; make room, or {other}"
+        yield (
+            f"the {name} {there} cannot be written, flushed or renamed in: {error.strerror}; make "
+            f"room, or {other}"
+        )
 
 
 def about() -> str:
-    """Return a line about this host: versions, devices, cores, memory, and what cannot be checked here."""
+    """Return a line about this host: versions, devices, cores, memory, and what cannot be checked
+    here."""
     devices = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
     gpus = f"{torch.cuda.device_count()} x {' and '.join(sorted(devices))}" if devices else "no GPU"
     host = f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
-    checked = {
-        "ECC": _output(_SMI),
-        "Xid": "NVRM" in _output(*_KERNEL_LOG),
-    }  # the driver's messages begin with NVRM
+    # the driver's messages begin with NVRM
+    checked = {"ECC": _output(_SMI), "Xid": "NVRM" in _output(*_KERNEL_LOG)}
     missing = "".join(
         f"; {name} errors are not checked" for name, seen in checked.items() if devices and not seen
     )

@@ -1,4 +1,5 @@
-"""The nodes (hosts) of a run, from the options of ``oneloop launch`` or from the environment of a scheduler."""
+"""The nodes (hosts) of a run, from the options of ``oneloop launch`` or from the environment of a
+scheduler."""
 
 import re
 import socket
@@ -35,13 +36,11 @@ class Nodes:
 
 
 def options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split the options of :data:`OPTIONS`, which precede the recipe, from the other words. Raise BadInput."""
+    """Split the options of :data:`OPTIONS`, which precede the recipe, from the other words. Raise
+    BadInput."""
     own: dict[str, str] = {}
-    rest, left, follows = (
-        list[str](),
-        list(words),
-        False,
-    )  # follows: an option of accelerate, which may take a value
+    # follows: an option of accelerate, which may take a value
+    rest, left, follows = list[str](), list(words), False
     while left and (left[0].startswith("--") or follows):
         word = left.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
@@ -56,7 +55,8 @@ def options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
 
 
 def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
-    """Return the nodes that the options or the environment name; None for one node without restarts. Raise BadInput."""
+    """Return the nodes that the options or the environment name; None for one node without
+    restarts. Raise BadInput."""
     found = [one for read in _SOURCES if (one := read(environ)) is not None]
     for other in found[1:]:
         if (other.least, other.most) != (found[0].least, found[0].most):
@@ -79,7 +79,8 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
     if not known.host:
         example = f"--nodes {given['nodes']} --rendezvous FIRST_HOST:{PORT}"
         raise BadInput(
-            f"--nodes {given['nodes']} needs the address of one node, the same on all of them: {example}"
+            f"--nodes {given['nodes']} needs the address of one node, the same on all of them: "
+            f"{example}"
         )
     if "processes_per_node" in given:
         known = replace(known, processes=_whole(given, "processes_per_node", 1))
@@ -100,10 +101,10 @@ def is_here(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this host's address on the network that leads to ``host``. Raise OSError if no route exists."""
-    with socket.socket(
-        socket.AF_INET, socket.SOCK_DGRAM
-    ) as unsent:  # connecting a datagram socket sends nothing
+    """Return this host's address on the network that leads to ``host``. Raise OSError if no route
+    exists."""
+    # connecting a datagram socket sends nothing
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         unsent.connect((host, port or 9))
         return str(unsent.getsockname()[0])
 
@@ -126,7 +127,8 @@ def _endpoint(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":") if ":" in text else (text, "", str(PORT))
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise BadInput(
-            f"--rendezvous {text} must be the address of one node, and a free port there: HOST:{PORT}"
+            f"--rendezvous {text} must be the address of one node, and a free port there: "
+            f"HOST:{PORT}"
         )
     return host, int(port)
 
@@ -152,16 +154,17 @@ def _of_torchrun(environ: Mapping[str, str]) -> Nodes | None:
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
-    """Slurm's variables inside a step of srun; salloc's shell and a batch script have other variables."""
+    """Slurm's variables inside a step of srun; salloc's shell and a batch script have other
+    variables."""
     number = environ.get("SLURM_STEP_NUM_NODES", "1")
-    if number == "1" or int(environ.get("SLURM_STEP_ID", "-1")) not in range(
-        1 << 31
-    ):  # above: not from srun
+    # above: not from srun
+    if number == "1" or int(environ.get("SLURM_STEP_ID", "-1")) not in range(1 << 31):
         return None
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
         raise BadInput(
-            f"srun starts {tasks} tasks per node, and oneloop launch needs one; add --ntasks-per-node=1"
+            f"srun starts {tasks} tasks per node, and oneloop launch needs one; add "
+            "--ntasks-per-node=1"
         )
     first = re.match(r"([^,\[]*)(?:\[(\d+))?", environ.get("SLURM_STEP_NODELIST", ""))
     host = f"{first[1]}{first[2] or ''}" if first else ""

@@ -36,7 +36,8 @@ _LONG = timedelta(hours=2)
 
 
 class Run(Agreement):
-    """One process of a run: its rank, device and accelerator, and collectives with the other ranks."""
+    """One process of a run: its rank, device and accelerator, and collectives with the other
+    ranks."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.num_processes)
@@ -66,7 +67,8 @@ class Run(Agreement):
         return prepare(model, self.accelerator, blocks=blocks)
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum of a small tensor over all ranks, on the device. Collective: call on every rank."""
+        """Return the sum of a small tensor over all ranks, on the device. Collective: call on every
+        rank."""
         return cast(Tensor, self.accelerator.reduce(value, "sum"))
 
     def peak_flops(self) -> float:
@@ -89,10 +91,11 @@ def start(
 ) -> Run:
     """Build the Accelerator that the launcher's environment configures.
 
-    ``exact``: bit-identical on any number of processes. This means deterministic algorithms, autocast for half
-    precision (also under FSDP2), and one CPU thread, as the number of threads changes the order of sums. The other
-    arguments are those of accelerate and torch. Raise BadInput if the device does not support the precision, and for
-    strategies other than one process, DDP and FSDP2."""
+    ``exact``: bit-identical on any number of processes. This means deterministic algorithms,
+    autocast for half precision (also under FSDP2), and one CPU thread, as the number of threads
+    changes the order of sums. The other arguments are those of accelerate and torch. Raise BadInput
+    if the device does not support the precision, and for strategies other than one process, DDP and
+    FSDP2."""
     if deterministic or exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
@@ -143,7 +146,8 @@ def _sharding(
 
     if state.distributed_type == DistributedType.NO:
         raise BadInput(
-            "FSDP2 requires two or more processes, got one; use single.yaml, or --num_processes 2 or more"
+            "FSDP2 requires two or more processes, got one; use single.yaml, or "
+            "--num_processes 2 or more"
         )
     if state.device.type == "cpu":
         # accelerate turns only MULTI_GPU into FSDP; with gloo the same code runs without a GPU.
@@ -153,11 +157,13 @@ def _sharding(
 
 
 def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
-    """Raise BadInput for accelerate's settings that oneloop does not support, or not with ``elastic`` nodes."""
+    """Raise BadInput for accelerate's settings that oneloop does not support, or not with
+    ``elastic`` nodes."""
     for name in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_MIN_NUM_PARAMS", *_AXES):
         if not os.environ.get(name, "0").isdigit():
             raise BadInput(
-                f"{name} must be a whole number, got {os.environ[name]!r}; correct accelerate's config file"
+                f"{name} must be a whole number, got {os.environ[name]!r}; correct "
+                "accelerate's config file"
             )
     if sharding and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
         raise BadInput(
@@ -167,12 +173,14 @@ def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
         raise BadInput("fsdp_version 1 is not supported; set fsdp_version: 2")
     if elastic and int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
         raise BadInput(
-            "hybrid sharding (HSDP) has a fixed number of processes; give one number of --nodes or fsdp2"
+            "hybrid sharding (HSDP) has a fixed number of processes; give one number of "
+            "--nodes or fsdp2"
         )
     for other in ("DEEPSPEED", "MEGATRON_LM"):
         if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
             raise BadInput(
-                f"{other} is not supported; use one of the config files in accelerate_configs/ (DDP, FSDP2)"
+                f"{other} is not supported; use one of the config files in accelerate_configs/ "
+                "(DDP, FSDP2)"
             )
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise BadInput("accelerate's dynamo_backend is not supported; set dynamo_backend: 'no'")
@@ -193,7 +201,8 @@ def _reject_inexact(precision: str, device: torch.device | None) -> None:
         raise BadInput(f"{asked} fp8 scales by what each process has seen; use bf16 or no")
     if device is not None and device.type == "mps":
         raise BadInput(
-            f"{asked} mps has no float64, which exact sums require; remove batch.grain, or use a CPU"
+            f"{asked} mps has no float64, which exact sums require; remove batch.grain, or use "
+            "a CPU"
         )
 
 
@@ -207,7 +216,8 @@ def _reject_precision(precision: str, device: torch.device | None) -> None:
         )
     if precision == "fp16" and device.type == "cpu":
         raise BadInput(
-            "mixed_precision fp16 does not work on a CPU, which has no fp16 loss scaling; use bf16 or no"
+            "mixed_precision fp16 does not work on a CPU, which has no fp16 loss scaling; use "
+            "bf16 or no"
         )
     if precision == "fp8":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)

@@ -42,13 +42,11 @@ def leave(code: int, *, main: bool) -> NoReturn:
         distributed.destroy_process_group()  # after an error, other ranks may never call it
     if several:
         if not main and code not in (0, exit_codes.ERROR):
-            time.sleep(
-                3
-            )  # torchrun kills all ranks after the first failure: let rank 0 print its error first
+            # torchrun kills all ranks after the first failure: let rank 0 print its error first
+            time.sleep(3)
         os._exit(code)
-    if (
-        CHANNEL.watched and code == exit_codes.ERROR
-    ):  # do not wait for data workers, which may block
+    # do not wait for data workers, which may block
+    if CHANNEL.watched and code == exit_codes.ERROR:
         os._exit(code)
     raise SystemExit(code)
 
@@ -57,31 +55,32 @@ _AT_ONCE = 1.0  # seconds; a second interrupt within them is the first one, forw
 
 
 class Stopping:
-    """Stop requests for this process, by signals, time limit or STOP file; only one rank ``looks`` for the file."""
+    """Stop requests for this process, by signals, time limit or STOP file; only one rank ``looks``
+    for the file."""
 
     def __init__(self, *, looks: bool = True) -> None:
-        self.by: str | None = (
-            None  # source: a signal's name, ``stop.after`` or ``a STOP file``; None: no request
-        )
+        # source: a signal's name, ``stop.after`` or ``a STOP file``; None: no request
+        self.by: str | None = None
         self._looks, self._last_check = looks, 0.0
         self._file: Path | None = None
         self._deadline = float("inf")
         self._signals: list[signal.Signals] = []
         self._last_interrupt = 0.0
-        self.early: bool | None = (
-            False  # whether the run has not begun; None: StoppedEarly was raised
-        )
+        # whether the run has not begun; None: StoppedEarly was raised
+        self.early: bool | None = False
 
     def listen(self) -> None:
-        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP from now on: they stop the run after the current step. Before the
-        run has begun they raise :class:`StoppedEarly`. A second SIGINT ends the process at once."""
+        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP from now on: they stop the run after the
+        current step. Before the run has begun they raise :class:`StoppedEarly`. A second SIGINT
+        ends the process at once."""
         self.early = True
         on_stops(self._exit_on_second)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the same signals in this context; afterwards raise them again for the previous handlers. A second
-        SIGINT raises KeyboardInterrupt at once. Outside of the main thread this does nothing."""
+        """Handle the same signals in this context; afterwards raise them again for the previous
+        handlers. A second SIGINT raises KeyboardInterrupt at once. Outside of the main thread this
+        does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -110,7 +109,8 @@ class Stopping:
         return self.by is not None
 
     def _record(self, number: int, *, apart: float = 0.0) -> bool:
-        """Record a signal; return whether it is a repeated SIGINT, at least ``apart`` seconds after the last one."""
+        """Record a signal; return whether it is a repeated SIGINT, at least ``apart`` seconds after
+        the last one."""
         now = time.monotonic()
         again = (
             number == signal.SIGINT

@@ -9,8 +9,9 @@ from torch import nn
 def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     """Return the model's outermost blocks, in order.
 
-    Blocks are the classes in ``names``; else the ``_no_split_modules`` of transformers; else the classes of which a
-    ``ModuleList`` or ``Sequential`` holds several that have layers. Raise ValueError if a named class is missing."""
+    Blocks are the classes in ``names``; else the ``_no_split_modules`` of transformers; else the
+    classes of which a ``ModuleList`` or ``Sequential`` holds several that have layers. Raise
+    ValueError if a named class is missing."""
     classes = set(names)
     present = {type(module).__name__ for module in model.modules()}
     if strange := sorted(classes - present):
@@ -38,9 +39,8 @@ def class_names(modules: Sequence[nn.Module]) -> list[str]:
 
 
 def _class_name(module: nn.Module) -> str:
-    return type(module).__name__.removeprefix(
-        "FSDP"
-    )  # fully_shard replaces the class of a module by a subclass
+    # fully_shard replaces the class of a module by a subclass
+    return type(module).__name__.removeprefix("FSDP")
 
 
 def _repeated(model: nn.Module) -> set[str]:
@@ -73,7 +73,8 @@ def has_batch_statistics(model: nn.Module) -> bool:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether the model has dropout: a dropout layer, or a rate of attention dropout in its config."""
+    """Return whether the model has dropout: a dropout layer, or a rate of attention dropout in its
+    config."""
     config = getattr(model, "config", None)
     rates = [
         getattr(config, name, 0.0)

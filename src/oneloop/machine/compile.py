@@ -1,10 +1,12 @@
-"""torch.compile without changes to the model: each block, or the whole model. State-dict names stay the same.
+"""torch.compile without changes to the model: each block, or the whole model. State-dict names stay
+the same.
 
 >>> compile_(model, "regional")         # before accelerator.prepare, after recompute
 
-``forward`` is compiled, not the module: hooks of FSDP2 and DDP stay outside, and no ``_orig_mod.`` prefix appears. Each
-compiled module is one graph. A graph break is an error, so that no code silently runs uncompiled. If inputs of a second
-shape arrive (samples of several lengths), the module is compiled once more, for dynamic shapes.
+``forward`` is compiled, not the module: hooks of FSDP2 and DDP stay outside, and no ``_orig_mod.``
+prefix appears. Each compiled module is one graph. A graph break is an error, so that no code
+silently runs uncompiled. If inputs of a second shape arrive (samples of several lengths), the
+module is compiled once more, for dynamic shapes.
 """
 
 from collections.abc import Sequence
@@ -29,21 +31,25 @@ def compile_(
     """Compile ``model`` in place; the compilation itself happens at the first call.
 
     Args:
-        model: not yet wrapped or sharded; activation checkpointing (``recompute``) is already applied.
-        scope: ``none``, ``regional`` (each block; blocks of one shape share one compilation) or ``whole``.
-        mode: of torch.compile: default, reduce-overhead (CUDA graphs), max-autotune, max-autotune-no-cudagraphs.
+        model: not yet wrapped or sharded; activation checkpointing (``recompute``) is already
+            applied.
+        scope: ``none``, ``regional`` (each block; blocks of one shape share one compilation) or
+            ``whole``.
+        mode: of torch.compile: default, reduce-overhead (CUDA graphs), max-autotune,
+            max-autotune-no-cudagraphs.
         names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
         sharded: whether FSDP2 will shard the model.
         budget: share of the activations that the compiler keeps (``recompute budget:SHARE``).
         backend: of torch.compile.
 
-    Return the number of compiled modules. Raise ValueError if the model has no blocks, or if ``whole`` is set and FSDP2
-    would shard the model block by block.
+    Return the number of compiled modules. Raise ValueError if the model has no blocks, or if
+    ``whole`` is set and FSDP2 would shard the model block by block.
     """
     if scope == "none":
         if budget is not None:
             raise ValueError(
-                "recompute budget requires machine.compile regional or whole; or set recompute selective"
+                "recompute budget requires machine.compile regional or whole; or set recompute "
+                "selective"
             )
         return 0
     layers = blocks(model, names)
@@ -52,14 +58,13 @@ def compile_(
         raise ValueError(f"compile regional: {none}; set machine.compile whole, or machine.blocks")
     if scope == "whole" and sharded and layers:
         raise ValueError(
-            "machine.compile whole does not work with FSDP2, which gathers block by block; set regional"
+            "machine.compile whole does not work with FSDP2, which gathers block by block; set "
+            "regional"
         )
     if budget is not None:
         torch._functorch.config.activation_memory_budget = budget
-    if mode in (
-        "reduce-overhead",
-        "max-autotune",
-    ):  # CUDA graphs reuse their memory from one forward to the next
+    # CUDA graphs reuse their memory from one forward to the next
+    if mode in ("reduce-overhead", "max-autotune"):
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     compiled = layers if scope == "regional" else [model]
     for module in compiled:

@@ -17,9 +17,9 @@ def hold_frozen(
 ) -> list[str]:
     """Convert frozen parameters in place to their dtypes for the run; return lines for the log.
 
-    ``dtype`` is for matrices, not norms and biases (None: unchanged). ``stored`` is the storage dtype of 4-bit
-    matrices; auto: uint8, or the compute dtype if ``sharded`` by FSDP2. Raise ValueError if nothing is frozen, compute
-    dtypes are mixed, or a dtype cannot be sharded."""
+    ``dtype`` is for matrices, not norms and biases (None: unchanged). ``stored`` is the storage
+    dtype of 4-bit matrices; auto: uint8, or the compute dtype if ``sharded`` by FSDP2. Raise
+    ValueError if nothing is frozen, compute dtypes are mixed, or a dtype cannot be sharded."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if dtype is not None:
@@ -36,7 +36,8 @@ def hold_frozen(
         _store(packed, stored, precision, sharded=sharded)
     elif stored != "auto":
         raise ValueError(
-            f"machine.quant_storage {stored} is given, and nothing is in 4 bits; see task.lora.quantize"
+            f"machine.quant_storage {stored} is given, and nothing is in 4 bits; see "
+            "task.lora.quantize"
         )
     kinds = {
         str(p.dtype).removeprefix("torch.")
@@ -45,7 +46,10 @@ def hold_frozen(
     }
     if precision == "no" and kinds & {"bfloat16"}:
         return [
-            "the frozen model computes in bfloat16; --machine.base_dtype float32 computes in float32"
+            (
+                "the frozen model computes in bfloat16; --machine.base_dtype float32 computes in "
+                "float32"
+            )
         ]
     return []
 
@@ -54,7 +58,8 @@ def _convert_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str
     frozen = list(frozen)
     if not frozen:
         raise ValueError(
-            f"machine.base_dtype {dtype} requires frozen parameters, but none is; see optimizer.groups"
+            f"machine.base_dtype {dtype} requires frozen parameters, but none is; see "
+            "optimizer.groups"
         )
     if precision == "no" and dtype != "float32":
         why = "without mixed precision, and matrix products take one dtype"
@@ -70,17 +75,18 @@ def _convert_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str
 
 
 def rounded(model: nn.Module, dtype: str | None) -> None:
-    """Round frozen float32 matrices to ``dtype`` in place, and keep them stored in float32 (None: unchanged)."""
+    """Round frozen float32 matrices to ``dtype`` in place, and keep them stored in float32 (None:
+    unchanged)."""
     for parameter in model.parameters():
         held = dtype is not None and not parameter.requires_grad and parameter.ndim >= 2
-        if (
-            held and parameter.dtype is torch.float32 and not _in_four_bits(parameter)
-        ):  # as hold_frozen does
+        # as hold_frozen does
+        if held and parameter.dtype is torch.float32 and not _in_four_bits(parameter):
             parameter.data = parameter.data.to(getattr(torch, str(dtype))).float()
 
 
 def count(parameter: Any) -> int:
-    """Return the number of elements of a parameter; of a 4-bit parameter, of the tensor that it encodes."""
+    """Return the number of elements of a parameter; of a 4-bit parameter, of the tensor that it
+    encodes."""
     state = getattr(parameter, "quant_state", None)
     return int(parameter.numel() if state is None else state.shape.numel())
 
@@ -90,15 +96,16 @@ def _in_four_bits(weight: Any) -> bool:
 
 
 def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool) -> None:
-    """Store 4-bit weights in another dtype. FSDP2 shards only floating-point tensors, and casts those that differ from
-    its compute dtype, which would corrupt the packed bytes."""
+    """Store 4-bit weights in another dtype. FSDP2 shards only floating-point tensors, and casts
+    those that differ from its compute dtype, which would corrupt the packed bytes."""
     compute = HALF.get(precision, torch.float32)
     wanted = (compute if sharded else torch.uint8) if stored == "auto" else getattr(torch, stored)
     if sharded and (wanted is torch.uint8 or (precision in HALF and wanted is not compute)):
         name = str(compute).removeprefix("torch.")
         why = "FSDP2 would not shard it" if wanted is torch.uint8 else "FSDP2 would cast its bytes"
         raise ValueError(
-            f"machine.quant_storage {stored} with compute dtype {name}: {why}; set {name} or remove it"
+            f"machine.quant_storage {stored} with compute dtype {name}: {why}; set {name} or "
+            "remove it"
         )
     for module in packed:
         if sharded and precision in HALF:

@@ -1,11 +1,14 @@
-"""Check in every step that its result cannot depend on the parallel layout. A failed check is always an error.
+"""Check in every step that its result cannot depend on the parallel layout. A failed check is
+always an error.
 
-A forward must not change parameters (with ``batch.grain``, nor buffers): each process would change its own copy. Under
-FSDP2 all ranks must run the same units in the same order, and use the same parameters or search for unused ones.
-Otherwise FSDP2 would add gradients to those of other parameters.
+A forward must not change parameters (with ``batch.grain``, nor buffers): each process would change
+its own copy. Under FSDP2 all ranks must run the same units in the same order, and use the same
+parameters or search for unused ones. Otherwise FSDP2 would add gradients to those of other
+parameters.
 
-Nothing is read from the device. To compare what they ran, the ranks add four numbers (:meth:`Checks.hashes`) to the
-small all-reduce that every step makes on the host. They compare them before the step's result is accepted.
+Nothing is read from the device. To compare what they ran, the ranks add four numbers
+(:meth:`Checks.hashes`) to the small all-reduce that every step makes on the host. They compare them
+before the step's result is accepted.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,19 +27,18 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import as_real
 
 SEARCH = "--machine.find_unused_parameters true"
-_MODULI = (
-    1_048_573,
-    1_048_571,
-)  # of the two hashes; sums of their squares over 4,096 ranks are exact in float64
+# of the two hashes; sums of their squares over 4,096 ranks are exact in float64
+_MODULI = (1_048_573, 1_048_571)
 
 
 class Checks:
     """Checks around each micro-batch of training of a prepared ``model``.
 
-    ``parameters``, ``buffers``: raise if a forward changes one. ``report`` gets the first changed tensor's name if that
-    is no error (None: not checked). ``union`` combines flags over all ranks on the host, to find parameters that no
-    rank used; these get no gradient, as on one process (None: all ranks must use the same parameters). ``state``
-    returns the value of a tensor that is compared."""
+    ``parameters``, ``buffers``: raise if a forward changes one. ``report`` gets the first changed
+    tensor's name if that is no error (None: not checked). ``union`` combines flags over all ranks
+    on the host, to find parameters that no rank used; these get no gradient, as on one process
+    (None: all ranks must use the same parameters). ``state`` returns the value of a tensor that is
+    compared."""
 
     def __init__(
         self,
@@ -72,8 +74,9 @@ class Checks:
             self._before = self._now()
 
     def end(self, *, last: bool = True) -> None:
-        """Compare all tensors after the backward, and forget them after the ``last`` micro-batch. Raise Inexact if
-        the forward changed a tensor that it must not change, or froze a parameter."""
+        """Compare all tensors after the backward, and forget them after the ``last`` micro-batch.
+        Raise Inexact if the forward changed a tensor that it must not change, or froze a
+        parameter."""
         if frozen := [name for name, parameter in self._trained if not parameter.requires_grad]:
             raise Inexact(froze(frozen[0]))
         if self._before is None:
@@ -95,7 +98,8 @@ class Checks:
         return tensors, list(map(self._state, tensors))
 
     def drop_unused(self) -> None:
-        """Drop FSDP2's zero gradients of parameters that no rank used. Call it after a step's last backward."""
+        """Drop FSDP2's zero gradients of parameters that no rank used. Call it after a step's last
+        backward."""
         used = self.units.used
         if self._union is not None and used:
             used = self._union(used)
@@ -104,21 +108,22 @@ class Checks:
                 parameter.grad = None
 
     def hashes(self) -> list[float]:
-        """Return two hashes of what this rank ran since the last call, each with its square; empty without FSDP2."""
+        """Return two hashes of what this rank ran since the last call, each with its square; empty
+        without FSDP2."""
         hashes = self.units.hashes(search=self._union is not None)
         return [float(number) for value in hashes for number in (value, value**2)]
 
 
 class Units:
-    """Records which FSDP2 units (modules gathered at once) ran in training, and which of their parameters were used.
-    ``state`` returns the value that is compared before and after a unit's forward (None: not compared)."""
+    """Records which FSDP2 units (modules gathered at once) ran in training, and which of their
+    parameters were used. ``state`` returns the value that is compared before and after a unit's
+    forward (None: not compared)."""
 
     def __init__(self, model: nn.Module, *, state: Callable[[Tensor], Any] | None = None) -> None:
         self._state = state
         self.parameters: list[nn.Parameter] = []  # the trained ones, sharded
-        self.used: list[
-            bool
-        ] = []  # whether each took part in the loss since the last :meth:`hashes`, on this rank
+        # whether each took part in the loss since the last :meth:`hashes`, on this rank
+        self.used: list[bool] = []
         self.calls: list[str] = []  # the units that ran since then
         self.last: tuple[list[str], list[str]] = [], []
         """the input of the last :meth:`hashes`: names of units, and of unused parameters"""
@@ -130,9 +135,8 @@ class Units:
         ]
         for name, module in units:
             held, states = list[tuple[str, Any]](), list[list[Any]]()
-            for group in (
-                one for one in unit_groups(module) if "post_backward" not in vars(one)
-            ):  # once per group
+            # once per group
+            for group in (one for one in unit_groups(module) if "post_backward" not in vars(one)):
                 held += (own := [(names[id(one.sharded_param)], one) for one in group.fsdp_params])
                 trained = [(name, one) for name, one in own if one.sharded_param.requires_grad]
                 self._names += [name for name, _ in trained]
@@ -145,12 +149,10 @@ class Units:
                 partial(self._enter, bare_name(name), held, states),
                 partial(self._leave, held, states),
             )
-            self.closing.callback(
-                module.register_forward_pre_hook(enter).remove
-            )  # after FSDP2's own, which gathers
-            self.closing.callback(
-                module.register_forward_hook(leave, prepend=True).remove
-            )  # before FSDP2's own
+            # after FSDP2's own, which gathers
+            self.closing.callback(module.register_forward_pre_hook(enter).remove)
+            # before FSDP2's own
+            self.closing.callback(module.register_forward_hook(leave, prepend=True).remove)
         self.used = [False] * len(self.parameters)
 
     def _enter(
@@ -181,7 +183,8 @@ class Units:
         post_backward(*given)
 
     def hashes(self, *, search: bool) -> list[int]:
-        """Hash the units that ran and, without ``search``, the unused parameters. Clear both for the next step."""
+        """Hash the units that ran and, without ``search``, the unused parameters. Clear both for
+        the next step."""
         if not self.parameters:
             return []
         unused = (
@@ -196,7 +199,8 @@ class Units:
 
 
 def agree(sums: Sequence[float], ranks: int) -> bool:
-    """Return whether all ranks ran the same; ``sums`` are their summed :meth:`Checks.hashes`. (Cauchy-Schwarz)"""
+    """Return whether all ranks ran the same; ``sums`` are their summed :meth:`Checks.hashes`.
+    (Cauchy-Schwarz)"""
     return all(
         ranks * int(square) == int(total) ** 2
         for total, square in zip(sums[::2], sums[1::2], strict=True)
@@ -210,38 +214,56 @@ def disagreement(ran: Sequence[tuple[list[str], list[str]]]) -> Inexact:
     rank, names = next(
         (rank, unused) for rank, (_, unused) in enumerate(ran) if unused != ran[0][1] or unused
     )
-    apart = f"{', '.join(names[:3])} took no part in the loss of this step on rank {rank}, but did on another rank"
+    apart = (
+        f"{', '.join(names[:3])} took no part in the loss of this step on rank {rank}, but did on "
+        "another rank"
+    )
     return Inexact(
-        f"{apart}; set {SEARCH}, so that the processes compare the parameters that they used in every step"
+        f"{apart}; set {SEARCH}, so that the processes compare the parameters that they used "
+        "in every step"
     )
 
 
 def other_units(calls: Sequence[Sequence[str]]) -> str:
-    """Return the message for ranks, or samples, that run different units; empty if all run the same."""
+    """Return the message for ranks, or samples, that run different units; empty if all run the
+    same."""
     for number in range(max(map(len, calls))):
         ran = {
             (names[number] or "the root") if number < len(names) else "nothing" for names in calls
         }
         if len(ran) > 1:
-            why = "FSDP2 needs all processes to run the same units, and which units run depends on the samples"
-            ways = f"run every unit for every batch, set machine.blocks to them, or use ddp.yaml with {SEARCH}"
+            why = (
+                "FSDP2 needs all processes to run the same units, and which units run depends on "
+                "the samples"
+            )
+            ways = (
+                "run every unit for every batch, set machine.blocks to them, or use ddp.yaml with "
+                f"{SEARCH}"
+            )
             return f"{why}: call {number + 1} of a step was {' or '.join(sorted(ran))}; {ways}"
     return ""
 
 
 def changed(name: str) -> str:
     """Return the message for a forward that changes this tensor."""
-    why = f"a forward in training changes the {name} in place, so the weights would depend on the parallel layout"
+    why = (
+        f"a forward in training changes the {name} in place, so the weights would depend on the "
+        "parallel layout"
+    )
     return f"{why}; change it outside of the forward, or train on one process without batch.grain"
 
 
 def froze(name: str) -> str:
     """Return the message for a forward that freezes this parameter."""
-    return f"{name} was frozen during training; freeze it for the whole run, in model() or by optimizer.groups"
+    return (
+        f"{name} was frozen during training; freeze it for the whole run, in model() or by "
+        "optimizer.groups"
+    )
 
 
 def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
-    """Return a clear error instead of DDP's error about parameters without a gradient; None for any other error."""
+    """Return a clear error instead of DDP's error about parameters without a gradient; None for any
+    other error."""
     if not isinstance(error, RuntimeError) or "Expected to have finished reduction" not in str(
         error
     ):
@@ -256,7 +278,8 @@ def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
 
 
 def search_unused(model: nn.Module) -> bool:
-    """Make FSDP2 reduce zeros for parameters that this rank did not use; return False if torch cannot (before 2.15)."""
+    """Make FSDP2 reduce zeros for parameters that this rank did not use; return False if torch
+    cannot (before 2.15)."""
     if isinstance(model, FSDPModule):
         if not hasattr(model, "set_reduce_scatter_unused_params"):
             return False

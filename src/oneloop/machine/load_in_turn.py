@@ -1,7 +1,9 @@
-"""The processes of a host build the model one after another, so that only one copy at a time is in memory.
+"""The processes of a host build the model one after another, so that only one copy at a time is in
+memory.
 
-The first process writes its weights to a file, which all processes map; FSDP2 then shards the mapped weights. If a
-weight differs on another process, that process keeps its own weight, so that the file changes no model.
+The first process writes its weights to a file, which all processes map; FSDP2 then shards the
+mapped weights. If a weight differs on another process, that process keeps its own weight, so that
+the file changes no model.
 """
 
 import os
@@ -24,10 +26,11 @@ def local_processes() -> int:
 
 
 def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model of ``make``, with its parameters in a mapped file. Call it on every process of a host.
+    """Return the model of ``make``, with its parameters in a mapped file. Call it on every process
+    of a host.
 
-    The file is stored in the temporary folder (``TMPDIR``), and is deleted once the last process has mapped it. Raise
-    OSError if the disk is full."""
+    The file is stored in the temporary folder (``TMPDIR``), and is deleted once the last process
+    has mapped it. Raise OSError if the disk is full."""
     if local_processes() == 1:
         return make()
     folder = (
@@ -48,7 +51,8 @@ def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def _map(model: nn.Module, file: Path) -> None:
-    """Write the parameters to the file if it is missing; else map those that are equal in the file."""
+    """Write the parameters to the file if it is missing; else map those that are equal in the
+    file."""
     offsets, size = [], 0
     for parameter in model.parameters():
         offsets.append((size, parameter))

@@ -1,4 +1,5 @@
-"""Find the largest micro-batch that fits, by real steps in a child process, which may run out of memory.
+"""Find the largest micro-batch that fits, by real steps in a child process, which may run out of
+memory.
 
 >>> def steps():                                     # in the child: builds the model once
 ...     model = ...
@@ -6,7 +7,8 @@
 >>> with Child(steps) as child:
 ...     found = search([1, 2, 4, 8, 16], child.attempt)
 
-This changes only how many samples go through the model at once; the global batch, and so the training, is the same.
+This changes only how many samples go through the model at once; the global batch, and so the
+training, is the same.
 """
 
 import multiprocessing
@@ -40,16 +42,15 @@ class Attempt:
 def search(
     candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fastest: bool = False
 ) -> Attempt:
-    """Return the largest of the micro-batch sizes ``candidates`` that fits into memory, as ``attempt`` finds out.
+    """Return the largest of the micro-batch sizes ``candidates`` that fits into memory, as
+    ``attempt`` finds out.
 
-    ``fastest`` tries all sizes below it, too, and returns the one with the least time per sample. Raise MemoryError if
-    not even the smallest fits."""
+    ``fastest`` tries all sizes below it, too, and returns the one with the least time per sample.
+    Raise MemoryError if not even the smallest fits."""
     ordered = sorted(candidates)
     fitting = [tried for tried in [attempt(ordered[-1])] if tried.fits]
-    low, high = (
-        -1,
-        len(ordered) - 1,
-    )  # indices: the largest known to fit, the smallest known not to fit
+    # indices: the largest known to fit, the smallest known not to fit
+    low, high = -1, len(ordered) - 1
     while not (fitting and fitting[-1].micro == ordered[-1]) and high - low > 1:
         middle = (low + high) // 2
         tried = attempt(ordered[middle])
@@ -82,11 +83,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class Child:
-    """A child process that runs trial steps; after it ran out of memory, the next attempt starts a new one.
+    """A child process that runs trial steps; after it ran out of memory, the next attempt starts a
+    new one.
 
-    ``make``, which the child must be able to import, builds the model and returns the steps, after the ``environment``
-    is set (None removes a variable). ``wait`` is called repeatedly with two flags: whether this process has an answer,
-    and whether the attempt failed. It returns whether all processes have one, and whether any failed."""
+    ``make``, which the child must be able to import, builds the model and returns the steps, after
+    the ``environment`` is set (None removes a variable). ``wait`` is called repeatedly with two
+    flags: whether this process has an answer, and whether the attempt failed. It returns whether
+    all processes have one, and whether any failed."""
 
     def __init__(
         self,
@@ -114,7 +117,8 @@ class Child:
         return self._process is None
 
     def attempt(self, micro: int) -> Attempt:
-        """Run steps with this micro-batch size. Raise RuntimeError if they fail for a reason other than memory."""
+        """Run steps with this micro-batch size. Raise RuntimeError if they fail for a reason other
+        than memory."""
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, child_end = context.Pipe()

@@ -18,20 +18,21 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names of 
 
 
 def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str] = ()) -> nn.Module:
-    """Move the model to its device, and wrap it in DDP or shard it by FSDP2. Build the optimizer afterwards. The
-    classes ``blocks`` are FSDP2 units if accelerate's config names none. Raise BadInput if sharding fails."""
+    """Move the model to its device, and wrap it in DDP or shard it by FSDP2. Build the optimizer
+    afterwards. The classes ``blocks`` are FSDP2 units if accelerate's config names none. Raise
+    BadInput if sharding fails."""
     if not accelerator.is_fsdp2:
-        # One process with a process group: accelerate would wrap it in DDP, and synchronise in every micro-batch.
+        # One process with a process group: accelerate would wrap it in DDP, and synchronise in
+        # every micro-batch.
         prepared = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes == 1)
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
-            prepared.broadcast_buffers = has_batch_statistics(
-                model
-            )  # else every forward broadcasts needlessly
+            # else every forward broadcasts needlessly
+            prepared.broadcast_buffers = has_batch_statistics(model)
         return prepared  # type: ignore[no-any-return]
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    # accelerate requires an optimizer here, and would replace its parameters by address. So it gets a dummy; the real
-    # optimizer is built on the sharded parameters.
+    # accelerate requires an optimizer here, and would replace its parameters by address. So it gets
+    # a dummy; the real optimizer is built on the sharded parameters.
     plugin = accelerator.state.fsdp_plugin
     asked = plugin.transformer_cls_names_to_wrap or list(blocks)
     plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
@@ -53,8 +54,9 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
 
 
 def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
-    """Run the model's forward under autocast with float32 outputs, as accelerate does without FSDP2. FSDP2's own policy
-    would cast at other places, so that results would not be bit-identical."""
+    """Run the model's forward under autocast with float32 outputs, as accelerate does without
+    FSDP2. FSDP2's own policy would cast at other places, so that results would not be
+    bit-identical."""
     context = get_mixed_precision_context_manager(
         accelerator.native_amp, accelerator.autocast_handler
     )
@@ -66,7 +68,8 @@ def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def _without_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Return the classes that do not contain the input embedding: accelerate shards it separately, and only once."""
+    """Return the classes that do not contain the input embedding: accelerate shards it separately,
+    and only once."""
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
     outer = {
         type(module).__name__
@@ -77,7 +80,8 @@ def _without_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:
 
 
 def sharded_precision(precision: str) -> Any:
-    """Return FSDP2's policy: compute in half precision, reduce and accumulate gradients in float32. None: no policy."""
+    """Return FSDP2's policy: compute in half precision, reduce and accumulate gradients in float32.
+    None: no policy."""
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if precision not in HALF:

@@ -2,8 +2,8 @@
 
 >>> recompute(model, "full")            # before accelerator.prepare; state-dict names stay the same
 
-Results are bit-identical, dropout included: the random state of the forward is restored for the recomputation.
-(Chen et al. 2016; selective: Korthikanti et al. 2022, as in torch.utils.checkpoint.)
+Results are bit-identical, dropout included: the random state of the forward is restored for the
+recomputation. (Chen et al. 2016; selective: Korthikanti et al. 2022, as in torch.utils.checkpoint.)
 """
 
 import inspect
@@ -32,19 +32,21 @@ def recompute(
 ) -> int:
     """Apply activation checkpointing to blocks of ``model``, in place.
 
-    Args: ``model``: not yet wrapped, sharded or compiled. ``mode``: ``none``; ``full``: keep only each block's input;
-    ``every:K``: the same for each K-th block; ``selective``: also keep the results of matrix products and attention.
-    ``names``: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`. ``offload``: keep the inputs in
-    pinned host memory; not for ``selective``.
+    Args: ``model``: not yet wrapped, sharded or compiled. ``mode``: ``none``; ``full``: keep only
+    each block's input; ``every:K``: the same for each K-th block; ``selective``: also keep the
+    results of matrix products and attention.
+    ``names``: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`. ``offload``:
+    keep the inputs in pinned host memory; not for ``selective``.
 
-    Returns the number of blocks that recompute. Raises ValueError: the mode is unknown, the model has no (or too few)
-    blocks, or offload does not fit the mode.
+    Returns the number of blocks that recompute. Raises ValueError: the mode is unknown, the model
+    has no (or too few) blocks, or offload does not fit the mode.
     """
     kind, share = parsed(mode)
     if kind in ("none", "budget"):
         if offload:
             raise ValueError(
-                f"offload requires recompute full or every:K, got {mode}, which keeps nothing by block"
+                f"offload requires recompute full or every:K, got {mode}, which keeps nothing "
+                "by block"
             )
         return 0
     layers = blocks(model, names)
@@ -57,7 +59,8 @@ def recompute(
     chosen = layers[step - 1 :: step]
     if not chosen:
         raise ValueError(
-            f"recompute {mode}: {type(model).__name__} has only {len(layers)} blocks; choose a smaller K"
+            f"recompute {mode}: {type(model).__name__} has only {len(layers)} blocks; choose a "
+            "smaller K"
         )
     contexts = (
         partial(create_selective_checkpoint_contexts, _kept_operations())
@@ -70,7 +73,8 @@ def recompute(
 
 
 def parsed(mode: str) -> tuple[str, float]:
-    """Parse a mode as ("full", 0), ("every", K), ("budget", share) … Raise ValueError if it is unknown."""
+    """Parse a mode as ("full", 0), ("every", K), ("budget", share) … Raise ValueError if it is
+    unknown."""
     kind, colon, text = mode.partition(":")
     try:
         share = float(text) if colon else 0.0
@@ -102,9 +106,8 @@ def _recomputing(
 ) -> Callable[..., Any]:
     options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
     if contexts and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
-        options["respect_saved_tensors_hooks"] = (
-            True  # torch 2.15: hooks can count and offload kept tensors
-        )
+        # torch 2.15: hooks can count and offload kept tensors
+        options["respect_saved_tensors_hooks"] = True
 
     @wraps(forward)
     def inner(*args: Any, **kwargs: Any) -> Any:
@@ -130,7 +133,8 @@ def _forward_on_device(forward: Callable[..., Any], inputs: list[Any], **kwargs:
 
 
 class _Offloaded:
-    """A block's input: the tensor itself in the forward, then a copy in host memory until the backward."""
+    """A block's input: the tensor itself in the forward, then a copy in host memory until the
+    backward."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
@@ -147,6 +151,7 @@ class _Offloaded:
         assert self._tensor is not None
         pinned = self._device.type == "cuda"
         self._copy = torch.empty(self._tensor.shape, dtype=self._tensor.dtype, pin_memory=pinned)
-        # On the compute stream, so that the copy is ordered with the kernels that write this memory.
+        # On the compute stream, so that the copy is ordered with the kernels that write this
+        # memory.
         self._copy.copy_(self._tensor.detach(), non_blocking=pinned)
         self._tensor = None

@@ -1,14 +1,16 @@
-"""How the gradients of a step are summed: as torch adds them, or in one fixed tree over the micro-batches.
+"""How the gradients of a step are summed: as torch adds them, or in one fixed tree over the
+micro-batches.
 
 >>> reduction = Tree(model, parameters, ranks=2, accumulate=4)
 >>> for batch in group:                                   # one leaf each
 ...     with accelerator.accumulate(model), reduction:    # after the last one, .grad is their sum
 ...         accelerator.backward(loss(batch) * reduction.factor / weight)
 
-A leaf is a micro-batch that holds the same samples under every parallel layout. On one process a binary counter adds
-the leaves. Between processes, an all-to-all gives each process its piece of all gradients, which it adds in the same
-tree. With one exchange per step (DDP), a process holds neighbouring leaves. FSDP2 reduces in every micro-batch, so
-neighbouring leaves are on neighbouring processes.
+A leaf is a micro-batch that holds the same samples under every parallel layout. On one process a
+binary counter adds the leaves. Between processes, an all-to-all gives each process its piece of all
+gradients, which it adds in the same tree. With one exchange per step (DDP), a process holds
+neighbouring leaves. FSDP2 reduces in every micro-batch, so neighbouring leaves are on neighbouring
+processes.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,18 +30,19 @@ from oneloop.machine.layout_checks import Checks, unreduced
 
 
 class Reduction:
-    """Gradient sums of autograd, DDP and FSDP2; a context around forward and backward of each micro-batch.
+    """Gradient sums of autograd, DDP and FSDP2; a context around forward and backward of each
+    micro-batch.
 
-    DDP and FSDP2 are set to sum over ranks instead of averaging. So autograd sees the same loss under every parallel
-    layout, which matters if a backward is not linear (for example, a hook that clamps gradients).
+    DDP and FSDP2 are set to sum over ranks instead of averaging. So autograd sees the same loss
+    under every parallel layout, which matters if a backward is not linear (for example, a hook that
+    clamps gradients).
 
-    The model is as prepared: on one process, under DDP, or sharded by FSDP2. Each process has ``accumulate``
-    micro-batches per step, to which the ``checks`` apply."""
+    The model is as prepared: on one process, under DDP, or sharded by FSDP2. Each process has
+    ``accumulate`` micro-batches per step, to which the ``checks`` apply."""
 
     def __init__(self, model: nn.Module, *, accumulate: int, checks: Checks | None = None) -> None:
-        self.factor = (
-            accumulate  # factor of the loss, which undoes accelerate's mean over the micro-batches
-        )
+        # factor of the loss, which undoes accelerate's mean over the micro-batches
+        self.factor = accumulate
         self._accumulate, self._leaves = accumulate, 0
         self._checks = checks or Checks(nn.Module())
         self._names = [
@@ -49,9 +52,8 @@ class Reduction:
         ]
         self._replicated = isinstance(model, DistributedDataParallel)
         if isinstance(model, DistributedDataParallel):
-            model.register_comm_hook(
-                self, lambda own, bucket: own._exchange(bucket)
-            )  # torch reads annotations
+            # torch reads annotations
+            model.register_comm_hook(self, lambda own, bucket: own._exchange(bucket))
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -78,20 +80,21 @@ class Reduction:
     def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Sum a bucket over the ranks (DDP communication hook)."""
         buffer = bucket.buffer()
-        summed = dist.all_reduce(
-            buffer, async_op=True
-        ).get_future()  # its value() raises if the collective failed
+        # its value() raises if the collective failed
+        summed = dist.all_reduce(buffer, async_op=True).get_future()
         return cast(
             "torch.futures.Future[Tensor]", summed.then(lambda done: (done.value(), buffer)[1])
         )
 
 
 class Tree(Reduction):
-    """Gradient sums in one fixed binary tree over the leaves of a step: bit-identical on any number of processes.
+    """Gradient sums in one fixed binary tree over the leaves of a step: bit-identical on any number
+    of processes.
 
-    The model is as for :class:`Reduction`; under FSDP2, it is sharded over one dimension. The numbers of processes
-    (``ranks``) and of leaves per process (``accumulate``) are powers of two. ``parameters`` are the trained ones. Under
-    FSDP2, ``see`` is called with the gradients of a leaf before they are summed."""
+    The model is as for :class:`Reduction`; under FSDP2, it is sharded over one dimension. The
+    numbers of processes (``ranks``) and of leaves per process (``accumulate``) are powers of two.
+    ``parameters`` are the trained ones. Under FSDP2, ``see`` is called with the gradients of a leaf
+    before they are summed."""
 
     def __init__(
         self,
@@ -109,9 +112,8 @@ class Tree(Reduction):
             {id(p): index for index, p in enumerate(parameters)},
         )
         self._ranks = ranks
-        self._sums: list[
-            tuple[int, list[Tensor | None]]
-        ] = []  # (level, sums of 2^level leaves), the largest first
+        # (level, sums of 2^level leaves), the largest first
+        self._sums: list[tuple[int, list[Tensor | None]]] = []
         self._in_flight: list[tuple[Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
         self._searching = bool(getattr(model, "find_unused_parameters", False))
         for module in model.modules():
@@ -120,7 +122,8 @@ class Tree(Reduction):
 
     @torch.no_grad()
     def _take(self, *, last: bool) -> None:
-        """Move the gradients of one leaf into the tree; after the last leaf, ``.grad`` holds the sums of all leaves."""
+        """Move the gradients of one leaf into the tree; after the last leaf, ``.grad`` holds the
+        sums of all leaves."""
         if last:
             if not self._replicated:  # under DDP the hook did it, bucket by bucket
                 sums = self._add_up(
@@ -141,23 +144,24 @@ class Tree(Reduction):
         self._sums.append((level, mine))
         if self._searching and self._leaves == self._accumulate - 1:
             for index, parameter in enumerate(self._parameters):
-                if any(
-                    sums[index] is not None for _, sums in self._sums
-                ):  # DDP must treat it as used
+                # DDP must treat it as used
+                if any(sums[index] is not None for _, sums in self._sums):
                     parameter.grad = torch.zeros_like(parameter)
 
     def _add_up(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """Add the earlier sums of the tree to the last leaf's gradients of these parameters, in place."""
+        """Add the earlier sums of the tree to the last leaf's gradients of these parameters, in
+        place."""
         indices = [self._index[id(parameter)] for parameter in parameters]
         for _, earlier in reversed(self._sums):
             gradients = _added(gradients, [earlier[index] for index in indices])
         return gradients
 
     def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Sum a bucket over the ranks in the tree, while the last leaf's backward runs (DDP communication hook).
-        Each rank adds its piece of all ranks' sums; then all gather the pieces (the bytes of a ring all-reduce)."""
+        """Sum a bucket over the ranks in the tree, while the last leaf's backward runs (DDP
+        communication hook). Each rank adds its piece of all ranks' sums; then all gather the pieces
+        (the bytes of a ring all-reduce)."""
         with torch.no_grad():
             buffer, mine = bucket.buffer(), bucket.parameters()
             views = [  # views of the bucket, in the parameters' strides
@@ -172,9 +176,8 @@ class Tree(Reduction):
                 devices=[] if buffer.device.type == "cpu" else [buffer.device]
             )
             self._in_flight.append((work, received, buffer, future))
-            while len(self._in_flight) > (
-                0 if bucket.is_last() else 1
-            ):  # in the same order on all ranks
+            # in the same order on all ranks
+            while len(self._in_flight) > (0 if bucket.is_last() else 1):
                 self._gather(*self._in_flight.pop(0))
         return future
 
@@ -187,7 +190,8 @@ class Tree(Reduction):
 
 
 def _added(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the element-wise sums, in the memory of the first argument; a missing gradient counts as zero."""
+    """Return the element-wise sums, in the memory of the first argument; a missing gradient counts
+    as zero."""
     both = [(a, b) for a, b in zip(some, others, strict=True) if a is not None and b is not None]
     if both:
         torch._foreach_add_([local(a) for a, _ in both], [local(b) for _, b in both])

@@ -21,7 +21,8 @@ class ReplicasDiffer(RuntimeError):
 
 
 def replica_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """Return the process group of the ranks that hold the same parameters as this rank; None if there is no other."""
+    """Return the process group of the ranks that hold the same parameters as this rank; None if
+    there is no other."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return None
     parameter = next(iter(model.parameters()))
@@ -33,10 +34,12 @@ def replica_group(model: nn.Module) -> dist.ProcessGroup | None:
 
 
 def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None:
-    """Compare hashes of parameters and optimizer state between replicas. Collective; one all-gather and one host sync.
+    """Compare hashes of parameters and optimizer state between replicas. Collective; one all-gather
+    and one host sync.
 
-    ``torch.hash_tensor`` covers the bits of every element, so one flipped bit always changes it. Pure FSDP2 and one
-    process have no replicas: nothing is compared. Raise ReplicasDiffer on all ranks, with the rank and the tensor."""
+    ``torch.hash_tensor`` covers the bits of every element, so one flipped bit always changes it.
+    Pure FSDP2 and one process have no replicas: nothing is compared. Raise ReplicasDiffer on all
+    ranks, with the rank and the tensor."""
     group = replica_group(model)
     if group is None:
         return

@@ -1,1 +1,2 @@
-"""Metrics of a run, for example where its time goes; there is no host sync between two log steps."""
+"""Metrics of a run, for example where its time goes; there is no host sync between two log
+steps."""

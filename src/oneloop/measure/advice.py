@@ -1,4 +1,5 @@
-"""Advice: which setting would save the most time (data-loading workers, batch size, how often to evaluate and save)."""
+"""Advice: which setting would save the most time (data-loading workers, batch size, how often to
+evaluate and save)."""
 
 import math
 import time
@@ -24,11 +25,13 @@ def diagnosis(
     eval_every: int = 0,
     save_every: int = 0,
 ) -> str:
-    """Return the largest part of the time that a setting could spare, or that the model's own work fills the time;
-    after a colon, what to change, if ``shares`` cover :data:`LONG_ENOUGH` and a change helps in a run of ``steps``.
+    """Return the largest part of the time that a setting could spare, or that the model's own work
+    fills the time; after a colon, what to change, if ``shares`` cover :data:`LONG_ENOUGH` and a
+    change helps in a run of ``steps``.
 
-    ``shares`` are those of a :class:`~oneloop.measure.clock.Clock`, ``workers`` those of this process, ``cores`` those
-    that could load data (0: they train). ``eval_every`` and ``save_every`` are in steps (0: at the end only)."""
+    ``shares`` are those of a :class:`~oneloop.measure.clock.Clock`, ``workers`` those of this
+    process, ``cores`` those that could load data (0: they train). ``eval_every`` and ``save_every``
+    are in steps (0: at the end only)."""
     if not any(shares.values()):
         return ""  # nothing was measured yet
 
@@ -70,7 +73,8 @@ def _rarer(key: str, every: int, times: float, steps: int) -> str:
 
 
 class Advice:
-    """Repeats the advice of :func:`diagnosis` only if it names another phase, at most once per ``interval`` seconds."""
+    """Repeats the advice of :func:`diagnosis` only if it names another phase, at most once per
+    ``interval`` seconds."""
 
     def __init__(self, *, interval: float = 1.0, **about: Any) -> None:
         self._interval, self._about = interval, about
@@ -94,7 +98,8 @@ class Advice:
 
 
 def _more_workers(share: float, workers: int, cores: int) -> str:
-    """Return advice for this share of time spent waiting for data: more workers, or cheaper samples."""
+    """Return advice for this share of time spent waiting for data: more workers, or cheaper
+    samples."""
     if not cores:
         return "make the samples cheaper to load"
     times = 1.0 / (1.0 - min(share, 0.95))  # factor of the load rate that removes the wait

@@ -11,8 +11,9 @@ import torch
 Item = TypeVar("Item")
 
 PHASES = ("data", "transfer", "compute", "update", "evaluate", "save", "other")
-"""waiting for data; waiting for its copy to the device; forward and backward (with the reduction of gradients); norm,
-clipping, optimizer and EMA weights; evaluation; the copy before a checkpoint; the rest"""
+"""waiting for data; waiting for its copy to the device; forward and backward (with the reduction of
+gradients); norm, clipping, optimizer and EMA weights; evaluation; the copy before a checkpoint; the
+rest"""
 
 _ON_DEVICE = ("data", "transfer", "compute", "update")
 _STEP = "step"
@@ -33,14 +34,14 @@ class Clock:
         """Drop all marks; measure from now on."""
         self._spent: dict[str, float] = defaultdict(float)
         self._steps: list[float] = []
-        self._marks: list[
-            tuple[str, float]
-        ] = []  # (phase, time) not yet summed, which keeps the cost per step low
+        # (phase, time) not yet summed, which keeps the cost per step low
+        self._marks: list[tuple[str, float]] = []
         self._events.clear()
         self._last = self._began = self._since = perf_counter()
 
     def mark(self, phase: str) -> None:
-        """Attribute the time since the last mark to ``phase``. No host sync; costs about 1 us (with a GPU, 3 us)."""
+        """Attribute the time since the last mark to ``phase``. No host sync; costs about 1 us (with
+        a GPU, 3 us)."""
         self._marks.append((phase, perf_counter()))
         if self._on_device:
             event = torch.Event(self._device, enable_timing=True)
@@ -77,8 +78,8 @@ class Clock:
     def read(self) -> dict[str, float]:
         """Return metrics since the last read, and restart. On a GPU, call it after a device sync.
 
-        These are shares of the time, which sum to 1, the median and interquartile range of the seconds per step, and
-        the total ``seconds`` without evaluation and saving."""
+        These are shares of the time, which sum to 1, the median and interquartile range of the
+        seconds per step, and the total ``seconds`` without evaluation and saving."""
         self._sum()
         spent = dict(self._spent)
         if self._on_device:
@@ -108,7 +109,8 @@ class Clock:
         }
 
     def _of_device(self, seconds: float) -> dict[str, float]:
-        """Divide the host's seconds for the device phases in proportion to the device's own times."""
+        """Divide the host's seconds for the device phases in proportion to the device's own
+        times."""
         spent: dict[str, float] = defaultdict(float)
         for marks in self._events:
             for (_, before), (phase, event) in pairwise(marks):

@@ -1,8 +1,8 @@
 """Hashes of tensors that depend on every element and its position, and not on the sharding.
 
-A hash is the sum, modulo 2^64, of each element's bits times an odd number that depends on its index (multilinear
-hashing: Lemire & Kaser 2014). One changed element always changes the hash, and shards are summed in any order. Hashes
-are computed on the tensors' device.
+A hash is the sum, modulo 2^64, of each element's bits times an odd number that depends on its index
+(multilinear hashing: Lemire & Kaser 2014). One changed element always changes the hash, and shards
+are summed in any order. Hashes are computed on the tensors' device.
 
 >>> read = fingerprint({"weight": weight})               # collective
 >>> read["bits"]
@@ -27,9 +27,10 @@ _AT_ONCE = 1 << 20  # elements
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a hash of all tensors as 16 hexadecimal digits (``bits``), and two bytes (little-endian) of each tensor's
-    hash in the order of the names, in base64 (``bits_of``). Collective; one host sync; an all-reduce if any is sharded.
-    Raise ValueError if a tensor is not sharded by rows over one mesh dimension."""
+    """Return a hash of all tensors as 16 hexadecimal digits (``bits``), and two bytes
+    (little-endian) of each tensor's hash in the order of the names, in base64 (``bits_of``).
+    Collective; one host sync; an all-reduce if any is sharded. Raise ValueError if a tensor is not
+    sharded by rows over one mesh dimension."""
     if not tensors:
         return {"bits": f"{0:016x}", "bits_of": ""}
     ordered = [tensors[name] for name in sorted(tensors)]

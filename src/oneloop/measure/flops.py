@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-_TFLOPS = """GB200: 2500 2500 80; B200: 2250 2250 80; H200: 989 989 67; GH200: 989 989 67; H100 PCIe: 756 756 51
+_TFLOPS = """GB200: 2500 2500 80; B200: 2250 2250 80; H200: 989 989 67; GH200: 989 989 67
+H100 PCIe: 756 756 51
 H100 NVL: 835 835 60; H100: 989 989 67; A100: 312 312 19.5; A10G: 70 70 35; L40S: 362 362 91.6
 L4: 121 121 30.3; V100: 0 125 15.7; T4: 0 65 8.1; 4090: 165 165 82.6; 3090: 71 71 35.6
 MI300X: 1307 1307 163; MI250X: 383 383 47.9"""
@@ -33,17 +34,16 @@ IN_PLACE = {
 class Operations(FlopCounterMode):
     """Counts the floating-point operations in its context; a multiply-add counts as two.
 
-    Unlike torch's counter, it does not count activation checkpointing's recomputation, which runs in the backward with
-    gradients enabled."""
+    Unlike torch's counter, it does not count activation checkpointing's recomputation, which runs
+    in the backward with gradients enabled."""
 
     def __init__(self, *, modules: bool = False) -> None:
         super().__init__(display=False, custom_mapping=IN_PLACE)
         tracker: Any = nullcontext()
         tracker.parents = {"Global"}
         if not modules:
-            self.mod_tracker = (
-                tracker  # torch's hooks break a model that differentiates in its forward
-            )
+            # torch's hooks break a model that differentiates in its forward
+            self.mod_tracker = tracker
         self.backward = False  # whether the forward is over; set by the caller
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
@@ -59,7 +59,8 @@ class Operations(FlopCounterMode):
 def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
     """Return the peak FLOP/s of the device, and the source of that number.
 
-    The source is :data:`PEAKS` if it has the device; else the peak is measured with square matrix products."""
+    The source is :data:`PEAKS` if it has the device; else the peak is measured with square matrix
+    products."""
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
         for known, peaks in PEAKS.items():
@@ -69,7 +70,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None) -> float:
-    """Measure the FLOP/s of the fastest of several (``side``, ``side``) matrix products; takes about 0.05 s."""
+    """Measure the FLOP/s of the fastest of several (``side``, ``side``) matrix products; takes
+    about 0.05 s."""
     side = side or (512 if device.type == "cpu" else 8192)
     a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
     best, until = float("inf"), time.perf_counter() + 0.05
@@ -90,7 +92,8 @@ def _wait(device: torch.device) -> None:
 
 
 def utilisation(device: torch.device) -> float:
-    """Return the share of the driver's last sampling period (up to 1 s) in which a kernel ran; NaN if unknown."""
+    """Return the share of the driver's last sampling period (up to 1 s) in which a kernel ran; NaN
+    if unknown."""
     handle = _handle(device)
     if handle is None:
         return math.nan
@@ -104,7 +107,8 @@ def utilisation(device: torch.device) -> float:
 
 @cache
 def _handle(device: torch.device) -> Any:
-    """Return NVML's handle, or None. Found by UUID, because CUDA_VISIBLE_DEVICES changes the device indices."""
+    """Return NVML's handle, or None. Found by UUID, because CUDA_VISIBLE_DEVICES changes the device
+    indices."""
     if device.type != "cuda" or torch.version.hip:
         return None
     try:

@@ -17,9 +17,11 @@ from oneloop.measure.update_ratio import ExactUpdateRatio, UpdateRatio
 
 
 class Sums:
-    """Sums over one step of the loss and of named metrics (0-dim outputs), weighted by the micro-batch.
+    """Sums over one step of the loss and of named metrics (0-dim outputs), weighted by the
+    micro-batch.
 
-    ``apart`` keeps one row per micro-batch, so that the order of the sum is the same under every parallel layout."""
+    ``apart`` keeps one row per micro-batch, so that the order of the sum is the same under every
+    parallel layout."""
 
     def __init__(self, names: Sequence[str] = (), *, apart: bool = False) -> None:
         self._names, self._apart = names, apart
@@ -56,13 +58,16 @@ OWN_METRICS = frozenset(f"train/{name}" for name in _OWN)  # training metrics of
 
 
 class Meter:
-    """Metrics since the last :meth:`read`: loss, throughput, gradient norm, update ratio, memory and time shares.
+    """Metrics since the last :meth:`read`: loss, throughput, gradient norm, update ratio, memory
+    and time shares.
 
-    Args: ``accelerator``: its ranks share the metrics. ``parameters``: parameters whose update ratio is measured.
-    ``flops``: floating-point operations of training on one sample (0: unknown). ``peak``: peak FLOP/s of one device (0:
-    unknown). ``tokens``: whether the weight counts tokens. ``metrics``: names of the metrics that :meth:`step` gets;
-    their weighted means are logged as train/NAME. ``leaf``: with batch.grain, maps (rank, n) to the index of the rank's
-    n-th leaf in the step; makes metrics bit-identical under every parallel layout. ``leaves``: leaves per step on each
+    Args: ``accelerator``: its ranks share the metrics. ``parameters``: parameters whose update
+        ratio is measured.
+    ``flops``: floating-point operations of training on one sample (0: unknown). ``peak``: peak
+    FLOP/s of one device (0: unknown). ``tokens``: whether the weight counts tokens. ``metrics``:
+    names of the metrics that :meth:`step` gets; their weighted means are logged as train/NAME.
+    ``leaf``: with batch.grain, maps (rank, n) to the index of the rank's n-th leaf in the step;
+    makes metrics bit-identical under every parallel layout. ``leaves``: leaves per step on each
     rank.
     """
 
@@ -91,15 +96,12 @@ class Meter:
         self._norm = torch.zeros((), device=device)
         self._names = tuple(metrics)
         self._leaf, self._leaves = leaf, leaves
-        shape = (
-            (len(self._names),) if leaf is None else (leaves, 1 + len(self._names))
-        )  # leaves include the loss
+        # leaves include the loss
+        shape = (len(self._names),) if leaf is None else (leaves, 1 + len(self._names))
         self._metrics = torch.zeros(shape, dtype=self._wide, device=device)
         self._weight = 0.0
-        self._timed_weight, self._timed_samples = (
-            0.0,
-            0,
-        )  # since the clock started: a checkpoint holds no times
+        # since the clock started: a checkpoint holds no times
+        self._timed_weight, self._timed_samples = 0.0, 0
         self._update = UpdateRatio(parameters) if leaf is None else ExactUpdateRatio(parameters)
 
     def before_update(self, measured: bool = True) -> None:
@@ -118,9 +120,10 @@ class Meter:
     ) -> None:
         """Add one step; no host sync, and no device work without named metrics.
 
-        Args: ``loss``: this rank's summed loss, 0-dim, kept without a copy; with leaves, shape (leaves,). ``weight``:
-        total weight of the global batch. ``samples``: samples of the global batch. ``norm``: global gradient norm
-        before clipping. ``metrics``: this rank's weighted sums, shape (names,); with leaves, (leaves, names).
+        Args: ``loss``: this rank's summed loss, 0-dim, kept without a copy; with leaves, shape
+        (leaves,). ``weight``: total weight of the global batch. ``samples``: samples of the global
+        batch. ``norm``: global gradient norm before clipping. ``metrics``: this rank's weighted
+        sums, shape (names,); with leaves, (leaves, names).
         """
         if self._leaf is not None:
             self._metrics += torch.cat(
@@ -139,10 +142,12 @@ class Meter:
         self._norm = norm
 
     def read(self, own: Sequence[float] = (0.0,)) -> dict[str, float]:
-        """Return the metrics since the last read; one all-gather and one host sync. Collective: call on every rank.
+        """Return the metrics since the last read; one all-gather and one host sync. Collective:
+        call on every rank.
 
-        ``own`` is what this rank measured alone: first, how long it waited for data per step, in seconds. The values of
-        all ranks are then in :attr:`own`. (Only a wait that also left the device idle counts.)"""
+        ``own`` is what this rank measured alone: first, how long it waited for data per step, in
+        seconds. The values of all ranks are then in :attr:`own`. (Only a wait that also left the
+        device idle counts.)"""
         update = self._update.values(self._norm)
         values = [self._norm, *update, *self._metrics.flatten()]
         host = [
@@ -192,9 +197,11 @@ class Meter:
     def _gathered(
         self, values: list[Tensor], host: list[float]
     ) -> tuple[list[float], list[list[float]]]:
-        """Gather each rank's summed loss, and its other metrics: 0-dim tensors ``values`` and numbers ``host``.
+        """Gather each rank's summed loss, and its other metrics: 0-dim tensors ``values`` and
+        numbers ``host``.
 
-        The host adds the losses one by one, so that their sum does not depend on when the run saved."""
+        The host adds the losses one by one, so that their sum does not depend on when the run
+        saved."""
         single = torch.stack([*self._losses, *values])
         mine = torch.cat([*self._chunks, single]) if self._chunks else single
         self._losses, self._chunks = [], []
@@ -225,7 +232,8 @@ class Meter:
         return {**state, "figures": [row[1:] for row in others]} if self._names else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the sums, bit-identically on the same number of ranks; otherwise rank 0 gets the totals."""
+        """Restore the sums, bit-identically on the same number of ranks; otherwise rank 0 gets the
+        totals."""
         if self._leaf is not None:
             self._load_leaves(state)
             return
@@ -257,10 +265,8 @@ class Meter:
     def _load_leaves(self, state: dict[str, Any]) -> None:
         rows = torch.tensor(state.get("leaves", []), dtype=self._wide, device=self._metrics.device)
         ranks, rank = self._accelerator.num_processes, self._accelerator.process_index
-        same = rows.ndim == 2 and rows.shape == (
-            ranks * self._leaves,
-            self._metrics.shape[1],
-        )  # else from zero
+        # else from zero
+        same = rows.ndim == 2 and rows.shape == (ranks * self._leaves, self._metrics.shape[1])
         assert self._leaf is not None
         mine = [self._leaf(rank, leaf) for leaf in range(self._leaves)]
         self._metrics = rows[mine] if same else torch.zeros_like(self._metrics)

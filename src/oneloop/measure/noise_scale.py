@@ -9,9 +9,9 @@ The sensor knows about ranks and micro-batches; the estimator works on plain num
 >>> noise.add(*sensor.read(global_weight, samples), norm=float(global_norm(parameters)))
 >>> noise.value                                        # samples
 
-A part is a share of the step, for example a micro-batch. The gradient of a part with weight w is G plus noise of
-variance tr(S) / w. So |G|^2 and tr(S) follow from the squared norms of the parts' gradients and of the step's gradient,
-which is their mean. B_simple = tr(S) / |G|^2.
+A part is a share of the step, for example a micro-batch. The gradient of a part with weight w is G
+plus noise of variance tr(S) / w. So |G|^2 and tr(S) follow from the squared norms of the parts'
+gradients and of the step's gradient, which is their mean. B_simple = tr(S) / |G|^2.
 """
 
 import math
@@ -31,15 +31,17 @@ from oneloop.basics.exact_sums import digit_rows, rounded_sum, square_sum
 
 
 class Sensor:
-    """Measures squared gradient norms of a step's parts before they are summed; costs nothing in other steps.
+    """Measures squared gradient norms of a step's parts before they are summed; costs nothing in
+    other steps.
 
-    A part is a micro-batch of one rank. Under FSDP2, which first sums a rank's micro-batches, it is the rank's share of
-    the step, unless ``exact``.
+    A part is a micro-batch of one rank. Under FSDP2, which first sums a rank's micro-batches, it is
+    the rank's share of the step, unless ``exact``.
 
-    Args: ``accelerator``: its ranks share the step; the loss scale of its scaler is undone. ``model``: as prepared.
-    ``exact``: results are bit-identical under every parallel layout. Gradients of each micro-batch are summed over the
-    ranks separately; under FSDP2 the caller passes them to :meth:`see`. ``summed``: gradients are summed over the
-    ranks, not averaged as DDP and FSDP2 do by default.
+    Args: ``accelerator``: its ranks share the step; the loss scale of its scaler is undone.
+        ``model``: as prepared.
+    ``exact``: results are bit-identical under every parallel layout. Gradients of each micro-batch
+    are summed over the ranks separately; under FSDP2 the caller passes them to :meth:`see`.
+    ``summed``: gradients are summed over the ranks, not averaged as DDP and FSDP2 do by default.
     """
 
     def __init__(
@@ -65,7 +67,8 @@ class Sensor:
 
     @staticmethod
     def why_not(ranks: int, accumulate: int, *, sharded: bool) -> str | None:
-        """Return why a layout cannot measure the noise scale, or None. With batch.grain, pass ``sharded=False``."""
+        """Return why a layout cannot measure the noise scale, or None. With batch.grain, pass
+        ``sharded=False``."""
         if ranks * (1 if sharded else accumulate) > 1:
             return None
         return "a step has only one micro-batch; set batch.micro to half of it"
@@ -110,12 +113,14 @@ class Sensor:
             self._norms, self._weight = [], 0.0
 
     def read(self, weight: float, samples: int) -> tuple[float, float, float]:
-        """Return the statistics of the last measured step, whose summed loss was divided by ``weight``, with
-        ``samples`` over all ranks. Collective; one all-reduce and one host sync.
+        """Return the statistics of the last measured step, whose summed loss was divided by
+        ``weight``, with ``samples`` over all ranks. Collective; one all-reduce and one host sync.
 
-        They are the mean squared norm of the parts' mean gradients, the mean of 1 / samples of a part, and 1 / samples
-        of the step. NaN if all parts have weight 0; :meth:`NoiseScale.add` ignores NaN."""
-        # Parts' gradients are divided by the step's weight, and scaled: undo both, and divide by the part's weight.
+        They are the mean squared norm of the parts' mean gradients, the mean of 1 / samples of a
+        part, and 1 / samples of the step. NaN if all parts have weight 0; :meth:`NoiseScale.add`
+        ignores NaN."""
+        # Parts' gradients are divided by the step's weight, and scaled: undo both, and divide by
+        # the part's weight.
         squares = [square.double().cpu() for square, _ in self._parts]
         undone = [(weight / (self._means * own * self._scale)) ** 2 for _, own in self._parts]
         if self._exact:
@@ -176,7 +181,8 @@ class _MeasuredReduceScatter(DefaultReduceScatter):
 
 
 class NoiseScale:
-    """Estimator of the noise scale: the ratio of the means of tr(S) and |G|^2 over the last ``window`` measurements.
+    """Estimator of the noise scale: the ratio of the means of tr(S) and |G|^2 over the last
+    ``window`` measurements.
 
     Single measurements are far too noisy."""
 
@@ -188,8 +194,9 @@ class NoiseScale:
     ) -> None:
         """Add the measurement of one step.
 
-        Args: ``small_square``: mean squared gradient norm of the parts. ``small_inverse``: mean of 1 / samples of the
-        parts. ``big_inverse``: 1 / samples of the step. ``norm``: gradient norm of the step.
+        Args: ``small_square``: mean squared gradient norm of the parts. ``small_inverse``: mean of
+        1 / samples of the parts. ``big_inverse``: 1 / samples of the step. ``norm``: gradient norm
+        of the step.
         """
         noise = (small_square - norm**2) / (small_inverse - big_inverse)
         signal = norm**2 - noise * big_inverse
@@ -198,7 +205,8 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """B_simple in samples; None before the first measurement, or if the noise is too large for an estimate."""
+        """B_simple in samples; None before the first measurement, or if the noise is too large for
+        an estimate."""
         noise, signal = (
             (sum(values) for values in zip(*self._measured, strict=True))
             if self._measured
@@ -229,9 +237,15 @@ def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:
     critical = float(f"{value:.2g}")
     if critical >= 1.5 * batch:
         times = float(f"{critical / batch:.2g}")
-        more = f"up to {times:,.{0 if times >= 10 else 1}f}x larger batches cost little data efficiency"
+        more = (
+            f"up to {times:,.{0 if times >= 10 else 1}f}x larger batches cost little data "
+            "efficiency"
+        )
     elif critical <= batch / 1.5:
-        more = f"batches down to 1/{batch / critical:,.0f} of it would need fewer samples, and more steps"
+        more = (
+            f"batches down to 1/{batch / critical:,.0f} of it would need fewer samples, and more "
+            "steps"
+        )
     else:
         more = "that is about right"
     return f"noise scale: critical batch about {critical:,.0f}; you use {batch:,}: {more}"

@@ -27,10 +27,11 @@ _SENDING = ("nccl", "gloo:", "c10d::", "record_param_comms")
 class Profiling:
     """Profiles a range of steps on this process.
 
-    Args: ``folder``: output folder, created when there is something to write. ``device``: device to profile in addition
-    to the host. ``profile``: steps of the trace, ``10-15`` or ``10``, counted from 1. ``memory``: steps of the memory
-    snapshot; without a GPU, only the peak is printed. ``say``: prints a message for the user. ``log``: gets the share
-    of exposed communication, as a metric.
+    Args: ``folder``: output folder, created when there is something to write. ``device``: device to
+    profile in addition to the host. ``profile``: steps of the trace, ``10-15`` or ``10``, counted
+    from 1. ``memory``: steps of the memory snapshot; without a GPU, only the peak is printed.
+    ``say``: prints a message for the user. ``log``: gets the share of exposed communication, as a
+    metric.
     """
 
     def __init__(
@@ -88,7 +89,10 @@ class Profiling:
         table = self._profiler.key_averages().table(sort_by=by, row_limit=30)
         alone, whole = exposed(self._profiler.events() or ())
         if whole and dist.is_initialized():
-            table = f"communication that nothing else overlaps: {100 * alone / whole:.1f} % of the span\n{table}"
+            table = (
+                f"communication that nothing else overlaps: {100 * alone / whole:.1f} % of the "
+                f"span\n{table}"
+            )
             self._log({"profile/exposed_communication": alone / whole})
         (self._folder / "operators.txt").write_text(table)
         self._say(
@@ -101,28 +105,33 @@ class Profiling:
             return
         if self._device.type == "cuda":
             self._say(
-                f"watch.memory: {memory_snapshot(self._folder / 'memory.pickle')} (pytorch.org/memory_viz)"
+                f"watch.memory: {memory_snapshot(self._folder / 'memory.pickle')} "
+                "(pytorch.org/memory_viz)"
             )
             torch.cuda.memory._record_memory_history(enabled=None)
         else:
             peak = f"the peak of this process is {peak_memory() / 2**30:.2f} GiB"
             self._say(
-                f"watch.memory: a snapshot needs a GPU; {peak} (watch.profile shows what operators allocate)"
+                f"watch.memory: a snapshot needs a GPU; {peak} (watch.profile shows what "
+                "operators allocate)"
             )
         self._recording, self._memory = False, None
 
 
 def memory_snapshot(file: Path) -> Path:
-    """Write a snapshot of the GPU's memory, with the history of allocations if it was recorded; return ``file``."""
+    """Write a snapshot of the GPU's memory, with the history of allocations if it was recorded;
+    return ``file``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     return file
 
 
 def exposed(events: Iterable[Any]) -> tuple[float, float]:
-    """Return the microseconds of communication without computation, and of the whole span, from profiler events.
+    """Return the microseconds of communication without computation, and of the whole span, from
+    profiler events.
 
-    On a GPU this compares kernels; without one, host threads, since gloo runs on separate threads."""
+    On a GPU this compares kernels; without one, host threads, since gloo runs on separate
+    threads."""
     found = list(events)
     kernels = [event for event in found if str(event.device_type).endswith("CUDA")]
     compared = kernels or found

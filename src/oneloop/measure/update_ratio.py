@@ -10,17 +10,17 @@ from torch import Tensor
 from oneloop.basics.exact_sums import NOTHING, digit_rows, square_ratio
 from oneloop.basics.tensors import as_real, first_element, local
 
-_SAMPLED = (
-    1 << 13
-)  # most weights to measure; of larger models a sample, which gives the ratio to about 1 %
+# most weights to measure; of larger models a sample, which gives the ratio to about 1 %
+_SAMPLED = 1 << 13
 _RUN = 64  # adjacent weights that are sampled together: memory is read in cache lines
 
 
 class UpdateRatio:
     """The ratio of the norms of update and weights.
 
-    For models with more than some thousand weights it is estimated from a fixed sample, if possible the same share of
-    each parameter. Each sampled weight counts for the weights of its parameter that it represents."""
+    For models with more than some thousand weights it is estimated from a fixed sample, if possible
+    the same share of each parameter. Each sampled weight counts for the weights of its parameter
+    that it represents."""
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         mine = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
@@ -44,7 +44,8 @@ class UpdateRatio:
         self._begun = True
 
     def values(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the squared norms of the change since :meth:`before` and of the weights then, 0-dim.
+        """Return the squared norms of the change since :meth:`before` and of the weights then,
+        0-dim.
 
         Both are 0 if :meth:`before` was not called, and on a rank that holds no weights."""
         each = [sample.squares() for sample in self._samples] if self._begun else []
@@ -62,15 +63,15 @@ class UpdateRatio:
 class ExactUpdateRatio:
     """The same ratio, bit-identical for every sharding.
 
-    For models with more than some thousand weights it is estimated from a fixed sample of indices in the whole model.
+    For models with more than some thousand weights it is estimated from a fixed sample of indices
+    in the whole model.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         trained = list(parameters)
         stride = max(1, sum(parameter.numel() for parameter in trained) // _SAMPLED)
-        self._chosen: list[
-            tuple[Tensor, Tensor]
-        ] = []  # this rank's shard of a parameter, and sampled indices in it
+        # this rank's shard of a parameter, and sampled indices in it
+        self._chosen: list[tuple[Tensor, Tensor]] = []
         offset = 0
         for parameter in trained:
             mine = as_real(local(parameter.detach()))
@@ -94,7 +95,8 @@ class ExactUpdateRatio:
         self._before = self._sampled() if self._chosen else None
 
     def values(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Return digits of the squared norms of the change since :meth:`before` and of the weights then."""
+        """Return digits of the squared norms of the change since :meth:`before` and of the weights
+        then."""
         if self._before is None:
             return tuple(like.new_tensor([NOTHING, 0.0, 0.0, 0.0] * 2, dtype=torch.float64))
         both, self._before = (self._sampled() - self._before, self._before), None
@@ -116,15 +118,15 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 class _Sample:
-    """Sampled runs of one width from several parameters, with the number of weights that each element represents."""
+    """Sampled runs of one width from several parameters, with the number of weights that each
+    element represents."""
 
     def __init__(self, runs: list[Tensor], counts: list[Tensor]) -> None:
         dtype = reduce(torch.promote_types, (run.dtype for run in runs), torch.float32)
         self._runs, self._counts = runs, torch.cat(counts).to(dtype)
         self._pair = self._counts.new_empty(2, self._counts.numel())
-        self._rows = [
-            row.view(-1, runs[0].shape[1]) for row in self._pair
-        ]  # the weights after and before the update
+        # the weights after and before the update
+        self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]
 
     def take(self, row: int) -> None:
         torch.cat(self._runs, out=self._rows[row])

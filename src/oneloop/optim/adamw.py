@@ -1,4 +1,5 @@
-"""Fused AdamW that keeps its tensor lists between steps: bit-identical to torch's, with the same kernel and state."""
+"""Fused AdamW that keeps its tensor lists between steps: bit-identical to torch's, with the same
+kernel and state."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ _KEPT = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class _Lists:
-    """Arguments of the fused kernel for one parameter group: this rank's shards of parameters and state."""
+    """Arguments of the fused kernel for one parameter group: this rank's shards of parameters and
+    state."""
 
     parameters: list[Tensor]  # the group's parameters, unsharded or DTensors
     mine: list[Tensor]
@@ -27,20 +29,21 @@ class _Lists:
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
     state: list[tuple[Tensor, ...]]
-    """the state tensors of each parameter; if a parameter's state holds other tensors, the lists are stale"""
+    """the state tensors of each parameter; if a parameter's state holds other tensors, the lists
+    are stale"""
 
 
 class AdamW(torch.optim.AdamW):
     """torch's AdamW (Loshchilov & Hutter 2019), fused.
 
-    In every step, torch gathers the state, sorts it by device and dtype and adds a profiler record. For a small model
-    this takes longer than the update, so this class does it once. It calls torch's own step in unusual cases: a
-    parameter without a gradient, hooks, a closure, mixed dtypes. If ``found_inf``, a 0-dim tensor set before
-    :meth:`step`, is 1, the step changes nothing."""
+    In every step, torch gathers the state, sorts it by device and dtype and adds a profiler record.
+    For a small model this takes longer than the update, so this class does it once. It calls
+    torch's own step in unusual cases: a parameter without a gradient, hooks, a closure, mixed
+    dtypes. If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes
+    nothing."""
 
-    elementwise = (
-        False  # whether to update element by element, not fused: bit-identical for every sharding
-    )
+    # whether to update element by element, not fused: bit-identical for every sharding
+    elementwise = False
 
     def __init__(self, params: Any, **options: Any) -> None:
         self._lists: list[_Lists] | None = None
@@ -122,7 +125,8 @@ class AdamW(torch.optim.AdamW):
         return bool(mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
     def _current(self, kept: list[_Lists]) -> bool:
-        """Return whether the lists match the current parameters and state; loading a checkpoint replaces tensors."""
+        """Return whether the lists match the current parameters and state; loading a checkpoint
+        replaces tensors."""
         for lists in kept:
             for parameter, mine, held in zip(
                 lists.parameters, lists.mine, lists.state, strict=True
@@ -137,7 +141,8 @@ class AdamW(torch.optim.AdamW):
         return True
 
     def _gathered(self) -> list[_Lists] | None:
-        """Build the lists; None if there is no state yet, or if one kernel call cannot update a whole group."""
+        """Build the lists; None if there is no state yet, or if one kernel call cannot update a
+        whole group."""
         made = []
         for group in self.param_groups:
             states = [self.state.get(parameter, {}) for parameter in group["params"]]

@@ -1,4 +1,5 @@
-"""The bad-step guard: a step whose loss or gradient is not finite, or spikes, does not change the weights.
+"""The bad-step guard: a step whose loss or gradient is not finite, or spikes, does not change the
+weights.
 
 >>> guard = Guard(optimizer, device=device, policy=Policy(nonfinite="skip"))
 >>> contagious(loss).backward()
@@ -22,7 +23,8 @@ _SMALLEST_SCALE = 2.0**-10
 def contagious(loss: Tensor, factor: float = 1.0) -> Tensor:
     """Return ``loss * factor``; if the loss is not finite, its gradient is not finite either.
 
-    So the global gradient norm shows all ranks a loss that is NaN on one rank, or infinite with a finite gradient."""
+    So the global gradient norm shows all ranks a loss that is NaN on one rank, or infinite with a
+    finite gradient."""
     return loss * (factor + 0 * loss.detach())
 
 
@@ -40,16 +42,18 @@ class Step:
 class Guard:
     """Keeps bad gradients out of the weights and the optimizer state, without a host sync.
 
-    A step is pending from :meth:`step` until :meth:`resolve` returns its fault. Optimizers that take ``found_inf``
-    (fused AdamW, Adam, SGD, Adagrad; Muon) skip on the device. The flag is copied to the host while the device works,
-    and has arrived if the next backward is queued. Other optimizers cost one host read per step, before the update.
+    A step is pending from :meth:`step` until :meth:`resolve` returns its fault. Optimizers that
+    take ``found_inf`` (fused AdamW, Adam, SGD, Adagrad; Muon) skip on the device. The flag is
+    copied to the host while the device works, and has arrived if the next backward is queued. Other
+    optimizers cost one host read per step, before the update.
 
-    With fp16 loss scaling (``scaler``, a torch GradScaler) a non-finite gradient lowers the scale. The step is bad only
-    if the scale falls below 2^-10. torch's scaler makes a host sync in every step.
+    With fp16 loss scaling (``scaler``, a torch GradScaler) a non-finite gradient lowers the scale.
+    The step is bad only if the scale falls below 2^-10. torch's scaler makes a host sync in every
+    step.
 
-    Args: ``optimizer``: of the sharded or whole parameters. ``device``: device of the parameters. ``scaler``:
-    GradScaler of fp16, or None. ``policy``: defines bad steps. ``total``: sums a 0-dim tensor over the ranks; required
-    to find spikes of the loss. (One process: identity.).
+    Args: ``optimizer``: of the sharded or whole parameters. ``device``: device of the parameters.
+    ``scaler``: GradScaler of fp16, or None. ``policy``: defines bad steps. ``total``: sums a 0-dim
+    tensor over the ranks; required to find spikes of the loss. (One process: identity.).
     """
 
     def __init__(
@@ -88,9 +92,9 @@ class Guard:
     ) -> None:
         """Update the weights, unless the step is bad. The previous step must be resolved.
 
-        ``norm`` is the global gradient norm, equal on all ranks; ``loss`` this rank's summed loss (0-dim), to find
-        spikes; ``weight`` the total weight of the global batch. :meth:`resolve` returns ``metrics``. Raise RuntimeError
-        if the previous step is still pending."""
+        ``norm`` is the global gradient norm, equal on all ranks; ``loss`` this rank's summed loss
+        (0-dim), to find spikes; ``weight`` the total weight of the global batch. :meth:`resolve`
+        returns ``metrics``. Raise RuntimeError if the previous step is still pending."""
         if self.pending:
             raise RuntimeError("the previous step is still pending: call resolve() first")
         mean = None if loss is None or self._window is None else loss.detach() / weight
@@ -103,7 +107,8 @@ class Guard:
         self._pending = fault, norm, loss, weight, metrics
 
     def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
-        # torch.amp's kernel sets the flag if the norm is not finite, and multiplies the norm by one.
+        # torch.amp's kernel sets the flag if the norm is not finite, and multiplies the norm by
+        # one.
         torch._amp_foreach_non_finite_check_and_unscale_(
             [norm.detach()], self._bad.zero_(), self._one
         )
@@ -122,7 +127,8 @@ class Guard:
     def resolve(self) -> Step | None:
         """Return the pending step with its fault, or None if no step is pending.
 
-        Wait for the device if the step was made just now. If another backward was queued since, the fault has arrived.
+        Wait for the device if the step was made just now. If another backward was queued since, the
+        fault has arrived.
         """
         if self._pending is None:
             return None
@@ -132,7 +138,8 @@ class Guard:
         )
 
     def _fault_value(self, norm: Tensor, loss: Tensor | None) -> Tensor:
-        """Return the value of the :class:`Fault`, 0-dim: 1 if a value is not finite, 2 if one is a spike, else 0."""
+        """Return the value of the :class:`Fault`, 0-dim: 1 if a value is not finite, 2 if one is a
+        spike, else 0."""
         assert self._window is not None
         values = (
             norm if loss is None else torch.stack([norm.to(loss.dtype), self._total(loss)])
@@ -143,9 +150,8 @@ class Guard:
         )
 
     def _scaled_step(self, norm: Tensor, loss: Tensor | None) -> Fault:
-        value = (
-            0 if self._window is None else int(self._fault_value(norm, loss))
-        )  # host sync, as in the scaler
+        # host sync, as in the scaler
+        value = 0 if self._window is None else int(self._fault_value(norm, loss))
         if value == Fault.SPIKE.value:
             self.scaler.update()
             return Fault.SPIKE
@@ -171,7 +177,8 @@ class Guard:
 
 
 class Window:
-    """The last ``length`` losses and gradient norms, on the device; detects values far above them."""
+    """The last ``length`` losses and gradient norms, on the device; detects values far above
+    them."""
 
     def __init__(self, length: int, sigma: float, *, device: torch.device) -> None:
         self.length, self.sigma = length, sigma
@@ -181,10 +188,11 @@ class Window:
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
     def spike(self, values: Tensor, *, known: Tensor) -> Tensor:
-        """Return 1 if a value is more than ``sigma`` deviations above the mean, else 0, as a 0-dim tensor.
+        """Return 1 if a value is more than ``sigma`` deviations above the mean, else 0, as a 0-dim
+        tensor.
 
-        ``values`` are one or two numbers. ``known``, 0-dim: whether they are finite; only then they are compared, and
-        join the window unless they spike."""
+        ``values`` are one or two numbers. ``known``, 0-dim: whether they are finite; only then they
+        are compared, and join the window unless they spike."""
         values = values.to(self._values.dtype)
         kept = self._values[: len(values)]
         deviation, mean = torch.std_mean(kept, dim=1)

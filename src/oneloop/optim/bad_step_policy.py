@@ -32,7 +32,8 @@ class Policy:
     nonfinite: Action = "stop"
     spike: Action = "skip"
     sigma: float = 0.0
-    """threshold of a spike: standard deviations of loss or gradient norm above the mean of the window (0: off)"""
+    """threshold of a spike: standard deviations of loss or gradient norm above the mean of the
+    window (0: off)"""
     window: int = 100  # number of steps in the window; there are no spikes until it is full
 
     def action(self, fault: Fault) -> Action:
@@ -46,8 +47,9 @@ class Policy:
 class BadSteps:
     """Chooses the action for each bad step, and counts bad steps in a row.
 
-    Args: ``policy``: defines the actions. ``patience``: bad steps in a row that do not end the run. An accepted step
-    resets the count of skips. Only a checkpoint resets the count of rewinds, since each rewind repeats accepted steps.
+    Args: ``policy``: defines the actions. ``patience``: bad steps in a row that do not end the run.
+    An accepted step resets the count of skips. Only a checkpoint resets the count of rewinds, since
+    each rewind repeats accepted steps.
     """
 
     def __init__(self, policy: Policy, patience: int) -> None:
@@ -69,6 +71,9 @@ class BadSteps:
         spike = f"loss or gradient norm is {self.policy.sigma:g} deviations above those before"
         why = spike if fault is Fault.SPIKE else "the gradient is not finite"
         if self._in_a_row[action] > self.patience:
-            why += f", and these are {self._in_a_row[action]} bad steps in a row (guard.patience {self.patience})"
+            why += (
+                f", and these are {self._in_a_row[action]} bad steps in a row (guard.patience "
+                f"{self.patience})"
+            )
             return "stop", why
         return action, why

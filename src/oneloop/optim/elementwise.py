@@ -1,8 +1,9 @@
 """Element-wise updates, which are bit-identical for every sharding of the parameters.
 
-Fused CPU kernels compute the last elements of a tensor differently, and which elements these are depends on the length
-of the shard. The functions here use torch's foreach operations, bit-identical to torch's foreach optimizers (2.15).
-They also take ``found_inf``: if it is 1, they change nothing, without a host sync.
+Fused CPU kernels compute the last elements of a tensor differently, and which elements these are
+depends on the length of the shard. The functions here use torch's foreach operations, bit-identical
+to torch's foreach optimizers (2.15). They also take ``found_inf``: if it is 1, they change nothing,
+without a host sync.
 """
 
 from collections.abc import Sequence
@@ -27,9 +28,10 @@ def adamw_(
 ) -> None:
     """AdamW (Loshchilov & Hutter 2019), in place.
 
-    Gradients and moments have the shapes of ``parameters``, this rank's shards. ``steps`` are the numbers of updates
-    (0-dim, float32), ``betas`` the decay rates of the moments. ``eps`` is added to the root of the second moment, and
-    ``weight_decay`` is a factor of ``lr``. If ``found_inf`` (0-dim) is 1, nothing changes."""
+    Gradients and moments have the shapes of ``parameters``, this rank's shards. ``steps`` are the
+    numbers of updates (0-dim, float32), ``betas`` the decay rates of the moments. ``eps`` is added
+    to the root of the second moment, and ``weight_decay`` is a factor of ``lr``. If ``found_inf``
+    (0-dim) is 1, nothing changes."""
     if not parameters:
         return
     counted = torch.stack([*steps]) + (1 if found_inf is None else 1 - found_inf)
@@ -66,9 +68,10 @@ def sgd_(
 ) -> None:
     """Stochastic gradient descent, in place.
 
-    Gradients and momentum ``buffers`` (zero before the first step; None without momentum) have the shapes of
-    ``parameters``, this rank's shards. ``momentum`` is the share of the previous update to keep; the share
-    ``weight_decay`` of the parameters is added to the gradients. If ``found_inf`` (0-dim) is 1, nothing changes."""
+    Gradients and momentum ``buffers`` (zero before the first step; None without momentum) have the
+    shapes of ``parameters``, this rank's shards. ``momentum`` is the share of the previous update
+    to keep; the share ``weight_decay`` of the parameters is added to the gradients. If
+    ``found_inf`` (0-dim) is 1, nothing changes."""
     moved = (
         torch._foreach_add(gradients, parameters, alpha=weight_decay)
         if weight_decay

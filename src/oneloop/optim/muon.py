@@ -1,7 +1,7 @@
 """Muon for matrices and AdamW for the rest, equal under every parallel layout, without host syncs.
 
-Jordan 2024 (kellerjordan.github.io/posts/muon); the update's size follows Liu et al. 2025 (Muon is Scalable for LLM
-Training): 0.2 sqrt(max(rows, columns)), so that one learning rate fits both.
+Jordan 2024 (kellerjordan.github.io/posts/muon); the update's size follows Liu et al. 2025 (Muon is
+Scalable for LLM Training): 0.2 sqrt(max(rows, columns)), so that one learning rate fits both.
 """
 
 from typing import Any
@@ -19,7 +19,8 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Tensor]:
-    """Return the hidden matrices: no embeddings, no output head, no modules named in ``adamw_for``."""
+    """Return the hidden matrices: no embeddings, no output head, no modules named in
+    ``adamw_for``."""
     heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
     outside = {
         p
@@ -40,7 +41,8 @@ def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Te
 def orthogonalized(
     matrix: Tensor, *, iterations: int = 5, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Approximate the nearest orthogonal matrix by Newton-Schulz iterations in ``dtype`` or better; (rows, columns)."""
+    """Approximate the nearest orthogonal matrix by Newton-Schulz iterations in ``dtype`` or better;
+    (rows, columns)."""
     x: Tensor = matrix.to(
         torch.promote_types(dtype, matrix.dtype) if dtype is torch.float32 else dtype
     )
@@ -57,12 +59,14 @@ def orthogonalized(
 class Muon(Optimizer):
     """Muon for parameter groups with ``muon=True`` (matrices), fused AdamW for the other groups.
 
-    Under FSDP2 each matrix is gathered once per step, orthogonalized on every rank, and sharded again. If
-    ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing."""
+    Under FSDP2 each matrix is gathered once per step, orthogonalized on every rank, and sharded
+    again. If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes
+    nothing."""
 
     _step_supports_amp_scaling = True
     elementwise = False
-    """as :attr:`oneloop.optim.adamw.AdamW.elementwise`, for AdamW's groups; a matrix is always updated as a whole"""
+    """as :attr:`oneloop.optim.adamw.AdamW.elementwise`, for AdamW's groups; a matrix is always
+    updated as a whole"""
 
     def __init__(
         self,

@@ -1,4 +1,5 @@
-"""Optimizers by name or class path; weight decay is for matrices only, unless settings name other parameters."""
+"""Optimizers by name or class path; weight decay is for matrices only, unless settings name other
+parameters."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -36,7 +37,8 @@ def build(
         elementwise: whether updates must be bit-identical for every sharding.
 
     Raises:
-        ValueError: ``make`` does not support ``weight_decay`` or ``elementwise``, or returned no optimizer.
+        ValueError: ``make`` does not support ``weight_decay`` or ``elementwise``, or returned no
+            optimizer.
     """
     arguments = inspect.signature(make).parameters
     wanted = weight_decay or next(
@@ -63,19 +65,19 @@ def build(
                 f"batch.grain: the update of {type(optimizer).__name__} depends on the sharding"
             )
         optimizer.elementwise = True
-    optimizer.defaults.setdefault(
-        LR_FACTOR, 1.0
-    )  # so that checkpoints do not store it as an option
+    # so that checkpoints do not store it as an option
+    optimizer.defaults.setdefault(LR_FACTOR, 1.0)
     for group in optimizer.param_groups:  # the user's class may set rates per group
         group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * (float(group["lr"]) / lr if lr else 1.0)
     return optimizer
 
 
 def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[str, Any]) -> float:
-    """Build the optimizer over a matrix and a vector, and make one step with it, to find errors early.
+    """Build the optimizer over a matrix and a vector, and make one step with it, to find errors
+    early.
 
-    Returns approximate bytes of optimizer state per byte of parameters. Raises ValueError: an argument is out of range,
-    or the optimizer needs a closure."""
+    Returns approximate bytes of optimizer state per byte of parameters. Raises ValueError: an
+    argument is out of range, or the optimizer needs a closure."""
     if "model" in inspect.signature(make).parameters and make is not muon:
         return 2.0  # it works with its own model only; assume the state of Adam
     toy = nn.Linear(2, 2)
@@ -89,7 +91,8 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
                 key for key, value in group.items() if key != "params" and torch.is_tensor(value)
             ]:
                 raise TypeError(
-                    f"it keeps {kept[0]} as a tensor in its parameter groups, which oneloop cannot save"
+                    f"it keeps {kept[0]} as a tensor in its parameter groups, which oneloop "
+                    "cannot save"
                 )
     except Exception as error:
         given = "".join(f" {key}={value!r}" for key, value in options.items())
@@ -110,10 +113,12 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
 
 
 def reject_if_sharded(make: Callable[..., Optimizer]) -> None:
-    """Raise ValueError for Adafactor, which cannot update shards: torch takes its row and column means per shard."""
+    """Raise ValueError for Adafactor, which cannot update shards: torch takes its row and column
+    means per shard."""
     if make in (adafactor, torch.optim.Adafactor):
         raise ValueError(
-            "optimizer.name adafactor cannot update parameters under FSDP2; use adamw, muon or ddp.yaml"
+            "optimizer.name adafactor cannot update parameters under FSDP2; use adamw, muon or "
+            "ddp.yaml"
         )
 
 
@@ -169,7 +174,8 @@ def muon(
     eps: float = 1e-8,
     adamw_for: tuple[str, ...] = ("lm_head", "head", "classifier", "score", "fc"),
 ) -> Optimizer:
-    """Muon (Jordan 2024) for hidden matrices, AdamW for the rest, with one learning rate (Liu et al. 2025).
+    """Muon (Jordan 2024) for hidden matrices, AdamW for the rest, with one learning rate (Liu et
+    al. 2025).
 
     Args:
         params: parameter groups.
@@ -178,8 +184,8 @@ def muon(
         momentum: momentum of Muon.
         nesterov: use Nesterov momentum in Muon.
         iterations: number of Newton-Schulz iterations.
-        precision: exact iterates in float32 or better; bf16 is faster on GPUs, but then another parallel layout
-            differs by about 5e-3 after 20 steps.
+        precision: exact iterates in float32 or better; bf16 is faster on GPUs, but then another
+            parallel layout differs by about 5e-3 after 20 steps.
         betas: decay rates of AdamW's moments.
         eps: added to the root of AdamW's second moment.
         adamw_for: names of modules whose matrices also get AdamW (a component of the dotted name).
@@ -210,7 +216,8 @@ def adafactor(
     eps: tuple[float | None, float] = (None, 1e-3),
     d: float = 1.0,
 ) -> Optimizer:
-    """torch's Adafactor (Shazeer & Stern 2018); makes a host sync in every step, and is rejected under FSDP2.
+    """torch's Adafactor (Shazeer & Stern 2018); makes a host sync in every step, and is rejected
+    under FSDP2.
 
     Args:
         params: parameter groups.
@@ -223,7 +230,8 @@ def adafactor(
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> float:
-    """Set the learning rate of every parameter group to ``lr`` times the group's factor; return ``lr``."""
+    """Set the learning rate of every parameter group to ``lr`` times the group's factor; return
+    ``lr``."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_FACTOR, 1.0)
     return lr

@@ -1,7 +1,8 @@
 """Settings of parameters by name patterns: frozen, another learning rate, or another weight decay.
 
-A pattern is a parameter's dotted name or the start of one (``backbone``, ``backbone.layer1.conv.weight``). ``*``
-matches any text, ``?`` one character and ``[0-5]`` one of several characters (``*.bias``, ``encoder.[0-5]``).
+A pattern is a parameter's dotted name or the start of one (``backbone``,
+``backbone.layer1.conv.weight``). ``*`` matches any text, ``?`` one character and ``[0-5]`` one of
+several characters (``*.bias``, ``encoder.[0-5]``).
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,9 +21,10 @@ Settings = Mapping[str, Mapping[str, Any]]
 def chosen(
     model: nn.Module, rules: Settings
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-    """Return the settings by parameter of a model that is not yet wrapped, and the parameters by pattern; tied
-    parameters have their first name. ``rules`` are settings by pattern. Raise ValueError if a pattern matches no
-    parameter, or if two patterns that match one parameter disagree."""
+    """Return the settings by parameter of a model that is not yet wrapped, and the parameters by
+    pattern; tied parameters have their first name. ``rules`` are settings by pattern. Raise
+    ValueError if a pattern matches no parameter, or if two patterns that match one parameter
+    disagree."""
     first: dict[int, str] = {}
     names = [
         (name, first.setdefault(id(p), name))
@@ -36,13 +38,17 @@ def chosen(
         if not taken[pattern]:
             known = _some(first.values())
             raise ValueError(
-                f"optimizer.groups: the pattern {pattern!r} matches no parameter; the model has {known}"
+                f"optimizer.groups: the pattern {pattern!r} matches no parameter; the model "
+                f"has {known}"
             )
         for name in taken[pattern]:
             own = found.setdefault(name, {})
             for key, value in settings.items():
                 if own.setdefault(key, value) != value:
-                    both = f"{chosen_by[name, key]!r} and {pattern!r} both take {name}, and disagree on {key}"
+                    both = (
+                        f"{chosen_by[name, key]!r} and {pattern!r} both take {name}, and disagree "
+                        f"on {key}"
+                    )
                     raise ValueError(
                         f"optimizer.groups: {both} ({own[key]} and {value}); narrow one of them"
                     )
@@ -56,8 +62,9 @@ def _some(names: Iterable[str]) -> str:
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
-    """Freeze these parameters. Modules whose parameters are all frozen are set to eval mode, so that their buffers do
-    not change and their dropout is off. (Training and evaluation keep the mode of each module.)"""
+    """Freeze these parameters. Modules whose parameters are all frozen are set to eval mode, so
+    that their buffers do not change and their dropout is off. (Training and evaluation keep the
+    mode of each module.)"""
     frozen = set(names)
     for name, parameter in model.named_parameters():
         if name in frozen:
@@ -69,11 +76,13 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> dict[str, float]:
-    """Return layer-wise learning-rate factors by parameter name: ``decay ** (n + 1 - depth)`` for n blocks.
+    """Return layer-wise learning-rate factors by parameter name: ``decay ** (n + 1 - depth)`` for n
+    blocks.
 
-    Depth, in the model's order: 0 before the first block (embeddings, stem), the number of the block inside or after
-    a block, and n + 1 after the last block (final norm, head). (Clark et al. 2020, ELECTRA; Bao et al. 2022, BEiT.) The
-    model is not yet wrapped; its ``blocks`` are in order. Raise ValueError if there are none."""
+    Depth, in the model's order: 0 before the first block (embeddings, stem), the number of the
+    block inside or after a block, and n + 1 after the last block (final norm, head). (Clark et al.
+    2020, ELECTRA; Bao et al. 2022, BEiT.) The model is not yet wrapped; its ``blocks`` are in
+    order. Raise ValueError if there are none."""
     if not blocks:
         none = f"{type(model).__name__} has no repeated blocks"
         raise ValueError(
@@ -97,9 +106,11 @@ def parameter_groups(
     *,
     settings: Settings | None = None,
 ) -> Groups:
-    """Group the trained ``parameters``, pairs of bare name and parameter, by learning-rate factor and weight decay.
+    """Group the trained ``parameters``, pairs of bare name and parameter, by learning-rate factor
+    and weight decay.
 
-    Matrices get ``weight_decay``, vectors (biases, norms) none, unless ``settings`` (by bare name) give another value.
+    Matrices get ``weight_decay``, vectors (biases, norms) none, unless ``settings`` (by bare name)
+    give another value.
     """
     found: dict[tuple[float, float], list[Tensor]] = {}
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]

@@ -1,7 +1,8 @@
 """The learning rate as a pure function of the step, so that a checkpoint need not save it.
 
-A schedule is a function ``(step, total) -> factor`` of the peak rate; both count from the end of the warm-up. It may
-also take ``final`` (the factor at the end) and typed options; durations are passed as whole steps.
+A schedule is a function ``(step, total) -> factor`` of the peak rate; both count from the end of
+the warm-up. It may also take ``final`` (the factor at the end) and typed options; durations are
+passed as whole steps.
 """
 
 import inspect
@@ -24,12 +25,14 @@ def linear(step: int, total: int, *, final: float = 0.0) -> float:
 
 
 def cosine(step: int, total: int, *, final: float = 0.0) -> float:
-    """Decrease along half a cosine from the peak to ``final`` (Loshchilov & Hutter 2017, without restarts)."""
+    """Decrease along half a cosine from the peak to ``final`` (Loshchilov & Hutter 2017, without
+    restarts)."""
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * step / total))
 
 
 def wsd(step: int, total: int, *, final: float = 0.0, decay: Duration = Duration("20%")) -> float:
-    """Warm-up, stable, decay: keep the peak, then decrease linearly to ``final`` (Hu et al. 2024, MiniCPM).
+    """Warm-up, stable, decay: keep the peak, then decrease linearly to ``final`` (Hu et al. 2024,
+    MiniCPM).
 
     Args:
         step: steps since the warm-up.
@@ -37,16 +40,16 @@ def wsd(step: int, total: int, *, final: float = 0.0, decay: Duration = Duration
         final: factor at the end.
         decay: duration of the decay at the end of the run.
     """
-    length = (
-        min(decay, total) if isinstance(decay, int) else total
-    )  # a Duration if called outside a run
+    # a Duration if called outside a run
+    length = min(decay, total) if isinstance(decay, int) else total
     return 1.0 if step < total - length else linear(step - (total - length), length, final=final)
 
 
 def plateau(
     step: int, total: int, *, reductions: int = 0, factor: float = 0.1, patience: int = 3
 ) -> float:
-    """Multiply the rate by ``factor`` whenever ``patience`` evaluations in a row do not improve the best result.
+    """Multiply the rate by ``factor`` whenever ``patience`` evaluations in a row do not improve the
+    best result.
 
     Args:
         step: steps since the warm-up.
@@ -95,8 +98,8 @@ def learning_rate(
     scale: Scale,
     total: int,
 ) -> LearningRate:
-    """Build the learning rate of a run of ``total`` steps; convert all durations to steps. Raise ValueError if the
-    warm-up, or a duration of the schedule, is longer than the run."""
+    """Build the learning rate of a run of ``total`` steps; convert all durations to steps. Raise
+    ValueError if the warm-up, or a duration of the schedule, is longer than the run."""
     steps = warmup.steps(scale, total=total, key="schedule.warmup")
     if steps > total:
         raise ValueError(

@@ -1,4 +1,5 @@
-"""Fused SGD that also updates sharded parameters, which torch's SGD does not support (torch 2.15)."""
+"""Fused SGD that also updates sharded parameters, which torch's SGD does not support (torch
+2.15)."""
 
 from typing import Any
 

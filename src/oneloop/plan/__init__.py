@@ -1,1 +1,2 @@
-"""Commands that run short trainings to answer a question: ``oneloop worth`` and ``oneloop prove``."""
+"""Commands that run short trainings to answer a question: ``oneloop worth`` and ``oneloop
+prove``."""

@@ -1,4 +1,5 @@
-"""Count the memory, collectives and floating-point operations of code, on real tensors or on fake ones.
+"""Count the memory, collectives and floating-point operations of code, on real tensors or on fake
+ones.
 
 >>> with Ledger() as ledger, ledger.stage("forward"):
 ...     model(batch)
@@ -38,14 +39,14 @@ class Collective(NamedTuple):
     """One collective operation of this rank."""
 
     name: str  # all-gather, reduce-scatter, all-reduce, all-to-all, broadcast …
-    size: (
-        int  # bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter
-    )
+    # bytes of the whole tensor: the result of an all-gather, the input of a reduce-scatter
+    size: int
     ranks: int  # size of its process group
 
     @property
     def wire(self) -> float:
-        """Bytes that this rank sends, in a ring: (n - 1) / n of the size; twice that for an all-reduce."""
+        """Bytes that this rank sends, in a ring: (n - 1) / n of the size; twice that for an
+        all-reduce."""
         return self.size * (self.ranks - 1) / self.ranks * (2 if self.name == "all-reduce" else 1)
 
 
@@ -57,10 +58,12 @@ class _Block:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts every operation in its context. A stage is a name for a part of the step; within the backward pass it is
-    ``backward``, or ``recompute`` for activation checkpointing's second forward.
+    """Counts every operation in its context. A stage is a name for a part of the step; within the
+    backward pass it is ``backward``, or ``recompute`` for activation checkpointing's second
+    forward.
 
-    Storages are counted with the bytes of their tensors, without the allocator's rounding and reserve."""
+    Storages are counted with the bytes of their tensors, without the allocator's rounding and
+    reserve."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -86,7 +89,8 @@ class Ledger(TorchDispatchMode):
     def looking(
         self, at: int = 0, then: Callable[["Ledger"], None] = lambda _: None
     ) -> Iterator[None]:
-        """Reset the peak and the counts; in this context, call ``then`` after the event of this number."""
+        """Reset the peak and the counts; in this context, call ``then`` after the event of this
+        number."""
         self.peak, self.events, self.peak_event = self.size, 0, 0
         self.collectives, self.operations = [], Counter()
         self._look = at, then
@@ -208,9 +212,8 @@ def module_names(model: nn.Module, entered: list[str]) -> Iterator[None]:
     def leave(name: str, *given: Any) -> None:
         for tensor in tree_leaves(given[-1]):
             node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            if (
-                node is not None and "oneloop" not in node.metadata
-            ):  # else an inner module returned it
+            # else an inner module returned it
+            if node is not None and "oneloop" not in node.metadata:
                 node.metadata["oneloop"] = True
                 node.register_prehook(lambda _: entered.append(name))
         entered.append(name.rpartition(".")[0])

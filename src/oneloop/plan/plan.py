@@ -1,4 +1,5 @@
-"""``oneloop plan``: does a run fit, what does it transfer, and what is the cheapest change; needs no GPU."""
+"""``oneloop plan``: does a run fit, what does it transfer, and what is the cheapest change; needs
+no GPU."""
 
 import os
 import shlex
@@ -20,11 +21,13 @@ from oneloop.launch.command import config_file
 from oneloop.measure.flops import PEAKS
 from oneloop.plan.planned import GIB, Asked, planned
 
-_HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest change that makes it fit.
+_HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest \
+change that makes it fit.
 
   oneloop plan llama-7b --config_file fsdp2 --mixed_precision bf16 --processes 64 --gpu h100
 
-Runs the real step of training on tensors without memory, on a CPU. The exit code is 1 if the run does not fit.
+Runs the real step of training on tensors without memory, on a CPU. The exit code is 1 if the run \
+does not fit.
 """
 
 
@@ -132,7 +135,8 @@ def _asked(given: Namespace, training: Sequence[str]) -> Asked:
     processes, nodes = given.processes or processes, given.nodes or nodes
     if processes % nodes:
         raise BadInput(
-            f"{processes} processes cannot be divided among {nodes} nodes; change --processes or --nodes"
+            f"{processes} processes cannot be divided among {nodes} nodes; change --processes "
+            "or --nodes"
         )
     return Asked(tuple(training), file, processes, nodes, given.mixed_precision)
 
@@ -147,8 +151,8 @@ class Change(NamedTuple):
 def grid(asked: Asked, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
     """Return all combinations of changes that do not change the result, the cheapest first.
 
-    The cost of each change is predicted from the plan: FLOPs at half of the device's peak, bytes at the speed of links.
-    What it saves is an upper bound: all that it could save."""
+    The cost of each change is predicted from the plan: FLOPs at half of the device's peak, bytes at
+    the speed of links. What it saves is an upper bound: all that it could save."""
     second, link = max(PEAKS[gpu.name].values()) * _SHARE, gpu.link * 1e9
     flops, memory, ranks, micro = plan["flops"], plan["memory"], plan["processes"], plan["micro"]
     kinds, kept = memory["step"]["kinds"], memory["kept"]
@@ -179,9 +183,8 @@ def grid(asked: Asked, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
             (("--task.fused_loss", "true"), 0.02 * flops["forward"] / second, activations)
         )
     for part in (2**power for power in range(1, micro.bit_length()) if micro % 2**power == 0):
-        if (
-            not plan["exact"] and not plan["batch_statistics"]
-        ):  # else the micro-batch changes the result
+        # else the micro-batch changes the result
+        if not plan["exact"] and not plan["batch_statistics"]:
             more = (part - 1) * (0.005 * flops["total"] / second + sent["all-gather"] / link)
             ways["micro"].append(
                 (("--batch.micro", str(micro // part)), more, activations * (1 - 1 / part))
@@ -260,9 +263,18 @@ def _lines(plan: Mapping[str, Any], given: Namespace, device: tuple[str, Gpu]) -
         )
     peak = max(peaks.values(), key=lambda one: one["peak"])
     kind, size = next(iter(peak["kinds"].items()))
-    place = f"{peak['stage']} of {peak['module'] or 'the model'} ({peak['operator'].removeprefix('aten.')})"
-    yield f"limited by {kind}: {size / unit:,.2f} of {peak['peak'] / unit:,.2f} {name} at the peak, in the {place}"
-    found = f"no change {'is needed' if plan['fits'] else 'was tried' if given.no_changes else 'makes it fit'}"
+    place = (
+        f"{peak['stage']} of {peak['module'] or 'the model'} "
+        f"({peak['operator'].removeprefix('aten.')})"
+    )
+    yield (
+        f"limited by {kind}: {size / unit:,.2f} of {peak['peak'] / unit:,.2f} {name} at the peak, "
+        f"in the {place}"
+    )
+    found = (
+        "no change "
+        f"{'is needed' if plan['fits'] else 'was tried' if given.no_changes else 'makes it fit'}"
+    )
     change = plan["change"]
     yield (
         f"cheapest change ({change['total'] / GIB:.2f} GiB): {change['command']}"
@@ -286,13 +298,28 @@ def _lines(plan: Mapping[str, Any], given: Namespace, device: tuple[str, Gpu]) -
         f"{name} {size / GIB:,.2f}" for name, size in plan["host"].items()
     )
     flops, run, disk = plan["flops"], plan["run"], plan["disk"]
-    layout = f"{Path(plan['config_file']).stem}, {plan['mixed_precision']}, {plan['processes']} processes"
-    yield f"\none step of a process ({layout}): {plan['accumulate']} micro-batches of {plan['micro']} samples"
-    yield f"  {flops['total'] / 1e12:,.3f} TFLOP, of which {flops.get('recompute', 0) / 1e12:,.3f} recompute"
+    layout = (
+        f"{Path(plan['config_file']).stem}, {plan['mixed_precision']}, {plan['processes']} "
+        "processes"
+    )
+    yield (
+        f"\none step of a process ({layout}): {plan['accumulate']} micro-batches of "
+        f"{plan['micro']} samples"
+    )
+    yield (
+        f"  {flops['total'] / 1e12:,.3f} TFLOP, of which {flops.get('recompute', 0) / 1e12:,.3f} "
+        "recompute"
+    )
     for call in (call for call in plan["collectives"] if call["wire"] >= 5e3):
         each = f"{call['calls']:,} of {call['size'] / 1e6:,.2f} MB over {call['ranks']} processes"
         yield f"  {call['name']:16}{each}; one process sends {call['wire'] / 1e6:,.2f} MB"
     tokens = f", {run['tokens']:,.0f} tokens" if run["tokens"] else ""
-    yield f"{plan['parameters']:,} parameters; {run['steps']:,} steps, {run['samples']:,} samples{tokens}"
-    yield f"checkpoint {disk['checkpoint'] / 1e9:,.2f} GB; disk space for the run {disk['total'] / 1e9:,.2f} GB"
+    yield (
+        f"{plan['parameters']:,} parameters; {run['steps']:,} steps, {run['samples']:,} "
+        f"samples{tokens}"
+    )
+    yield (
+        f"checkpoint {disk['checkpoint'] / 1e9:,.2f} GB; disk space for the run "
+        f"{disk['total'] / 1e9:,.2f} GB"
+    )
     yield from (f"not counted: {line}" for line in plan["not_counted"])

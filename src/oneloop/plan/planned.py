@@ -1,4 +1,5 @@
-"""One plan: build a recipe's run for rank 0 of N processes that do not exist, and measure its step on fake tensors."""
+"""One plan: build a recipe's run for rank 0 of N processes that do not exist, and measure its step
+on fake tensors."""
 
 import os
 import sys
@@ -53,10 +54,19 @@ _LABELS |= {
     "evaluation": "activations",
     "setup": "metrics and checks",
 }
-_MATH = "pow exp expm1 log log2 log10 log1p rsqrt reciprocal sum prod cumsum cumprod softmax log_softmax softplus"
-_LAYERS = "layer_norm group_norm norm nll_loss cross_entropy mse_loss l1_loss smooth_l1_loss kl_div cosine_similarity"
+_MATH = (
+    "pow exp expm1 log log2 log10 log1p rsqrt reciprocal sum prod cumsum cumprod softmax "
+    "log_softmax softplus"
+)
+_LAYERS = (
+    "layer_norm group_norm norm nll_loss cross_entropy mse_loss l1_loss smooth_l1_loss kl_div "
+    "cosine_similarity"
+)
 _KILLED = "the process that plans was killed; it may need more host memory"
-_NO_TENSORS = "cudnn_benchmark, deterministic, compile_mode, matmul, pinned, patience, check_every, gc_every, "
+_NO_TENSORS = (
+    "cudnn_benchmark, deterministic, compile_mode, matmul, pinned, patience, check_every, "
+    "gc_every, "
+)
 _NO_TENSORS += "quant_storage"  # keys of machine.* that change no tensor which is counted
 _WIDE = {*_MATH.split(), *_LAYERS.split()}  # functions that CUDA's autocast computes in float32
 
@@ -89,7 +99,8 @@ class Asked:
 
 
 def planned(several: Sequence[Asked]) -> list[dict[str, Any]]:
-    """Plan each in its own process, two at once; for a run that cannot be planned, return {"error": message}."""
+    """Plan each in its own process, two at once; for a run that cannot be planned, return {"error":
+    message}."""
     found: list[dict[str, Any]] = []
     for pair in (several[at : at + 2] for at in range(0, len(several), 2)):
         with ExitStack() as stack:
@@ -116,7 +127,10 @@ def _planned(asked: Asked) -> dict[str, Any]:
     except BadInput as error:
         why = str(error)
     except _READS as error:
-        reads = f"{where(error)} reads a value of a tensor, or makes a tensor whose size depends on one ({error})"
+        reads = (
+            f"{where(error)} reads a value of a tensor, or makes a tensor whose size depends on "
+            f"one ({error})"
+        )
         why = f"the step cannot be planned:{reads}; torch.where and masks need no values"
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         kind = (
@@ -152,9 +166,8 @@ def _plan(asked: Asked) -> dict[str, Any]:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
     if ranks > 1:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    AcceleratorState._reset_state(
-        reset_partial_state=True
-    )  # this process is a fork, whose parent may have used it
+    # this process is a fork, whose parent may have used it
+    AcceleratorState._reset_state(reset_partial_state=True)
     how: dict[str, Any] = {
         "sync_each_batch": recipe.machine.sync_each_batch,
         "exact": recipe.batch.grain is not None,
@@ -254,9 +267,8 @@ def _described(
     weights = sum(
         parameter.numel() * parameter.element_size() for parameter in costs.model.parameters()
     )
-    workers = (
-        recipe.machine.workers if isinstance(recipe.machine.workers, int) else 8
-    )  # auto: at most 8 on a GPU
+    # auto: at most 8 on a GPU
+    workers = recipe.machine.workers if isinstance(recipe.machine.workers, int) else 8
     host = {
         "building the model": weights * (1 if recipe.machine.in_turn else local),
         "EMA": 2 * away * local,
@@ -321,7 +333,8 @@ def _labelled(kinds: dict[str, int], away: int) -> dict[str, int]:
 
 
 class _CudaAutocast(TorchFunctionMode):
-    """Autocast on a CPU keeps half precision where CUDA's computes in float32; follow CUDA's rule."""
+    """Autocast on a CPU keeps half precision where CUDA's computes in float32; follow CUDA's
+    rule."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _WIDE and torch.is_autocast_enabled("cpu"):

@@ -1,4 +1,5 @@
-"""``oneloop prove``: does a parallel layout train the same weights as one process? Real runs of a few steps."""
+"""``oneloop prove``: does a parallel layout train the same weights as one process? Real runs of a
+few steps."""
 
 import json
 import os
@@ -23,7 +24,8 @@ from oneloop.plan.techniques import as_arguments
 from oneloop.recipe.parse import read
 
 Start = Callable[[Sequence[str], int], int]
-"""runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the exit code"""
+"""runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the
+exit code"""
 _SECONDS = 1800.0  # time limit of one run
 _KEYS = {
     "eval.every": 0,
@@ -46,16 +48,14 @@ _KEYS |= {
     "debug.dry_run": False,
     "machine.check_every": 1,
 }
-"""keys of every run; check_every ends a run whose replicas differ, because only rank 0's weights are compared"""
-_FACTOR = 10.0  # the layout may differ from the reference by at most this multiple of the control's difference
-_GRADIENTS = {
-    "float64": (1e-12, 1e-12),
-    "float32": (1e-6, 1e-4),
-}  # relative limit: minimum, and maximum
-_CONTROL = {
-    "float64": 1e-5,
-    "float32": 1e-2,
-}  # relative distance of its weights; more is not rounding
+"""keys of every run; check_every ends a run whose replicas differ, because only rank 0's weights
+are compared"""
+# the layout may differ from the reference by at most this multiple of the control's difference
+_FACTOR = 10.0
+# relative limit: minimum, and maximum
+_GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}
+# relative distance of its weights; more is not rounding
+_CONTROL = {"float64": 1e-5, "float32": 1e-2}
 
 
 class _Failed(RuntimeError):
@@ -63,8 +63,9 @@ class _Failed(RuntimeError):
 
 
 def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None) -> int:
-    """Compare the layout of ``own`` (config_file, processes, steps, json) with one process on the recipe in
-    ``training``, and print the verdict. Return 0 (the same) or 1 (different, failed). Raise BadInput."""
+    """Compare the layout of ``own`` (config_file, processes, steps, json) with one process on the
+    recipe in ``training``, and print the verdict. Return 0 (the same) or 1 (different, failed).
+    Raise BadInput."""
     with TemporaryDirectory(prefix="oneloop-") as scratch:
         proof = _Proof(training, own, Path(scratch), start or _launch)
         try:
@@ -105,7 +106,8 @@ class _Proof:
         self.layout = ["--config_file", file, "--num_processes", str(number), *precision]
         if (settings.get("num_machines") or 1) > 1:
             raise BadInput(
-                f"oneloop prove runs on one machine, but {own.config_file} is for several; use ddp or fsdp2"
+                f"oneloop prove runs on one machine, but {own.config_file} is for several; use "
+                "ddp or fsdp2"
             )
         self.training, self.scratch, self.start = [str(own.steps), *training], scratch, start
         self.notes = []
@@ -116,7 +118,8 @@ class _Proof:
             )
         if half != "no" and not batch.grain:
             self.notes.append(
-                f"compared without mixed precision ({half}), because half precision rounds differently"
+                f"compared without mixed precision ({half}), because half precision rounds "
+                "differently"
             )
         layout = f"{Path(file).stem} on {number} process{'es' * (number > 1)}"
         self.about = {
@@ -166,7 +169,8 @@ class _Proof:
         if parted:
             result["reason"] = self._reason(layout, control=result["control"] > _CONTROL[dtype])
         if parted and self.recipe.optimizer.clip and not (result["reason"] or again):
-            # Clipping spreads a difference to all tensors at once. Without it, the first tensor is the cause.
+            # Clipping spreads a difference to all tensors at once. Without it, the first tensor is
+            # the cause.
             other = self._compare_runs({**keys, "optimizer.clip": 0.0}, dtype, " without clipping")
             result |= {
                 key: other[key] for key in ("step", "tensor", "tensors", "by") if other["step"]
@@ -202,7 +206,8 @@ class _Proof:
         return folder
 
     def _reason(self, layout: Path, *, control: bool) -> str | None:
-        """Return the start-up line that names a cause (BatchNorm, random numbers, unused parameters), or None."""
+        """Return the start-up line that names a cause (BatchNorm, random numbers, unused
+        parameters), or None."""
         lines = layout.with_suffix(".txt").read_text(errors="replace").splitlines()
         known = [
             line
@@ -223,7 +228,8 @@ class _Proof:
 
 
 def _compare(runs: Sequence[Path], dtype: str) -> tuple[FirstDifference | None, dict[str, Any]]:
-    """Compare gradients (first step) and weights (each step) of layout, control and reference, in this order."""
+    """Compare gradients (first step) and weights (each step) of layout, control and reference, in
+    this order."""
     result, differing, rounding = dict[str, Any](), dict[str, float](), torch.zeros(())
     eps, (always, most) = torch.finfo(getattr(torch, dtype)).eps, _GRADIENTS[dtype]
     parted, steps = None, len(list(runs[0].glob("step-*.pt")))
@@ -233,18 +239,16 @@ def _compare(runs: Sequence[Path], dtype: str) -> tuple[FirstDifference | None, 
             names, distance, noise, norm, size = _distances(*tensors)
             if kind == "weights":
                 each = torch.maximum(noise / size.sqrt(), noise.norm() / size.sum().sqrt())
-                rounding = torch.maximum(
-                    rounding, each
-                )  # per element; the larger of tensor and model
+                # per element; the larger of tensor and model
+                rounding = torch.maximum(rounding, each)
                 limit = torch.maximum(_FACTOR * rounding * size.sqrt(), 16 * eps * norm)
                 result |= {
                     kind: float(distance.norm() / norm.norm()),
                     "control": float(noise.norm() / norm.norm()),
                 }
             elif step == 1:
-                norm = norm.clamp(
-                    min=float(norm.norm()) / 1000
-                )  # a norm that is small by cancellation
+                # a norm that is small by cancellation
+                norm = norm.clamp(min=float(norm.norm()) / 1000)
                 limit = norm * max(
                     always, min(_FACTOR * float((noise / norm).nan_to_num().max()), most)
                 )
@@ -266,7 +270,8 @@ def _compare(runs: Sequence[Path], dtype: str) -> tuple[FirstDifference | None, 
 
 
 def _distances(*runs: Mapping[str, Tensor]) -> tuple[list[str], Tensor, Tensor, Tensor, Tensor]:
-    """Return names in model order, the L2 distances of layout and control from the reference, its norm, and sizes.
+    """Return names in model order, the L2 distances of layout and control from the reference, its
+    norm, and sizes.
 
     A tensor that a run lacks (the gradient of an unused parameter) counts as 0."""
     rows = {}

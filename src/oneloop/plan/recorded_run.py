@@ -1,4 +1,5 @@
-"""One run of ``oneloop prove``: train a few steps with ``oneloop.train`` and save each step's gradients and weights.
+"""One run of ``oneloop prove``: train a few steps with ``oneloop.train`` and save each step's
+gradients and weights.
 
 ``accelerate launch … -m oneloop.plan.recorded_run STEPS RECIPE [--key value …]``
 """
@@ -66,7 +67,8 @@ def _full_tensors(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Train; ``argv`` is the number of steps and the recipe. End the process with oneloop's exit code."""
+    """Train; ``argv`` is the number of steps and the recipe. End the process with oneloop's exit
+    code."""
     entry.main(partial(_train_recorded, int(argv[0])), argv[1:])
 
 

@@ -26,17 +26,17 @@ class Measured:
     """Result of a short run."""
 
     rate: float = 0.0  # samples per second, after the warm-up steps
-    peak: float = 0.0  # peak memory of the process in MiB: of the device, or of the host if there is no device
+    # peak memory of the process in MiB: of the device, or of the host if there is no device
+    peak: float = 0.0
     fault: str = ""  # why there is no result; empty: it succeeded
-    facts: Mapping[str, Any] | None = (
-        None  # of the model and the machine, for :class:`oneloop.plan.techniques.Machine`
-    )
+    # of the model and the machine, for :class:`oneloop.plan.techniques.Machine`
+    facts: Mapping[str, Any] | None = None
     weights: Mapping[str, Tensor] | None = None  # final weights, if requested
 
 
 class Runner:
-    """Starts short runs, one at a time, from a fork server that has done the slow imports. A run that takes more than
-    ``timeout`` seconds counts as hung."""
+    """Starts short runs, one at a time, from a fork server that has done the slow imports. A run
+    that takes more than ``timeout`` seconds counts as hung."""
 
     def __init__(self, recipe: Sequence[str], *, timeout: float) -> None:
         self._recipe, self._timeout = list(recipe), timeout

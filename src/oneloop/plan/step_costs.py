@@ -1,4 +1,5 @@
-"""The step of ``train.py`` under a ledger: on fake tensors, which have sizes but no memory, or on real ones.
+"""The step of ``train.py`` under a ledger: on fake tensors, which have sizes but no memory, or on
+real ones.
 
 >>> costs = StepCosts(job, run, FakeTensorMode(allow_non_fake_inputs=True))
 >>> costs.step().peak                             # bytes
@@ -48,9 +49,8 @@ class Costs(NamedTuple):
     """What a step takes, or two micro-batches of the evaluation."""
 
     peak: int  # bytes
-    kinds: dict[
-        str, int
-    ]  # bytes at the peak by the owner of a tensor, else by the stage that allocated it
+    # bytes at the peak by the owner of a tensor, else by the stage that allocated it
+    kinds: dict[str, int]
     stage: str
     module: str
     operator: str
@@ -59,10 +59,12 @@ class Costs(NamedTuple):
 
 
 class StepCosts:
-    """The parts of a run, built as ``train`` builds them, and its step on the largest samples of the data set.
+    """The parts of a run, built as ``train`` builds them, and its step on the largest samples of
+    the data set.
 
-    A step has at most two micro-batches, of which the first one counts for all others; with ``batch.grain`` it has all
-    of them, since the sums in its tree need memory. Without ``mode``, tensors are real, and all ranks take part."""
+    A step has at most two micro-batches, of which the first one counts for all others; with
+    ``batch.grain`` it has all of them, since the sums in its tree need memory. Without ``mode``,
+    tensors are real, and all ranks take part."""
 
     def __init__(self, job: Job, run: Run, mode: FakeTensorMode | None = None) -> None:
         layout, self._repeats = job.layout, 1
@@ -99,9 +101,8 @@ class StepCosts:
         with self.ledger:  # it computes real indices
             self._meter = Meter(run.accelerator, self._parameters, metrics=names, **about)
         on_device = mode is None or all(group.get("fused") for group in self.optimizer.param_groups)
-        policy = (
-            job.policy if on_device else replace(job.policy, sigma=0.0)
-        )  # else the guard reads the window's value
+        # else the guard reads the window's value
+        policy = job.policy if on_device else replace(job.policy, sigma=0.0)
         how: dict[str, Any] = {
             "device": run.device,
             "scaler": run.accelerator.scaler,
@@ -120,7 +121,8 @@ class StepCosts:
             yield
 
     def _prepared(self) -> nn.Module:
-        """Return the model as :meth:`Run.prepare` does; in fake mode its parameters need no memory."""
+        """Return the model as :meth:`Run.prepare` does; in fake mode its parameters need no
+        memory."""
         job, run = self.job, self.run
         prepare = partial(run.prepare, blocks=job.built.blocks)
         if self._mode is None:
@@ -131,9 +133,8 @@ class StepCosts:
             _empty(model, self._mode)
             return model
         _empty(job.model, self._mode)
-        vars(job.model)["to"] = lambda *_, **__: (
-            job.model
-        )  # accelerate moves it to the device: torch cannot
+        # accelerate moves it to the device: torch cannot
+        vars(job.model)["to"] = lambda *_, **__: job.model
         names = ("_verify_param_shape_across_processes", "_sync_module_states")
         skipped: Any = dict.fromkeys(names, lambda *_, **__: None)
         with patch.multiple(ddp, **skipped):
@@ -164,7 +165,8 @@ class StepCosts:
                     self.ledger.see(tensor.untyped_storage())
 
     def step(self) -> Costs:
-        """Run one step three times, with all that a log step measures: find the peak, look at it, find its module."""
+        """Run one step three times, with all that a log step measures: find the peak, look at it,
+        find its module."""
         return self._measured(self._run_step)
 
     def _measured(self, run: Callable[[], None]) -> Costs:
@@ -230,7 +232,8 @@ class StepCosts:
         self.ledger.collectives, self.ledger.operations = [], Counter()
 
     def evaluation(self) -> Costs | None:
-        """Evaluate two micro-batches with the weights and with each EMA; None without an evaluation set."""
+        """Evaluate two micro-batches with the weights and with each EMA; None without an evaluation
+        set."""
         job, run, recipe = self.job, self.run, self.job.recipe
         sets = [part for part in job.eval_sets.values() if len(part)]
         if not sets:
@@ -251,18 +254,18 @@ class StepCosts:
                 holding: list[Any] = [nullcontext, *(ema.swapped for ema in self.emas)]
                 for held in holding:
                     interrupted = iter([False, False, True])
-                    how: dict[str, Any] = {
-                        "accelerator": run.accelerator,
-                        "micro": micro,
-                        "dtype": job.dtype,
-                    }
-                    how |= {
-                        "seed": recipe.seed,
-                        "exact": job.exact,
-                        "interrupted": lambda: next(interrupted),
-                    }  # noqa: B023
                     with held():
-                        evaluate(job.task, self.model, Subset(sets[0], indices), **how)
+                        evaluate(
+                            job.task,
+                            self.model,
+                            Subset(sets[0], indices),
+                            accelerator=run.accelerator,
+                            micro=micro,
+                            dtype=job.dtype,
+                            seed=recipe.seed,
+                            exact=job.exact,
+                            interrupted=lambda: next(interrupted),  # noqa: B023
+                        )
             self._lap()
 
         return self._measured(pass_over)
@@ -306,8 +309,9 @@ class StepCosts:
 
 
 class _RealValues(TorchDispatchMode):
-    """In fake mode, an operation on real tensors stays real, since the task may read its result: it depends on the data
-    only. So do int32 tensors, which DDP's reducer reads. A value that an optimizer reads is 1; ``read``: it did."""
+    """In fake mode, an operation on real tensors stays real, since the task may read its result: it
+    depends on the data only. So do int32 tensors, which DDP's reducer reads. A value that an
+    optimizer reads is 1; ``read``: it did."""
 
     def __init__(self, ledger: Ledger) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -8,9 +8,8 @@ from typing import Any
 
 from oneloop.recipe.schema import Recipe
 
-PRECISION = (
-    "mixed_precision"  # a key of Accelerate, not of the recipe; set by an environment variable
-)
+# a key of Accelerate, not of the recipe; set by an environment variable
+PRECISION = "mixed_precision"
 DEFAULT = 8  # number of techniques that are tried by default
 
 

@@ -1,4 +1,5 @@
-"""``oneloop worth``: measure the speed and memory effect of each technique on this recipe and machine."""
+"""``oneloop worth``: measure the speed and memory effect of each technique on this recipe and
+machine."""
 
 import platform
 import random
@@ -23,8 +24,9 @@ from oneloop.show.worth_table import as_page, as_table, sentences
 
 
 def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
-    """Measure the recipe in ``words``, print a table, and write worth.json and worth.html to ``folder`` (default:
-    runs/worth-RECIPE). Return the exit code. Raise BadInput. ``how``: see :func:`measured`."""
+    """Measure the recipe in ``words``, print a table, and write worth.json and worth.html to
+    ``folder`` (default: runs/worth-RECIPE). Return the exit code. Raise BadInput. ``how``: see
+    :func:`measured`."""
     if read(words).batch.grain is not None:
         raise BadInput(
             "oneloop worth changes how a recipe is computed, which batch.grain forbids; remove it"
@@ -71,9 +73,10 @@ def measured(
 ) -> dict[str, Any]:
     """Measure techniques on the recipe and keys in ``words``; return the results as plain data.
 
-    ``only`` names techniques (default: the first eight that this machine and model support). Each run trains for about
-    ``seconds``; each of the ``rounds`` has one run per variant. A run of more than ``timeout`` seconds counts as hung.
-    Raise BadInput if the recipe or a name is wrong, or if the recipe does not train at all."""
+    ``only`` names techniques (default: the first eight that this machine and model support). Each
+    run trains for about ``seconds``; each of the ``rounds`` has one run per variant. A run of more
+    than ``timeout`` seconds counts as hung. Raise BadInput if the recipe or a name is wrong, or if
+    the recipe does not train at all."""
     recipe = read(words)
     known = {technique.name: technique for technique in TECHNIQUES}
     if strange := [name for name in only if name not in known]:
@@ -114,7 +117,8 @@ def measured(
 
 
 def _steps_and_machine(runner: Runner, seconds: float, batch: int) -> tuple[int, Machine]:
-    """Return the number of steps that take about ``seconds``, and the machine, both from a run of the recipe."""
+    """Return the number of steps that take about ``seconds``, and the machine, both from a run of
+    the recipe."""
     outcome = runner({}, steps=_WARM_UP + 6, warm=_WARM_UP)
     if outcome.fault or outcome.facts is None:
         raise BadInput(f"the unchanged recipe does not train: {outcome.fault}")

@@ -18,6 +18,7 @@ from oneloop.recipe.synonyms import suggestion
 _TASKS = {"image_classification": "ImageClassification", "causal_lm": "CausalLM", "sft": "SFT"}
 _TASKS |= {"text_classification": "TextClassification", "text_regression": "TextRegression"}
 _TASKS |= {"token_classification": "TokenClassification", "text_pairs": "TextPairs"}
+# Class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``.
 CHOICES: dict[str, dict[str, str]] = {
     "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in _TASKS.items()},
     "optimizer": {
@@ -27,7 +28,7 @@ CHOICES: dict[str, dict[str, str]] = {
         name: f"oneloop.optim.schedule.{name}"
         for name in ("constant", "linear", "cosine", "wsd", "plateau")
     },
-}  # class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``, by group
+}
 
 
 _IMPORTING: list[str] = []  # modules and files that are being imported
@@ -35,7 +36,8 @@ _IMPORTED_FILES: dict[Path, tuple[int, int]] = {}  # mtime and size of imported 
 
 
 def resolve(group: str, name: str) -> Callable[..., Any]:
-    """Return the class or function of a short name or dotted path. Raise BadInput if there is none."""
+    """Return the class or function of a short name or dotted path. Raise BadInput if there is
+    none."""
     known = CHOICES[group]
     path, attribute = _split(group, name)
     try:
@@ -45,14 +47,20 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
             module = module_of(Path(path)) if ":" in name else import_module(path)
         chosen = getattr(module, attribute)
     except ModuleNotFoundError as error:
-        lacks = f"needs the module {error.name!r}, which is not installed and not found from this folder"
+        lacks = (
+            f"needs the module {error.name!r}, which is not installed and not found from this "
+            "folder"
+        )
         raise BadInput(
             f"{group}.name {name!r} {lacks}; install it or correct the path{_extra(error.name)}"
         ) from error
     except AttributeError:
         if path == "__main__":
             file = f"my_file.py:{attribute}"
-            where = f"put it into a file, and name that: {file} (of a run that has ended: --task {file})"
+            where = (
+                f"put it into a file, and name that: {file} (of a run that has ended: --task "
+                f"{file})"
+            )
             raise BadInput(
                 f"{group}.name {name!r} was defined in a notebook, and is gone; {where}"
             ) from None
@@ -94,20 +102,23 @@ def reject_while_importing() -> None:
 
 
 def _split(group: str, name: str) -> tuple[str, str]:
-    """Split a name into file or module, and attribute. Raise BadInput for other forms, and for the standard library."""
+    """Split a name into file or module, and attribute. Raise BadInput for other forms, and for the
+    standard library."""
     known = CHOICES[group]
     if ":" in name or name.endswith(".py"):
         file, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
         if not attribute.isidentifier() or not file.endswith(".py"):
             raise BadInput(
-                f"{group}.name {name!r}: write the file and the name in it: {file or 'my_file.py'}:Name"
+                f"{group}.name {name!r}: write the file and the name in it: "
+                f"{file or 'my_file.py'}:Name"
             )
         return file, attribute
     module, _, attribute = known.get(name, name).rpartition(".")
     if not module:
         own = "or give the path of your own (my_file.py:Name or module.Name)"
         raise BadInput(
-            f"{group}.name {name!r} is unknown; use {', '.join(known)}, {own}{suggestion(name, known)}"
+            f"{group}.name {name!r} is unknown; use {', '.join(known)}, "
+            f"{own}{suggestion(name, known)}"
         )
     if module.partition(".")[0] in sys.stdlib_module_names:
         raise BadInput(
@@ -117,9 +128,11 @@ def _split(group: str, name: str) -> tuple[str, str]:
 
 
 def only_task(file: str) -> str:
-    """Return ``file.py:Name`` for the only task of a file, which is not imported. Raise BadInput for none or several.
+    """Return ``file.py:Name`` for the only task of a file, which is not imported. Raise BadInput
+    for none or several.
 
-    A task is a class that defines ``model`` and ``loss``, itself or in a base class: of the file or of oneloop.tasks.
+    A task is a class that defines ``model`` and ``loss``, itself or in a base class: of the file or
+    of oneloop.tasks.
     """
     file = file.removesuffix(":")
     tree = _read(Path(file))
@@ -161,7 +174,8 @@ def _read(file: Path) -> ast.Module:
 
 
 def arguments(task: str) -> set[str] | None:
-    """Return the names of a task's arguments, and maybe more, without an import; None: its file does not show them."""
+    """Return the names of a task's arguments, and maybe more, without an import; None: its file
+    does not show them."""
     module, name = _split("task", task)
     packaged = module.startswith("oneloop.tasks.")
     if not packaged and ":" not in task:
@@ -191,16 +205,16 @@ def arguments(task: str) -> set[str] | None:
             if start.args.kwarg and not packaged:
                 return None
             found = {one.arg for one in (*start.args.args[1:], *start.args.kwonlyargs)}
-            for base in map(
-                ast.unparse, kind.bases if start.args.kwarg else ()
-            ):  # which gets the other arguments
+            # which gets the other arguments
+            for base in map(ast.unparse, kind.bases if start.args.kwarg else ()):
                 found |= arguments(f"{imported[base]}.{base}") or set()
             return found
     return None
 
 
 def source(group: str, name: str) -> Path | None:
-    """Return the file of a name, without an import; None for a short name, or a class of a notebook."""
+    """Return the file of a name, without an import; None for a short name, or a class of a
+    notebook."""
     if name in CHOICES[group]:
         return None
     if ":" in name:
@@ -215,8 +229,9 @@ def source(group: str, name: str) -> Path | None:
 
 
 def path_of(chosen: Any) -> str:
-    """Return the name by which :func:`resolve` finds a class or function: ``file.py:Name`` if it is of the running
-    script, ``__main__.Name`` of a notebook, else ``module.Name``. Raise BadInput if there is none."""
+    """Return the name by which :func:`resolve` finds a class or function: ``file.py:Name`` if it is
+    of the running script, ``__main__.Name`` of a notebook, else ``module.Name``. Raise BadInput if
+    there is none."""
     name, module = getattr(chosen, "__qualname__", ""), getattr(chosen, "__module__", "")
     if not module or not name.isidentifier():
         raise BadInput(
@@ -238,7 +253,8 @@ def path_of(chosen: Any) -> str:
 
 
 def same_object(old: str, new: str) -> bool:
-    """Return whether two names may mean the same object: ``my_task.py:T``, in any folder, and ``my_task.T``."""
+    """Return whether two names may mean the same object: ``my_task.py:T``, in any folder, and
+    ``my_task.T``."""
     return old == new if ":" not in f"{old}{new}" else _last_two(old) == _last_two(new)
 
 
@@ -248,7 +264,8 @@ def _last_two(name: str) -> list[str]:
 
 
 def from_there(name: str, recorded: Path) -> str:
-    """Return a name by which :func:`resolve` finds the class in the file ``recorded``, if that file still exists."""
+    """Return a name by which :func:`resolve` finds the class in the file ``recorded``, if that file
+    still exists."""
     if not recorded.is_file() or recorded.suffix != ".py":
         return name
     if ":" in name:
@@ -260,7 +277,8 @@ def from_there(name: str, recorded: Path) -> str:
 
 
 def module_of(file: Path) -> ModuleType:
-    """Import a file as a script next to it would. Raise BadInput if it is missing, or its module name is taken."""
+    """Import a file as a script next to it would. Raise BadInput if it is missing, or its module
+    name is taken."""
     file = file.expanduser().resolve()
     if not file.is_file():
         raise BadInput(f"file {file} does not exist")
@@ -282,7 +300,8 @@ def module_of(file: Path) -> ModuleType:
 
 
 def _reloaded(module: ModuleType, file: Path) -> ModuleType:
-    """Reload the module if its file has changed; in a notebook, users edit files between two runs."""
+    """Reload the module if its file has changed; in a notebook, users edit files between two
+    runs."""
     now = file.stat().st_mtime_ns, file.stat().st_size
     if _IMPORTED_FILES.setdefault(file, now) != now and module.__name__ != "__main__":
         _IMPORTED_FILES[file] = now
@@ -356,7 +375,8 @@ _FITS: dict[str, Callable[[Any], str]] = {
     "optimizer": _optimizer_like,
     "schedule": _schedule_like,
 }
-"""checks before a resolved object is called, since a name can lead to any function of any package"""
+"""checks before a resolved object is called, since a name can lead to any function of any
+package"""
 _WANTED = {
     "task": "a class with the members of oneloop.tasks.protocol.Task",
     "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that returns one",

@@ -25,7 +25,8 @@ def _is_training_key(key: str) -> bool:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return one line per key of the training configuration that differs. The path of the data is not compared."""
+    """Return one line per key of the training configuration that differs. The path of the data is
+    not compared."""
     before, after = training_configuration(old), training_configuration(new)
     keys = sorted(before.keys() | after.keys())
     return [
@@ -36,7 +37,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _same(key: str, old: Any, new: Any) -> bool:
-    """Return whether two values of a key are equal; equal durations may be written differently (2ep, 2epochs)."""
+    """Return whether two values of a key are equal; equal durations may be written differently
+    (2ep, 2epochs)."""
     if key == _DATA:
         return bool(_without_paths(old) == _without_paths(new))
     if key in _NAMES:
@@ -71,7 +73,8 @@ def same_data_path(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def only_extends(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether only the duration differs: the new one is longer, and the schedule does not depend on it."""
+    """Return whether only the duration differs: the new one is longer, and the schedule does not
+    depend on it."""
     keys = [line.partition(":")[0] for line in difference(old, new)]
     schedule = new["schedule"]
     endless = schedule["name"] in ("constant", "plateau") and "%" not in str(schedule["warmup"])

@@ -1,4 +1,5 @@
-"""The argument parser of all keys of a recipe, with the arguments of the chosen task, optimizer and schedule."""
+"""The argument parser of all keys of a recipe, with the arguments of the chosen task, optimizer and
+schedule."""
 
 from argparse import Action
 from functools import cache
@@ -50,7 +51,8 @@ OPTIONS = {
 
 
 class _Help(DefaultHelpFormatter):
-    """Help that shows each value as its type (INT, {auto,none}), without the variants that append to a list."""
+    """Help that shows each value as its type (INT, {auto,none}), without the variants that append
+    to a list."""
 
     def _get_type_str(self, action: Action) -> None:
         return None
@@ -61,14 +63,13 @@ class _Help(DefaultHelpFormatter):
 
 
 def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) -> ArgumentParser:
-    """Return the parser of all keys, with the ``options`` of the chosen task, optimizer and schedule: those import
-    torch. The parser of packaged names is built once per process."""
+    """Return the parser of all keys, with the ``options`` of the chosen task, optimizer and
+    schedule: those import torch. The parser of packaged names is built once per process."""
     names = {"task": task, "optimizer": optimizer, "schedule": schedule}
     known = all(name in CHOICES[group] for group, name in names.items())
     made = (_parser_once if known or not options else _parser)(task, optimizer, schedule, options)
-    made._actions[:] = [
-        action for action in made._actions if action.dest != "print_shtab"
-    ]  # added by each parse
+    # added by each parse
+    made._actions[:] = [action for action in made._actions if action.dest != "print_shtab"]
     return made
 
 
@@ -76,10 +77,15 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
     chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
     made = ArgumentParser(
         prog="oneloop.train",
-        usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m oneloop.train RECIPE …)",
-        description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a YAML file, or a task of"
+        usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m "
+        "oneloop.train RECIPE …)",
+        description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a "
+        "YAML "
+        "file, "
+        "or a task of"
         " your own (my_task.py:MyTask). "
-        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) are included.",
+        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) "
+        "are included.",
         exit_on_error=False,
         allow_abbrev=False,
         formatter_class=_Help,
@@ -95,7 +101,9 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
         "--track",
         type=list[str],
         default=["tensorboard"],
-        help="trackers by accelerate's names, comma-separated: tensorboard, wandb, trackio, mlflow, … ('none': none)",
+        help="trackers by accelerate's names, comma-separated: tensorboard, wandb, trackio, "
+        "mlflow, "
+        "… ('none': none)",
     )
     for name, group in GROUPS.items():
         section = made.add_argument_group(name)
@@ -105,7 +113,8 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
                 "--init.from",
                 type=str | None,
                 default=None,
-                help="run folder, folder of weights, hf:NAME or .safetensors file to take the weights from",
+                help="run folder, folder of weights, hf:NAME or .safetensors file to take the "
+                "weights from",
             )
         section.add_class_arguments(group, name, skip=skip, as_group=False)
         if name in chosen and options:
@@ -113,7 +122,8 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
             taken = {"name", "options"} & signature(target).parameters.keys()
             if taken and chosen[name] not in CHOICES[name]:
                 raise BadInput(
-                    f"{name}.name {chosen[name]!r}: rename the argument {taken.pop()!r}, a key of oneloop"
+                    f"{name}.name {chosen[name]!r}: rename the argument {taken.pop()!r}, a key "
+                    "of oneloop"
                 )
             add = (
                 section.add_class_arguments
@@ -123,9 +133,8 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
             add(target, name, skip=_NOT_OPTIONS[name], as_group=False, fail_untyped=False)
             for action in [action for action in made._actions if action.dest.endswith(".help")]:
                 action.container._remove_action(action)  # type: ignore[attr-defined]
-            parameters = signature(
-                target
-            ).parameters.values()  # jsonargparse gives one without a type null
+            # jsonargparse gives one without a type null
+            parameters = signature(target).parameters.values()
             bare = {
                 f"{name}.{one.name}"
                 for one in parameters

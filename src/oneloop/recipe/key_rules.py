@@ -18,7 +18,9 @@ _PLAIN: dict[Any, str] = {
     bool: "true or false",
     str: "text",
     type(None): "null",
-    Duration: "a duration: steps (500), epochs (20ep), '1M samples', '2B tokens' or a share of the run (10%), never"
+    Duration: "a duration: steps (500), epochs (20ep), '1M samples', '2B tokens' or a share of the "
+    "run "
+    "(10%), never"
     " negative",
 }
 NEEDS = {
@@ -28,12 +30,14 @@ NEEDS = {
 NEEDS |= dict.fromkeys(("init.weights", "init.leave_out"), "init.from!=null")
 NEEDS |= dict.fromkeys(("guard.spike", "guard.window"), "guard.sigma!=0")
 NEEDS |= {"machine.compile_mode": "machine.compile!=none"}
-"""keys that have an effect only if another key has (=), or has not (!=), one of the values after it"""
+"""keys that have an effect only if another key has (=), or has not (!=), one of the values after
+it"""
 _ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 
 
 def wanted(kind: Any) -> str:
-    """Describe ``int | Literal["auto"]`` as "a whole number (int) or auto"; empty if a type has no description."""
+    """Describe ``int | Literal["auto"]`` as "a whole number (int) or auto"; empty if a type has no
+    description."""
     if kind in _PLAIN:
         return _PLAIN[kind]
     origin, inside = get_origin(kind), get_args(kind)
@@ -68,7 +72,8 @@ def shown(kind: Any) -> str:
 
 
 def documented(target: Any) -> dict[str, str]:
-    """Return the description of each argument from the docstrings of a class and its ``__init__``, or of a function."""
+    """Return the description of each argument from the docstrings of a class and its ``__init__``,
+    or of a function."""
     found: dict[str, str] = {}
     for part in (target, getattr(target, "__init__", None)):
         lines = inspect.cleandoc(getattr(part, "__doc__", None) or "").splitlines()
@@ -89,8 +94,9 @@ def without_effect(
     typed: Mapping[str, Any],
     own: Mapping[str, str],
 ) -> set[str]:
-    """Return the keys of a recipe file that have no effect because of ``typed`` keys, which drops them. ``own`` are the
-    task's conditions, as in :data:`NEEDS`. Raise BadInput if another key has no effect, and is not at its default."""
+    """Return the keys of a recipe file that have no effect because of ``typed`` keys, which drops
+    them. ``own`` are the task's conditions, as in :data:`NEEDS`. Raise BadInput if another key has
+    no effect, and is not at its default."""
     needs = NEEDS | {
         f"task.{key}": re.sub(r"\w+(?=!?=)", r"task.\g<0>", needed) for key, needed in own.items()
     }
@@ -134,7 +140,8 @@ def reject_inexact(
     asked = f"batch.grain {grain} requires bit-identical runs on any number of processes, but"
     if evaluation.micro not in (None, grain):
         raise BadInput(
-            f"eval.micro {evaluation.micro} differs from batch.grain; set it to {grain}, or remove it"
+            f"eval.micro {evaluation.micro} differs from batch.grain; set it to {grain}, or "
+            "remove it"
         )
     if optimizer.name not in _OPTIMIZERS:
         what = (

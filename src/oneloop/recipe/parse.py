@@ -1,6 +1,7 @@
 """Parse recipes: a packaged name or a YAML file, with overrides as ``--group.key value``.
 
-Precedence: defaults < YAML < command line. Processes, precision and sharding come only from accelerate.
+Precedence: defaults < YAML < command line. Processes, precision and sharding come only from
+    accelerate.
 """
 
 import json
@@ -26,7 +27,8 @@ from oneloop.recipe.training_keys import OptimizerConfig, ScheduleConfig, TaskCo
 
 
 def read(argv: Sequence[str]) -> Recipe:
-    """Read the recipe of a command line. Raise BadInput; SystemExit after ``--help`` and ``--print_config``."""
+    """Read the recipe of a command line. Raise BadInput; SystemExit after ``--help`` and
+    ``--print_config``."""
     source, typed, flags = _split(argv)
     if source is None and "help" in flags and "task.name" not in typed:
         return _made("recipe", {}, typed, flags)
@@ -37,8 +39,8 @@ def read(argv: Sequence[str]) -> Recipe:
 
 
 def check_keys(argv: Sequence[str]) -> None:
-    """Check the keys of a command line that need no import of torch: all but those of the task and of your own
-    optimizer or schedule. Raise BadInput."""
+    """Check the keys of a command line that need no import of torch: all but those of the task and
+    of your own optimizer or schedule. Raise BadInput."""
     source, typed, flags = _split(argv)
     if "help" not in flags:
         _check_without_imports(*_choose(typed, find_recipe(source, typed)[1]), typed)
@@ -60,9 +62,8 @@ def _check_without_imports(
         known |= {f"task.{name}" for name in own} | {
             key for key in OF_TASKS if key.split(".")[1] in own
         }
-    inside = (
-        ("task.",) if own is None else (f"task.{name}." for name in own)
-    )  # keys that only the task itself knows
+    # keys that only the task itself knows
+    inside = ("task.",) if own is None else (f"task.{name}." for name in own)
     foreign = (
         *inside,
         *(f"{group}." for group, names in OPTIONS.items() if chosen[group] not in names),
@@ -79,18 +80,21 @@ def _check_without_imports(
 
 
 def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any) -> Recipe:
-    """Build a recipe in Python: ``recipe("digits", batch={"size": 128}, duration="5ep")``. Raise BadInput on errors.
+    """Build a recipe in Python: ``recipe("digits", batch={"size": 128}, duration="5ep")``. Raise
+    BadInput on errors.
 
-    Args: ``source``: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, another recipe, or its keys by
-    group; None: the defaults, for the ``task`` in ``groups``. ``groups``: keys by group, or ``seed``, ``duration`` and
-    ``track``. A ``task`` may be a class, or ``{"name": MyTask, "width": 32}``.
+    Args: ``source``: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, another
+    recipe, or its keys by group; None: the defaults, for the ``task`` in ``groups``. ``groups``:
+    keys by group, or ``seed``, ``duration`` and ``track``. A ``task`` may be a class, or ``{"name":
+    MyTask, "width": 32}``.
     """
     given = from_python(groups)
     if isinstance(source, Recipe):
         again = _made(source.name, flat(source.resolved), {}, set())
         if again != source:
             raise BadInput(
-                "this recipe was changed after it was read; use recipe(old, batch={…}) for a changed copy"
+                "this recipe was changed after it was read; use recipe(old, batch={…}) for a "
+                "changed copy"
             )
         return _made(source.name, flat(source.resolved), given, set())
     if isinstance(source, Mapping):
@@ -100,7 +104,8 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
 
 
 def read_again(recipe: Path, *, task: str) -> Recipe:
-    """Read a run's resolved recipe with this task, without its optimizer and schedule. Raise BadInput on errors."""
+    """Read a run's resolved recipe with this task, without its optimizer and schedule. Raise
+    BadInput on errors."""
     name, written = load(str(recipe))
     kept = {
         key: value
@@ -119,10 +124,8 @@ def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[
     for key, value in typed.items():
         if value is None and key in (kinds := _types(made)) and kinds[key] is not bool:
             raise BadInput(f"{key} needs a value: --{key} VALUE")
-    if typed.get("batch.grain") not in (
-        None,
-        "null",
-    ):  # the file's micro-batches are for runs without it
+    # the file's micro-batches are for runs without it
+    if typed.get("batch.grain") not in (None, "null"):
         written = {
             key: value for key, value in written.items() if key not in ("batch.micro", "eval.micro")
         }
@@ -151,7 +154,8 @@ def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, 
 
 
 def task_name(recipe: Path) -> str:
-    """Return the task's name in a resolved recipe, without importing the task. Raise BadInput on errors."""
+    """Return the task's name in a resolved recipe, without importing the task. Raise BadInput on
+    errors."""
     _, written = load(str(recipe))
     name = written.get("task.name", TaskConfig().name)
     if not isinstance(name, str):
@@ -187,7 +191,8 @@ def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
 def _choose(
     typed: Mapping[str, Any], written: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Choose the names of task, optimizer and schedule; a newly typed name drops the file's options for the old one."""
+    """Choose the names of task, optimizer and schedule; a newly typed name drops the file's options
+    for the old one."""
     defaults = {
         "task": TaskConfig().name,
         "optimizer": OptimizerConfig().name,

@@ -30,9 +30,9 @@ def packaged() -> list[str]:
 def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the name of a run's recipe, and its content. Raise BadInput if there is none.
 
-    ``source`` is a packaged name, the path of a YAML file, or a task's ``file.py:Name``, which is added to ``given``;
-    without ``:Name`` the file's only task.
-    Without a source the recipe is the defaults for the task in ``given``, which overrides the recipe."""
+    ``source`` is a packaged name, the path of a YAML file, or a task's ``file.py:Name``, which is
+    added to ``given``; without ``:Name`` the file's only task. Without a source the recipe is the
+    defaults for the task in ``given``, which overrides the recipe."""
     if source is not None and re.search(r"\.py(:\w*)?$", source):
         if given.setdefault("task.name", source) != source:
             raise BadInput(f"two tasks given, {source!r} and {given['task.name']!r}; give one")
@@ -50,7 +50,8 @@ def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[st
 
 
 def name_after(task: Any) -> str:
-    """Return ``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``; for a notebook's class, its own name."""
+    """Return ``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``; for a notebook's class,
+    its own name."""
     file, colon, _ = str(task).rpartition(":")
     if colon:
         return Path(file).stem
@@ -59,7 +60,8 @@ def name_after(task: Any) -> str:
 
 
 def load(source: str) -> tuple[str, dict[str, Any]]:
-    """Return the recipe's name, and its content as {"group.key": value}. Raise BadInput if it cannot be read."""
+    """Return the recipe's name, and its content as {"group.key": value}. Raise BadInput if it
+    cannot be read."""
     if source in packaged():
         name, text = source, (RECIPES / f"{source}.yaml").read_text()
     else:
@@ -72,7 +74,8 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
                 )
             known = ", ".join(packaged())
             raise BadInput(
-                f"recipe {source!r} is unknown; use {known} or a YAML file{suggestion(source, packaged())}"
+                f"recipe {source!r} is unknown; use {known} or a YAML "
+                f"file{suggestion(source, packaged())}"
             )
         try:
             name, text = path.stem, path.read_text(encoding="utf-8")
@@ -107,12 +110,14 @@ def flat(content: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def long(key: str) -> str:
-    """Return ``task.name`` for ``task``; the same for optimizer and schedule; other keys unchanged."""
+    """Return ``task.name`` for ``task``; the same for optimizer and schedule; other keys
+    unchanged."""
     return f"{key}.name" if key in CHOICES else key
 
 
 def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys by group, given in Python, as flat plain data. Raise BadInput for an unknown group or class."""
+    """Return keys by group, given in Python, as flat plain data. Raise BadInput for an unknown
+    group or class."""
     for key, value in groups.items():
         if key in GROUPS and not isinstance(value, Mapping) and key not in CHOICES:
             raise BadInput(f"{key} is a group of keys: give it a dict ({key}={{…}}), not {value!r}")
@@ -145,7 +150,8 @@ def _plain(value: Any) -> Any:
 
 
 def as_python(message: str) -> str:
-    """Return a message with keys in Python's syntax: ``run={"accept_changes": True}`` for ``--run.accept_changes``."""
+    """Return a message with keys in Python's syntax: ``run={"accept_changes": True}`` for
+    ``--run.accept_changes``."""
 
     def call(found: re.Match[str]) -> str:
         kind = next((one.type for one in fields(GROUPS[found[1]]) if one.name == found[2]), None)

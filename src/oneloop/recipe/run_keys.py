@@ -1,4 +1,5 @@
-"""Keys that do not change the trained model: machine, evaluation, saving, logging, the run folder."""
+"""Keys that do not change the trained model: machine, evaluation, saving, logging, the run
+folder."""
 
 from dataclasses import dataclass, field
 from typing import Literal
@@ -16,20 +17,24 @@ class MachineConfig:
     dtype: Literal["float32", "float64"] = "float32"
     """dtype of the weights; float64 is for exact comparisons"""
     base_dtype: Literal["bfloat16", "float16", "float32"] | None = None
-    """dtype of frozen matrices (null: unchanged): a 16-bit dtype with mixed precision, or float32"""
+    """dtype of frozen matrices (null: unchanged): a 16-bit dtype with mixed precision, or
+    float32"""
     quant_storage: Literal["auto", "uint8", "bfloat16", "float16", "float32"] = "auto"
-    """storage dtype of 4-bit matrices; FSDP2 can shard only floating-point dtypes (auto: choose one that works)"""
+    """storage dtype of 4-bit matrices; FSDP2 can shard only floating-point dtypes (auto: choose one
+    that works)"""
     deterministic: bool = False
     """use only deterministic algorithms; raise an error if an operation has none"""
     sync_each_batch: bool = False
-    """FSDP2 with accumulation: reduce-scatter gradients after each micro-batch (less memory, more communication)"""
+    """FSDP2 with accumulation: reduce-scatter gradients after each micro-batch (less memory, more
+    communication)"""
     find_unused_parameters: bool = False
     """DDP, FSDP2: find parameters without a gradient in each step (routing, adapters)"""
     recompute: str = "none"
-    """activation (gradient) checkpointing: none, full, every:K (each K-th block), selective (keep matmuls and
-    attention), or budget:SHARE (with compile: keep that share of the activations)"""
+    """activation (gradient) checkpointing: none, full, every:K (each K-th block), selective (keep
+    matmuls and attention), or budget:SHARE (with compile: keep that share of the activations)"""
     offload: bool = False
-    """store the kept activations in pinned host memory (requires a GPU, and recompute full or every:K)"""
+    """store the kept activations in pinned host memory (requires a GPU, and recompute full or
+    every:K)"""
     compile: Literal["none", "regional", "whole"] = "none"
     """torch.compile: each block (starts faster), or the whole model"""
     compile_mode: Literal[
@@ -41,7 +46,8 @@ class MachineConfig:
     channels_last: bool | Literal["auto"] = "auto"
     """use the channels-last memory format for convolutional models (auto: on a GPU)"""
     matmul: Literal["highest", "high", "medium"] = "highest"
-    """precision of float32 matmuls: highest is IEEE; high is TF32 (faster; layouts then differ by 1e-3)"""
+    """precision of float32 matmuls: highest is IEEE; high is TF32 (faster; layouts then differ by
+    1e-3)"""
     cudnn_benchmark: bool = False
     """let cuDNN benchmark its algorithms (faster; a resume is then not bit-identical)"""
     in_turn: bool = False
@@ -51,7 +57,8 @@ class MachineConfig:
     patience: float = 1.0
     """factor of the time after which a process counts as hung, which ends the run (0: never)"""
     gc_every: Duration = Duration(1000)
-    """duration between Python garbage collections, at the same step on all processes (0: automatic)"""
+    """duration between Python garbage collections, at the same step on all processes (0:
+    automatic)"""
 
     def __post_init__(self) -> None:
         within(0, 512, machine__workers=0 if self.workers == "auto" else self.workers)
@@ -65,7 +72,8 @@ class EvalConfig:
     micro: int | None = None
     """micro-batch of the evaluation (null: as in training)"""
     samples: int = 8
-    """number of validation samples to show after each evaluation, and of those with the largest loss (0: none)"""
+    """number of validation samples to show after each evaluation, and of those with the largest
+    loss (0: none)"""
     best: str = "eval/loss"
     """metric for the best checkpoint, early stopping and the plateau schedule"""
 
@@ -91,7 +99,8 @@ class SaveConfig:
     max_failures: int = 3
     """failed saves in a row (disk full) before the run ends with exit code 1"""
     mirror: str | None = None
-    """address of a copy of the run in a bucket (s3://BUCKET/RUN, gs://…, file:///FOLDER/RUN; null: none)"""
+    """address of a copy of the run in a bucket (s3://BUCKET/RUN, gs://…, file:///FOLDER/RUN; null:
+    none)"""
     upload_limit: float = 0.0
     """megabytes per second that one process uploads to the mirror at most (0: no limit)"""
 
@@ -110,7 +119,8 @@ class StopConfig:
     patience: int = 0
     """early stopping: evaluations without improvement before the run ends (0: never)"""
     after: str | None = None
-    """time limit: save and stop after it; the same command resumes (55min, 3.5h, 90s; null: no limit)"""
+    """time limit: save and stop after it; the same command resumes (55min, 3.5h, 90s; null: no
+    limit)"""
 
     @property
     def seconds(self) -> float:
@@ -133,7 +143,8 @@ class LogConfig:
 @dataclass(frozen=True)
 class WatchConfig:
     profile: str | None = None
-    """steps to profile (10-15): writes a trace and a table of operators to profile/ in the run folder"""
+    """steps to profile (10-15): writes a trace and a table of operators to profile/ in the run
+    folder"""
     memory: str | None = None
     """steps to record in a GPU memory snapshot (10-13)"""
     quiet: bool = False
@@ -153,9 +164,11 @@ class WatchConfig:
 @dataclass(frozen=True)
 class RunConfig:
     dir: str | None = None
-    """run folder (null: runs/<recipe>), or an address: the mirror of a scratch folder runs/BUCKET/RUN"""
+    """run folder (null: runs/<recipe>), or an address: the mirror of a scratch folder
+    runs/BUCKET/RUN"""
     resume: str = "auto"
-    """auto: resume from the newest intact checkpoint; never: reject a folder that has a run; or a checkpoint's path"""
+    """auto: resume from the newest intact checkpoint; never: reject a folder that has a run; or a
+    checkpoint's path"""
     accept_changes: bool = False
     """resume although the training configuration, data or model has changed"""
 

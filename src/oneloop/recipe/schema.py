@@ -44,11 +44,13 @@ class Recipe:
             check_address(self.mirror, "run.dir" if self.mirror == self.run.dir else "save.mirror")
             if self.save.mirror not in (None, self.mirror):
                 raise BadInput(
-                    f"run.dir {self.run.dir} and save.mirror {self.save.mirror} are two mirrors; remove one"
+                    f"run.dir {self.run.dir} and save.mirror {self.save.mirror} are two "
+                    "mirrors; remove one"
                 )
             if self.save.sync:
                 raise BadInput(
-                    "save.sync cannot be combined with a mirror, which needs the writing process; remove it"
+                    "save.sync cannot be combined with a mirror, which needs the writing "
+                    "process; remove it"
                 )
         if self.batch.grain is not None:
             reject_inexact(self.batch.grain, self.eval, self.optimizer, self.machine)

@@ -1,4 +1,5 @@
-"""oneloop's keys by the names that Trainer, Lightning, accelerate, timm and torchtune use for the same settings."""
+"""oneloop's keys by the names that Trainer, Lightning, accelerate, timm and torchtune use for the
+same settings."""
 
 import difflib
 from collections.abc import Iterable
@@ -10,15 +11,16 @@ for _line in Path(__file__).with_suffix(".txt").read_text().splitlines():
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)
 OF_TASKS = {key for keys in _KEYS.values() for key in keys if key.startswith("task.")}
-_OPTIONS = {
-    name: key for name, keys in _KEYS.items() for key in keys if key.startswith("--")
-}  # of the launcher
+# of the launcher
+_OPTIONS = {name: key for name, keys in _KEYS.items() for key in keys if key.startswith("--")}
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" for an unknown key or name, by its synonyms, else by spelling; else nothing.
+    """Return "; did you mean …?" for an unknown key or name, by its synonyms, else by spelling;
+    else nothing.
 
-    Of a key with a group (``run.output_dir``, ``task.seed``), the part after the dot is looked up."""
+    Of a key with a group (``run.output_dir``, ``task.seed``), the part after the dot is looked
+    up."""
     known = list(known)
     last = word.rpartition(".")[2].replace("-", "_").lower()
     if last in known:  # a top-level key inside a group
@@ -33,5 +35,6 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def may_be_of_task(word: str) -> bool:
-    """Whether an unknown key is another name of a task's key, which only the imported task knows."""
+    """Whether an unknown key is another name of a task's key, which only the imported task
+    knows."""
     return not OF_TASKS.isdisjoint(_KEYS.get(word.rpartition(".")[2], ()))

@@ -1,4 +1,5 @@
-"""The training configuration: keys that decide what is trained (task, batch, optimizer, schedule, EMA, bad steps)."""
+"""The training configuration: keys that decide what is trained (task, batch, optimizer, schedule,
+EMA, bad steps)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +12,8 @@ from oneloop.basics.exit_codes import BadInput, at_least, within
 @dataclass(frozen=True)
 class TaskConfig:
     name: str = "image_classification"
-    """task to train: image_classification, causal_lm, sft, text_classification, text_regression, token_classification,
-    text_pairs, or the class path of your own task"""
+    """task to train: image_classification, causal_lm, sft, text_classification, text_regression,
+    token_classification, text_pairs, or the class path of your own task"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -30,11 +31,12 @@ class BatchConfig:
     size: int = 64
     """global batch: samples of one step over all processes"""
     micro: int | Literal["auto", "fastest"] | None = None
-    """micro-batch: samples per process in one forward pass (null: batch.size / processes; auto: search for the largest
-    that fits into memory; fastest: search for the fastest that fits)"""
+    """micro-batch: samples per process in one forward pass (null: batch.size / processes; auto:
+    search for the largest that fits into memory; fastest: search for the fastest that fits)"""
     grain: int | None = None
-    """grain: a micro-batch size that is the same on any number of processes, for bit-identical weights, sharded or not
-    (null: equal up to rounding). batch.size / batch.grain and the number of processes must be powers of two"""
+    """grain: a micro-batch size that is the same on any number of processes, for bit-identical
+    weights, sharded or not (null: equal up to rounding). batch.size / batch.grain and the number of
+    processes must be powers of two"""
 
     def __post_init__(self) -> None:
         at_least(
@@ -55,7 +57,8 @@ class BatchConfig:
             )
         if self.micro not in (None, grain):
             raise BadInput(
-                f"batch.micro {self.micro} cannot be combined with batch.grain {grain}; remove batch.micro"
+                f"batch.micro {self.micro} cannot be combined with batch.grain {grain}; remove "
+                "batch.micro"
             )
 
 
@@ -73,7 +76,8 @@ class ParametersConfig:
     def __post_init__(self) -> None:
         if not self.settings:
             raise BadInput(
-                "optimizer.groups: a pattern without a setting; give freeze, lr_factor or weight_decay"
+                "optimizer.groups: a pattern without a setting; give freeze, lr_factor or "
+                "weight_decay"
             )
         at_least(
             0,
@@ -98,15 +102,18 @@ class OptimizerConfig:
     clip: float = 1.0
     """maximum global gradient norm (0: no clipping)"""
     lr_at_batch: int = 0
-    """global batch size that optimizer.lr is for; optimizer.lr_rule scales it to batch.size (0: no scaling)"""
+    """global batch size that optimizer.lr is for; optimizer.lr_rule scales it to batch.size (0: no
+    scaling)"""
     lr_rule: Literal["linear", "sqrt", "none"] = "sqrt"
-    """scaling of the learning rate with the batch size: sqrt for Adam-like optimizers, linear for SGD"""
+    """scaling of the learning rate with the batch size: sqrt for Adam-like optimizers, linear for
+    SGD"""
     groups: dict[str, ParametersConfig] = field(default_factory=dict)
-    """freeze, lr_factor and weight_decay by pattern: {backbone: {lr_factor: 0.1}, '*.bias': {weight_decay: 0},
-    'encoder.[0-5]': {freeze: true}}. A pattern is a parameter's dotted name or the start of one; * matches any text,
-    ? one character and [0-5] one of several"""
+    """freeze, lr_factor and weight_decay by pattern: {backbone: {lr_factor: 0.1}, '*.bias':
+    {weight_decay: 0}, 'encoder.[0-5]': {freeze: true}}. A pattern is a parameter's dotted name or
+    the start of one; * matches any text, ? one character and [0-5] one of several"""
     layer_decay: float = 1.0
-    """factor of the learning rate from each block of the model to the block below it (1: no decay)"""
+    """factor of the learning rate from each block of the model to the block below it (1: no
+    decay)"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -126,7 +133,8 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     name: str = "constant"
-    """constant, linear, cosine, wsd, plateau, or the path of a function (step, total) -> factor of the peak rate"""
+    """constant, linear, cosine, wsd, plateau, or the path of a function (step, total) -> factor of
+    the peak rate"""
     warmup: Duration = Duration(0)
     """duration of the linear warm-up (5%, 1ep, 100, '10K samples')"""
     final: float = 0.0
@@ -140,11 +148,13 @@ class ScheduleConfig:
 @dataclass(frozen=True)
 class EmaConfig:
     half_life: Duration | list[Duration] = Duration(0)
-    """duration after which the contribution of a weight has halved (0: no EMA; a list: several EMAs)"""
+    """duration after which the contribution of a weight has halved (0: no EMA; a list: several
+    EMAs)"""
     decay: float = 0.0
     """decay factor per step, instead of a half-life (0: none)"""
     power: list[float] = field(default_factory=list)
-    """widths of power-function EMAs as shares of the run (0.05, 0.1); oneloop export can mix other widths later"""
+    """widths of power-function EMAs as shares of the run (0.05, 0.1); oneloop export can mix other
+    widths later"""
     ramp: float = 0.05
     """upper limit of the half-life, as a share of the training so far (0: no limit)"""
     every: int = 1
@@ -170,15 +180,16 @@ class EmaConfig:
             raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is common")
         if self.decay and self.half_lives:
             raise BadInput(
-                f"ema.half_life {self.half_life} and ema.decay {self.decay} are both set; set one of them"
+                f"ema.half_life {self.half_life} and ema.decay {self.decay} are both set; set "
+                "one of them"
             )
 
 
 @dataclass(frozen=True)
 class GuardConfig:
     nonfinite: Literal["stop", "skip", "rewind"] = "stop"
-    """action if the loss or gradient is NaN or Inf: stop the run with exit code 3; skip the step; or rewind to the last
-    checkpoint and skip the samples since then"""
+    """action if the loss or gradient is NaN or Inf: stop the run with exit code 3; skip the step;
+    or rewind to the last checkpoint and skip the samples since then"""
     spike: Literal["stop", "skip", "rewind"] = "skip"
     """action if the loss or gradient norm is far above that of earlier steps"""
     sigma: float = 0.0
@@ -186,7 +197,8 @@ class GuardConfig:
     window: int = 100
     """number of steps in the window"""
     patience: int = 10
-    """bad steps in a row (or rewinds without a new checkpoint) before the run ends with exit code 3"""
+    """bad steps in a row (or rewinds without a new checkpoint) before the run ends with exit code
+    3"""
 
     def __post_init__(self) -> None:
         at_least(0, guard__sigma=self.sigma)

@@ -1,4 +1,5 @@
-"""The inputs of a run (data, model, precision, recipe), which checkpoints store and a resume compares."""
+"""The inputs of a run (data, model, precision, recipe), which checkpoints store and a resume
+compares."""
 
 import inspect
 import json
@@ -29,7 +30,8 @@ FIRST = 2  # first samples of each data set that all ranks compare
 
 
 class InputCheck:
-    """The inputs of a run (see :func:`inputs_of`), which its checkpoints store and a resume checks."""
+    """The inputs of a run (see :func:`inputs_of`), which its checkpoints store and a resume
+    checks."""
 
     def __init__(
         self, about: Mapping[str, Any], *, accept_changes: bool, say: Callable[[str], object]
@@ -40,10 +42,12 @@ class InputCheck:
         return dict(self.about)
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError if a checkpoint's inputs differ from the current inputs, unless changes are accepted."""
+        """Raise ValueError if a checkpoint's inputs differ from the current inputs, unless changes
+        are accepted."""
         if not (there := saved.get("identity")):
             self._say(
-                "the checkpoint has no fingerprints of data and model (older oneloop): nothing to compare"
+                "the checkpoint has no fingerprints of data and model (older oneloop): nothing "
+                "to compare"
             )
             return
         changed = differences(there, self.about)
@@ -55,7 +59,8 @@ class InputCheck:
         before, now = there.get("source") or {}, self.about.get("source") or {}
         if before.get("checksum") != now.get("checksum"):
             self._say(
-                f"the source of the task has changed ({now.get('file')}): the run continues with the new source"
+                f"the source of the task has changed ({now.get('file')}): the run continues "
+                "with the new source"
             )
 
 
@@ -78,14 +83,16 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             found.append(f"{what}: {before[key]} -> {now[key]}")
     if "follows" in before and "follows" in now and before["follows"] != now["follows"]:
         found.append(
-            f"the steps of the run, along which the loss changes: {before['follows']} -> {now['follows']}"
+            f"the steps of the run, along which the loss changes: {before['follows']} -> "
+            f"{now['follows']}"
         )
     computed = before.get("computed") or {}, now.get("computed") or {}
     for key in dict.fromkeys(key for each in computed if all(computed) for key in each):
         there, here = (each.get(key) for each in computed)
         if there != here:
             found.append(
-                f"batch.grain promises bit-identical results, but {_computed_otherwise(key, there, here)}"
+                "batch.grain promises bit-identical results, but "
+                f"{_computed_otherwise(key, there, here)}"
             )
     return found
 
@@ -120,7 +127,8 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
                 and here.get("checksum")
             ):
                 found.append(
-                    f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ"
+                    f"the {name} set has as many samples, but some of {SAMPLES} compared ones "
+                    "differ"
                 )
     if not compared and not found and not same_data_path(before["recipe"], now["recipe"]):
         before_, now_ = (one["recipe"]["task"]["data"] for one in (before, now))
@@ -153,7 +161,8 @@ def _digest(text: str) -> str:
 
 
 def data_of(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
-    """Return length and content of each data set by name, or a checksum of 16 samples if its content is unknown."""
+    """Return length and content of each data set by name, or a checksum of 16 samples if its
+    content is unknown."""
     return {name: _of_set(task, name, dataset, seed) for name, dataset in sets.items()}
 
 
@@ -173,7 +182,8 @@ def _of_set(task: Any, name: str, dataset: Any, seed: int) -> dict[str, Any]:
 
 
 def first_samples(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
-    """Return the length of each set, and a checksum of its first samples; None if they are random."""
+    """Return the length of each set, and a checksum of its first samples; None if they are
+    random."""
 
     def load(dataset: Any) -> str | None:
         keyed, indices = SeededSamples(dataset, seed=seed), range(min(FIRST, len(dataset)))
@@ -184,15 +194,18 @@ def first_samples(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str,
         name: {
             "length": len(dataset),
             "content": theirs(
-                task, "train_set()" if name == "train" else "eval_sets()", lambda: load(dataset)
-            ),  # noqa: B023
+                task,
+                "train_set()" if name == "train" else "eval_sets()",
+                lambda: load(dataset),  # noqa: B023
+            ),
         }
         for name, dataset in sets.items()
     }
 
 
 def checksum(values: Any) -> str:
-    """Return the xxh3-64 of tensors, arrays, strings, numbers, containers and attributes; else of the class name."""
+    """Return the xxh3-64 of tensors, arrays, strings, numbers, containers and attributes; else of
+    the class name."""
     state = xxh3_64()
 
     def take(value: Any, depth: int = 0) -> None:
@@ -234,7 +247,8 @@ def checksum(values: Any) -> str:
 
 
 def another_file(recipe: Recipe, run: Path) -> str:
-    """Return a sentence if the run in this folder used a task from another file, which still exists; else empty."""
+    """Return a sentence if the run in this folder used a task from another file, which still
+    exists; else empty."""
     file = source("task", recipe.task.name)
     try:
         there = Path(str(json.loads((run / "environment.json").read_text())["task"]))
@@ -251,7 +265,8 @@ def another_file(recipe: Recipe, run: Path) -> str:
 
 
 def source_changed(recipe: Recipe, run: Path) -> str:
-    """Return a sentence if the source of the user's task has changed since the last save in this folder; else empty."""
+    """Return a sentence if the source of the user's task has changed since the last save in this
+    folder; else empty."""
     if recipe.task.name in CHOICES["task"] or not (sealed := Store(run / "checkpoints").sealed()):
         return ""
     try:
@@ -261,7 +276,10 @@ def source_changed(recipe: Recipe, run: Path) -> str:
         return ""
     if there.get("checksum") == now.get("checksum"):
         return ""
-    return f"the source of its task ({now.get('file')}) has changed since: choose another run.dir to train it"
+    return (
+        f"the source of its task ({now.get('file')}) has changed since: choose another run.dir to "
+        "train it"
+    )
 
 
 def source_of(kind: type) -> dict[str, str]:

@@ -13,7 +13,8 @@ from oneloop.show.tracking import Tracking
 
 @dataclass
 class Counters:
-    """Counters of a run. ``position`` and ``samples`` differ only by the samples of steps that were not accepted."""
+    """Counters of a run. ``position`` and ``samples`` differ only by the samples of steps that were
+    not accepted."""
 
     position: int = 0  # samples drawn from the order, with skipped steps; decides the next samples
     step: int = 0  # optimizer updates done
@@ -23,9 +24,8 @@ class Counters:
     waited: int = 0  # evaluations since the best result or the last reduction
     seconds: float = 0.0  # time spent by earlier starts
     evaluation_due: bool = False  # a stop came before the evaluation of this step was done
-    lost: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds of data and save in earlier starts
+    # seconds of data and save in earlier starts
+    lost: dict[str, float] = field(default_factory=dict)
 
     @property
     def passed_over(self) -> int:
@@ -33,11 +33,11 @@ class Counters:
         return self.position - self.samples
 
     def begin(self, starts: Mapping[str, float]) -> None:
-        """Start the clock of :meth:`elapsed`; a rewind does not reset it. ``starts``: of :meth:`Folder.starts`."""
+        """Start the clock of :meth:`elapsed`; a rewind does not reset it. ``starts``: of
+        :meth:`Folder.starts`."""
         self._began, self._starts = time.perf_counter() - self.seconds, starts
-        self.lost = self._lost = (
-            self.lost if self.seconds > starts["before"] else {}
-        )  # else of another folder
+        # else of another folder
+        self.lost = self._lost = self.lost if self.seconds > starts["before"] else {}
 
     def elapsed(self) -> float:
         """Return the seconds spent on the run, over all starts."""
@@ -54,9 +54,9 @@ class Counters:
         self.lost = {name: self._lost.get(name, 0.0) + spent[name] for name in ("data", "save")}
 
     def goodput(self, now: float) -> dict[str, Any]:
-        """Return the share of the time since the first start that went into kept steps and evaluations, and the seconds
-        lost to each cause. ``now`` is in seconds since 1970. Time after the last log line of a killed start counts as
-        start."""
+        """Return the share of the time since the first start that went into kept steps and
+        evaluations, and the seconds lost to each cause. ``now`` is in seconds since 1970. Time
+        after the last log line of a killed start counts as start."""
         starts, kept = self._starts, self.elapsed() - self._starts["before"]
         seconds = max(now - starts["first"], kept + starts["repeated"], 1e-9)
         lost = {
@@ -72,7 +72,10 @@ class Counters:
         }
         causes = ", ".join(f"{value / seconds:.1%} {names[cause]}" for cause, value in lost.items())
         share = 1 - sum(lost.values()) / seconds
-        about = f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} starts; lost: {causes}"
+        about = (
+            f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} "
+            f"starts; lost: {causes}"
+        )
         return {"share": share, "seconds": seconds, "lost": lost, "about": about.replace("%", " %")}
 
     def trained(self, samples: int, weight: float) -> None:
@@ -82,7 +85,8 @@ class Counters:
         self.weight += weight
 
     def evaluated(self, better: bool, *, patience: int) -> None:
-        """Count an evaluation; after ``patience`` of them without improvement the plateau schedule reduces the rate."""
+        """Count an evaluation; after ``patience`` of them without improvement the plateau schedule
+        reduces the rate."""
         self.waited = 0 if better else self.waited + 1
         if patience and self.waited >= patience:
             self.reductions += 1
@@ -95,7 +99,8 @@ class Counters:
 
 
 class Results(dict[str, float]):
-    """The latest value of each metric; metrics of EMA weights are prefixed with the name of the EMA."""
+    """The latest value of each metric; metrics of EMA weights are prefixed with the name of the
+    EMA."""
 
     def take(self, metrics: Mapping[str, float], weights: str) -> None:
         """Store the metrics of an evaluation of ``weights`` (``raw``, or the name of an EMA)."""
@@ -144,8 +149,9 @@ class Best:
 
 
 class RunLog:
-    """Writes metrics.jsonl, the trackers and the terminal. ``unit`` is what the weight counts: samples or tokens.
-    ``resumed``: whether the run continues from a checkpoint of its own folder."""
+    """Writes metrics.jsonl, the trackers and the terminal. ``unit`` is what the weight counts:
+    samples or tokens. ``resumed``: whether the run continues from a checkpoint of its own
+    folder."""
 
     def __init__(
         self,
@@ -191,8 +197,9 @@ class RunLog:
         *,
         of: int | None = None,
     ) -> None:
-        """Log the results of an evaluation by weights (``raw``, or the name of an EMA). If they are ``of`` an earlier
-        step, the best one, log only test metrics: the others were logged at that step."""
+        """Log the results of an evaluation by weights (``raw``, or the name of an EMA). If they are
+        ``of`` an earlier step, the best one, log only test metrics: the others were logged at that
+        step."""
         step = self._count.step if of is None else of
         if examples is not None:
             self._tracking.show(step, examples)

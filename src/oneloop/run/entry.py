@@ -35,17 +35,16 @@ from oneloop.supervise.crash_report import stopped_early
 from oneloop.supervise.pipe import CHANNEL
 from oneloop.supervise.ranks import ADDRESS
 
-Ended = tuple[
-    dict[str, Any], BaseException | None
-]  # the summary, and the error that ended the run, if any
-Train = Callable[
-    [Job, Run, Folder], dict[str, Any]
-]  # the training loop: :func:`oneloop.train.train`
+# the summary, and the error that ended the run, if any
+Ended = tuple[dict[str, Any], BaseException | None]
+# the training loop: :func:`oneloop.train.train`
+Train = Callable[[Job, Run, Folder], dict[str, Any]]
 _WATCHED = 10.0  # seconds that the supervisor has to end a process that reported an error
 
 
 def main(train: Train, argv: Sequence[str]) -> NoReturn:
-    """Read the recipe, train it, write summary.json, and end the process with oneloop's exit code."""
+    """Read the recipe, train it, write summary.json, and end the process with oneloop's exit
+    code."""
     try:
         recipe = read_once(tuple(argv))
         run = start_run(recipe, command=["oneloop.train", *argv])
@@ -84,9 +83,9 @@ def start_run(recipe: Recipe, *, command: Sequence[str]) -> Run:
 
 
 def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> Ended:
-    """Train a recipe with the loop ``train`` on the processes of a run; return the summary (of a finished run, the
-    earlier one) and the exception that ended the run, if any. ``cli``: the command line runs it, so print tracebacks.
-    Raise BadInput before anything is written."""
+    """Train a recipe with the loop ``train`` on the processes of a run; return the summary (of a
+    finished run, the earlier one) and the exception that ended the run, if any. ``cli``: the
+    command line runs it, so print tracebacks. Raise BadInput before anything is written."""
     job: Job | None = None
     fault: BaseException | None = None
     say, mirror = run.display.say, recipe.mirror
@@ -112,9 +111,8 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
         if run.stopping.early is None:  # a library has turned StoppedEarly into its own error
             folder.abandon()
             raise StoppedEarly from error
-        if job is None or (
-            not cli and not isinstance(error, Exception)
-        ):  # from Python: a second interrupt
+        # from Python: a second interrupt
+        if job is None or (not cli and not isinstance(error, Exception)):
             folder.release()
             raise
         fault, summary = error, _failed(error, job, run, folder, cli=cli)
@@ -128,7 +126,8 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
 def _failed(
     error: BaseException, job: Job, run: Run, folder: Folder, *, cli: bool
 ) -> dict[str, Any]:
-    """Return the summary of a run that an error ended; if memory ran out, with advice and a memory snapshot."""
+    """Return the summary of a run that an error ended; if memory ran out, with advice and a memory
+    snapshot."""
     end_workers(error)
     reason = _words(error)
     if is_out_of_memory(error):
@@ -145,7 +144,8 @@ def _failed(
 
 
 def _words(error: BaseException) -> str:
-    """Return type and message of an error; of a data worker's error, the last line of its traceback."""
+    """Return type and message of an error; of a data worker's error, the last line of its
+    traceback."""
     try:
         text = str(error).encode(errors="backslashreplace").decode()
     except Exception as why:
@@ -157,7 +157,8 @@ def _words(error: BaseException) -> str:
 
 
 def _report_error(error: BaseException, reason: str) -> None:
-    """Print the traceback. With several ranks, report it to the supervisor, which prints the first one and ends all."""
+    """Print the traceback. With several ranks, report it to the supervisor, which prints the first
+    one and ends all."""
     ours = (
         isinstance(error, UnfitSample)
         and error.__cause__ is not None
@@ -175,7 +176,8 @@ def _report_error(error: BaseException, reason: str) -> None:
 
 @contextmanager
 def _exits_are_errors() -> Iterator[None]:
-    """Turn ``sys.exit`` in the user's code into RuntimeError, since its code would be taken for oneloop's."""
+    """Turn ``sys.exit`` in the user's code into RuntimeError, since its code would be taken for
+    oneloop's."""
     try:
         yield
     except SystemExit as error:
@@ -216,7 +218,8 @@ def _write(folder: Folder, summary: dict[str, Any]) -> None:
 
 
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines below the summary: noise scale, time, and a best evaluation that ``final/`` does not hold."""
+    """Yield the lines below the summary: noise scale, time, and a best evaluation that ``final/``
+    does not hold."""
     yield from (
         about
         for name in ("noise_scale", "time")
@@ -227,11 +230,15 @@ def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     best, final = summary.get("best") or {}, summary.get("final") or {}
     if final.get("weights") == "last" and 0 < (best.get("step") or 0) < 0.9 * final["step"]:
         was = f"{best['metric']} was best at step {best['step']:,}: {metric(best['value'])}"
-        yield f"{was}; final/ holds the last weights; --save.final best keeps those of the best evaluation"
+        yield (
+            f"{was}; final/ holds the last weights; --save.final best keeps those of the best "
+            "evaluation"
+        )
 
 
 def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:
-    """Return the checked job, or None if the run in the folder is finished. Raise BadInput on every rank."""
+    """Return the checked job, or None if the run in the folder is finished. Raise BadInput on every
+    rank."""
     with run.setting_up():
         finished = (
             folder.inspect(
@@ -246,7 +253,8 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | N
             and (other := another_file(recipe, folder.path))
         ):
             raise BadInput(
-                f"run.dir {folder.path} {other}; choose another run.dir, or --run.accept_changes true"
+                f"run.dir {folder.path} {other}; choose another run.dir, or "
+                "--run.accept_changes true"
             )
     if finished := run.from_main(finished):
         other = source_changed(recipe, folder.path)

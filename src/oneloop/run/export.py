@@ -34,10 +34,12 @@ def write_final(
     *,
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write ``model.safetensors``, a file for each EMA, and the task's files. Collective: call on every rank.
+    """Write ``model.safetensors``, a file for each EMA, and the task's files. Collective: call on
+    every rank.
 
-    Call ``task.save`` on rank 0, with a model of whole tensors; with an ``origin`` (base model), the model as it is.
-    ``about`` goes into MANIFEST.json, which also holds the size and checksum of every file."""
+    Call ``task.save`` on rank 0, with a model of whole tensors; with an ``origin`` (base model),
+    the model as it is. ``about`` goes into MANIFEST.json, which also holds the size and checksum of
+    every file."""
     origin: BaseModel | None = getattr(task, "origin", None)
     weights = gathered_weights(model, origin)
     if weights:  # on rank 0
@@ -59,7 +61,8 @@ def _file(origin: BaseModel | None) -> str:
 
 
 def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return the model without DTensors; under FSDP2, this is a new model with the gathered weights."""
+    """Return the model without DTensors; under FSDP2, this is a new model with the gathered
+    weights."""
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return bare(model)
     made = task.model()
@@ -78,12 +81,14 @@ def export_checkpoint(
     merge: bool = False,
     base_dtype: str | None = None,
 ) -> None:
-    """Write the weights of a checkpoint, or of ``final/``, as :func:`write_final` writes those of a run.
+    """Write the weights of a checkpoint, or of ``final/``, as :func:`write_final` writes those of a
+    run.
 
-    ``weights`` is ``raw``, the name of an EMA, or ``power:SIGMA``: the power-function EMA of that width, combined from
-    the EMAs in this checkpoint and in earlier ones of the run. ``merge`` adds adapters to their base model, whose
-    matrices had ``base_dtype`` in the run. Raise ValueError if the checkpoint is of another model or base model, if the
-    EMA does not exist, or if there is nothing to merge."""
+    ``weights`` is ``raw``, the name of an EMA, or ``power:SIGMA``: the power-function EMA of that
+    width, combined from the EMAs in this checkpoint and in earlier ones of the run. ``merge`` adds
+    adapters to their base model, whose matrices had ``base_dtype`` in the run. Raise ValueError if
+    the checkpoint is of another model or base model, if the EMA does not exist, or if there is
+    nothing to merge."""
     load_task_state(task, checkpoint)
     model = task.model()
     origin: BaseModel | None = getattr(task, "origin", None)
@@ -126,12 +131,14 @@ def _reject_both(folder: Path, *, adapters: bool) -> None:
     if (folder / other).exists():
         one, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
         raise ValueError(
-            f"--to {folder} holds {there}, and {one} would be read together with it; use another folder"
+            f"--to {folder} holds {there}, and {one} would be read together with it; use "
+            "another folder"
         )
 
 
 def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
-    """Raise ValueError if a checkpoint, or ``final/``, was trained on another base model than ``origin``."""
+    """Raise ValueError if a checkpoint, or ``final/``, was trained on another base model than
+    ``origin``."""
     there = (
         read_manifest(folder)["about"].get("base")
         if folder.name == FINAL
@@ -161,7 +168,8 @@ def load_task_state(task: Task, folder: Path) -> None:
 
 
 def _as_saved(model: nn.Module, checkpoint: Path) -> None:
-    """Convert floating-point tensors to the dtypes in the checkpoint (machine.dtype, machine.base_dtype)."""
+    """Convert floating-point tensors to the dtypes in the checkpoint (machine.dtype,
+    machine.base_dtype)."""
     saved = {name: kind for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items()}
     if (base := base_of(checkpoint)) and base_model_of(checkpoint) is None:
         saved |= _types_of(base[0] / FILE)
@@ -256,7 +264,8 @@ def write_card(run: Path, folder: Path, name: str, *, licence: str | None = None
 
 
 def check_push(name: str) -> None:
-    """Raise BadInput if there is no token for the hub, or if ``name`` cannot be the name of a repository."""
+    """Raise BadInput if there is no token for the hub, or if ``name`` cannot be the name of a
+    repository."""
     from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -271,9 +280,11 @@ def check_push(name: str) -> None:
 
 
 def push(run: Path, folder: Path, name: str, *, licence: str | None, public: bool) -> str:
-    """Commit what ``oneloop export`` wrote to ``folder`` to the repository ORG/NAME, which is created if it is missing.
+    """Commit what ``oneloop export`` wrote to ``folder`` to the repository ORG/NAME, which is
+    created if it is missing.
 
-    Return a line with the commit's address. Raise BadInput if the hub rejects the push, or cannot be reached."""
+    Return a line with the commit's address. Raise BadInput if the hub rejects the push, or cannot
+    be reached."""
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
     manifest = read_manifest(folder)
@@ -302,9 +313,8 @@ def push(run: Path, folder: Path, name: str, *, licence: str | None, public: boo
 def _hub_errors(name: str) -> Iterator[None]:
     from huggingface_hub.errors import HfHubHTTPError
 
-    base_error: Any = HfHubHTTPError.__bases__[
-        0
-    ]  # the HTTP library's error class, which differs between versions
+    # the HTTP library's error class, which differs between versions
+    base_error: Any = HfHubHTTPError.__bases__[0]
 
     try:
         yield

@@ -41,8 +41,8 @@ _WITHOUT_CHECKPOINT = _WITHOUT_RECIPE | {
 
 
 class Folder:
-    """The folder of one run; only rank 0 opens and writes it. Its methods raise BadInput if it is in use, unfinished,
-    of another recipe, too full, or not writable."""
+    """The folder of one run; only rank 0 opens and writes it. Its methods raise BadInput if it is
+    in use, unfinished, of another recipe, too full, or not writable."""
 
     def __init__(self, path: Path, *, name: str = "", say: Callable[[str], object] = print) -> None:
         self.path, self.say, self._name = path, say, name or f"run.dir {path}"
@@ -55,7 +55,8 @@ class Folder:
     def inspect(
         self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
     ) -> str | None:
-        """Check the folder without changing it; return a message if it holds the same run, finished, else None."""
+        """Check the folder without changing it; return a message if it holds the same run,
+        finished, else None."""
         if resume not in ("auto", "never"):
             _reject_resume_path(resume)
         try:
@@ -79,7 +80,8 @@ class Folder:
         saved = bool(self._store.sealed()) or (self.path / "final").exists()
         if not saved and self._has_other_files():
             raise BadInput(
-                f"{self._name} has files that do not belong to a oneloop run; choose another run.dir"
+                f"{self._name} has files that do not belong to a oneloop run; choose another "
+                "run.dir"
             )
         if not saved and not (self.path / "recipe.yaml").exists():
             return None
@@ -93,12 +95,16 @@ class Folder:
         changed = difference(old, resolved)
         if changed and (kept := self._saved_recipe()) and not difference(kept, resolved):
             self.say(
-                f"{self.path}/recipe.yaml differs from the newest checkpoint; using the checkpoint's recipe"
+                f"{self.path}/recipe.yaml differs from the newest checkpoint; using the "
+                "checkpoint's recipe"
             )
             changed = []
         if changed and not accept_changes and not only_extends(old, resolved):
             apart = f"a run of another recipe ({'; '.join(changed)})"
-            ways = "choose another run.dir, use the same recipe, or continue with --run.accept_changes true"
+            ways = (
+                "choose another run.dir, use the same recipe, or continue with "
+                "--run.accept_changes true"
+            )
             raise BadInput(f"{self._name} holds {apart}; {ways}")
         ended = self._read("summary.json", _summary)
         done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
@@ -115,7 +121,10 @@ class Folder:
             self.say(f"{final} is damaged ({'; '.join(wrong[:3])}); rewriting it")
             return None
         self.finished = {name: value for name, value in ended.items() if name != "checksum"}
-        return f"{self._name.rpartition(' ')[2]} holds this run, finished at step {ended.get('step')}: nothing to do"
+        return (
+            f"{self._name.rpartition(' ')[2]} holds this run, finished at step "
+            f"{ended.get('step')}: nothing to do"
+        )
 
     def _has_other_files(self) -> bool:
         """Return whether the folder has files that do not belong to a run without a checkpoint."""
@@ -131,7 +140,8 @@ class Folder:
             return not (self.path / "environment.json").exists()
 
     def _read(self, name: str, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the parsed content of a file; None if it is missing or damaged. Damage is logged."""
+        """Return the parsed content of a file; None if it is missing or damaged. Damage is
+        logged."""
         file = self.path / name
         try:
             return parse(file.read_text(encoding="utf-8"))
@@ -181,7 +191,8 @@ class Folder:
             return "another process"
 
     def hold(self, *, need: int = 0) -> None:
-        """Create the folder and lock it; the operating system releases the lock when this process ends.
+        """Create the folder and lock it; the operating system releases the lock when this process
+        ends.
 
         ``need`` is the number of bytes that the run will still write."""
         self._made = [parent for parent in (self.path, *self.path.parents) if not parent.exists()]
@@ -205,8 +216,8 @@ class Folder:
         self.begun = True
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
-        """Return the times of all starts. This one ``began`` at a time in seconds since 1970, and continues from a
-        checkpoint with this training time in ``seconds`` (0: there is none)."""
+        """Return the times of all starts. This one ``began`` at a time in seconds since 1970, and
+        continues from a checkpoint with this training time in ``seconds`` (0: there is none)."""
         old = (self._read("environment.json", lambda text: dict(json.loads(text))) or {}).get(
             "starts"
         )
@@ -251,8 +262,14 @@ class Folder:
         )
         free = shutil.disk_usage(there).free
         if free < need:
-            sizes = f"the run needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are free on its disk"
-            ways = "make room, choose another run.dir, or keep fewer (--save.keep 1, --save.best false)"
+            sizes = (
+                f"the run needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are "
+                "free on its disk"
+            )
+            ways = (
+                "make room, choose another run.dir, or keep fewer (--save.keep 1, --save.best "
+                "false)"
+            )
             raise BadInput(f"run.dir {self.path}: {sizes}; {ways}")
 
     def _remove(self, name: str) -> None:
@@ -267,7 +284,8 @@ class Folder:
             self.close()
 
     def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
-        """Return the summary, with what a mirror adds (:class:`oneloop.run.mirrored_folder.MirroredFolder`)."""
+        """Return the summary, with what a mirror adds
+        (:class:`oneloop.run.mirrored_folder.MirroredFolder`)."""
         return summary
 
     def close(self) -> None:
@@ -298,13 +316,16 @@ def _reject_resume_path(resume: str) -> None:
     if (path / "checkpoints").is_dir():
         names = ", ".join(found.name for found in Store(path / "checkpoints").sealed())
         raise BadInput(
-            f"run.resume {resume} is a run folder; name one of its checkpoints: {names or 'it has none'}"
+            f"run.resume {resume} is a run folder; name one of its checkpoints: "
+            f"{names or 'it has none'}"
         )
     if not path.is_dir():
         raise BadInput(
-            f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a …/step-… folder"
+            f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a "
+            "…/step-… folder"
         )
     if wrong := problems(path):
         raise BadInput(
-            f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; choose another"
+            f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; choose "
+            "another"
         )

@@ -40,7 +40,8 @@ from oneloop.tasks.whole_batch import is_whole_batch
 
 
 class Gradients:
-    """Seeds, checks and sums the gradients of a step; with ``batch.grain``, bit-identically on every parallel layout.
+    """Seeds, checks and sums the gradients of a step; with ``batch.grain``, bit-identically on
+    every parallel layout.
 
     Raise BadInput if unused parameters must be searched for, and this torch cannot."""
 
@@ -67,14 +68,10 @@ class Gradients:
             else Reduction(model, **how)
         )
         leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
-        self._leaves = torch.tensor(
-            leaves, device=run.device
-        )  # indices of this rank's leaves in the step
-        self._at = (
-            0,
-            -1,
-            0.0,
-        )  # position of the step; number of the micro-batch in it, and its weight on this rank
+        # indices of this rank's leaves in the step
+        self._leaves = torch.tensor(leaves, device=run.device)
+        # position of the step; number of the micro-batch in it, and its weight on this rank
+        self._at = 0, -1, 0.0
         self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
 
     @property
@@ -83,28 +80,30 @@ class Gradients:
         return self._reduction.factor
 
     def sums(self) -> Sums:
-        """Return empty sums for one step, of the loss and of the metrics that the task's loss returns."""
+        """Return empty sums for one step, of the loss and of the metrics that the task's loss
+        returns."""
         return Sums(self._metrics, apart=self._job.exact)
 
     def step(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
         """Return a context around the micro-batches of one step.
 
-        ``position`` is that of its first sample; ``measured``: measure the device time and, if the run does, the noise
-        scale."""
+        ``position`` is that of its first sample; ``measured``: measure the device time and, if the
+        run does, the noise scale."""
         self._at = position, -1, 0.0
         noise = self._sensor.measuring(measured and self._job.noise_scale)
         return self.device_time.measuring(noise) if measured and self._run.ranks > 1 else noise
 
     def micro_batch(self, weight: float) -> "Gradients":
-        """Return a context around forward and backward of the next micro-batch, of this ``weight`` on this rank."""
+        """Return a context around forward and backward of the next micro-batch, of this ``weight``
+        on this rank."""
         self._at = self._at[0], self._at[1] + 1, weight
         return self
 
     def passes(
         self, batches: Iterable[Batch]
     ) -> tuple[Callable[[nn.Module, Batch], Any], Iterable[Batch]]:
-        """Return the loss of a micro-batch, and the micro-batches of a step: those of the task. For a loss over the
-        whole batch, first make its first pass. Collective: call on every rank."""
+        """Return the loss of a micro-batch, and the micro-batches of a step: those of the task. For
+        a loss over the whole batch, first make its first pass. Collective: call on every rank."""
         if self._two_passes is None:
             return self._job.task.loss, batches
         return self._two_passes.loss, self._two_passes.first(batches)
@@ -119,7 +118,8 @@ class Gradients:
             self._sensor.micro_batch(self._at[2])
 
     def _seed(self, micro: int | None) -> None:
-        """Seed random numbers by step, rank and micro-batch; with ``batch.grain``, by step and leaf. None: by step."""
+        """Seed random numbers by step, rank and micro-batch; with ``batch.grain``, by step and
+        leaf. None: by step."""
         job, run, position = self._job, self._run, self._at[0]
         own = (
             []
@@ -137,7 +137,8 @@ class Gradients:
         )
 
     def norm(self) -> Tensor:
-        """Return the global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call on every rank."""
+        """Return the global L2 norm of the gradients, 0-dim, equal on all ranks. Collective: call
+        on every rank."""
         return global_norm(self.parameters, exact=self._job.exact)
 
     def noise(self, total: float) -> tuple[float, float, float]:
@@ -146,9 +147,11 @@ class Gradients:
         return self._sensor.read(total, self._job.layout.size)
 
     def total(self, losses: Tensor) -> Tensor:
-        """Return a step's loss summed over all ranks, 0-dim, on the device. Collective: call on every rank.
+        """Return a step's loss summed over all ranks, 0-dim, on the device. Collective: call on
+        every rank.
 
-        With ``batch.grain`` each leaf has its own slot in the all-reduce, so that the tree adds them in one order."""
+        With ``batch.grain`` each leaf has its own slot in the all-reduce, so that the tree adds
+        them in one order."""
         if not self._job.exact:
             return self._run.total(losses)
         slots = losses.new_zeros(self._run.ranks * len(self._leaves))
@@ -156,7 +159,8 @@ class Gradients:
         return tree_sum(self._run.total(slots))
 
     def fingerprint(self, optimizer: Optimizer, emas: Sequence[EMA]) -> dict[str, str]:
-        """With ``batch.grain``, return hashes of all tensors of a checkpoint. Collective: call on every rank."""
+        """With ``batch.grain``, return hashes of all tensors of a checkpoint. Collective: call on
+        every rank."""
         if not self._job.exact or not (self._run.main or self._run.sharded):
             return {}
         averages = {name: tensor for ema in emas for name, tensor in ema.tensors().items()}

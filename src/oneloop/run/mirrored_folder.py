@@ -17,8 +17,8 @@ from oneloop.run.folder import Folder
 
 
 class MirroredFolder(Folder):
-    """A run folder whose mirror has this ``address``. The mirror must be reachable at the start: only its lease proves
-    that no other machine trains this run."""
+    """A run folder whose mirror has this ``address``. The mirror must be reachable at the start:
+    only its lease proves that no other machine trains this run."""
 
     lease: Lease | None = None
     uploads: SaveInProgress | None = None  # once they write to the mirror
@@ -30,7 +30,8 @@ class MirroredFolder(Folder):
     def inspect(
         self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
     ) -> str | None:
-        """:meth:`Folder.inspect`, of the folder and of its mirror. It is finished only if the mirror is, too."""
+        """:meth:`Folder.inspect`, of the folder and of its mirror. It is finished only if the
+        mirror is, too."""
         super().inspect(resolved, resume=resume, accept_changes=accept_changes)
         self.finished = {}
         try:
@@ -48,7 +49,8 @@ class MirroredFolder(Folder):
             }
             if not saved and (other := sorted(names.keys() - known)):
                 raise BadInput(
-                    f"{self._address} holds {other[0]}, which is not of oneloop; choose another address"
+                    f"{self._address} holds {other[0]}, which is not of oneloop; choose "
+                    "another address"
                 )
             if not saved:
                 return None
@@ -66,11 +68,15 @@ class MirroredFolder(Folder):
         return found and f"{found}; oneloop export {self._address} --to DIR writes its weights"
 
     def hold(self, *, need: int = 0) -> None:
-        """:meth:`Folder.hold`; also become the owner of the mirror. A later start in this folder can do so at once."""
+        """:meth:`Folder.hold`; also become the owner of the mirror. A later start in this folder
+        can do so at once."""
         super().hold(need=need)
         try:
             boot = Path("/proc/sys/kernel/random/boot_id")  # of this machine, since its start
-            token = f"{boot.read_text() if boot.exists() else uuid4()} {self.path.resolve()} {self.path.stat().st_ino}"
+            token = (
+                f"{boot.read_text() if boot.exists() else uuid4()} {self.path.resolve()} "
+                f"{self.path.stat().st_ino}"
+            )
             bucket = Bucket(self._address)
             self.lease = take(bucket, {**self.owner, "token": token}, self.say)
             self._newer_there = steps_in(bucket)[-1:] > [
@@ -88,8 +94,8 @@ class MirroredFolder(Folder):
         return super().starts(began, seconds)
 
     def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
-        """Write to the mirror what it lacks, also the ``final`` weights; return the summary with the newest step there.
-        If that fails, a run that is done ends with an error."""
+        """Write to the mirror what it lacks, also the ``final`` weights; return the summary with
+        the newest step there. If that fails, a run that is done ends with an error."""
         if self.uploads is None or self._failed:
             return summary
         found = self.uploads.end_uploads(final=final)

@@ -1,4 +1,5 @@
-"""Check that all ranks have the same data, model and folder; otherwise the run could hang or train a wrong model."""
+"""Check that all ranks have the same data, model and folder; otherwise the run could hang or train
+a wrong model."""
 
 import socket
 import time
@@ -16,7 +17,8 @@ _SECONDS = 10.0  # until a file from another machine appears on shared storage
 
 
 def reject_other_jobs(job: Job, run: Run) -> None:
-    """Raise BadInput if the ranks have different data sets or models. Collective: call on every rank."""
+    """Raise BadInput if the ranks have different data sets or models. Collective: call on every
+    rank."""
     if run.ranks == 1:
         return
     with run.setting_up():
@@ -72,15 +74,18 @@ def _compare(name: str, reports: Sequence[Mapping[str, Any] | None]) -> None:
             apart = f"{first['length']:,} samples on rank 0 and {other['length']:,} on rank {rank}"
             raise BadInput(f"the {name} set has {apart}; give every process the whole set")
         elif first["content"] and other["content"] and first["content"] != other["content"]:
-            apart = f"on rank 0 ({first['content']}) and on rank {rank} ({other['content']}, of the first ones)"
+            apart = (
+                f"on rank 0 ({first['content']}) and on rank {rank} ({other['content']}, of the "
+                "first ones)"
+            )
             raise BadInput(
                 f"the {name} set holds other samples {apart}; give every process the same data"
             )
 
 
 def in_one_folder(folder: Path, run: Run, patience: float, *, required: bool) -> bool:
-    """Return whether all ranks see the folder that rank 0 has locked; if it is ``required``, raise BadInput otherwise.
-    Collective: call on every rank."""
+    """Return whether all ranks see the folder that rank 0 has locked; if it is ``required``, raise
+    BadInput otherwise. Collective: call on every rank."""
     if run.ranks == 1:
         return True
     file = folder / "owner.json"
@@ -93,7 +98,8 @@ def in_one_folder(folder: Path, run: Run, patience: float, *, required: bool) ->
         if not same and required:
             apart = f"on rank {rank} ({path}) than on rank 0 ({there[0][1]})"
             raise BadInput(
-                f"run.dir {folder} is another folder {apart}; put it on shared storage, or set save.mirror"
+                f"run.dir {folder} is another folder {apart}; put it on shared storage, or set "
+                "save.mirror"
             )
     return all(same for same, _ in there)
 

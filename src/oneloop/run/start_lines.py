@@ -40,8 +40,14 @@ def start_lines(
     means = (
         f", log lines are means of {every:,}" if (every := job.intervals.every["log"]) > 1 else ""
     )
-    yield f"{layout}; {job.steps:,} steps ({recipe.duration}, {job.steps * layout.size:,} samples){means}"
-    yield f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule {recipe.schedule.name}"
+    yield (
+        f"{layout}; {job.steps:,} steps ({recipe.duration}, {job.steps * layout.size:,} "
+        f"samples){means}"
+    )
+    yield (
+        f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule "
+        f"{recipe.schedule.name}"
+    )
     if job.eval_sets:
         sets = (
             f"{name} {len(part):,} samples ({prefix(name)}/…)"
@@ -65,14 +71,23 @@ def start_lines(
             if half
             else ""
         )
-        yield f"batch.grain under FSDP2: {moved:,.1f} MiB of gradients are exchanged per step, none kept whole{weights}"
+        yield (
+            f"batch.grain under FSDP2: {moved:,.1f} MiB of gradients are exchanged per step, none "
+            f"kept whole{weights}"
+        )
     elif run.sharded and layout.accumulate > 1:
         held, moved = 4 * number / 2**20, layout.accumulate * 4 * number / 2**20
         if recipe.machine.sync_each_batch:
-            yield f"machine.sync_each_batch: {moved:,.1f} MiB of gradients are scattered per step, none kept whole"
+            yield (
+                f"machine.sync_each_batch: {moved:,.1f} MiB of gradients are scattered per step, "
+                "none kept whole"
+            )
         else:
             keeps = f"each process keeps whole gradients between micro-batches: {held:,.1f} MiB"
-            yield f"{keeps}; machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step"
+            yield (
+                f"{keeps}; machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB "
+                "per step"
+            )
     yield from job.built.notes
     if ignored := [
         name
@@ -80,14 +95,23 @@ def start_lines(
         if os.environ.get(name, effective[0]) not in effective
     ]:
         names = ", ".join(f"{name}={os.environ[name]}" for name in ignored)
-        yield f"accelerate's {names} has no effect: oneloop has batch.micro, its own checkpoints and machine.in_turn"
+        yield (
+            f"accelerate's {names} has no effect: oneloop has batch.micro, its own checkpoints and "
+            "machine.in_turn"
+        )
     if emas:
         yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
     if run.ranks > 1 and "check" in job.intervals:
         if replica_group(model) is None:
-            yield "machine.check_every: every process has its own shard (FSDP2), so there are no replicas to compare"
+            yield (
+                "machine.check_every: every process has its own shard (FSDP2), so there are no "
+                "replicas to compare"
+            )
         else:
-            yield f"the processes compare weights and optimizer state every {job.intervals.every['check']:,} steps"
+            yield (
+                "the processes compare weights and optimizer state every "
+                f"{job.intervals.every['check']:,} steps"
+            )
     if matrices := [
         p for group in optimizer.param_groups if group.get("muon") for p in group["params"]
     ]:
@@ -102,7 +126,10 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
         return f"batch.grain {job.layout.each}: {same}, on the same {kind}"
     if seen.stateful and not seen.moved:
         why = "the data set, the model or the loss keeps its own generator or counter"
-        fix = "so another parallel layout or a resume trains a different model; use torch's global generator"
+        fix = (
+            "so another parallel layout or a resume trains a different model; use torch's global "
+            "generator"
+        )
         return f"the same samples and seeds give a different loss: {why}, {fix}"
     if not seen.additive:
         return f"the task declares additive = False: its loss is not a sum over samples; {DEPENDS}"
@@ -111,13 +138,25 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
     if seen.moved:
         return f"a forward in training changes the {seen.moved}: {DEPENDS}"
     if not seen.linear:
-        return f"the gradient of a batch is not the sum of its samples' (a hook or a custom backward): {DEPENDS}"
+        return (
+            "the gradient of a batch is not the sum of its samples' (a hook or a custom "
+            f"backward): {DEPENDS}"
+        )
     if has_dropout(model) or seen.draws:
         what = (
             "the model has dropout"
             if has_dropout(model)
             else "model, loss or collate draw random numbers"
         )
-        return f"{what}: another parallel layout draws other random numbers; the same layout is bit-identical"
-    same = f"the same gradients (relative difference up to 1e-{12 if job.recipe.machine.dtype == 'float64' else 6})"
-    return f"any parallel layout gives {same}, and a rerun on this one is bit-identical; check: oneloop prove"
+        return (
+            f"{what}: another parallel layout draws other random numbers; the same layout is "
+            "bit-identical"
+        )
+    same = (
+        "the same gradients (relative difference up to "
+        f"1e-{12 if job.recipe.machine.dtype == 'float64' else 6})"
+    )
+    return (
+        f"any parallel layout gives {same}, and a rerun on this one is bit-identical; check: "
+        "oneloop prove"
+    )

@@ -1,4 +1,5 @@
-"""The steps of a run: micro-batches that are loaded ahead, and the host all-reduce before each step."""
+"""The steps of a run: micro-batches that are loaded ahead, and the host all-reduce before each
+step."""
 
 import time
 from collections.abc import Generator, Iterable, Iterator
@@ -24,15 +25,18 @@ NO_WEIGHT = (
 )
 _AHEAD = 3  # steps whose samples may be loaded before the current one ends
 _KNOWN, _LEAST, _MANY = 50, 600.0, 20
-"""time-out of collectives after _KNOWN steps: at least _LEAST seconds, or _MANY times the hang limit"""
+"""time-out of collectives after _KNOWN steps: at least _LEAST seconds, or _MANY times the hang
+limit"""
 
 
 class Steps:
-    """An endless iterator over this rank's micro-batches, by step. Each step has the total weight of its global batch,
-    whether any rank got a stop request, and whether the time for a save has come.
+    """An endless iterator over this rank's micro-batches, by step. Each step has the total weight
+    of its global batch, whether any rank got a stop request, and whether the time for a save has
+    come.
 
-    Each step makes one small all-reduce on the host, while the previous step trains. If a save fails on any rank, all
-    ranks finish that save first. Raise OSError if too many saves in a row fail."""
+    Each step makes one small all-reduce on the host, while the previous step trains. If a save
+    fails on any rank, all ranks finish that save first. Raise OSError if too many saves in a row
+    fail."""
 
     def __init__(
         self, job: Job, run: Run, count: Counters, saves: Checkpoints, checks: Checks
@@ -44,10 +48,8 @@ class Steps:
         self._next: tuple[Group, Tensor, Any] | None = None
         """the micro-batches of the next step, and their all-reduce in progress"""
         self._pending_hashes = 0  # number of hashes in that sum that are not yet compared
-        self._waited, self._loaded = (
-            0.0,
-            0,
-        )  # seconds of waiting for data, and steps loaded, since :meth:`data_wait`
+        # seconds of waiting for data, and steps loaded, since :meth:`data_wait`
+        self._waited, self._loaded = 0.0, 0
 
     def __iter__(self) -> Iterator[Group]:
         steps = self._agreed()
@@ -55,7 +57,8 @@ class Steps:
         return steps
 
     def begin_afresh(self) -> None:
-        """Drop the steps that were loaded ahead. Collective: call on every rank, at the same step."""
+        """Drop the steps that were loaded ahead. Collective: call on every rank, at the same
+        step."""
         self._restart = True
 
     def save_later(self) -> None:
@@ -63,7 +66,8 @@ class Steps:
         self._saved_at = float("-inf") if self._save_flag else self._saved_at
 
     def data_wait(self) -> float:
-        """Return the seconds per step that this rank alone has waited for data since the last call."""
+        """Return the seconds per step that this rank alone has waited for data since the last
+        call."""
         waited, self._waited, loaded, self._loaded = self._waited, 0.0, self._loaded, 0
         return waited / (loaded or 1)
 
@@ -86,7 +90,8 @@ class Steps:
         return due
 
     def confirm(self) -> None:
-        """Raise Inexact if the ranks ran different FSDP2 units in the pending step. Collective: call on every rank.
+        """Raise Inexact if the ranks ran different FSDP2 units in the pending step. Collective:
+        call on every rank.
 
         Wait for the all-reduce in progress since that step; if there is none, make one."""
         host = self._run.host
@@ -121,7 +126,8 @@ class Steps:
                     BEATS.enter(phase)
 
     def _phase(self) -> str:
-        """Return EPOCH if samples of a new epoch may be loaded next, which may be slow; else TRAINING."""
+        """Return EPOCH if samples of a new epoch may be loaded next, which may be slow; else
+        TRAINING."""
         position, length = self._count.position, len(self._job.train_set)
         ahead = position + _AHEAD * self._job.layout.size
         return TRAINING if (position - 1) // length == ahead // length else EPOCH
@@ -147,7 +153,8 @@ class Steps:
     def _summed(
         self, groups: Iterable[Group]
     ) -> Iterator[tuple[Group, float, float, float, float]]:
-        """Yield each step with its weight, and its flags for stop, save and error, summed over the ranks."""
+        """Yield each step with its weight, and its flags for stop, save and error, summed over the
+        ranks."""
         requested, due, poll = self._run.stopping.requested, self._is_save_time, self._saves.poll
         if self._run.host is None:
             for group in groups:
@@ -177,7 +184,8 @@ class Steps:
                     return
 
     def _weights(self, group: Group) -> list[float]:
-        """Return the values to all-reduce: the total weight; with ``batch.grain``, one slot for each micro-batch."""
+        """Return the values to all-reduce: the total weight; with ``batch.grain``, one slot for
+        each micro-batch."""
         if not group.apart:
             return [group.weight]
         mine, rank = len(group.weights), self._run.rank

@@ -34,7 +34,8 @@ _SMALL = 1 << 19  # approximate bytes of a checkpoint without tensors: manifests
 
 
 class State(RunState):
-    """All that a run saves and resumes. Everything else is derived from it, except the number of bad steps in a row."""
+    """All that a run saves and resumes. Everything else is derived from it, except the number of
+    bad steps in a row."""
 
     def __init__(
         self,
@@ -70,9 +71,8 @@ class State(RunState):
         }
         how |= {"origin": getattr(task, "origin", None), "patience": recipe.machine.patience}
         self.checkpoints = Checkpoints(folder.path / "checkpoints", run.accelerator, **how)
-        if (
-            run.ranks == 1 and not recipe.mirror
-        ):  # with several, a failed one exits at once: its shard never arrives
+        # with several, a failed one exits at once: its shard never arrives
+        if run.ranks == 1 and not recipe.mirror:
             run.closing.callback(self.checkpoints.close)
         with run.setting_up():
             known = inputs_of(job, run, optimizer) if run.main else {}
@@ -91,10 +91,11 @@ class State(RunState):
         )
 
     def begin(self, job: Job, run: Run, folder: Folder, *, graph: Any = None) -> RunLog:
-        """Lock the folder, resume as the recipe says, write the recipe and the environment; return the log.
+        """Lock the folder, resume as the recipe says, write the recipe and the environment; return
+        the log.
 
-        Raise BadInput on all ranks if the folder is in use or too full, or its checkpoints are damaged or do not fit.
-        Collective: call on every rank."""
+        Raise BadInput on all ranks if the folder is in use or too full, or its checkpoints are
+        damaged or do not fit. Collective: call on every rank."""
         recipe, say = job.recipe, run.display.say
         self._hold(job, run, folder)
         with run.setting_up():
@@ -148,9 +149,8 @@ class State(RunState):
 
     def _hold(self, job: Job, run: Run, folder: Folder) -> None:
         recipe = job.recipe
-        once, each = self.size(
-            job.optimizer_share, getattr(job.task, "origin", None)
-        )  # collective under FSDP2
+        # collective under FSDP2
+        once, each = self.size(job.optimizer_share, getattr(job.task, "origin", None))
         with run.setting_up():
             if run.main:
                 there = len(Store(folder.path / "checkpoints").sealed())

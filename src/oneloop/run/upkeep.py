@@ -1,4 +1,5 @@
-"""Rare work between steps: log, evaluate, handle bad steps; at the end, final weights and summary."""
+"""Rare work between steps: log, evaluate, handle bad steps; at the end, final weights and
+summary."""
 
 import gc
 import os
@@ -36,7 +37,8 @@ from oneloop.show.examples import Examples
 
 
 class Upkeep:
-    """What a run does between steps, while no step is pending. All methods are collective: call them on every rank."""
+    """What a run does between steps, while no step is pending. All methods are collective: call
+    them on every rank."""
 
     def __init__(
         self,
@@ -53,9 +55,8 @@ class Upkeep:
         self.bad = BadSteps(job.policy, job.recipe.guard.patience)
         every = job.intervals.every
         about = {"eval_every": every["eval"], "save_every": every["save"], "steps": job.steps}
-        cores = (
-            run.cores if run.device.type != "cpu" and not in_memory(job.train_set) else 0
-        )  # a CPU's cores train
+        # a CPU's cores train
+        cores = run.cores if run.device.type != "cpu" and not in_memory(job.train_set) else 0
         self._workers = run.workers(job.recipe.machine.workers)
         self._advice = Advice(workers=self._workers, cores=cores, **about)
         self._stragglers = Stragglers(run.gathered(os.environ.get(HOST) or socket.gethostname()))
@@ -66,7 +67,8 @@ class Upkeep:
         return state.count.step >= job.steps or 0 < job.recipe.stop.patience <= state.best.since
 
     def work(self, due: Collection[str], lr: float, total: float) -> bool:
-        """Do what is ``due`` after a step, except saving; return False if a stop was requested before the evaluation.
+        """Do what is ``due`` after a step, except saving; return False if a stop was requested
+        before the evaluation.
 
         ``lr`` is the step's learning rate, ``total`` the weight of its global batch."""
         state = self._state
@@ -101,7 +103,8 @@ class Upkeep:
         self._run_log.log(metrics, remarks, **gradients.fingerprint(state.optimizer, self._emas))
 
     def validate(self) -> bool:
-        """Evaluate on the validation sets and judge the result; False if a stop was requested first."""
+        """Evaluate on the validation sets and judge the result; False if a stop was requested
+        first."""
         state, job = self._state, self._job
         sets = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
         if not sets:
@@ -117,7 +120,8 @@ class Upkeep:
         return True
 
     def _evaluate(self, sets: dict[str, Any], of: int | None = None) -> bool:
-        """Evaluate weights and EMA weights, at the end those ``of`` an earlier step; False if a stop was requested."""
+        """Evaluate weights and EMA weights, at the end those ``of`` an earlier step; False if a
+        stop was requested."""
         job, run, state, recipe = self._job, self._run, self._state, self._job.recipe
         examples = (
             Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples)
@@ -147,7 +151,8 @@ class Upkeep:
         return True
 
     def kept(self) -> dict[str, Any]:
-        """Arguments of :meth:`State.save`: what the manifest records, and which checkpoints stay."""
+        """Arguments of :meth:`State.save`: what the manifest records, and which checkpoints
+        stay."""
         recipe, best = self._job.recipe, self._state.best
         keep = Keep(
             recipe.save.keep, self._job.intervals.forever, best.step if recipe.save.best else None
@@ -159,17 +164,16 @@ class Upkeep:
         return self._job.recipe.save.best and self._state.best.step == self._state.count.step
 
     def bad_step(self, step: Step) -> Outcome:
-        """Skip a bad step, which changed nothing; or restore the last checkpoint; or end the run."""
+        """Skip a bad step, which changed nothing; or restore the last checkpoint; or end the
+        run."""
         self._steps.save_later()
         if step.fault is Fault.RESCALED:  # fp16: the next step has a smaller loss scale
             return Outcome.SKIPPED
         job, run, state, run_log = self._job, self._run, self._state, self._run_log
         count, say = state.count, run.display.say
         action, why = self.bad.answer(step.fault)
-        number, after = (
-            count.step + 1,
-            count.position,
-        )  # the position is after the samples of the bad step
+        # the position is after the samples of the bad step
+        number, after = count.step + 1, count.position
         ids = job.order[after - job.layout.size : after][1].tolist()
         run_log.write(run_log.line(step=number, event=action, why=why, ids=ids))
         say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
@@ -199,8 +203,8 @@ class Upkeep:
         return Profiling(folder, run.device, **which, say=run.display.say, log=log)
 
     def final_weights(self, *, stopped: bool) -> dict[str, Any]:
-        """Restore the weights of the best evaluation if the recipe asks for them and they are intact; return which
-        weights the model has. No save may be in progress."""
+        """Restore the weights of the best evaluation if the recipe asks for them and they are
+        intact; return which weights the model has. No save may be in progress."""
         BEATS.enter(ENDING)
         state, recipe, best = self._state, self._job.recipe, self._state.best
         step, checkpoints = state.count.step, state.checkpoints
@@ -221,8 +225,9 @@ class Upkeep:
         }
 
     def last_evaluation(self, final: dict[str, Any]) -> bool:
-        """Evaluate on the test set; on all sets if the weights of an earlier step were restored, so that the summary
-        describes the weights in ``final/``. False if a stop was requested first."""
+        """Evaluate on the test set; on all sets if the weights of an earlier step were restored, so
+        that the summary describes the weights in ``final/``. False if a stop was requested
+        first."""
         again = final["step"] != final["end"]
         sets = {name: part for name, part in self._job.eval_sets.items() if again or name == "test"}
         return not sets or self._evaluate(sets, of=final["step"])

@@ -2,8 +2,8 @@
 
 >>> examples = Examples()
 >>> evaluate(task, model, dataset, accelerator=accelerator, micro=64, examples=examples)
->>> examples.samples        # [{"index": 7, "loss": 4.2, "worst": True, "image": …, "target": "3", …}, …]
->>> examples.confusion      # {"classes": ["0", …], "counts": [[31, 0, …], …]}, rows are the true classes
+>>> examples.samples    # [{"index": 7, "loss": 4.2, "worst": True, "target": "3", …}, …]
+>>> examples.confusion  # {"classes": ["0", …], "counts": [[31, 0, …], …]}; rows: true classes
 
 The task formats a sample (``show`` and ``generate`` of :class:`oneloop.tasks.protocol.Task`).
 """
@@ -32,8 +32,8 @@ class Shows(Protocol):
 
 
 class Examples:
-    """The samples that one evaluation shows: ``fixed`` ones, evenly spread over the set and equal at every evaluation,
-    and the ``worst`` ones, which have the largest loss."""
+    """The samples that one evaluation shows: ``fixed`` ones, evenly spread over the set and equal
+    at every evaluation, and the ``worst`` ones, which have the largest loss."""
 
     def __init__(self, *, fixed: int = 8, worst: int = 8) -> None:
         self._fixed, self._most = fixed, worst
@@ -44,7 +44,8 @@ class Examples:
         self.problem = ""  # why a sample is missing
 
     def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
-        """Keep the samples of a micro-batch with the largest mean loss, on the device. No host sync."""
+        """Keep the samples of a micro-batch with the largest mean loss, on the device. No host
+        sync."""
         each = outputs.get("loss") if isinstance(outputs, Mapping) else None
         indices = batch["index"]
         if (
@@ -72,9 +73,11 @@ class Examples:
         micro: int,
         accelerator: Accelerator,
     ) -> None:
-        """Load and show the chosen samples of a set of ``number`` samples. Collective: call on every rank.
+        """Load and show the chosen samples of a set of ``number`` samples. Collective: call on
+        every rank.
 
-        ``load`` returns the samples of some indices, and their batch on the device. The model must be in eval mode."""
+        ``load`` returns the samples of some indices, and their batch on the device. The model must
+        be in eval mode."""
         worst = self._gathered(accelerator) if self._most else {}
         fixed = sorted({place * number // self._fixed for place in range(self._fixed)})
         for indices, known in ((list(worst), worst), (fixed, {})):
@@ -117,7 +120,10 @@ class Examples:
             try:
                 shown = plain(task.show(sample, {name: value[row] for name, value in rows.items()}))
             except Exception as error:  # a failure here must not stop the run
-                self.problem = f"sample {index} cannot be shown ({type(task).__name__}.show: {type(error).__name__}: {error})"
+                self.problem = (
+                    f"sample {index} cannot be shown ({type(task).__name__}.show: "
+                    f"{type(error).__name__}: {error})"
+                )
                 continue
             self.samples.append(about | shown)
 
@@ -129,7 +135,10 @@ class Examples:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            self.problem = f"generation failed ({type(task).__name__}.generate: {type(error).__name__}: {error})"
+            self.problem = (
+                f"generation failed ({type(task).__name__}.generate: {type(error).__name__}: "
+                f"{error})"
+            )
             return {}
 
     def plain(self) -> dict[str, Any]:
@@ -145,7 +154,8 @@ _EARLIER = 8  # earlier texts kept per sample; above it, every second one is dro
 
 
 def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the texts of earlier evaluations to each generated text; ignore those of later steps in ``before``."""
+    """Add the texts of earlier evaluations to each generated text; ignore those of later steps in
+    ``before``."""
     old_samples = before.get("samples")
     written = (
         [one for one in old_samples if "continuation" in one]
@@ -166,8 +176,9 @@ def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, An
 
 
 def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of a task's ``show`` as plain data and an image tensor. Targets and predictions that are images
-    (masks) are drawn to the right of it. Raise ValueError if nothing can be shown."""
+    """Return the result of a task's ``show`` as plain data and an image tensor. Targets and
+    predictions that are images (masks) are drawn to the right of it. Raise ValueError if nothing
+    can be shown."""
     if not isinstance(shown, Mapping):
         raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
     pictures = {
@@ -189,6 +200,7 @@ def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
         clean["image"] = torch.as_tensor(clean["image"])
         if clean["image"].ndim not in (2, 3) or not clean["image"].numel():
             raise ValueError(
-                f"an image of shape {tuple(clean['image'].shape)}; (channels, height, width) is needed"
+                f"an image of shape {tuple(clean['image'].shape)}; (channels, height, width) "
+                "is needed"
             )
     return clean

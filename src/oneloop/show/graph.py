@@ -18,7 +18,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Drawing(TorchDispatchMode):
-    """A context that records each operation and the source of its inputs; parameters and ``batch`` have names."""
+    """A context that records each operation and the source of its inputs; parameters and ``batch``
+    have names."""
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.graph_pb2 import GraphDef

@@ -1,4 +1,5 @@
-"""The file metrics.jsonl: lines are written atomically, truncated at a resume, and repaired after damage.
+"""The file metrics.jsonl: lines are written atomically, truncated at a resume, and repaired after
+damage.
 
 >>> lines = Lines(Path("metrics.jsonl"))
 >>> lines.append({"step": 1, "train/loss": 2.3})
@@ -44,8 +45,8 @@ class Lines:
     def back_to(self, state: Mapping[str, Any], *, kept: bytes) -> None:
         """Truncate the file to ``state``, but keep later complete lines that contain ``kept``.
 
-        If the file does not match the state (it was truncated or damaged), keep the readable lines up to its step, and
-        report that."""
+        If the file does not match the state (it was truncated or damaged), keep the readable lines
+        up to its step, and report that."""
         if self._move_invalid() or not self._holds(state):
             good = [
                 line
@@ -120,7 +121,8 @@ class Lines:
         self._good, self._broken = good, False
 
     def _write(self, lines: bytes) -> None:
-        """Append after the last complete line, which removes a line that a full disk has cut off."""
+        """Append after the last complete line, which removes a line that a full disk has cut
+        off."""
         file = self._opened()
         if self._broken:
             file.truncate(self._good)

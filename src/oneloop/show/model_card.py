@@ -27,8 +27,9 @@ def model_card(
 ) -> str:
     """Return the card of a run's weights in the repository ``name``.
 
-    ``about`` is the manifest's entry of the weights; its ``base`` is the base model of adapters. ``licence`` is the
-    hub's identifier, or None. ``language_model``: whether transformers, or peft, can load the weights."""
+    ``about`` is the manifest's entry of the weights; its ``base`` is the base model of adapters.
+    ``licence`` is the hub's identifier, or None. ``language_model``: whether transformers, or peft,
+    can load the weights."""
     from huggingface_hub import EvalResult, ModelCardData
 
     record = read_record(run)

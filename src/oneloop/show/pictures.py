@@ -21,7 +21,8 @@ _GOOD, _BAD, _INK = (24, 110, 60), (180, 35, 45), (30, 36, 48)
 
 
 def picture(image: Tensor) -> Image.Image:
-    """Convert (channels, height, width) or (height, width) to an image; scale values, and small images up."""
+    """Convert (channels, height, width) or (height, width) to an image; scale values, and small
+    images up."""
     values = image.detach().float().cpu()
     values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
     low, high = values.amin(), values.amax()
@@ -40,9 +41,11 @@ def picture(image: Tensor) -> Image.Image:
 
 
 def side_by_side(images: Sequence[Tensor]) -> Tensor:
-    """Return images and masks from left to right, as high as the highest, each over its own range: (3, height, width).
+    """Return images and masks from left to right, as high as the highest, each over its own range:
+    (3, height, width).
 
-    A two-dimensional tensor of whole numbers is a mask, whose classes get a colour each (0: black)."""
+    A two-dimensional tensor of whole numbers is a mask, whose classes get a colour each (0:
+    black)."""
     drawn = [_rgb(image) for image in images]
     height = max(len(one[0]) for one in drawn)
     sized = [
@@ -76,7 +79,8 @@ def data_url(image: Tensor) -> str:
 
 
 def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
-    """Draw samples with an "image" in rows of 8, each above its target and prediction: (height, width, 3)."""
+    """Draw samples with an "image" in rows of 8, each above its target and prediction: (height,
+    width, 3)."""
     drawn = [picture(sample["image"]) for sample in samples]
     width = max(90, *(image.width for image in drawn)) + 8
     height = max(image.height for image in drawn) + 2 * _LINE + 10
@@ -97,7 +101,8 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
 
 
 def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """Draw a confusion matrix; rows are the true classes, shades the share of the row: (height, width, 3)."""
+    """Draw a confusion matrix; rows are the true classes, shades the share of the row: (height,
+    width, 3)."""
     classes, counts = confusion["classes"], np.asarray(confusion["counts"], dtype=float)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     size = len(classes)

@@ -1,4 +1,5 @@
-"""Read a run folder: of a finished or unfinished run, in bounded memory, even if its files are damaged.
+"""Read a run folder: of a finished or unfinished run, in bounded memory, even if its files are
+damaged.
 
 >>> steps, losses = read_record(Path("runs/digits")).curve("train/loss")
 """
@@ -27,8 +28,8 @@ Point = tuple[int, float]  # step and value
 
 
 class Curve:
-    """One metric over the steps. Of many points, each stretch of the run keeps its lowest, its highest and its first
-    non-finite one; the first and last point of the run stay."""
+    """One metric over the steps. Of many points, each stretch of the run keeps its lowest, its
+    highest and its first non-finite one; the first and last point of the run stay."""
 
     __slots__ = ("_first", "_pending", "_stretches", "_width")
 
@@ -91,9 +92,8 @@ class Record:
     name: str
     curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: defaultdict(dict))
     """by metric, and by the evaluated weights (empty: a training metric)"""
-    event_lines: list[dict[str, Any]] = field(
-        default_factory=list
-    )  # events; many saves are thinned out
+    # events; many saves are thinned out
+    event_lines: list[dict[str, Any]] = field(default_factory=list)
     last: int | None = None  # step of the last line
     summary: dict[str, Any] = field(default_factory=dict)  # empty until the run has finished
     recipe: dict[str, Any] = field(default_factory=dict)
@@ -132,7 +132,8 @@ class Record:
         )
 
     def curve(self, metric: str, weights: str | None = None) -> tuple[list[int], list[float]]:
-        """Return steps and values of one metric; ``weights`` selects the evaluated weights (None: all)."""
+        """Return steps and values of one metric; ``weights`` selects the evaluated weights (None:
+        all)."""
         of = self.curves.get(metric, {})
         chosen = list(of.values()) if weights is None else [of[weights]] if weights in of else []
         if len(chosen) == 1:
@@ -157,7 +158,8 @@ class Record:
 
 
 def number(value: Any) -> float:
-    """Convert a logged metric to a float; NaN if it is not a number. (NaN and Inf are logged as text.)"""
+    """Convert a logged metric to a float; NaN if it is not a number. (NaN and Inf are logged as
+    text.)"""
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
@@ -167,7 +169,8 @@ def number(value: Any) -> float:
 
 
 def read_record(folder: Path) -> Record:
-    """Read a run folder, in memory that does not grow with the run. Raise ValueError if it has no metrics.jsonl."""
+    """Read a run folder, in memory that does not grow with the run. Raise ValueError if it has no
+    metrics.jsonl."""
 
     def content(name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
         try:
@@ -220,7 +223,8 @@ def distinct(records: list[Record]) -> list[Record]:
 
 
 def differences(records: Sequence[Record]) -> list[tuple[Any, ...]]:
-    """Return the keys that differ between the recipes of runs, each with its values; ``run.dir`` is left out."""
+    """Return the keys that differ between the recipes of runs, each with its values; ``run.dir`` is
+    left out."""
     flat = [flattened(record.recipe) for record in records]
     keys = dict.fromkeys(key for recipe in flat for key in recipe if key != "run.dir")
     values = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
@@ -228,7 +232,8 @@ def differences(records: Sequence[Record]) -> list[tuple[Any, ...]]:
 
 
 class Follower:
-    """The lines of a run in progress: each :meth:`read` reads new lines, or all if the file was truncated.
+    """The lines of a run in progress: each :meth:`read` reads new lines, or all if the file was
+    truncated.
 
     The first read of a long file takes samples that are spread over it, and its end."""
 
@@ -264,7 +269,8 @@ class Follower:
         return bool(self.lines)
 
     def _sample(self, file: Any, size: int) -> None:
-        """Read some lines at a hundred positions of the unread part, up to a megabyte before its end."""
+        """Read some lines at a hundred positions of the unread part, up to a megabyte before its
+        end."""
         end = size - (1 << 20)
         for part in range(100):
             file.seek(self._read + part * (end - self._read) // 100)

@@ -2,7 +2,7 @@
 
 >>> with Display() as display:
 ...     display.begin(lambda: step, total=1000)
-...     for batch in tracked(loader, "evaluating", total=len(loader)):   # a nested bar, at any call depth
+...     for batch in tracked(loader, "evaluating", total=len(loader)):  # a nested bar
 ...         ...
 """
 
@@ -35,7 +35,8 @@ _BAR = 60  # columns of the other fields of a progress bar
 class _Bars(Progress):
     """Progress bars that read the current step when they are drawn, so that a step costs nothing.
 
-    A redraw holds the interpreter for about 2 ms, so it happens once a second (default of rich: ten times)."""
+    A redraw holds the interpreter for about 2 ms, so it happens once a second (default of rich: ten
+    times)."""
 
     def __init__(self, *columns: Any, console: Console) -> None:
         self.steps: tuple[TaskID, Callable[[], int]] | None = None
@@ -59,8 +60,9 @@ class _Console(Console):
 class Display:
     """The display of steps, metrics and other progress; ``with Display(...) as display``.
 
-    ``shown`` is False on all ranks but one. ``quiet`` leaves only :meth:`say`. ``as_json`` prints JSON lines for other
-    programs. A terminal shows bars; other output gets plain lines, at least ``interval`` seconds apart."""
+    ``shown`` is False on all ranks but one. ``quiet`` leaves only :meth:`say`. ``as_json`` prints
+    JSON lines for other programs. A terminal shows bars; other output gets plain lines, at least
+    ``interval`` seconds apart."""
 
     def __init__(
         self,
@@ -90,7 +92,8 @@ class Display:
             )
 
     def begin(self, now: Callable[[], int], *, total: int) -> None:
-        """Show progress up to step ``total``; ``now`` returns the current step, also in another thread."""
+        """Show progress up to step ``total``; ``now`` returns the current step, also in another
+        thread."""
         self._start, self._total, self._began = now(), total, time.monotonic()
         if self.bars:
             self.bars.steps = (
@@ -119,7 +122,8 @@ class Display:
         remarks: Iterable[str] = (),
         named: Iterable[str] = (),
     ) -> None:
-        """Show the training metrics of a log step, after its remarks: loss, metrics ``named`` by the task, rate."""
+        """Show the training metrics of a log step, after its remarks: loss, metrics ``named`` by
+        the task, rate."""
         self.lines(remarks)
         if self._as_json and not self._quiet:
             self._json({"step": step, **metrics})
@@ -158,7 +162,8 @@ class Display:
         )
 
     def _wrapped(self, parts: Iterable[str]) -> list[str]:
-        """Join parts by two spaces. On a terminal, a part that does not fit moves to the next line as a whole."""
+        """Join parts by two spaces. On a terminal, a part that does not fit moves to the next line
+        as a whole."""
         width = self._console.width if self._console.is_terminal else sys.maxsize
         lines: list[str] = []
         for part in parts:
@@ -208,7 +213,8 @@ def _plain(name: str) -> Text:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of summary.json: results by weights (raw, EMAs), then steps, samples and time."""
+    """Return a table of summary.json: results by weights (raw, EMAs), then steps, samples and
+    time."""
     best = summary.get("best") or {}
     names = [name for name, value in summary.items() if "/" in name and isinstance(value, float)]
     averages = {name: name.partition("/")[0] for name in names if name.partition("/")[2] in summary}

@@ -23,25 +23,29 @@ _FLUSH_INTERVAL = 5.0  # seconds between two flushes to TensorBoard, which block
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise BadInput for a tracker that accelerate does not know, or whose package is not installed."""
+    """Raise BadInput for a tracker that accelerate does not know, or whose package is not
+    installed."""
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
             raise BadInput(f"track {name!r} is not a tracker of accelerate; known: {known}")
         if find_spec(name) is None:
             raise BadInput(
-                f"track {name!r}: {name!r} is not installed; pip install {name}, or set --track tensorboard"
+                f"track {name!r}: {name!r} is not installed; pip install {name}, or set "
+                "--track tensorboard"
             )
 
 
 class Tracking:
-    """A log of metrics: one JSON object per line in metrics.jsonl, and the trackers. Only the main process writes.
+    """A log of metrics: one JSON object per line in metrics.jsonl, and the trackers. Only the main
+    process writes.
 
-    An error of a tracker or of the disk under metrics.jsonl does not end the run: it is reported once, and training
-    continues.
+    An error of a tracker or of the disk under metrics.jsonl does not end the run: it is reported
+    once, and training continues.
 
-    ``resumed`` is the state of an earlier start at ``step``; later lines are deleted (None: all lines). At the first
-    start trackers receive ``config``, the resolved recipe, and TensorBoard also ``graph``, a ``GraphDef``."""
+    ``resumed`` is the state of an earlier start at ``step``; later lines are deleted (None: all
+    lines). At the first start trackers receive ``config``, the resolved recipe, and TensorBoard
+    also ``graph``, a ``GraphDef``."""
 
     def __init__(
         self,
@@ -100,7 +104,8 @@ class Tracking:
             if what not in self._reported:
                 self._reported.add(what)
                 self._say(
-                    f"{what} cannot be written ({type(error).__name__}: {error}); training continues without it"
+                    f"{what} cannot be written ({type(error).__name__}: {error}); training "
+                    "continues without it"
                 )
 
     @property
@@ -109,12 +114,14 @@ class Tracking:
         return [self._lines.path]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in metrics.jsonl. Flush to TensorBoard first, since a resume does not log again."""
+        """Return the position in metrics.jsonl. Flush to TensorBoard first, since a resume does not
+        log again."""
         self._flush()
         return self._lines.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Delete later lines than ``state``, except events, so that a second rewind still has the first one."""
+        """Delete later lines than ``state``, except events, so that a second rewind still has the
+        first one."""
         if self._writes:
             with self._report_errors("metrics.jsonl"):
                 self._lines.back_to(state, kept=b'"event"')
@@ -140,9 +147,8 @@ class Tracking:
             return
         with self._report_errors("metrics.jsonl"):
             self._lines.append(metrics)
-        head = (
-            f"{metrics['weights']}/" if metrics.get("weights", "raw") != "raw" else ""
-        )  # one curve per EMA
+        # one curve per EMA
+        head = f"{metrics['weights']}/" if metrics.get("weights", "raw") != "raw" else ""
         numbers = {
             f"{head}{k}": value
             for k, value in metrics.items()
@@ -158,7 +164,8 @@ class Tracking:
             self._flush()
 
     def show(self, step: int, examples: Examples) -> None:
-        """Write the samples to examples.json, and log them to the trackers that support images or texts."""
+        """Write the samples to examples.json, and log them to the trackers that support images or
+        texts."""
         if examples.problem and self._writes and "show" not in self._reported:
             self._reported.add("show")
             self._say(
@@ -178,7 +185,8 @@ class Tracking:
     def _flush(self) -> None:
         """Write to TensorBoard, with one event for all metrics of a step.
 
-        accelerate writes one event per metric and waits for the disk, which takes thirty times as long."""
+        accelerate writes one event per metric and waits for the disk, which takes thirty times as
+        long."""
         buffered, self._buffered, self._flushed = self._buffered, [], time.monotonic()
         if not buffered:
             return
@@ -200,9 +208,8 @@ class Tracking:
     def close(self) -> None:
         """Close the trackers and the file."""
         self._flush()
-        for (
-            tracker
-        ) in self._accelerator.trackers:  # not end_training(), which also ends the process group
+        # not end_training(), which also ends the process group
+        for tracker in self._accelerator.trackers:
             with self._report_errors(f"tracker {tracker.name}"):
                 tracker.finish()
         self._lines.close()
@@ -219,9 +226,8 @@ def _log_examples(tracker: Any, step: int, examples: Examples) -> None:
     if hasattr(tracker, "log_images"):
         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         for name, picture in _pictures(examples).items():
-            images = (
-                picture if tracker.name == "aim" else picture[None]
-            )  # aim takes one image, the others a list
+            # aim takes one image, the others a list
+            images = picture if tracker.name == "aim" else picture[None]
             tracker.log_images({name: images}, step=step, **layout)
     texts = _texts(examples)
     if texts and tracker.name == "tensorboard":

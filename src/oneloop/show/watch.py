@@ -30,9 +30,8 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
     high = max(max(values) for _, values, _ in curves)
     row = _round((high - low or max(abs(high) * 0.1, 1e-9)) / (height - 1.5))  # between two labels
     bottom = row * math.floor(low / row)
-    if (
-        high <= 1 < (top := bottom + row * (height - 1)) <= 1 + bottom
-    ):  # a share: the axis ends at 1
+    # a share: the axis ends at 1
+    if high <= 1 < (top := bottom + row * (height - 1)) <= 1 + bottom:
         bottom -= top - 1
     figure: Any = plotille.Figure()
     figure.width, figure.height = width, height
@@ -40,9 +39,8 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
     figure.x_label = figure.y_label = ""
     figure.origin = False  # it would be drawn in a curve's colour
     figure.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
-    figure.y_ticks_fkt = lambda low, _: (
-        f"{row * round(low / row + 0.5, 2) + 0.0:.4g}"
-    )  # the middle of a line
+    # the middle of a line
+    figure.y_ticks_fkt = lambda low, _: f"{row * round(low / row + 0.5, 2) + 0.0:.4g}"
     for steps, values, colour in curves:
         draw = figure.plot if len(steps) > 1 else figure.scatter
         draw(steps, values, lc=colour, marker="•" if len(steps) <= 20 else None)
@@ -60,7 +58,8 @@ def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str
 
 
 def _round(least: float) -> float:
-    """Return the smallest round number (one digit, 1.5 or 2.5, times a power of ten) that is not below ``least``."""
+    """Return the smallest round number (one digit, 1.5 or 2.5, times a power of ten) that is not
+    below ``least``."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(
         f * power for f in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if f * power >= least * (1 - 1e-9)
@@ -84,10 +83,11 @@ def watch(
     once: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Draw the runs until all are done; draw them once if ``once``, if they are done, or without a terminal.
+    """Draw the runs until all are done; draw them once if ``once``, if they are done, or without a
+    terminal.
 
-    Each of the ``metrics`` gets a chart (none given: losses, the first metric, gradient norm, throughput). The runs are
-    read again after ``every`` seconds."""
+    Each of the ``metrics`` gets a chart (none given: losses, the first metric, gradient norm,
+    throughput). The runs are read again after ``every`` seconds."""
     console = console or Console()
     runs = [Follower(folder) for folder in folders]
     if once or not console.is_terminal or all(run.read() and run.done for run in runs):
@@ -111,7 +111,8 @@ def watch(
 def view(
     runs: Sequence[Follower], metrics: Sequence[str], *, width: int, height: int
 ) -> RenderableType:
-    """Return all runs, side by side if the width suffices, in at most ``height`` lines (0: no limit)."""
+    """Return all runs, side by side if the width suffices, in at most ``height`` lines (0: no
+    limit)."""
     across = max(1, min(len(runs), width // _MIN_WIDTH))
     each = max(_MIN_PANEL, width // across - 1)
     rows = math.ceil(len(runs) / across)
@@ -214,7 +215,8 @@ def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType
 def chart(
     series: Sequence[tuple[str, Sequence[tuple[int, float]]]], *, head: str, width: int, height: int
 ) -> RenderableType:
-    """Return a chart of curves (name, points of step and value; only finite values are drawn) below a legend."""
+    """Return a chart of curves (name, points of step and value; only finite values are drawn) below
+    a legend."""
     legend, curves = Text(printable(head)), list[PlotCurve]()
     for (name, points), colour in zip(series, cycle(COLOURS), strict=False):
         if finite := [point for point in points if math.isfinite(point[1])]:

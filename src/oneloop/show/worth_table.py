@@ -36,8 +36,14 @@ def sentences(results: Mapping[str, Any]) -> list[str]:
     failed = f"; of these runs some failed: {whole['fault']}" if whole["fault"] else ""
     return [
         f"without any of them: {rates}, peak {none['peak']:,.0f} MiB; {how}",
-        f"with all of them: {_ratio(whole)} ({_spread(whole)}), peak {whole['peak']:,.0f} MiB{failed}",
-        f"control (two runs without techniques): {_ratio(control)} ({_spread(control)}); smaller gains are noise",
+        (
+            f"with all of them: {_ratio(whole)} ({_spread(whole)}), peak {whole['peak']:,.0f} "
+            f"MiB{failed}"
+        ),
+        (
+            f"control (two runs without techniques): {_ratio(control)} ({_spread(control)}); "
+            "smaller gains are noise"
+        ),
     ]
 
 

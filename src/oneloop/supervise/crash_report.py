@@ -42,8 +42,8 @@ class Cause:
 
 
 def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
-    """Describe how a process ended that reported no error: ``code`` is its exit code (negative: a signal), and
-    ``stopped_by`` the stop request before it."""
+    """Describe how a process ended that reported no error: ``code`` is its exit code (negative: a
+    signal), and ``stopped_by`` the stop request before it."""
     before = f", after a stop request by {stopped_by}" if stopped_by else ""
     if code >= 0:
         return f"rank {rank} exited with code {code} and no error message{before}: {_EXITED}"

@@ -40,7 +40,8 @@ class RankStatus:
 def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that hang; empty if any rank makes progress or may still do so.
 
-    These are the ranks that do not report, else those that do not wait in a collective, else the furthest behind."""
+    These are the ranks that do not report, else those that do not wait in a collective, else the
+    furthest behind."""
     if (
         not statuses
         or any(status.held for status in statuses)
@@ -61,7 +62,8 @@ def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
 
 def other_units(statuses: Sequence[RankStatus]) -> str:
-    """Describe a likely cause if all ranks wait in collectives: under FSDP2 they run different units."""
+    """Describe a likely cause if all ranks wait in collectives: under FSDP2 they run different
+    units."""
     if len({status.unit for status in statuses}) < 2 or not all(
         status.waits for status in statuses
     ):
@@ -119,8 +121,8 @@ class Watch:
         self.named = []
 
     def look(self, ask_for_stacks: Callable[[bool], None]) -> Cause | None:
-        """Return why the run must end, or None; print before that which rank hangs. ``ask_for_stacks`` collects all
-        stacks, with True also of stopped processes."""
+        """Return why the run must end, or None; print before that which rank hangs.
+        ``ask_for_stacks`` collects all stacks, with True also of stopped processes."""
         known = self._known()
         late = hung_ranks(known)
         if not late:

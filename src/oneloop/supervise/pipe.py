@@ -104,8 +104,9 @@ class Channel:
         return self._handle is not None and os.getpid() == self._owner
 
     def open(self, handle: int, stacks: int, requests: int) -> None:
-        """Send messages to the file descriptor ``handle``; on SIGUSR2 write the stacks of all threads to ``stacks``; on
-        a byte from ``requests`` write the collectives to the run folder."""
+        """Send messages to the file descriptor ``handle``; on SIGUSR2 write the stacks of all
+        threads to ``stacks``; on a byte from ``requests`` write the collectives to the run
+        folder."""
         self._handle, self._owner, self._requests = handle, os.getpid(), requests
         BEATS.enter(SET_UP)  # the parent may have imported it long before the fork
         for written in (handle, stacks):
@@ -131,7 +132,8 @@ class Channel:
                     return
 
     def report(self, patience: float) -> None:
-        """Report heartbeats from a thread, twice a second and at each new phase. ``patience``: factor of all limits."""
+        """Report heartbeats from a thread, twice a second and at each new phase. ``patience``:
+        factor of all limits."""
         self.patience = patience
         if self.watched:
             BEATS.changed = lambda: self.send(beat=_beat(patience))
@@ -142,9 +144,8 @@ class Channel:
             self.send(beat=_beat(self.patience))
             if not select.select([self._requests], [], [], TICK)[0]:
                 continue
-            if (
-                os.read(self._requests, 1) and self.folder is not None
-            ):  # in a thread, as NCCL may not answer
+            # in a thread, as NCCL may not answer
+            if os.read(self._requests, 1) and self.folder is not None:
                 threading.Thread(target=_write_collectives, args=[self.folder], daemon=True).start()
             else:
                 time.sleep(TICK)
@@ -194,7 +195,8 @@ def _beat(patience: float) -> dict[str, Any]:
 
 
 def _write_collectives(folder: Path) -> None:
-    """Write torch's flight recorder, if it records: the last collectives of this rank, and which of them have ended."""
+    """Write torch's flight recorder, if it records: the last collectives of this rank, and which of
+    them have ended."""
     from torch._C import _distributed_c10d as recorders  # type: ignore[attr-defined]
 
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # of NCCL, and of gloo

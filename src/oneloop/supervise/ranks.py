@@ -1,4 +1,5 @@
-"""TCP connections between the supervisors of a run: all are connected to that of rank 0, and send lines of JSON."""
+"""TCP connections between the supervisors of a run: all are connected to that of rank 0, and send
+lines of JSON."""
 
 import json
 import os
@@ -31,7 +32,8 @@ class SupervisorConnection:
         self.rank: int | None = None  # rank of the other side, once it is authenticated
 
     def messages(self) -> list[dict[str, Any]] | None:
-        """Return the messages since the last call; None if the connection is closed, or if the data is not valid."""
+        """Return the messages since the last call; None if the connection is closed, or if the data
+        is not valid."""
         try:
             while more := self.connection.recv(1 << 16):
                 self._buffer += more
@@ -66,21 +68,23 @@ class SupervisorConnection:
 
 
 class Supervisors:
-    """Connections to the other supervisors (rank 0: to all; others: to rank 0). ``selector`` gets the sockets."""
+    """Connections to the other supervisors (rank 0: to all; others: to rank 0). ``selector`` gets
+    the sockets."""
 
     def __init__(self, rank: int, ranks: int, selector: selectors.BaseSelector) -> None:
         self.rank, self.ranks, self._selector = rank, ranks, selector
         self.others: list[SupervisorConnection] = []
-        self.hosts = {
-            rank: os.environ.get(HOST, "")
-        }  # name of each rank's node, if there are several
+        # name of each rank's node, if there are several
+        self.hosts = {rank: os.environ.get(HOST, "")}
         self._token = ""
         self._server: socket.socket | None = None
 
     def listen(self) -> None:
-        """Open a port, on rank 0 of several, and leave its address to the training process in the environment.
+        """Open a port, on rank 0 of several, and leave its address to the training process in the
+        environment.
 
-        It listens on loopback only; if there are several hosts, only on the interface of ``MASTER_ADDR``."""
+        It listens on loopback only; if there are several hosts, only on the interface of
+        ``MASTER_ADDR``."""
         local = os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks)
         host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._token = secrets.token_hex(8)
@@ -114,7 +118,8 @@ class Supervisors:
         return len(known) == (self.ranks - 1 if self.rank == 0 else 1)
 
     def lost(self, limit: float) -> SupervisorConnection | None:
-        """Return a supervisor on another node that has sent nothing for ``limit`` seconds; None if there is none."""
+        """Return a supervisor on another node that has sent nothing for ``limit`` seconds; None if
+        there is none."""
         late = (
             peer
             for peer in self.others
@@ -132,7 +137,8 @@ class Supervisors:
         return f"; node {self.hosts[rank]}" if self.hosts.get(rank) else ""
 
     def read(self, readable: object) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield received messages as (rank, message); the message is None if that rank's connection is closed."""
+        """Yield received messages as (rank, message); the message is None if that rank's connection
+        is closed."""
         if readable is self._server:
             assert self._server is not None
             with suppress(OSError):

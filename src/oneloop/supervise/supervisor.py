@@ -1,4 +1,5 @@
-"""The supervisor process: watches the training process, ends it if it hangs, and exits with its exit code."""
+"""The supervisor process: watches the training process, ends it if it hangs, and exits with its
+exit code."""
 
 import os
 import selectors
@@ -36,14 +37,17 @@ from oneloop.supervise.worker import Worker
 _INTERVAL = 0.25  # seconds between two checks
 _ORPHAN = 10.0  # seconds for a last checkpoint after the launcher has ended
 _EARLY = 5.0  # seconds to exit if a stop is requested before the run begins
-_OVER = 60.0  # seconds to exit after this rank or rank 0 has finished, for threads and exit handlers of the user's code
+# seconds to exit after this rank or rank 0 has finished, for threads and exit handlers of the
+# user's code
+_OVER = 60.0
 _LEAVING = 10.0  # the same, if a stop is requested meanwhile
 _LOST = 8.0  # seconds without a message after which a rank on another node counts as lost
 _OTHERS = 1.0  # seconds to wait for causes from other ranks
 
 
 class Supervisor:
-    """Watches one training process and, on rank 0, the whole run. ``started_by``: the launcher's process id or None."""
+    """Watches one training process and, on rank 0, the whole run. ``started_by``: the launcher's
+    process id or None."""
 
     def __init__(
         self, child: Worker, peers: Supervisors, selector: Any, *, started_by: int | None
@@ -64,7 +68,8 @@ class Supervisor:
         self._causes: list[Cause] = []
         self._decide_at = float("inf")  # when the cause is decided
         self._hangs = False
-        """whether rank 0 ends the run because of a hang; then the training process's exit code is ignored"""
+        """whether rank 0 ends the run because of a hang; then the training process's exit code is
+        ignored"""
         self._rejected = float("inf")  # when the run ends because one rank has bad input
         self._stacks: dict[int, str] = {}
         self._missing_stacks: set[int] = set()  # ranks whose stacks have not arrived
@@ -144,9 +149,8 @@ class Supervisor:
             case {"ended": code}:
                 self.watch.ended(rank)
                 self._finished_at = time.monotonic() if rank == 0 else self._finished_at
-                if (
-                    code == BAD_INPUT
-                ):  # if other ranks do not report the same soon, only that rank found it
+                # if other ranks do not report the same soon, only that rank found it
+                if code == BAD_INPUT:
                     self._rejected = min(self._rejected, time.monotonic() + 3 * _OTHERS)
             case {"cause": cause}:
                 self._add_cause(Cause(**cause))
@@ -163,9 +167,8 @@ class Supervisor:
 
     def _check(self) -> None:
         now = time.monotonic()
-        if (
-            now - self._last_check > 8 * _INTERVAL
-        ):  # this process was stopped too: by the user, or with the machine
+        # this process was stopped too: by the user, or with the machine
+        if now - self._last_check > 8 * _INTERVAL:
             self.child.reset_timers()
             self.watch.reset()
             self.peers.reset_timers()
@@ -206,7 +209,10 @@ class Supervisor:
             and not self.watch.named
             and (lost := self.peers.lost(_LOST * (self.child.patience or float("inf"))))
         ):
-            words = f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s: its node or the link to it is lost"
+            words = (
+                f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s: its node or the "
+                "link to it is lost"
+            )
             self._add_cause(Cause(lost.rank or 0, words))
         if (
             self.peers.rank == 0
@@ -232,7 +238,10 @@ class Supervisor:
         if self._folder is None and since > _EARLY and self._reported_code is None:
             self._stop_early()
         if self._orphan and since > _ORPHAN and not self._causes and not launcher_waits():
-            words = f"rank {self.child.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not enough to save"
+            words = (
+                f"rank {self.child.rank}: the launcher has gone, and {_ORPHAN:.0f} s were not "
+                "enough to save"
+            )
             self._add_cause(Cause(self.child.rank, words))
             if self.peers.rank == 0:
                 self._end_with_error()
@@ -246,7 +255,8 @@ class Supervisor:
         )
         if late and self._reported_code is not None:
             say(
-                f"rank {self.child.rank} has finished but does not exit (a thread or an exit handler); killing it"
+                f"rank {self.child.rank} has finished but does not exit (a thread or an exit "
+                "handler); killing it"
             )
             self._leave(self._reported_code)
         if late and not self._causes:
@@ -273,9 +283,8 @@ class Supervisor:
                 signal.Signals(-code).name,
             )
             self._stop_early()
-        if not any(
-            cause.rank == self.child.rank for cause in self._causes
-        ):  # another rank's report may come first
+        # another rank's report may come first
+        if not any(cause.rank == self.child.rank for cause in self._causes):
             stop_requested = self._stop_requested[1] if self._stop_requested else None
             self._add_cause(
                 Cause(
@@ -284,7 +293,8 @@ class Supervisor:
             )
 
     def _add_cause(self, cause: Cause) -> None:
-        """Add a cause for the end of the run. Rank 0 gets all causes, and decides which was first."""
+        """Add a cause for the end of the run. Rank 0 gets all causes, and decides which was
+        first."""
         self._causes.append(cause)
         reports = self.peers.rank != 0 and self.peers.all_connected
         if reports:

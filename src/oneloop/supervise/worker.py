@@ -21,8 +21,8 @@ _FIELDS = {field.name for field in fields(RankStatus)} - {
 
 
 class Worker:
-    """One training process: its reports (lines of JSON) and its stacks (after SIGUSR2) arrive at these file
-    descriptors. A byte to ``requests`` asks for its collectives."""
+    """One training process: its reports (lines of JSON) and its stacks (after SIGUSR2) arrive at
+    these file descriptors. A byte to ``requests`` asks for its collectives."""
 
     def __init__(self, pid: int, reports: int, stacks: int, requests: int, rank: int) -> None:
         self.pid, self.reports, self._stacks, self._requests, self.rank = (
@@ -101,8 +101,8 @@ class Worker:
             os.kill(self.pid, number)
 
     def stacks(self, *, wake: bool = False, seconds: float = 1.5) -> str:
-        """Return the Python stacks of its threads and data workers. ``wake`` continues a stopped process for this and
-        then stops it again, so that it does not train until it is killed."""
+        """Return the Python stacks of its threads and data workers. ``wake`` continues a stopped
+        process for this and then stops it again, so that it does not train until it is killed."""
         texts = []
         with suppress(OSError):  # the process may have ended
             os.write(self._requests, b"c")
@@ -118,7 +118,8 @@ class Worker:
                     os.kill(pid, signal.SIGCONT)
             text = self._read_stacks(seconds, freeze=pid if wake else None)
             texts.append(
-                f"process {pid}{'' if pid == self.pid else ', which loads data'}\n{text or '(no answer)'}\n"
+                "process "
+                f"{pid}{'' if pid == self.pid else ', which loads data'}\n{text or '(no answer)'}\n"
             )
         return "\n".join(texts)
 
@@ -152,7 +153,8 @@ def _children(pid: int) -> list[int]:
 
 
 def _to_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread; otherwise another thread of a stopped process may get it, too late."""
+    """Send a signal to the main thread; otherwise another thread of a stopped process may get it,
+    too late."""
     send = getattr(ctypes.CDLL(None), "tgkill", None)
     if send is None:
         os.kill(pid, number)

@@ -34,7 +34,8 @@ class _InMemory:
 
 
 def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> list[_InMemory]:
-    """Return stratified splits with these ``shares``: each class is shuffled with seed 0 and divided."""
+    """Return stratified splits with these ``shares``: each class is shuffled with seed 0 and
+    divided."""
     splits: list[list[Tensor]] = [[] for _ in shares]
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     for label in labels.unique():
@@ -49,7 +50,8 @@ def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> li
 
 
 def digits() -> tuple[dict[str, Any], list[str]]:
-    """Return splits and class names of 1,797 handwritten digits (8x8): 70 % train, 15 % validation, 15 % test."""
+    """Return splits and class names of 1,797 handwritten digits (8x8): 70 % train, 15 % validation,
+    15 % test."""
     pixels, labels = _sklearn_digits()
     images = torch.tensor(pixels, dtype=torch.float32)[:, None] / 8 - 1
     splits = _stratified(images, torch.tensor(labels), (0.7, 0.15, 0.15))
@@ -59,11 +61,13 @@ def digits() -> tuple[dict[str, Any], list[str]]:
 
 
 def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return pixels (samples, 8, 8) and labels of load_digits, from its file: importing scikit-learn takes seconds."""
+    """Return pixels (samples, 8, 8) and labels of load_digits, from its file: importing
+    scikit-learn takes seconds."""
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise ImportError(
-            "task.data digits comes with scikit-learn, which is not installed; pip install scikit-learn"
+            "task.data digits comes with scikit-learn, which is not installed; pip install "
+            "scikit-learn"
         )
     table = np.loadtxt(
         Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
@@ -115,8 +119,9 @@ class Augmentation:
 def prepared(
     size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation | None = None
 ) -> Callable[[Any], Tensor]:
-    """Return a transform from a PIL image, or normalized pixels, to the model's input of ``size`` pixels a side (None:
-    unchanged). With one channel in ``mean``, images become grey; ``how`` augments training images."""
+    """Return a transform from a PIL image, or normalized pixels, to the model's input of ``size``
+    pixels a side (None: unchanged). With one channel in ``mean``, images become grey; ``how``
+    augments training images."""
     how = how or Augmentation()
     if len(mean) != len(std) or len(mean) not in (1, 3):
         raise ValueError(
@@ -180,7 +185,8 @@ def _pipeline(
 
 
 def shifted(image: Tensor, most: int) -> Tensor:
-    """Shift the image randomly by up to ``most`` pixels in each direction; the border is repeated."""
+    """Shift the image randomly by up to ``most`` pixels in each direction; the border is
+    repeated."""
     down, right = torch.randint(0, 2 * most + 1, (2,)).tolist()
     padded = F.pad(image, (most, most, most, most), mode="replicate")
     return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
@@ -194,11 +200,12 @@ class Images(Mapped):
 
 
 class Blended(Mapped):
-    """Images mixed with another image of the set by mixup (Zhang et al. 2018) or cutmix (Yun et al. 2019), with these
-    Beta parameters (0: off; both above 0: each sample uses one of the two with probability 0.5).
+    """Images mixed with another image of the set by mixup (Zhang et al. 2018) or cutmix (Yun et al.
+    2019), with these Beta parameters (0: off; both above 0: each sample uses one of the two with
+    probability 0.5).
 
-    The partner is drawn from the whole set, or from the same row group if the set is read in windows. The label becomes
-    the share of each class, shape (classes,)."""
+    The partner is drawn from the whole set, or from the same row group if the set is read in
+    windows. The label becomes the share of each class, shape (classes,)."""
 
     def __init__(self, images: Any, classes: int, *, mixup: float, cutmix: float) -> None:
         super().__init__(images, None)  # type: ignore[arg-type]
@@ -206,7 +213,8 @@ class Blended(Mapped):
         for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
             if not 0 <= alpha <= _MAX_ALPHA:
                 raise ValueError(
-                    f"task.{name} {alpha} must be between 0 and {_MAX_ALPHA}; common values are 0.2 to 1"
+                    f"task.{name} {alpha} must be between 0 and {_MAX_ALPHA}; common values "
+                    "are 0.2 to 1"
                 )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
@@ -231,7 +239,8 @@ class Blended(Mapped):
 
 
 def _paste(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Paste a rectangle of ``other`` with area 1 - share, clipped at the border. Return the image and its share."""
+    """Paste a rectangle of ``other`` with area 1 - share, clipped at the border. Return the image
+    and its share."""
     height, width = image.shape[-2:]
     side = (1 - share).sqrt()
     rows, columns = int(height * side), int(width * side)

@@ -1,5 +1,5 @@
-"""Causal language modelling: GPT-2 or Llama from scratch, on bytes or on a BPE that is trained first; or a model of
-transformers with its tokenizer."""
+"""Causal language modelling: GPT-2 or Llama from scratch, on bytes or on a BPE that is trained
+first; or a model of transformers with its tokenizer."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -22,18 +22,21 @@ class CausalLM(LanguageModel):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
     Args:
-        data: stdlib (the source of Python's standard library); a file or folder of text, parquet, json lines, csv or
-            arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …]. Splits come from the
-            names of files, folders or hub splits (train, validation, test); see held_out.
+        data: stdlib (the source of Python's standard library); a file or folder of text, parquet,
+            json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight:
+            0.7}, …]. Splits come from the names of files, folders or hub splits (train, validation,
+            test); see held_out.
         column: column of the text.
-        held_out: share of the rows for each of validation and test, if the data set has no such split.
+        held_out: share of the rows for each of validation and test, if the data set has no such
+            split.
         window: megabytes of parquet rows in memory per process.
         block: tokens per sample.
         tokenizer: bytes, or bpe (byte-level, trained on the training texts).
         vocab: vocabulary size of the bpe tokenizer from scratch.
-        pack: concat (concatenate all texts and cut samples of block tokens; a text attends to earlier texts in its
-            sample), packed (several texts per sample; none attends to another), or padded (one text per sample; the
-            samples of a step have similar lengths). packed and padded split longer texts.
+        pack: concat (concatenate all texts and cut samples of block tokens; a text attends to
+            earlier texts in its sample), packed (several texts per sample; none attends to
+            another), or padded (one text per sample; the samples of a step have similar lengths).
+            packed and padded split longer texts.
     """
 
     length_key = "block"
@@ -81,7 +84,8 @@ class CausalLM(LanguageModel):
         self.sample_weight = float(block) if pack == "concat" else None
         if pack == "concat":
             self._data_notes.append(
-                "texts are concatenated and cut: each text attends to the earlier ones in its sample; see task.pack"
+                "texts are concatenated and cut: each text attends to the earlier ones in its "
+                "sample; see task.pack"
             )
         elif pack == "padded" and len(sources) > 1:
             self._data_notes.append(
@@ -124,7 +128,8 @@ class CausalLM(LanguageModel):
         )
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return samples of ``block + 1`` tokens as one batch; padding of shorter samples is no target."""
+        """Return samples of ``block + 1`` tokens as one batch; padding of shorter samples is no
+        target."""
         if self.pack == "concat":
             batch = collated(samples)
             del batch["padding"]

@@ -21,7 +21,8 @@ _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
 def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, str, Any, str]]:
-    """Yield (source, split, rows, column name) for each split of the sources that have a column for this task key."""
+    """Yield (source, split, rows, column name) for each split of the sources that have a column for
+    this task key."""
     for source in sources:
         if column := source.columns[key]:
             for split, rows in [*source.parts.items()]:
@@ -58,8 +59,8 @@ def check_image_types(sources: Sequence[Source]) -> None:
 
 
 def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | None) -> None:
-    """Decode all images once. If some cannot be used, raise ValueError; or, with a list ``skipped``, leave them out of
-    the splits and append their positions and reasons."""
+    """Decode all images once. If some cannot be used, raise ValueError; or, with a list
+    ``skipped``, leave them out of the splits and append their positions and reasons."""
     check_image_types(sources)
     for source in sources:
         count, converted, bad = 0, Counter[str](), list[tuple[str, str]]()
@@ -101,9 +102,8 @@ def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
 
     for source in sources:
         for rows in source.parts.values():
-            with alone(
-                f"values/{key_of(rows.fingerprint(), source.columns[one], source.columns[other])}.ok"
-            ) as done:
+            key = key_of(rows.fingerprint(), source.columns[one], source.columns[other])
+            with alone(f"values/{key}.ok") as done:
                 before = 0
                 pairs = (
                     ()
@@ -127,7 +127,8 @@ def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
 
 
 def check_numbers(sources: Sequence[Source], key: str) -> None:
-    """Raise ValueError if the column of this task key does not hold finite numbers, or texts of finite numbers."""
+    """Raise ValueError if the column of this task key does not hold finite numbers, or texts of
+    finite numbers."""
     for source, _, rows, column in columns_of(sources, key):
         kind = rows.types[column]
         plain = element_type(kind) is None and str(getattr(kind, "dtype", "")).startswith(
@@ -163,8 +164,9 @@ def type_name(kind: Any) -> str:
 def values_of(
     rows: Any, column: str, *, distinct: bool = True, numbers: bool = False
 ) -> Sequence[Any]:
-    """Return the distinct values of a column, or of its lists, cached by the rows' content. Raise ValueError if a value
-    is missing, or with ``numbers`` not a finite number or its text. Without ``distinct``, only check."""
+    """Return the distinct values of a column, or of its lists, cached by the rows' content. Raise
+    ValueError if a value is missing, or with ``numbers`` not a finite number or its text. Without
+    ``distinct``, only check."""
     with alone(
         f"values/{key_of(_CACHE_VERSION, rows.fingerprint(), column, distinct, numbers)}.json"
     ) as file:
@@ -215,7 +217,8 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
             seen |= set(compute.unique(values).to_pylist())
         if len(seen) > _MAX_LABELS:
             raise ValueError(
-                f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: too many"
+                f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: "
+                "too many"
             )
         before += len(array)
     return sorted(seen - {None})
@@ -224,9 +227,8 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
 def _non_numbers(values: Any) -> Iterator[int]:
     for at, value in enumerate(values.to_pylist()):
         try:
-            finite = value is None or math.isfinite(
-                float(value)
-            )  # a missing value is already known
+            # a missing value is already known
+            finite = value is None or math.isfinite(float(value))
         except ValueError:
             finite = False
         if not finite:
@@ -234,7 +236,8 @@ def _non_numbers(values: Any) -> Iterator[int]:
 
 
 def number_of_text(text: str) -> int:
-    """Return a 64-bit number of a text: the same on every machine, and equal only for equal texts."""
+    """Return a 64-bit number of a text: the same on every machine, and equal only for equal
+    texts."""
     from xxhash import xxh3_64_intdigest
 
     return xxh3_64_intdigest(text.encode(errors="surrogatepass")) - (1 << 63)

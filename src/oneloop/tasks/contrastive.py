@@ -1,7 +1,10 @@
-"""Contrastive losses over all samples of a batch, for ``batch_loss``: sums, not means. They are computed in blocks of
-rows with a fixed number of similarities, again in the backward, so that memory does not grow with the batch.
+"""Contrastive losses over all samples of a batch, for ``batch_loss``: sums, not means. They are
+computed in blocks of rows with a fixed number of similarities, again in the backward, so that
+memory does not grow with the batch.
 
->>> loss = info_nce(anchors, positives, 20.0)     # (samples, width) each; normalize them for cosine similarities
+>>> loss = info_nce(anchors, positives, 20.0)  # (samples, width) each
+
+Normalize them for cosine similarities.
 """
 
 from collections.abc import Callable, Sequence
@@ -42,16 +45,17 @@ def info_nce(
     *,
     ids: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """Return the sum over queries of -log softmax(scale x similarity) at their own key, which has the same index (van
-    den Oord et al. 2018; the loss of multiple-negatives ranking). CLIP's loss (Radford et al. 2021) is the mean of both
-    directions: ``(info_nce(a, b, s) + info_nce(b, a, s)) / 2``.
+    """Return the sum over queries of -log softmax(scale x similarity) at their own key, which has
+    the same index (van den Oord et al. 2018; the loss of multiple-negatives ranking). CLIP's loss
+    (Radford et al. 2021) is the mean of both directions: ``(info_nce(a, b, s) + info_nce(b, a, s))
+    / 2``.
 
     Args:
         queries: (samples, width).
         keys: (samples or more, width); the rest are further negatives.
         scale: 1 / temperature.
-        ids: pairs of integers (samples,) and (keys,). A key with the same number as the query is a duplicate of the
-            right key, and does not count.
+        ids: pairs of integers (samples,) and (keys,). A key with the same number as the query is a
+            duplicate of the right key, and does not count.
     """
 
     def loss(rows: slice) -> Tensor:
@@ -69,8 +73,9 @@ def info_nce(
 def sigmoid_loss(
     queries: Tensor, keys: Tensor, scale: Tensor | float, bias: Tensor | float
 ) -> Tensor:
-    """Return SigLIP's loss: the sum over all pairs of -log sigmoid(z (scale x similarity + bias)), where z is 1 for a
-    query and its own key, and -1 otherwise (Zhai et al. 2023). Both tensors are (samples, width)."""
+    """Return SigLIP's loss: the sum over all pairs of -log sigmoid(z (scale x similarity + bias)),
+    where z is 1 for a query and its own key, and -1 otherwise (Zhai et al. 2023). Both tensors are
+    (samples, width)."""
 
     def loss(rows: slice) -> Tensor:
         logits = scale * queries[rows] @ keys.T + bias
@@ -82,9 +87,10 @@ def sigmoid_loss(
 
 
 def supervised(embeddings: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
-    """Return the sum over samples of the supervised contrastive loss: the mean over the other samples with the same
-    label of -log softmax(scale x similarity) among all others (Khosla et al. 2020, equation 2). A sample without such
-    others adds 0. ``embeddings`` is (samples, width), ``labels`` (samples,)."""
+    """Return the sum over samples of the supervised contrastive loss: the mean over the other
+    samples with the same label of -log softmax(scale x similarity) among all others (Khosla et al.
+    2020, equation 2). A sample without such others adds 0. ``embeddings`` is (samples, width),
+    ``labels`` (samples,)."""
 
     def loss(rows: slice) -> Tensor:
         logits = scale * embeddings[rows] @ embeddings.T

@@ -1,6 +1,8 @@
-"""Evaluation metrics besides the loss: sums over samples, and the metrics that are computed from the sums.
+"""Evaluation metrics besides the loss: sums over samples, and the metrics that are computed from
+the sums.
 
-A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.MetricCollection``; its ``update`` feeds it.
+A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.MetricCollection``; its
+``update`` feeds it.
 """
 
 import math
@@ -25,18 +27,20 @@ class Metrics(Protocol):
         """Move the sums to the device, and return itself."""
 
     def sums(self) -> Sequence[Tensor]:
-        """Return the state: tensors that are summed over the ranks in place before :meth:`compute`."""
+        """Return the state: tensors that are summed over the ranks in place before
+        :meth:`compute`."""
 
     def compute(self) -> Mapping[str, Any]:
-        """Return metrics by name, as numbers or one-element tensors; may add a (classes, classes) confusion matrix."""
+        """Return metrics by name, as numbers or one-element tensors; may add a (classes, classes)
+        confusion matrix."""
 
 
 class ClassCounts:
-    """Accuracy, macro F1 (with two classes also the F1 of the second), Matthews correlation coefficient, and the
-    confusion matrix (rows are true classes).
+    """Accuracy, macro F1 (with two classes also the F1 of the second), Matthews correlation
+    coefficient, and the confusion matrix (rows are true classes).
 
-    Args: ``classes``: number of classes. ``top``: k of an additional top-k accuracy (0: none). ``matrix_limit``:
-    maximum number of classes for a confusion matrix.
+    Args: ``classes``: number of classes. ``top``: k of an additional top-k accuracy (0: none).
+    ``matrix_limit``: maximum number of classes for a confusion matrix.
     """
 
     def __init__(self, classes: int, *, top: int = 0, matrix_limit: int = 100) -> None:
@@ -48,9 +52,8 @@ class ClassCounts:
         self._matrix = torch.zeros(
             (classes, classes) if classes <= matrix_limit else (0, 0), dtype=torch.int64
         )
-        self._counts = torch.zeros(
-            3, classes, dtype=torch.int64
-        )  # per class: true positives, predictions, targets
+        # per class: true positives, predictions, targets
+        self._counts = torch.zeros(3, classes, dtype=torch.int64)
 
     def to(self, device: torch.device) -> "ClassCounts":
         self._matrix, self._counts, self._in_top = (
@@ -61,8 +64,9 @@ class ClassCounts:
     def update(self, logits: Tensor, target: Tensor) -> None:
         """Add samples to the counts, without a host sync.
 
-        Args: ``logits``: (samples, classes). ``target``: (samples,), the true classes; negative targets are ignored. Or
-        (samples, classes), class probabilities; the class with the largest one counts as true.
+        Args: ``logits``: (samples, classes). ``target``: (samples,), the true classes; negative
+        targets are ignored. Or (samples, classes), class probabilities; the class with the largest
+        one counts as true.
         """
         target = target.argmax(1) if target.ndim == 2 else target
         prediction = logits.argmax(1)
@@ -83,8 +87,9 @@ class ClassCounts:
         return [sums for sums in (self._counts, self._matrix, self._in_top) if sums.numel()]
 
     def compute(self) -> dict[str, Any]:
-        """Return the metrics. F1 is 2 right / (predicted + targets), averaged over occurring classes (as torchmetrics).
-        Matthews is the multiclass coefficient (Gorodkin 2004); 0 if only one class occurs or is predicted."""
+        """Return the metrics. F1 is 2 right / (predicted + targets), averaged over occurring
+        classes (as torchmetrics). Matthews is the multiclass coefficient (Gorodkin 2004); 0 if only
+        one class occurs or is predicted."""
         right, predicted, targets = self._counts.double().cpu()
         occurs = predicted + targets > 0
         f1 = 2 * right / (predicted + targets).clamp(min=1)
@@ -106,10 +111,11 @@ class ClassCounts:
 
 
 class TextSums:
-    """Perplexity and accuracy per token, bits per byte of text, and the share of texts with only correct tokens.
+    """Perplexity and accuracy per token, bits per byte of text, and the share of texts with only
+    correct tokens.
 
-    Args: ``by_bytes``: whether the number of bytes of each token is known. ``whole``: whether to count fully correct
-    texts (``exact``).
+    Args: ``by_bytes``: whether the number of bytes of each token is known. ``whole``: whether to
+    count fully correct texts (``exact``).
     """
 
     def __init__(self, *, by_bytes: bool = True, whole: bool = False) -> None:
@@ -134,9 +140,9 @@ class TextSums:
     ) -> None:
         """Add the sums of a micro-batch, without a host sync.
 
-        Args: ``nats``: summed loss, 0-dim. ``tokens``: number of target tokens, 0-dim. ``right``: number of target
-        tokens with the largest logit, 0-dim. ``text``: number of bytes of the target tokens, 0-dim. ``whole``:
-        (texts,), whether all target tokens of a text are correct.
+        Args: ``nats``: summed loss, 0-dim. ``tokens``: number of target tokens, 0-dim. ``right``:
+        number of target tokens with the largest logit, 0-dim. ``text``: number of bytes of the
+        target tokens, 0-dim. ``whole``: (texts,), whether all target tokens of a text are correct.
         """
         zero = torch.zeros_like(tokens)
         sums = [nats, tokens, right, zero if text is None else text]
@@ -157,25 +163,28 @@ class TextSums:
 
 
 class Retrieval:
-    """Recall@1, 5 and 10 and mean reciprocal rank of the right document among those of the whole set, and the same in
-    the other direction (``reverse_…``). A document that is as similar as the right one counts as more similar."""
+    """Recall@1, 5 and 10 and mean reciprocal rank of the right document among those of the whole
+    set, and the same in the other direction (``reverse_…``). A document that is as similar as the
+    right one counts as more similar."""
 
     def __init__(self) -> None:
         names = ("recall@1", "recall@5", "recall@10", "mrr")
         self.higher_is_better = {f"{way}{name}": True for way in ("", "reverse_") for name in names}
-        self._sums = torch.zeros(
-            2, 5, dtype=torch.float64
-        )  # by direction: the four sums, and the number of queries
+        # by direction: the four sums, and the number of queries
+        self._sums = torch.zeros(2, 5, dtype=torch.float64)
 
     def to(self, device: torch.device) -> "Retrieval":
         self._sums = self._sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
         return self
 
     def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
-        """Add a set of pairs: query and right document have the same index. Call it with the whole set.
+        """Add a set of pairs: query and right document have the same index. Call it with the whole
+        set.
 
-        Args: ``queries``: (samples, width). ``documents``: (samples, width); the similarity is the scalar product.
-        ``ids``: integers (samples,). Documents of samples with the same number are not counted as wrong.
+        Args: ``queries``: (samples, width). ``documents``: (samples, width); the similarity is the
+            scalar product.
+        ``ids``: integers (samples,). Documents of samples with the same number are not counted as
+            wrong.
         """
         for sums, (own, others) in zip(
             self._sums, ((queries, documents), (documents, queries)), strict=True
@@ -210,15 +219,16 @@ class Retrieval:
 
 
 class _Collection:
-    """A torchmetrics.MetricCollection as :class:`Metrics`; torchmetrics reduces over the ranks. Raises ValueError if a
-    metric computes several unnamed values."""
+    """A torchmetrics.MetricCollection as :class:`Metrics`; torchmetrics reduces over the ranks.
+    Raises ValueError if a metric computes several unnamed values."""
 
     def __init__(self, collection: Any) -> None:
         self._collection = collection
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
-        """Whether larger is better, by logged name (the names come from computing each metric without samples)."""
+        """Whether larger is better, by logged name (the names come from computing each metric
+        without samples)."""
         return {
             logged: bool(metric.higher_is_better)
             for name, metric in self._collection.items()
@@ -252,7 +262,8 @@ def _names_of(name: str, metric: Any) -> Sequence[str]:
 
 
 def _compute_empty(metric: Any) -> Any:
-    """Return what a metric computes without samples, which shows the shape of its results; None if it raises."""
+    """Return what a metric computes without samples, which shows the shape of its results; None if
+    it raises."""
     try:
         empty = metric.clone()
         for module in empty.modules():  # including metrics inside wrappers
@@ -270,16 +281,21 @@ def _is_matrix(metric: Any) -> bool:
 
 
 def prefix(name: str) -> str:
-    """Return the prefix of the metrics of an evaluation set: ``eval`` for validation, else the name."""
+    """Return the prefix of the metrics of an evaluation set: ``eval`` for validation, else the
+    name."""
     return "eval" if name == "validation" else name
 
 
 def adapted(metrics: Any) -> Metrics:
-    """Return the result of a task's ``metrics()``, a MetricCollection or :class:`Metrics` (else ValueError)."""
+    """Return the result of a task's ``metrics()``, a MetricCollection or :class:`Metrics` (else
+    ValueError)."""
     if hasattr(metrics, "sums"):
         return metrics  # type: ignore[no-any-return]
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
-        needed = "MetricCollection or oneloop.tasks.evaluation_metrics.Metrics (compute, to, sums, higher_is_better)"
+        needed = (
+            "MetricCollection or oneloop.tasks.evaluation_metrics.Metrics (compute, to, sums, "
+            "higher_is_better)"
+        )
         raise ValueError(
             f"task: metrics() returned a {type(metrics).__name__}, expected torchmetrics.{needed}"
         )
@@ -287,8 +303,8 @@ def adapted(metrics: Any) -> Metrics:
 
 
 def directions(task: object) -> dict[str, bool]:
-    """Return the metric names of :func:`oneloop.evaluation.evaluate` for a task, and whether a larger value is better.
-    Raise ValueError if a metric computes several values without names."""
+    """Return the metric names of :func:`oneloop.evaluation.evaluate` for a task, and whether a
+    larger value is better. Raise ValueError if a metric computes several values without names."""
     known = dict(adapted(task.metrics()).higher_is_better) if hasattr(task, "metrics") else {}
     return {"loss": False, **known}
 

@@ -1,4 +1,5 @@
-"""Sums of losses and weights of an evaluation: in arrival order, or in an order that does not depend on the ranks."""
+"""Sums of losses and weights of an evaluation: in arrival order, or in an order that does not
+depend on the ranks."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ from oneloop.basics.seeds import reseed
 from oneloop.tasks.whole_batch import columns_of
 
 _EXACT = {"dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"}
-"""torchmetrics reductions that do not depend on the number of ranks, except for floating-point sums"""
+"""torchmetrics reductions that do not depend on the number of ranks, except for floating-point
+sums"""
 
 
 class Together:
@@ -27,10 +29,11 @@ class Together:
     def batch(
         self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False
     ) -> Any:
-        """Compute and add a micro-batch; without a ``source`` it is not counted. Return the outputs.
+        """Compute and add a micro-batch; without a ``source`` it is not counted. Return the
+        outputs.
 
-        An ``idle`` rank has only such a micro-batch. Its metrics see it, so that their lists have the dtypes that the
-        reduction over ranks needs; then they are reset."""
+        An ``idle`` rank has only such a micro-batch. Its metrics see it, so that their lists have
+        the dtypes that the reduction over ranks needs; then they are reset."""
         loss, outputs = self._task.loss(model, batch)
         if self._metrics is not None and (idle or source is not None):
             self._task.update(self._metrics, batch, outputs)
@@ -55,18 +58,19 @@ class Together:
 
 
 class Apart(Together):
-    """Losses, weights and floating-point metric sums of each micro-batch, so that results do not depend on the ranks.
+    """Losses, weights and floating-point metric sums of each micro-batch, so that results do not
+    depend on the ranks.
 
-    Floating-point metric sums are stored and reset after each micro-batch; integer sums are exact. Some torchmetrics
-    states are not sums, extremes or lists: the inputs of these metrics are stored and replayed at the end in one order.
+    Floating-point metric sums are stored and reset after each micro-batch; integer sums are exact.
+    Some torchmetrics states are not sums, extremes or lists: the inputs of these metrics are stored
+    and replayed at the end in one order.
     """
 
     def __init__(self, task: Any, sources: int, device: torch.device, metrics: Any = None) -> None:
         self._task, self._number, self._device, self._metrics = task, sources, device, metrics
         if hasattr(metrics, "_enable_compute_groups"):
-            metrics._enable_compute_groups = (
-                False  # with shared states, each metric would reset the others
-            )
+            # with shared states, each metric would reset the others
+            metrics._enable_compute_groups = False
         self._recorded = [
             _RecordedUpdates(metric) for metric in _metrics(metrics) if not _is_exact(metric)
         ]
@@ -92,8 +96,8 @@ class Apart(Together):
             state.zero_()
 
     def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
-        """Return loss and weight of each source over all ranks (``each``: most micro-batches of a rank). Only rank 0's
-        metrics get the sums. Collective: call on every rank."""
+        """Return loss and weight of each source over all ranks (``each``: most micro-batches of a
+        rank). Only rank 0's metrics get the sums. Collective: call on every rank."""
         wide, device = torch.float64, self._device
         local = torch.zeros(each, 3, dtype=wide, device=device)
         local[:, 0] = -1.0
@@ -102,9 +106,8 @@ class Apart(Together):
             local[: len(self._losses)] = torch.stack(
                 [known[0], torch.stack(self._losses).to(wide), known[1]], dim=1
             )
-        rows = (
-            accelerator.gather(local[None]).view(-1, 3).tolist()
-        )  # rank order is micro-batch order
+        # rank order is micro-batch order
+        rows = accelerator.gather(local[None]).view(-1, 3).tolist()
         by_source = [[row for row in rows if row[0] == source] for source in range(self._number)]
         for key, states in zip(self._floating, self._states, strict=True):
             state = _state(key)
@@ -120,10 +123,11 @@ class Apart(Together):
 
 
 class WholeBatches:
-    """Losses over whole batches: windows of neighbouring samples of a source. Metrics see the whole set at once.
+    """Losses over whole batches: windows of neighbouring samples of a source. Metrics see the whole
+    set at once.
 
-    ``cut``: source and samples of each micro-batch (of up to ``micro`` samples) of all ranks; ``seed``: device and seed
-    of the random numbers of a loss."""
+    ``cut``: source and samples of each micro-batch (of up to ``micro`` samples) of all ranks;
+    ``seed``: device and seed of the random numbers of a loss."""
 
     def __init__(
         self, task: Any, metrics: Any, cut: Any, *, micro: int, window: int, seed: Any
@@ -145,8 +149,8 @@ class WholeBatches:
 
     @torch.no_grad()
     def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
-        """Return loss and weight of each source. Every rank computes them, and all metrics; those of other ranks than 0
-        are then reset. Collective: call on every rank."""
+        """Return loss and weight of each source. Every rank computes them, and all metrics; those
+        of other ranks than 0 are then reset. Collective: call on every rank."""
         parts, columns = (self._whole(accelerator, own) for own in (self._parts, self._columns))
         if self._metrics is not None:
             self._task.update(self._metrics, columns, parts)
@@ -188,7 +192,8 @@ class WholeBatches:
             for number, one in enumerate(micro_batches):
                 if one[name].shape[1:] != first.shape[1:]:
                     raise ValueError(
-                        f"the rows of {name!r} have several shapes; let embed return rows of one shape"
+                        f"the rows of {name!r} have several shapes; let embed return rows of "
+                        "one shape"
                     )
                 own[number, : len(one[name])] = one[name]
             whole[name] = _gathered(accelerator, own.flatten(0, 1))[rows]

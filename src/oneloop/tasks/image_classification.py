@@ -1,4 +1,5 @@
-"""Image classification: packaged sets (digits, MNIST, CIFAR) or your own images; a small CNN or another model."""
+"""Image classification: packaged sets (digits, MNIST, CIFAR) or your own images; a small CNN or
+another model."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -37,44 +38,49 @@ from oneloop.tasks.labels import (
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers
 
-Statistics = tuple[
-    Sequence[float], Sequence[float]
-]  # mean and standard deviation of the pixels, by channel
+# mean and standard deviation of the pixels, by channel
+Statistics = tuple[Sequence[float], Sequence[float]]
 
 
 class ImageClassification(Task):
     """Image classification.
 
     Args:
-        data: digits (8x8, packaged with scikit-learn), mnist, fashion_mnist, cifar10, cifar100; a folder with
-            train/CLASS/*.png and validation/CLASS/*.png (test/ too), or CLASS/*.png; a file or folder of parquet or
-            arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …].
-        model: cnn; a torchvision model name; timm:NAME; a folder saved by transformers; hf:ID[@REVISION]; or
-            module.Class, called with num_classes.
-        pretrained: a .safetensors file, a folder with one, or true for the public weights of the model (a folder or
-            hf: loads its weights unless this is false). If the classes differ, the last layer is re-initialized.
+        data: digits (8x8, packaged with scikit-learn), mnist, fashion_mnist, cifar10, cifar100; a
+            folder with train/CLASS/*.png and validation/CLASS/*.png (test/ too), or CLASS/*.png; a
+            file or folder of parquet or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data:
+            PATH, weight: 0.7}, …].
+        model: cnn; a torchvision model name; timm:NAME; a folder saved by transformers;
+            hf:ID[@REVISION]; or module.Class, called with num_classes.
+        pretrained: a .safetensors file, a folder with one, or true for the public weights of the
+            model (a folder or hf: loads its weights unless this is false). If the classes differ,
+            the last layer is re-initialized.
         trust_remote_code: run Python code stored with the weights (only if you trust the author).
         width: channels of the first layer (cnn).
         augment: randomly shift and mirror the training images.
-        mirror: randomly mirror the training images (null: as augment, but not for digits and letters).
-        crop: random resized crops instead of shifts: the minimum share of the image (0.08 for large data sets; 0:
-            off).
+        mirror: randomly mirror the training images (null: as augment, but not for digits and
+            letters).
+        crop: random resized crops instead of shifts: the minimum share of the image (0.08 for large
+            data sets; 0: off).
         randaugment: RandAugment magnitude of two operations, 1 to 30 (common: 9; 0: off).
         erasing: probability of random erasing (common: 0.25).
         mixup: alpha of mixup (common: 0.2; 0: off).
         cutmix: alpha of cutmix (common: 1.0; 0: off). With both, each image gets one of them.
         image_size: side in pixels to which your own images are resized.
         test_size: side in pixels for evaluation (0: image_size).
-        mean: mean of the pixels (0 to 1) by channel, to normalize your images (null: the model's values, else 0.5).
+        mean: mean of the pixels (0 to 1) by channel, to normalize your images (null: the model's
+            values, else 0.5).
         std: standard deviation of the pixels, likewise.
         image: column of the image.
         label: column of the class, or of a list with the probability of each class.
-        class_weights: weight of each class in the loss: none, balanced (equal total weight for each class), or a list.
+        class_weights: weight of each class in the loss: none, balanced (equal total weight for each
+            class), or a list.
         top_k: also log the top-k accuracy (common: 5; 0: off).
-        held_out: share of the rows for each of validation and test, if the data set has no such split.
+        held_out: share of the rows for each of validation and test, if the data set has no such
+            split.
         pixel_limit: maximum pixels of an image; larger images are rejected before decoding.
-        unreadable: stop if an image cannot be used (oneloop check lists them), or skip such images and list them in
-            environment.json.
+        unreadable: stop if an image cannot be used (oneloop check lists them), or skip such images
+            and list them in environment.json.
         window: megabytes of parquet rows in memory per process.
         root: folder of the downloaded data sets.
         download: download a missing data set.
@@ -167,7 +173,8 @@ class ImageClassification(Task):
             )
 
     def _packaged(self, data: str, root: str, download: bool) -> tuple[dict[str, Any], Statistics]:
-        """Return a packaged data set by split, in memory, and mean and standard deviation of its pixels."""
+        """Return a packaged data set by split, in memory, and mean and standard deviation of its
+        pixels."""
         splits, self.classes = (
             digits() if data == "digits" else torchvision_set(data, root, download)
         )
@@ -178,8 +185,8 @@ class ImageClassification(Task):
     def _open(
         self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool
     ) -> dict[str, Any]:
-        """Return the user's data sets by split: decoded images with class numbers or class probabilities. If a run has
-        recorded the classes, return nothing."""
+        """Return the user's data sets by split: decoded images with class numbers or class
+        probabilities. If a run has recorded the classes, return nothing."""
         if recorded := RECORDED.get():
             self.classes, self.shape = recorded["classes"], tuple(recorded["shape"])
             return {}
@@ -204,7 +211,8 @@ class ImageClassification(Task):
         if self.architecture == "cnn":
             if pretrained := self.weights["pretrained"]:
                 raise ValueError(
-                    f"task.pretrained {pretrained} does not work with task.model cnn; use --init.from"
+                    f"task.pretrained {pretrained} does not work with task.model cnn; use "
+                    "--init.from"
                 )
             return CNN(self.shape[0], len(self.classes), width=self.width, dropout=self.dropout)
         model, notes = image_model(self.architecture, self.classes, **self.weights)
@@ -226,7 +234,8 @@ class ImageClassification(Task):
         if labelled and are_shares([source]):
             if (found := len(shares_of([source]))) != len(self.classes):
                 raise ValueError(
-                    f"{data}: probabilities of {found} classes, but the model has {len(self.classes)}"
+                    f"{data}: probabilities of {found} classes, but the model has "
+                    f"{len(self.classes)}"
                 )
             number = torch.tensor
         elif labelled:
@@ -250,7 +259,8 @@ class ImageClassification(Task):
             ):
                 names = f"{', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
                 raise ValueError(
-                    f"task.class_weights {setting} must be {len(self.classes)} weights > 0, for {names}"
+                    f"task.class_weights {setting} must be {len(self.classes)} weights > 0, "
+                    f"for {names}"
                 )
             return torch.tensor(setting)
         if setting == "none" or RECORDED.get():
@@ -259,7 +269,8 @@ class ImageClassification(Task):
         counts = self._class_counts()
         if not counts or not all(counts):
             raise ValueError(
-                "task.class_weights balanced needs one label for each sample, and a sample of each class"
+                "task.class_weights balanced needs one label for each sample, and a sample of "
+                "each class"
             )
         return torch.tensor([sum(counts) / (len(counts) * count) for count in counts])
 
@@ -293,7 +304,8 @@ class ImageClassification(Task):
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Save files that describe model, classes and pixels, so that transformers, timm or a script can serve it."""
+        """Save files that describe model, classes and pixels, so that transformers, timm or a
+        script can serve it."""
         if is_transformers(self.architecture):
             model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
         for name, content in described(self.architecture, self.classes, *self._input).items():
@@ -327,8 +339,9 @@ class ImageClassification(Task):
 class CNN(nn.Module):
     """Three convolutions with GroupNorm, without batch statistics; dropout is off by default.
 
-    It uses average pooling: in max pooling, rounding can decide a near-tie and so redirect the gradient. Two parallel
-    layouts would then differ by 1e-3 after 40 float32 steps instead of 1e-7."""
+    It uses average pooling: in max pooling, rounding can decide a near-tie and so redirect the
+    gradient. Two parallel layouts would then differ by 1e-3 after 40 float32 steps instead of
+    1e-7."""
 
     def __init__(
         self, channels: int, classes: int, *, width: int = 32, dropout: float = 0.0
@@ -354,7 +367,8 @@ class CNN(nn.Module):
 def _labelled(
     source: Source, number: Callable[[Any], Any], limit: int
 ) -> Callable[[Row], tuple[Any, Any]]:
-    """Return a function from a row to its decoded image and its label (``number`` of the stored label)."""
+    """Return a function from a row to its decoded image and its label (``number`` of the stored
+    label)."""
     image, label = source.columns["image"], source.columns["label"]
     return lambda row: (decoded(row[image], limit=limit), number(row.get(label, 0)))
 

@@ -1,4 +1,5 @@
-"""Image models by name, from transformers, timm, torchvision or your own class, from scratch or pretrained."""
+"""Image models by name, from transformers, timm, torchvision or your own class, from scratch or
+pretrained."""
 
 import json
 import sys
@@ -27,9 +28,9 @@ def image_model(
     pretrained: Pretrained = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, list[str]]:
-    """Build a model with an output per class; return it and lines for the log. See ImageClassification for ``name``,
-    ``pretrained`` and ``trust_remote_code``. If the classes of the weights differ, the last layer is re-initialized.
-    Raise ValueError."""
+    """Build a model with an output per class; return it and lines for the log. See
+    ImageClassification for ``name``, ``pretrained`` and ``trust_remote_code``. If the classes of
+    the weights differ, the last layer is re-initialized. Raise ValueError."""
     if is_transformers(name):
         if isinstance(pretrained, str):
             raise ValueError(
@@ -41,7 +42,8 @@ def image_model(
         model = _timm_model(name.removeprefix(_TIMM), len(classes))
     elif "/" in name:
         raise ValueError(
-            f"task.model {name!r} is not a folder saved by transformers: {name}/config.json is missing"
+            f"task.model {name!r} is not a folder saved by transformers: {name}/config.json is "
+            "missing"
         )
     elif "." in name:
         model = _user_model(name, len(classes))
@@ -53,8 +55,8 @@ def image_model(
 
 
 def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the mean and standard deviation of the pixels (0 to 1) that a model expects, by channel; default 0.5.
-    Raise ValueError for an unknown model."""
+    """Return the mean and standard deviation of the pixels (0 to 1) that a model expects, by
+    channel; default 0.5. Raise ValueError for an unknown model."""
     values: Mapping[str, Any] = {}
     if is_transformers(name):
         file = None
@@ -77,8 +79,9 @@ def described(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> dict[str, dict[str, Any]]:
-    """Return the files that describe a saved model, as JSON values by name: classes by index, input ``size`` (channels,
-    height, width), and statistics of the pixels. The formats are those of transformers and timm, else oneloop's."""
+    """Return the files that describe a saved model, as JSON values by name: classes by index, input
+    ``size`` (channels, height, width), and statistics of the pixels. The formats are those of
+    transformers and timm, else oneloop's."""
     if is_transformers(name):
         how = {
             "do_resize": True,
@@ -182,8 +185,8 @@ def _user_model(path: str, classes: int) -> nn.Module:
 
 
 def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[str]:
-    """Load weights, without the last layer if their classes differ; return lines for the log. Raise ValueError if the
-    weights are of another model."""
+    """Load weights, without the last layer if their classes differ; return lines for the log. Raise
+    ValueError if the weights are of another model."""
     own = model.state_dict()
     mismatched = {
         name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape
@@ -223,7 +226,8 @@ def _tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
 
 
 def _head_layers(model: nn.Module, mismatched: Iterable[str], classes: int) -> set[str]:
-    """Return the layers with one output per class, among timm's classifiers and layers with a different shape."""
+    """Return the layers with one output per class, among timm's classifiers and layers with a
+    different shape."""
     config = getattr(model, "pretrained_cfg", None) or {}
     classifier = config.get("classifier") or ()
     layers = {name.rpartition(".")[0] for name in mismatched} | (
@@ -258,7 +262,8 @@ def _load_weights(name: str, model: nn.Module, pretrained: bool | str | None) ->
         raise ValueError(f"task.pretrained {str(pretrained)!r} has no {_WEIGHTS}; {advice}")
     if file.suffix != ".safetensors":
         raise ValueError(
-            f"task.pretrained {file} is not a .safetensors file; oneloop never loads pickled weights"
+            f"task.pretrained {file} is not a .safetensors file; oneloop never loads pickled "
+            "weights"
         )
     try:
         return dict(load_file(file))

@@ -11,19 +11,20 @@ from oneloop.data.rows.csv_json import OBJECTS
 from oneloop.data.rows.open_data import Source
 from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
 
-Numbers = Mapping[
-    str, Callable[[Any], int]
-]  # by source name: a function from a label to its class number
+# by source name: a function from a label to its class number
+Numbers = Mapping[str, Callable[[Any], int]]
 RECORDED: ContextVar[dict[str, Any] | None] = ContextVar("RECORDED", default=None)
-"""classes and image shape of a run, so that ``oneloop predict`` needs no training data; None: a task reads its data"""
+"""classes and image shape of a run, so that ``oneloop predict`` needs no training data; None: a
+task reads its data"""
 
 
 def classes_of(
     sources: Sequence[Source], key: str, *, lists: bool = False
 ) -> tuple[list[str], Numbers]:
-    """Return the class names of a label column (text, integers, booleans or ``ClassLabel``), and functions from a label
-    to its class number. ``lists``: a row has several labels. A test split without labels is removed. Raise ValueError
-    for a missing label, a label that is not in the training split, or another column type."""
+    """Return the class names of a label column (text, integers, booleans or ``ClassLabel``), and
+    functions from a label to its class number. ``lists``: a row has several labels. A test split
+    without labels is removed. Raise ValueError for a missing label, a label that is not in the
+    training split, or another column type."""
     trained: set[str] = set()
     seen: dict[tuple[str, str], set[str]] = {}
     kinds: dict[str, Any] = {}
@@ -36,14 +37,18 @@ def classes_of(
             )
             continue
         if not _is_label(kind):
-            wanted = f"{'a list of labels' if lists else 'one label'} for each row (text or a whole number)"
+            wanted = (
+                f"{'a list of labels' if lists else 'one label'} for each row (text or a whole "
+                "number)"
+            )
             raise wrong_type(source, key, rows.types[column], wanted)
         if getattr(kinds.setdefault(source.name, kind), "names", None) != getattr(
             kind, "names", None
         ):
             difference = f"numbers its classes {kind} in {split}, and {kinds[source.name]} before"
             raise ValueError(
-                f"{source.where}: {column!r} {difference}; write all files with the same list of classes"
+                f"{source.where}: {column!r} {difference}; write all files with the same list "
+                "of classes"
             )
         seen[source.name or source.where, split] = {
             _name(kind, value) for value in values_of(rows, column)
@@ -73,8 +78,8 @@ def are_shares(sources: Sequence[Source]) -> bool:
 
 
 def shares_of(sources: Sequence[Source]) -> list[str]:
-    """Return the class names for labels that are class probabilities. Raise ValueError if rows differ in the number of
-    probabilities, one is negative, or a row does not sum to 1."""
+    """Return the class names for labels that are class probabilities. Raise ValueError if rows
+    differ in the number of probabilities, one is negative, or a row does not sum to 1."""
     import numpy as np
 
     classes = 0
@@ -115,7 +120,8 @@ def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list
 def numbers_of(
     source: Source, key: str, classes: Sequence[str], *, lists: bool = False
 ) -> Callable[[Any], int]:
-    """Return a function from a label to its number in ``classes``. Raise ValueError for a missing or unknown label."""
+    """Return a function from a label to its number in ``classes``. Raise ValueError for a missing
+    or unknown label."""
     for _, _, rows, column in columns_of([source], key):
         kind = element_type(rows.types[column]) if lists else rows.types[column]
         if not _is_label(kind):
@@ -136,7 +142,8 @@ def _number_of(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
 
 
 def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the most likely class of each sample and its probability; logits have shape (samples, classes)."""
+    """Return the most likely class of each sample and its probability; logits have shape (samples,
+    classes)."""
     confidence, predicted = logits.float().softmax(-1).max(-1)
     return {
         "prediction": [classes[number] for number in predicted.tolist()],

@@ -15,42 +15,50 @@ class Objective(Protocol):
         """Return samples as one batch."""
 
     def weight(self, batch: dict[str, Any]) -> Tensor:
-        """Return what the loss is divided by: the number of samples, or of target tokens. 0-dim, on the host."""
+        """Return what the loss is divided by: the number of samples, or of target tokens. 0-dim, on
+        the host."""
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the SUM of the losses over what ``weight`` counts (0-dim), and detached outputs.
 
-        In training, 0-dim outputs are logged as train/NAME: their mean over the micro-batches, weighted by ``weight``.
+        In training, 0-dim outputs are logged as train/NAME: their mean over the micro-batches,
+        weighted by ``weight``.
         """
 
 
 class Task(Objective, Protocol):
-    """What a run trains. Avoid ``.item()``, boolean indexing and other data-dependent shapes: each is a device sync.
+    """What a run trains. Avoid ``.item()``, boolean indexing and other data-dependent shapes: each
+    is a device sync.
 
-    The page docs/reference/task.md describes the optional members: ``embed`` with ``batch_loss`` and ``batch_columns``
-    instead of ``loss``, ``metrics`` with ``update``, ``show``, ``generate``, ``writes``, ``samples_of``, ``predicted``,
-    ``save``, ``state_dict`` with ``load_state_dict``, ``sample_weight``, ``unit``, ``additive``, ``classes``, ``notes``
-    and ``progress``. Packaged tasks also have:
-        ``needs: dict[str, str]``: class attribute; arguments that require a value of another argument, such as
-        ``{"width": "model=cnn", "held_out": "data!=digits|mnist"}``; otherwise they are rejected.
-        ``origin``: set by ``model``, an :class:`oneloop.basics.base_models.BaseModel` if the frozen parameters are
-        those of a base model. Checkpoints and ``final/`` then name the base model, and hold only the other parameters.
-        ``merge(model) -> nn.Module``: an equivalent model without an origin."""
+    The page docs/reference/task.md describes the optional members: ``embed`` with ``batch_loss``
+    and ``batch_columns`` instead of ``loss``, ``metrics`` with ``update``, ``show``, ``generate``,
+    ``writes``, ``samples_of``, ``predicted``, ``save``, ``state_dict`` with ``load_state_dict``,
+    ``sample_weight``, ``unit``, ``additive``, ``classes``, ``notes`` and ``progress``. Packaged
+    tasks also have:
+        ``needs: dict[str, str]``: class attribute; arguments that require a value of another
+        argument, such as ``{"width": "model=cnn", "held_out": "data!=digits|mnist"}``; otherwise
+        they are rejected. ``origin``: set by ``model``, an
+        :class:`oneloop.basics.base_models.BaseModel` if the frozen parameters are those of a base
+        model. Checkpoints and ``final/`` then name the base model, and hold only the other
+        parameters. ``merge(model) -> nn.Module``: an equivalent model without an origin."""
 
     def model(self) -> nn.Module:
         """Return a new model, with weights from torch's global generator."""
 
     def train_set(self) -> Any:
-        """Return a map-style data set. Its random numbers must come from a global generator (torch, random, numpy)."""
+        """Return a map-style data set. Its random numbers must come from a global generator (torch,
+        random, numpy)."""
 
     def eval_sets(self) -> dict[str, Any]:
-        """Return map-style data sets by name; "validation" is logged as eval/…, "test" is evaluated only at the end."""
+        """Return map-style data sets by name; "validation" is logged as eval/…, "test" is evaluated
+        only at the end."""
 
 
 class Progress:
     """Progress of a run: the same for any parallel layout, and after a resume.
 
-    Args: ``position``: returns how many samples were drawn before this step. ``batch``: global batch size in samples.
+    Args: ``position``: returns how many samples were drawn before this step. ``batch``: global
+        batch size in samples.
     ``total``: steps of the run.
     """
 
@@ -75,9 +83,8 @@ def check(task: Any) -> None:
     """Raise ValueError if a method of a task is missing, or cannot be called with its arguments."""
     whole = hasattr(task, "batch_loss") or (hasattr(task, "embed") and not hasattr(task, "loss"))
     loss = ("embed", "batch_loss") if whole else ("loss",)
-    methods = {
-        name: getattr(task, name, None) for name in (*_NEEDED, *loss)
-    }  # a stub of the protocol is inherited
+    # a stub of the protocol is inherited
+    methods = {name: getattr(task, name, None) for name in (*_NEEDED, *loss)}
     stubs = {
         name
         for name, method in methods.items()
@@ -106,7 +113,8 @@ def check_sets(train: Any, evals: dict[str, Any]) -> None:
     """Raise ValueError, with its name, if a data set is empty or not map-style."""
     if not isinstance(evals, dict):
         raise ValueError(
-            f"task: eval_sets() returned a {type(evals).__name__}; a dict of data sets by name is needed"
+            f"task: eval_sets() returned a {type(evals).__name__}; a dict of data sets by name "
+            "is needed"
         )
     for name, dataset in {"train": train, **evals}.items():
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):

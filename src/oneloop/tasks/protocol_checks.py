@@ -1,4 +1,5 @@
-"""Checks of the task protocol on real samples: call each method as a run calls it, and report what is wrong.
+"""Checks of the task protocol on real samples: call each method as a run calls it, and report what
+is wrong.
 
 >>> contract = Contract(task)
 >>> batch = contract.collated(samples)
@@ -42,7 +43,8 @@ _ARGUMENTS |= {
 
 
 def named(task: Any, member: str) -> str:
-    """Return where a task's member is defined: ``my_task.py:23: Sines.loss``; if elsewhere, the line of the class."""
+    """Return where a task's member is defined: ``my_task.py:23: Sines.loss``; if elsewhere, the
+    line of the class."""
     kind = type(task)
     code = getattr(getattr(kind, member, None), "__code__", None)
     try:
@@ -58,8 +60,8 @@ def named(task: Any, member: str) -> str:
 
 
 def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
-    """Return the result of ``call``, which runs the task's code. Raise BadInput, with file and line, if that raises an
-    exception. (Out-of-memory errors are raised unchanged.)"""
+    """Return the result of ``call``, which runs the task's code. Raise BadInput, with file and
+    line, if that raises an exception. (Out-of-memory errors are raised unchanged.)"""
     try:
         return call()
     except (BadInput, Inexact, torch.OutOfMemoryError, MemoryError):
@@ -68,9 +70,8 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
         if "DefaultCPUAllocator" in str(error):
             raise
         if isinstance(error, ValueError) and _by_oneloop(task, error):
-            raise BadInput(
-                str(error)
-            ) from error  # a packaged task's message is for the user already
+            # a packaged task's message is for the user already
+            raise BadInput(str(error)) from error
         why = f"failed: {type(error).__name__}: {error} ({_source_line(task, error)})"
         raise BadInput(f"{named(task, member)} {why}") from error
 
@@ -84,7 +85,8 @@ def _by_oneloop(task: Any, error: Exception) -> bool:
 
 
 def _source_line(task: Any, error: Exception) -> str:
-    """Return file and line of the innermost frame in the task's file, else of the innermost frame."""
+    """Return file and line of the innermost frame in the task's file, else of the innermost
+    frame."""
     frames = traceback.extract_tb(error.__traceback__)
     try:
         own = inspect.getsourcefile(type(task))
@@ -110,7 +112,8 @@ def check_signatures(task: Any) -> None:
     number = isinstance(sample_weight, int | float) and not isinstance(sample_weight, bool)
     if sample_weight is not None and not (number and 0 < sample_weight < math.inf):
         raise BadInput(
-            f"{named(task, 'sample_weight')} must be a positive number or None, got {sample_weight!r}"
+            f"{named(task, 'sample_weight')} must be a positive number or None, got "
+            f"{sample_weight!r}"
         )
     if unit not in ("samples", "tokens"):
         raise BadInput(f'{named(task, "unit")} must be "samples" or "tokens", got {unit!r}')
@@ -144,7 +147,10 @@ class Contract:
                 raise TypeError(f"{_describe(state)} is not a dict")
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
-            advice = "return a dict of numbers, texts, lists and dicts; tensors belong into buffers of the model"
+            advice = (
+                "return a dict of numbers, texts, lists and dicts; tensors belong into buffers of "
+                "the model"
+            )
             raise self.wrong("state_dict", f"cannot be saved as it is ({error})", advice) from None
 
     def collated(self, samples: Sequence[Any]) -> dict[str, Any]:
@@ -156,13 +162,17 @@ class Contract:
             )
         keys = sorted(batch)
         if self._keys is not None and keys != self._keys:
-            found = f"returned the keys {', '.join(keys)} for {len(samples)} samples, {', '.join(self._keys)} before"
+            found = (
+                f"returned the keys {', '.join(keys)} for {len(samples)} samples, "
+                f"{', '.join(self._keys)} before"
+            )
             raise self.wrong("collate", found, "return the same keys each time")
         self._keys = keys
         return batch
 
     def weight(self, batch: Mapping[str, Any], *, samples: int, trained: bool = True) -> float:
-        """Return the weight of a batch of ``samples``; if it is for training, check it against ``sample_weight``."""
+        """Return the weight of a batch of ``samples``; if it is for training, check it against
+        ``sample_weight``."""
         fix = (
             "return a 0-dim tensor on the host: the number of samples or target tokens in the batch"
         )
@@ -184,7 +194,8 @@ class Contract:
         return weight
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Return the summed loss and the outputs; of a whole-batch loss, those of this batch on its own."""
+        """Return the summed loss and the outputs; of a whole-batch loss, those of this batch on its
+        own."""
         return self._loss(
             "batch_loss" if self.whole else "loss", lambda: self.task.loss(model, batch)
         )
@@ -194,7 +205,10 @@ class Contract:
         return self._loss("batch_loss", lambda: self.task.batch_loss(parts, columns))[0]
 
     def _loss(self, member: str, call: Callable[[], Any]) -> tuple[Tensor, dict[str, Any]]:
-        fix = "return (loss, outputs): the SUM of the losses as a 0-dim tensor, and a dict of detached tensors"
+        fix = (
+            "return (loss, outputs): the SUM of the losses as a 0-dim tensor, and a dict of "
+            "detached tensors"
+        )
         result = theirs(self.task, member, call)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.wrong(member, f"returned {_describe(result)}", fix)
@@ -231,26 +245,32 @@ class Contract:
 
     @staticmethod
     def is_double(once: float, twice: float, tolerance: float) -> bool:
-        """Whether ``twice`` is 2 x ``once``, up to the relative tolerance. True if a value is not finite."""
+        """Whether ``twice`` is 2 x ``once``, up to the relative tolerance. True if a value is not
+        finite."""
         finite = math.isfinite(once) and math.isfinite(twice)
         return not finite or abs(twice - 2 * once) <= tolerance * abs(2 * once)
 
     def check_doubling(self, member: str, once: float, twice: float, tolerance: float) -> None:
         """Check that a batch with a sample twice has twice the value of the sample.
 
-        Args: ``member``: ``weight`` or ``loss``. ``once``: value for one sample. ``twice``: value for a batch with this
-        sample twice. ``tolerance``: relative tolerance for rounding.
+        Args: ``member``: ``weight`` or ``loss``. ``once``: value for one sample. ``twice``: value
+        for a batch with this sample twice. ``tolerance``: relative tolerance for rounding.
         """
         if self.is_double(once, twice, tolerance):
             return
         if member == "weight":
             fix = "the weight of a batch is the sum of its samples'"
         elif abs(twice - once) <= tolerance * abs(once):
-            fix = "that is a mean: return the SUM over samples (reduction='sum'); the loop divides once, by the weight"
+            fix = (
+                "that is a mean: return the SUM over samples (reduction='sum'); the loop divides "
+                "once, by the weight"
+            )
         else:
             fix = (
-                "another parallel layout would train a different model: return the sum of the samples' losses."
-                " If that is impossible (contrastive losses, mixup), set additive = False in the class"
+                "another parallel layout would train a different model: return the sum of the "
+                "samples' losses."
+                " If that is impossible (contrastive losses, mixup), set additive = False in "
+                "the class"
             )
         raise self.wrong(
             member,
@@ -259,7 +279,8 @@ class Contract:
         )
 
     def check_sum(self, whole: float, parts: Sequence[float], tolerance: float) -> None:
-        """Check that the loss of a batch is the sum of the losses of its ``parts``. Ignore non-finite values."""
+        """Check that the loss of a batch is the sum of the losses of its ``parts``. Ignore
+        non-finite values."""
         total, size = math.fsum(parts), math.fsum(map(abs, parts))
         if (
             not math.isfinite(whole)
@@ -269,9 +290,12 @@ class Contract:
             return
         raise self.wrong(
             "loss",
-            f"returned {whole:.6g} in training for samples whose losses are {' + '.join(f'{p:.6g}' for p in parts)}",
-            "another parallel layout would train a different model: let each sample's loss depend only on that sample."
-            " If that is impossible (auxiliary losses, batch statistics, mixup), set additive = False in the class",
+            f"returned {whole:.6g} in training for samples whose losses are "
+            f"{' + '.join(f'{p:.6g}' for p in parts)}",
+            "another parallel layout would train a different model: let each sample's loss "
+            "depend only on that sample."
+            " If that is impossible (auxiliary losses, batch statistics, mixup), set additive "
+            "= False in the class",
         )
 
 

@@ -1,4 +1,5 @@
-"""Supervised fine-tuning of a language model on the assistant's messages of conversations, or on completions."""
+"""Supervised fine-tuning of a language model on the assistant's messages of conversations, or on
+completions."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -44,17 +45,19 @@ _CACHE_VERSION = 1  # increase it if the tokens of a row change
 
 
 class SFT(LanguageModel):
-    """Fine-tuning on conversations, or on prompts and completions. The weight of a sample is its number of trained
-    tokens: the assistant's answers with their end tokens, or the completion.
+    """Fine-tuning on conversations, or on prompts and completions. The weight of a sample is its
+    number of trained tokens: the assistant's answers with their end tokens, or the completion.
 
     Args:
         data: lessons (synthetic conversations); a file or folder of json lines, parquet or arrow;
             hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …]. See held_out.
-        messages: column of the conversations: lists of messages with role and content, or JSON text of such lists.
+        messages: column of the conversations: lists of messages with role and content, or JSON text
+            of such lists.
         prompt: column of the prompts (texts or messages), if the data has no conversations.
         completion: column of the completions.
         tools: optional column of tools (JSON schemas) for the chat template.
-        held_out: share of the rows for each of validation and test, if the data set has no such split.
+        held_out: share of the rows for each of validation and test, if the data set has no such
+            split.
         window: megabytes of parquet rows in memory per process.
         chat_template: Jinja file to use instead of the tokenizer's chat template.
         day: date (YYYY-MM-DD) for chat templates that insert the current date.
@@ -63,9 +66,10 @@ class SFT(LanguageModel):
         length: maximum tokens per sample.
         answer: maximum tokens of a generated answer (report, oneloop predict).
         overlong: cut longer samples, split them into several, or drop them.
-        unreadable: stop at a row that cannot be read, or skip such rows and list them in environment.json.
-        pack: packed (several samples per row; none attends to another) or padded (one sample per row; the samples of
-            a step have similar lengths).
+        unreadable: stop at a row that cannot be read, or skip such rows and list them in
+            environment.json.
+        pack: packed (several samples per row; none attends to another) or padded (one sample per
+            row; the samples of a step have similar lengths).
     """
 
     needs = SCRATCH | {"vocab": "model=null", "held_out": "data!=lessons"}
@@ -236,7 +240,10 @@ class SFT(LanguageModel):
             before = trained
             pieces.append("" if token is None else self.decode([token if token >= 0 else ~token]))
         share = sum(token >= 0 for token in tokens[1:]) / (len(tokens) - 1)
-        return f"a sample, with the trained text in «» ({100 * share:.0f} % of it): {''.join(pieces)!r}"
+        return (
+            f"a sample, with the trained text in «» ({100 * share:.0f} % of it): "
+            f"{''.join(pieces)!r}"
+        )
 
     def train_set(self) -> Any:
         return self._sets["train"]
@@ -288,7 +295,8 @@ class SFT(LanguageModel):
         )
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the greedy answer to the tokens before each sample's first target; all have the same length."""
+        """Return the greedy answer to the tokens before each sample's first target; all have the
+        same length."""
         is_target = batch["target"] != IGNORE
         lengths = torch.where(is_target.any(1), is_target.int().argmax(1) + 1, batch["length"])
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
@@ -303,7 +311,8 @@ class SFT(LanguageModel):
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> dict[str, list[Any]]:
-        """Return each sample's prompt, the model's answer and, if known, the reference answer and its metrics."""
+        """Return each sample's prompt, the model's answer and, if known, the reference answer and
+        its metrics."""
         metrics = super().predicted(batch, outputs)
         has_target = [tokens > 0 for tokens in metrics["tokens"]]
         metrics = {

@@ -20,7 +20,8 @@ PAD = 256  # padding value, after the 256 bytes
 
 
 class Encoder(nn.Module):
-    """Transformer encoder with mean pooling and a linear head: (texts, bytes) -> (texts, outputs)."""
+    """Transformer encoder with mean pooling and a linear head: (texts, bytes) -> (texts,
+    outputs)."""
 
     _no_split_modules = ("BertLayer",)
 
@@ -66,7 +67,8 @@ class ByteEncoder(Encoder):
 
 
 def as_bytes(text: str, length: int) -> Tensor:
-    """Return the first ``length`` bytes of a text; for an empty text one byte that is not valid UTF-8."""
+    """Return the first ``length`` bytes of a text; for an empty text one byte that is not valid
+    UTF-8."""
     return torch.tensor(list(text.encode()[:length]) or [PAD - 1])
 
 
@@ -79,8 +81,9 @@ _BETWEEN = "\n\0\n"  # separator of the two texts of a pair
 
 
 def reader(name: str, shape: dict[str, Any], **options: Any) -> "ByteReader | TokenReader":
-    """Return the reader for a model name: ``bytes`` (an encoder of this ``shape``), a folder of transformers, or
-    ``hf:ID[@REVISION]`` (with options of :class:`TokenReader`). Raise ValueError if there is no such model."""
+    """Return the reader for a model name: ``bytes`` (an encoder of this ``shape``), a folder of
+    transformers, or ``hf:ID[@REVISION]`` (with options of :class:`TokenReader`). Raise ValueError
+    if there is no such model."""
     if name == "bytes":
         return ByteReader(shape)
     if not is_transformers(name):
@@ -91,7 +94,8 @@ def reader(name: str, shape: dict[str, Any], **options: Any) -> "ByteReader | To
 
 
 class ByteReader:
-    """Converts texts to bytes, and builds and calls an encoder from scratch. ``notes``: lines for the log."""
+    """Converts texts to bytes, and builds and calls an encoder from scratch. ``notes``: lines for
+    the log."""
 
     def __init__(self, shape: dict[str, Any]) -> None:
         if shape["width"] % shape["heads"]:
@@ -105,7 +109,8 @@ class ByteReader:
         return as_bytes(text if second is None else text + _BETWEEN + second, self.length)
 
     def encode_words(self, words: Sequence[str]) -> tuple[Tensor, list[int], int]:
-        """Return encoded words, starts of uncut words, and the length. Raise ValueError if a word has no tokens."""
+        """Return encoded words, starts of uncut words, and the length. Raise ValueError if a word
+        has no tokens."""
         text, starts = b"", list[int]()
         for word in words:
             if len(text) < self.length:
@@ -118,7 +123,8 @@ class ByteReader:
         return {"text": padded(list(samples))}
 
     def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
-        """Return a new model with an output per class, for each text, or for each position if ``words``."""
+        """Return a new model with an output per class, for each text, or for each position if
+        ``words``."""
         return (ByteEncoder if words else Encoder)(len(classes), **self.shape)
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -132,7 +138,8 @@ class ByteReader:
 
 
 class TokenReader:
-    """The same with tokens of a transformers model. Raises ValueError without a fast tokenizer (tokens to words)."""
+    """The same with tokens of a transformers model. Raises ValueError without a fast tokenizer
+    (tokens to words)."""
 
     def __init__(
         self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False
@@ -176,7 +183,8 @@ class TokenReader:
             raise ValueError("the text has no tokens; remove the row")
         if len(encoding["input_ids"]) > self.length:
             raise ValueError(
-                f"task.length {self.length} has no room for text next to the special tokens; raise it"
+                f"task.length {self.length} has no room for text next to the special tokens; "
+                "raise it"
             )
         return {key: list(values) for key, values in encoding.items()}, encoding.word_ids()
 
@@ -208,7 +216,8 @@ class TokenReader:
         longest = min(longest, self.tokenizer.model_max_length)
         if self.length > longest:
             raise ValueError(
-                f"task.length {self.length} is more than the {longest} positions of {self.name}; lower it"
+                f"task.length {self.length} is more than the {longest} positions of "
+                f"{self.name}; lower it"
             )
         if config.get_text_config().pad_token_id is None:
             config.pad_token_id = config.get_text_config().pad_token_id = (
@@ -229,7 +238,8 @@ class TokenReader:
 
 
 class NewReader(TokenReader):
-    """Reads lower-case words as byte-pair encoding, which it learns or which was ``written``, with a new DistilBERT."""
+    """Reads lower-case words as byte-pair encoding, which it learns or which was ``written``, with
+    a new DistilBERT."""
 
     def __init__(self, shape: dict[str, Any], *, vocab: int, written: str | None = None) -> None:
         self.name, self.length, self.notes = LEARNED, int(shape["length"]), list[str]()
@@ -262,9 +272,8 @@ class NewReader(TokenReader):
                     pre_tokenizers.BertPreTokenizer(),
                     byte_level(add_prefix_space=True, use_regex=False),
                 ]
-                model.pre_tokenizer = pre_tokenizers.Sequence(
-                    words
-                )  # a word has the same tokens everywhere
+                # a word has the same tokens everywhere
+                model.pre_tokenizer = pre_tokenizers.Sequence(words)
                 how: Any = {
                     "special_tokens": _SPECIAL,
                     "initial_alphabet": byte_level.alphabet(),

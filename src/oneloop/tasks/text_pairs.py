@@ -1,4 +1,5 @@
-"""Text embeddings, trained on pairs of texts that belong together; the packaged data are docstrings and functions."""
+"""Text embeddings, trained on pairs of texts that belong together; the packaged data are docstrings
+and functions."""
 
 import ast
 import json
@@ -30,23 +31,25 @@ _NONE = -(1 << 63)  # a number that no text has
 
 
 class TextPairs(TextRows):
-    """Embeddings of texts, whose cosine similarity is large for pairs that belong together. The loss is multiple
-    negatives ranking: all other pairs of the global batch are negatives.
+    """Embeddings of texts, whose cosine similarity is large for pairs that belong together. The
+    loss is multiple negatives ranking: all other pairs of the global batch are negatives.
 
     Args:
-        data: stdlib (docstrings and functions of Python's standard library); a file or folder of parquet, json lines,
-            csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …].
+        data: stdlib (docstrings and functions of Python's standard library); a file or folder of
+            parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data:
+            PATH, weight: 0.7}, …].
         anchor: column of the first text, such as a question.
         positive: column of the text that belongs to it, such as its answer.
         negatives: columns of texts that do not belong to it (hard negatives), separated by commas.
-        model: bpe (a new encoder; its lower-case byte-pair encoding is learned from the training texts), a folder saved
-            by transformers, or hf:ID[@REVISION].
+        model: bpe (a new encoder; its lower-case byte-pair encoding is learned from the training
+            texts), a folder saved by transformers, or hf:ID[@REVISION].
         vocab: number of tokens of bpe.
         pooling: mean, cls (first token) or last: which hidden states make the embedding.
         temperature: divides the similarities.
-        symmetric: average the loss of both directions (without the hard negatives in the other one).
-        matryoshka: numbers of leading dimensions, such as [32, 64]: add the loss of these embeddings to that of all
-            dimensions.
+        symmetric: average the loss of both directions (without the hard negatives in the other
+            one).
+        matryoshka: numbers of leading dimensions, such as [32, 64]: add the loss of these
+            embeddings to that of all dimensions.
         mask_duplicates: equal texts in a batch are not negatives of each other.
     """
 
@@ -134,7 +137,10 @@ class TextPairs(TextRows):
 
     def _duplicates(self, counts: Sequence[int]) -> list[str]:
         """Return the line for the log about training texts that are equal to an earlier one."""
-        found = f"{counts[0]:,} anchors and {counts[1]:,} positives of the training pairs are equal to an earlier one"
+        found = (
+            f"{counts[0]:,} anchors and {counts[1]:,} positives of the training pairs are equal to "
+            "an earlier one"
+        )
         effect = "are negatives of each other: --task.mask_duplicates true prevents this"
         effect = "are not negatives of each other" if self.mask_duplicates else effect
         return [f"{found}; in a batch, they {effect}"] if any(counts) else []
@@ -157,7 +163,8 @@ class TextPairs(TextRows):
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         if wrong := [size for size in self.matryoshka if not 0 < size < width]:
             raise ValueError(
-                f"task.matryoshka {wrong[0]} must be between 1 and {width - 1}: embeddings have {width}"
+                f"task.matryoshka {wrong[0]} must be between 1 and {width - 1}: embeddings "
+                f"have {width}"
             )
         if (pooler := getattr(model, "pooler", None)) is not None:
             pooler.requires_grad_(False)  # it has no effect on the hidden states
@@ -165,7 +172,8 @@ class TextPairs(TextRows):
         return model
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return tokens of the anchors, and those of the candidates: positive and negatives of each sample in turn."""
+        """Return tokens of the anchors, and those of the candidates: positive and negatives of each
+        sample in turn."""
         anchors, candidates = (
             [sample[0] for sample in samples],
             [text for sample in samples for text in sample[1:]],
@@ -185,7 +193,8 @@ class TextPairs(TextRows):
         return torch.tensor(float(len(batch["anchor_id"])))
 
     def embed(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return embeddings: the anchors' (samples, width), and the candidates' (samples, 1 + negatives, width)."""
+        """Return embeddings: the anchors' (samples, width), and the candidates' (samples, 1 +
+        negatives, width)."""
         anchor, candidate = (
             self._embedded(model, batch, f"{name}.") for name in ("anchor", "candidate")
         )
@@ -212,10 +221,8 @@ class TextPairs(TextRows):
         anchor, candidate = parts["anchor"], parts["candidate"]
         anchor_id, candidate_id = columns["anchor_id"], columns["candidate_id"]
         key_id = torch.cat([candidate_id[:, 0], candidate_id[:, 1:].flatten()])
-        of_rows = [
-            columns["index"],
-            *([anchor_id] if self.mask_duplicates else []),
-        ]  # a row is not its own negative
+        # a row is not its own negative
+        of_rows = [columns["index"], *([anchor_id] if self.mask_duplicates else [])]
         ids = [
             (number, F.pad(number, (0, len(key_id) - len(number)), value=_NONE))
             for number in of_rows
@@ -261,10 +268,10 @@ class TextPairs(TextRows):
         return {"text": anchor, "target": positive, "prediction": f"similarity {similarity:.3f}"}
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Save what transformers and sentence-transformers (6.2 or newer) need to load the encoder."""
-        self.reader.tokenizer.model_max_length = (
-            self.reader.length
-        )  # sentence-transformers also cuts texts there
+        """Save what transformers and sentence-transformers (6.2 or newer) need to load the
+        encoder."""
+        # sentence-transformers also cuts texts there
+        self.reader.tokenizer.model_max_length = self.reader.length
         self.reader.save(model, folder)
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
         kinds = {
@@ -297,8 +304,8 @@ class TextPairs(TextRows):
 
 
 def _docstrings() -> dict[str, list[tuple[str, str]]]:
-    """Return pairs by split: the first paragraph of a docstring, and its function without it, if it has two more lines.
-    No file is in two splits."""
+    """Return pairs by split: the first paragraph of a docstring, and its function without it, if it
+    has two more lines. No file is in two splits."""
     files = held_out(stdlib(), percent=10)
     return {
         split: [pair for file in files[split] for pair in _functions(file.text)] for split in files

@@ -15,8 +15,8 @@ class TextRegression(TextRows):
     """Regression on texts or pairs of texts; the loss is the squared error.
 
     Args:
-        data: a file or folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several,
-            [{data: PATH, weight: 0.7}, …].
+        data: a file or folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or
+            several, [{data: PATH, weight: 0.7}, …].
         text: column of the text.
         second: column of the second text, for pairs.
         label: column of the number.
@@ -24,9 +24,8 @@ class TextRegression(TextRows):
 
     sample_weight = 1.0
     classes = ("number",)
-    _sum_dtype = (
-        torch.float32 if torch.backends.mps.is_available() else torch.float64
-    )  # dtype of the torchmetrics sums
+    # dtype of the torchmetrics sums
+    _sum_dtype = torch.float32 if torch.backends.mps.is_available() else torch.float64
 
     def __init__(
         self,

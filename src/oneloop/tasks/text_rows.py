@@ -22,10 +22,11 @@ class TextRows(Task):
     Args:
         data: value of ``task.data``; None: the subclass sets ``_sets``.
         columns: column names by key of the task.
-        held_out: share of the rows for each of validation and test, if the data set has no such split.
+        held_out: share of the rows for each of validation and test, if the data set has no such
+            split.
         window: megabytes of parquet rows in memory per process.
-        model: bytes (a byte-level encoder from scratch), a folder saved by transformers, or hf:ID[@REVISION]. If the
-            classes differ, the last layer is re-initialized.
+        model: bytes (a byte-level encoder from scratch), a folder saved by transformers, or
+            hf:ID[@REVISION]. If the classes differ, the last layer is re-initialized.
         pretrained: load the weights of model (false: use only its configuration).
         trust_remote_code: run Python code stored with the weights (only if you trust the author).
         layers: number of transformer blocks.
@@ -94,7 +95,8 @@ class TextRows(Task):
         check_texts(sources, "second")
 
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
-        """Return functions from a target to a number, by source. The first call (training rows) sets the classes."""
+        """Return functions from a target to a number, by source. The first call (training rows)
+        sets the classes."""
         if self.classes:
             known = self.classes
             return {

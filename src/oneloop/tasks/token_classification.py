@@ -17,12 +17,12 @@ _IGNORE = -100
 
 
 class TokenClassification(TextRows):
-    """A class for each word of a text, predicted at the word's first byte or token. The weight of a sample is its
-    number of words.
+    """A class for each word of a text, predicted at the word's first byte or token. The weight of a
+    sample is its number of words.
 
     Args:
-        data: a file or folder of parquet, json lines or arrow; hf:NAME[:CONFIG][@REVISION]; or several,
-            [{data: PATH, weight: 0.7}, …].
+        data: a file or folder of parquet, json lines or arrow; hf:NAME[:CONFIG][@REVISION]; or
+            several, [{data: PATH, weight: 0.7}, …].
         tokens: column of the words (a list of texts).
         tags: column of their classes (a list of the same length).
         length: maximum bytes or tokens of a text; the rest is cut and does not count.

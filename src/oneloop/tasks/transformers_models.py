@@ -1,4 +1,5 @@
-"""Models of transformers from a folder or hub repository: safetensors only; a new head if the classes differ."""
+"""Models of transformers from a folder or hub repository: safetensors only; a new head if the
+classes differ."""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -28,9 +29,9 @@ def auto_model(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, list[str]]:
-    """Load a transformers model by its Auto class ``kind``; return it and lines for the log. ``classes`` names its
-    outputs (None: a language model); the default dtype is float32. Raise ValueError if it has no safetensors, or if
-    more than the head is missing."""
+    """Load a transformers model by its Auto class ``kind``; return it and lines for the log.
+    ``classes`` names its outputs (None: a language model); the default dtype is float32. Raise
+    ValueError if it has no safetensors, or if more than the head is missing."""
     import transformers
     from transformers.utils import logging
 
@@ -80,7 +81,8 @@ def content_of_model(name: str, commit: str | None) -> dict[str, Any]:
 
 
 def file_stats(name: str) -> object:
-    """Return name, inode, size and mtime of the files of :func:`content_of_model`; None for a hub model."""
+    """Return name, inode, size and mtime of the files of :func:`content_of_model`; None for a hub
+    model."""
     if name.startswith(HUB):
         return None
     folder = Path(place_of(name)[0])
@@ -90,12 +92,12 @@ def file_stats(name: str) -> object:
 
 
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer next to a model. Raise ValueError if there is none, or if it is not a fast tokenizer."""
+    """Return the tokenizer next to a model. Raise ValueError if there is none, or if it is not a
+    fast tokenizer."""
     from transformers import AutoTokenizer
 
-    os.environ.setdefault(
-        "TOKENIZERS_PARALLELISM", "false"
-    )  # otherwise it warns in every DataLoader worker
+    # otherwise it warns in every DataLoader worker
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path, revision = place_of(name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -105,11 +107,11 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
         raise ValueError(
             f"task.model {name!r}: no tokenizer: {' '.join(str(error).split())}"
         ) from error
-    if len(tokenizer) <= len(
-        tokenizer.all_special_tokens
-    ):  # built from nothing if no tokenizer file exists
+    # built from nothing if no tokenizer file exists
+    if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(
-            f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it next to the weights"
+            f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it next to the "
+            "weights"
         )
     if not tokenizer.is_fast:
         raise ValueError(
@@ -125,12 +127,11 @@ def _check_loaded(
     mismatched: Iterable[str],
     where: str,
 ) -> list[str]:
-    """Return lines about new and ignored layers. Raise ValueError if weights other than the head (and the pooler, which
-    some checkpoints lack) are missing, unexpected or of another shape."""
+    """Return lines about new and ignored layers. Raise ValueError if weights other than the head
+    (and the pooler, which some checkpoints lack) are missing, unexpected or of another shape."""
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    if not any(
-        name.startswith(base) for name, _ in model.named_parameters()
-    ):  # then use the largest submodule
+    # then use the largest submodule
+    if not any(name.startswith(base) for name, _ in model.named_parameters()):
         sizes = {
             name: sum(p.numel() for p in module.parameters())
             for name, module in model.named_children()
@@ -147,7 +148,8 @@ def _check_loaded(
     }
     if any(errors.values()):
         raise ValueError(
-            f"{where}: the weights do not fit this model ({listed(errors)}); set task.model to match"
+            f"{where}: the weights do not fit this model ({listed(errors)}); set task.model to "
+            "match"
         )
     notes = []
     if new := sorted({name.rpartition(".")[0] for name in (*missing, *mismatched)}):

@@ -1,4 +1,5 @@
-"""Losses over the whole global batch: the task methods ``embed`` and ``batch_loss``, and checks of what they return."""
+"""Losses over the whole global batch: the task methods ``embed`` and ``batch_loss``, and checks of
+what they return."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,8 @@ def columns_of(task: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 def loss_alone(
     task: Any, model: nn.Module, batch: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and outputs of a batch that is the whole global batch. The outputs contain the detached parts."""
+    """Return loss and outputs of a batch that is the whole global batch. The outputs contain the
+    detached parts."""
     parts = task.embed(model, batch)
     loss, outputs = task.batch_loss(parts, columns_of(task, batch))
     return loss, {**{name: part.detach() for name, part in parts.items()}, **(outputs or {})}
@@ -38,7 +40,8 @@ def loss_alone(
 def parts_of(
     contract: Contract, model: nn.Module, batch: Mapping[str, Any], samples: int
 ) -> dict[str, Tensor]:
-    """Return the checked result of ``embed``. Raise BadInput if parts or columns are not rows per sample."""
+    """Return the checked result of ``embed``. Raise BadInput if parts or columns are not rows per
+    sample."""
     task = contract.task
     versions = {name: value._version for name, value in batch.items() if isinstance(value, Tensor)}
     parts = theirs(task, "embed", lambda: task.embed(model, batch))
@@ -82,8 +85,9 @@ def check_rows(
     again: Parts,
     tolerance: float,
 ) -> None:
-    """Check that each row of ``together`` (the parts of several samples, in this order and in the reverse order) is the
-    part of its sample ``alone``. ``again`` are those of the first sample, computed once more."""
+    """Check that each row of ``together`` (the parts of several samples, in this order and in the
+    reverse order) is the part of its sample ``alone``. ``again`` are those of the first sample,
+    computed once more."""
     for name, part in together[0].items():
         rows = [one[name] if not part.ndim else one[name][0] for one in alone]
         if (
@@ -91,7 +95,10 @@ def check_rows(
             and (other := next((row for row in rows if row.shape != part.shape[1:]), None))
             is not None
         ):
-            found_ = f"rows of shape {tuple(part.shape[1:])} for {len(part)} samples, and {tuple(other.shape)} for one"
+            found_ = (
+                f"rows of shape {tuple(part.shape[1:])} for {len(part)} samples, and "
+                f"{tuple(other.shape)} for one"
+            )
             raise contract.wrong(
                 "embed", f"returned {name!r} with {found_}", "let all rows have one shape"
             )
@@ -123,13 +130,17 @@ def check_rows(
             )
         else:
             problem = "depends on the other samples of the batch"
-            fix = "another parallel layout would train a different model: compute each row from its sample only"
+            fix = (
+                "another parallel layout would train a different model: compute each row from its "
+                "sample only"
+            )
         raise contract.wrong("embed", f"returned {name!r}, which {problem}", fix)
 
 
 def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
-    """Check that ``batch_loss`` uses no parameter, and is not a mean. If all embeddings are equal, a sum over twice as
-    many samples is at least twice as large: with more others, the terms of a sample do not get smaller."""
+    """Check that ``batch_loss`` uses no parameter, and is not a mean. If all embeddings are equal,
+    a sum over twice as many samples is at least twice as large: with more others, the terms of a
+    sample do not get smaller."""
     try:
         with torch.no_grad():
             contract.batch_loss(parts, columns)
@@ -138,7 +149,10 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
     except BadInput as error:
         if not isinstance(error.__cause__, KeyError):
             raise
-        has = f"the result of embed has {', '.join(parts)}; batch_columns names {', '.join(columns) or 'nothing'}"
+        has = (
+            f"the result of embed has {', '.join(parts)}; batch_columns names "
+            f"{', '.join(columns) or 'nothing'}"
+        )
         raise BadInput(f"{error}; {has}") from error
     if loss_of_parts.requires_grad:
         fix = "return it from embed as a 0-dim tensor; otherwise it would get no gradient"
@@ -159,8 +173,14 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
     with torch.no_grad():
         once, twice = loss(_COPIES), loss(2 * _COPIES)
     if math.isfinite(once + twice) and once > 0 and twice < 2 * once * (1 - 1e-3):
-        found = f"returned {once:.6g} for {_COPIES} equal embeddings and {twice:.6g} for {2 * _COPIES} of them"
-        fix = "that is a mean: return the SUM over samples (reduction='sum'); the loop divides once, by the weight"
+        found = (
+            f"returned {once:.6g} for {_COPIES} equal embeddings and {twice:.6g} for {2 * _COPIES} "
+            "of them"
+        )
+        fix = (
+            "that is a mean: return the SUM over samples (reduction='sum'); the loop divides once, "
+            "by the weight"
+        )
         raise contract.wrong("batch_loss", found, fix)
 
 
@@ -174,8 +194,8 @@ def _same(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) ->
 
 
 def apart(some: Tensor, others: Tensor) -> Tensor:
-    """Return the largest difference of two tensors, relative to their largest finite value, 0-dim. Two values that are
-    not finite are equal; it is infinite if only one of them is finite."""
+    """Return the largest difference of two tensors, relative to their largest finite value, 0-dim.
+    Two values that are not finite are equal; it is infinite if only one of them is finite."""
     if not some.numel():
         return torch.zeros((), device=some.device)
     some, others = (

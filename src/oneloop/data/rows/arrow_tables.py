@@ -1,4 +1,5 @@
-"""Rows in memory-mapped Arrow files of ``datasets``: JSON Lines, csv, Arrow, image folders, hub data sets."""
+"""Rows in memory-mapped Arrow files of ``datasets``: JSON Lines, csv, Arrow, image folders, hub
+data sets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -61,7 +62,8 @@ class Table:
 
 
 def tables(found: Found, columns: Sequence[str]) -> dict[str, Table]:
-    """Return the files' rows by split; json lines and csv are converted once, in the cache. Raises ValueError."""
+    """Return the files' rows by split; json lines and csv are converted once, in the cache. Raises
+    ValueError."""
     return {split: _table(found, split, files, columns) for split, files in found.parts.items()}
 
 
@@ -95,7 +97,8 @@ def _mapped(files: Sequence[Path]) -> Any:
 
 
 def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
-    """Return the data set with only these columns, images and sounds as stored. Raises ValueError if one is missing."""
+    """Return the data set with only these columns, images and sounds as stored. Raises ValueError
+    if one is missing."""
     from datasets import Audio, Image
 
     for column in columns:
@@ -125,7 +128,8 @@ def no_column(name: str, column: str, known: Sequence[str]) -> ValueError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence ``datasets``: its progress bars appear on every rank, and it logs errors that it also raises."""
+    """Silence ``datasets``: its progress bars appear on every rank, and it logs errors that it also
+    raises."""
     import datasets
 
     shown, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
@@ -140,8 +144,8 @@ def quiet() -> Iterator[None]:
 
 
 def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
-    """Open a data set of the hub by its own splits: ``NAME[:CONFIG][@REVISION]``. Raises ValueError if it, its training
-    split or a column is missing."""
+    """Open a data set of the hub by its own splits: ``NAME[:CONFIG][@REVISION]``. Raises ValueError
+    if it, its training split or a column is missing."""
     from datasets import load_dataset_builder
 
     if not name.strip(":@ "):

@@ -20,8 +20,8 @@ _LISTED = 1000  # a fingerprint names at most this many files
 
 @contextmanager
 def alone(name: str) -> Iterator[Path]:
-    """Yield a path in the cache, locked: other processes wait at the lock, not in a collective with a time limit.
-    Raises ValueError if the cache cannot be written."""
+    """Yield a path in the cache, locked: other processes wait at the lock, not in a collective with
+    a time limit. Raises ValueError if the cache cannot be written."""
     path = cache_folder() / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,11 +54,12 @@ def below(file: Path, root: Path) -> str:
 
 
 def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
-    """Return the content of files: ``{"files": {name relative to root: [bytes, xxh3-64]}}``, or a digest of very many.
+    """Return the content of files: ``{"files": {name relative to root: [bytes, xxh3-64]}}``, or a
+    digest of very many.
 
-    Checksums are cached by path, size, mtime, ctime and inode, so that a file is read again if one of them differs: a
-    copy that keeps size and mtime (``rsync -t``, a restored backup) is noticed. Raises ValueError if a file cannot be
-    read."""
+    Checksums are cached by path, size, mtime, ctime and inode, so that a file is read again if one
+    of them differs: a copy that keeps size and mtime (``rsync -t``, a restored backup) is noticed.
+    Raises ValueError if a file cannot be read."""
     with alone(f"checksums/{xxh3_64_hexdigest(str(root.absolute()).encode())}.json") as cache_file:
         known = _known(cache_file)
         fresh = {}

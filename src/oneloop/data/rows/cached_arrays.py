@@ -20,9 +20,8 @@ from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
-ShardResult = tuple[
-    list[Any], list[tuple[int, str]]
-]  # arrays of a shard's rows; index and error of each invalid row
+# arrays of a shard's rows; index and error of each invalid row
+ShardResult = tuple[list[Any], list[tuple[int, str]]]
 _SHARD = 2000  # rows per task of a worker process
 
 
@@ -45,10 +44,11 @@ def ragged(
     empty: bool = False,
     shard: int = _SHARD,
 ) -> Ragged:
-    """Return the arrays that ``make`` returns for each row, cached by the rows' content and ``made_by`` (JSON).
-    ``what`` labels the progress bar, ``shard`` is the number of rows per task of a process. If ``make`` raises
-    ValueError for a row, raise ValueError with its position. With ``skip`` omit the row instead, unless every row is
-    invalid (``empty``: even then). ``oneloop check`` collects the rows."""
+    """Return the arrays that ``make`` returns for each row, cached by the rows' content and
+    ``made_by`` (JSON). ``what`` labels the progress bar, ``shard`` is the number of rows per task
+    of a process. If ``make`` raises ValueError for a row, raise ValueError with its position. With
+    ``skip`` omit the row instead, unless every row is invalid (``empty``: even then). ``oneloop
+    check`` collects the rows."""
     checks = FINDINGS.get() is not None
     allowed = len(rows) - (not empty and not checks) if skip or checks else 0  # invalid rows
     with alone(f"made/{key_of(rows.fingerprint(), made_by)}") as path:
@@ -113,9 +113,8 @@ def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iter
         _inherited.clear()
 
 
-_inherited: list[
-    Any
-] = []  # rows and function: forked processes inherit them, so they need not be picklable
+# rows and function: forked processes inherit them, so they need not be picklable
+_inherited: list[Any] = []
 
 
 def _begin_worker(parent: int) -> None:

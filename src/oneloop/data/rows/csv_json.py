@@ -1,4 +1,5 @@
-"""Files of text rows (JSON Lines, csv) as memory-mapped Arrow, converted once and cached by content."""
+"""Files of text rows (JSON Lines, csv) as memory-mapped Arrow, converted once and cached by
+content."""
 
 import glob
 import json
@@ -24,9 +25,9 @@ _STARTED = time.time()
 
 
 def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[str, Any]) -> Any:
-    """Convert files once to a ``datasets.Dataset`` that is cached by content. Verify its checksum once per host and
-    start; rebuild a damaged table. csv values stay text: ``007`` stays ``007``, an empty field is an empty text.
-    Raises ValueError if a file cannot be read."""
+    """Convert files once to a ``datasets.Dataset`` that is cached by content. Verify its checksum
+    once per host and start; rebuild a damaged table. csv values stay text: ``007`` stays ``007``,
+    an empty field is an empty text. Raises ValueError if a file cannot be read."""
     import pyarrow
     from datasets import Dataset
 
@@ -57,7 +58,8 @@ def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[
 
 
 def _intact(table: Path, checksum: Path) -> bool:
-    """Return whether the table has its checksum; skip the check if another process did it after this one started."""
+    """Return whether the table has its checksum; skip the check if another process did it after
+    this one started."""
     if not checksum.is_file():
         return False
     if checksum.stat().st_mtime > _STARTED:
@@ -85,7 +87,8 @@ def _write(batches: Iterator[Any], file: Path) -> None:
 
 
 def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
-    """Yield batches of text columns. In tab-separated files quotes have no meaning (IANA text/tab-separated-values)."""
+    """Yield batches of text columns. In tab-separated files quotes have no meaning (IANA
+    text/tab-separated-values)."""
     import pyarrow
     from pyarrow import csv
 
@@ -104,7 +107,8 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
             names = names or own
             if sorted(own) != sorted(names):
                 raise ValueError(
-                    f"{file} has the columns {', '.join(own)}, and {files[0].name} has {', '.join(names)}"
+                    f"{file} has the columns {', '.join(own)}, and {files[0].name} has "
+                    f"{', '.join(names)}"
                 )
             text = csv.ConvertOptions(
                 column_types=dict.fromkeys(own, pyarrow.large_string()), include_columns=names
@@ -139,8 +143,8 @@ def _is_open(file: Path, last: str) -> bool:
 
 
 def _json(files: Sequence[Path]) -> Iterator[Any]:
-    """Yield the rows of JSON Lines, or of one JSON list. Strings stay strings (pyarrow would convert dates), and
-    objects become JSON text, which keeps their nulls."""
+    """Yield the rows of JSON Lines, or of one JSON list. Strings stay strings (pyarrow would
+    convert dates), and objects become JSON text, which keeps their nulls."""
     import pyarrow
     from datasets import Features, Value
 
@@ -183,7 +187,8 @@ def _json(files: Sequence[Path]) -> Iterator[Any]:
 
 
 def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """Yield the parsed rows of each file, 1000 at a time. Raises ValueError with file and line of invalid JSON."""
+    """Yield the parsed rows of each file, 1000 at a time. Raises ValueError with file and line of
+    invalid JSON."""
     for file in files:
         rows = list[dict[str, Any]]()
         for number, row in _objects(file):
@@ -230,9 +235,8 @@ def _by_datasets(found: Found, files: Sequence[Path], draft: Path) -> None:
     from datasets import load_dataset
 
     options = {"sample_by": "document"} if found.kind == "text" else {}
-    work = draft.with_suffix(
-        ".work"
-    )  # a separate folder: the cache of datasets depends on path and mtime
+    # a separate folder: the cache of datasets depends on path and mtime
+    work = draft.with_suffix(".work")
     try:
         named = [glob.escape(str(file)) for file in files]
         made = load_dataset(

@@ -21,11 +21,8 @@ KINDS_OF_ROWS = ("parquet", "arrow", "json", "csv", "tsv", "image")
 SPLITS = {"train": "train", "training": "train", "test": "test"}
 SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
 """split by the names of files, folders and hub splits"""
-METADATA = (
-    "metadata.csv",
-    "metadata.jsonl",
-    "metadata.parquet",
-)  # next to images: their labels and other columns
+# next to images: their labels and other columns
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
 _COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _AUXILIARY = re.compile(
     r"(readme|licen[sc]e|copying|changelog|dataset_info|state|dataset_dict|metadata)\b.*", re.I
@@ -47,8 +44,9 @@ class Found:
 
 
 def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: bool = False) -> Found:
-    """Return the files of one of ``kinds`` at a path, by split (``whole``: as one set); follow links. Raises ValueError
-    for missing, mixed or unreadable files, and if only some belong to a split."""
+    """Return the files of one of ``kinds`` at a path, by split (``whole``: as one set); follow
+    links. Raises ValueError for missing, mixed or unreadable files, and if only some belong to a
+    split."""
     root, wanted = Path(where).expanduser(), set(kinds)
     there = [root] if root.is_file() else sorted(_files(root)) if root.exists() else []
     files = [file for file in there if KINDS.get(file.suffix.lower()) in wanted]
@@ -76,7 +74,8 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
             f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items()
         )
         raise ValueError(
-            f"{str(where)!r} holds files of several kinds: {some}; keep one kind, or move the others away"
+            f"{str(where)!r} holds files of several kinds: {some}; keep one kind, or move the "
+            "others away"
         )
     ((kind, chosen),) = by_kind.items()
     if kind == "arrow":  # datasets stores results of map and filter next to its data
@@ -106,8 +105,8 @@ def _reject(error: OSError) -> None:
 
 
 def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]]:
-    """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``); all under ``""`` if none has
-    one. Raises ValueError if only some have one, or none is for training."""
+    """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``); all under
+    ``""`` if none has one. Raises ValueError if only some have one, or none is for training."""
     split_of = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
     described = {
         folder
@@ -138,13 +137,17 @@ def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]
             else "no training data"
         )
         there = ", ".join(sorted(filter(None, parts)))
-        advice = "name the training data train.…, or put it into a folder train/, or move the others away"
+        advice = (
+            "name the training data train.…, or put it into a folder train/, or move the others "
+            "away"
+        )
         raise ValueError(f"{str(root)!r} has files of {there}, but {conflict}; {advice}")
     return parts
 
 
 def _of_rows(path: Path, inside: bool) -> str:
-    """Return the split by a folder at any depth or a word of the file name (``train-00000-of-00002``)."""
+    """Return the split by a folder at any depth or a word of the file name
+    (``train-00000-of-00002``)."""
     words = [*path.parts[:-1], *re.split(r"[-_. ]", path.name)]
     return next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
 
@@ -156,8 +159,8 @@ def _of_image(path: Path, inside: bool) -> str:
 
 
 def _of_text(path: Path, inside: bool) -> str:
-    """Return the split by the first folder or the first word of the file name. Deeper folders are ignored, because code
-    has test/ and dev/ folders, too. train.py is code."""
+    """Return the split by the first folder or the first word of the file name. Deeper folders are
+    ignored, because code has test/ and dev/ folders, too. train.py is code."""
     folder = path.parts[0].lower() if len(path.parts) > 1 else ""
     file = (
         re.split(r"[-_.]", path.name)[0].lower()
@@ -171,11 +174,12 @@ IMAGE, LABEL, FILE = "image", "label", "file_name"
 
 
 def image_rows(there: Found, split: str) -> Any:
-    """Return the images as a ``datasets.Dataset`` of ``image`` and ``label``, the name of its folder.
+    """Return the images as a ``datasets.Dataset`` of ``image`` and ``label``, the name of its
+    folder.
 
-    If a ``metadata.csv`` (.jsonl, .parquet) is next to them or in a folder above, its columns replace the label: each
-    row has a relative ``file_name``, as in ``datasets``. Raises ValueError if a metadata file is unreadable or lacks an
-    image."""
+    If a ``metadata.csv`` (.jsonl, .parquet) is next to them or in a folder above, its columns
+    replace the label: each row has a relative ``file_name``, as in ``datasets``. Raises ValueError
+    if a metadata file is unreadable or lacks an image."""
     from datasets import Dataset, Image
 
     files = there.parts[split]
@@ -225,7 +229,8 @@ def _described(metadata: Path) -> Mapping[Path, dict[str, Any]]:
         )
     if IMAGE in rows[0]:
         raise ValueError(
-            f"{metadata} has a column {IMAGE!r}, which is what the image itself is called; rename it"
+            f"{metadata} has a column {IMAGE!r}, which is what the image itself is called; "
+            "rename it"
         )
     return {metadata.parent / str(row.pop(FILE)): row for row in rows}
 

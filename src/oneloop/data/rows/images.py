@@ -31,7 +31,8 @@ _MODES = ("RGB", *_CONVERTED)  # their indices are cached; others are counted as
 
 
 def is_image(kind: Any) -> bool:
-    """Whether a column of this type may hold images: ``Image`` of ``datasets``, bytes, or objects of bytes and path."""
+    """Whether a column of this type may hold images: ``Image`` of ``datasets``, bytes, or objects
+    of bytes and path."""
     if isinstance(kind, Mapping):
         return set(kind) == {"bytes", "path"}
     return type(kind).__name__ == "Image" or getattr(kind, "dtype", None) in (
@@ -41,7 +42,8 @@ def is_image(kind: Any) -> bool:
 
 
 def decoded(value: Any, *, limit: int) -> Any:
-    """Decode an image to RGB (16 bits: / 257). Raise ValueError if it is damaged or has more than ``limit`` pixels."""
+    """Decode an image to RGB (16 bits: / 257). Raise ValueError if it is damaged or has more than
+    ``limit`` pixels."""
     return _read(value, limit)[0]
 
 
@@ -56,15 +58,15 @@ def _read(value: Any, limit: int) -> tuple[Any, str]:
         raise ValueError("the image is missing")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", Image.DecompressionBombWarning
-            )  # task.pixel_limit is the limit
+            # task.pixel_limit is the limit
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             opened = Image.open(io.BytesIO(data) if data else str(path))
         with opened as image:
             if image.width * image.height > limit:
                 size = f"{image.width:,} x {image.height:,} = {image.width * image.height:,} pixels"
                 raise ValueError(
-                    f"it has {size}, more than task.pixel_limit {limit:,}; scale it down or raise the key"
+                    f"it has {size}, more than task.pixel_limit {limit:,}; scale it down or "
+                    "raise the key"
                 )
             if image.mode.startswith("I;16"):
                 wide = np.asarray(image).astype(np.uint32)
@@ -82,7 +84,8 @@ def _read(value: Any, limit: int) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check: index and reason of each image that cannot be used; number of conversions by kind."""
+    """The result of a check: index and reason of each image that cannot be used; number of
+    conversions by kind."""
 
     unusable: list[tuple[int, str]]
     converted: dict[str, int]
@@ -93,7 +96,8 @@ class Checked:
 
 
 def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked:
-    """Decode the images of all rows; cached by the rows' content. ``what`` labels the progress bar."""
+    """Decode the images of all rows; cached by the rows' content. ``what`` labels the progress
+    bar."""
 
     def mode(row: Row) -> NDArray[np.int32]:
         stored = _read(row[column], limit)[1]
@@ -114,7 +118,8 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked
 
 
 def _reason(value: Any, limit: int) -> str:
-    """Return why an image cannot be read: the cache may have been written when the file had another path."""
+    """Return why an image cannot be read: the cache may have been written when the file had another
+    path."""
     try:
         _read(value, limit)
     except ValueError as error:
@@ -123,7 +128,8 @@ def _reason(value: Any, limit: int) -> str:
 
 
 def empty_classes(root: Path) -> list[Path]:
-    """Return the folders of an image data set that hold neither data nor folders: classes without images."""
+    """Return the folders of an image data set that hold neither data nor folders: classes without
+    images."""
     found, root = [], root.expanduser()
     for folder, inside, names in os.walk(root, followlinks=True):
         inside[:] = [name for name in inside if not name.startswith(".")]

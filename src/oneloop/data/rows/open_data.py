@@ -24,15 +24,14 @@ class Source:
     name: str = ""
     weight: float = 1.0
     parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
-    unusable: dict[str, Any] = field(
-        default_factory=dict
-    )  # indices of rows to leave out, by split before dividing
+    # indices of rows to leave out, by split before dividing
+    unusable: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the log
 
 
 def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
-    """Return the sources that ``task.data`` names, unopened; ``columns`` are the default column names by key. Raises
-    ValueError if ``data`` is invalid."""
+    """Return the sources that ``task.data`` names, unopened; ``columns`` are the default column
+    names by key. Raises ValueError if ``data`` is invalid."""
     if isinstance(data, str):
         return [Source(data, columns)]
     if not data:
@@ -46,7 +45,8 @@ def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
             )
         if strange := set(item) - known:
             raise ValueError(
-                f"task.data: {sorted(strange)[0]!r}: unknown entry; known: {', '.join(sorted(known))}"
+                f"task.data: {sorted(strange)[0]!r}: unknown entry; known: "
+                f"{', '.join(sorted(known))}"
             )
         weight = item.get("weight", 1.0)
         if not isinstance(weight, int | float) or isinstance(weight, bool):
@@ -72,9 +72,9 @@ def opened(
     kinds: Sequence[str] = KINDS_OF_ROWS,
     check: Callable[[Sequence[Source]], None] | None = None,
 ) -> Source:
-    """Open a source: the rows of its columns, by split. ``held_out`` is the share of the training rows for each missing
-    split. ``check`` may reject the rows before they are split, or set ``unusable``. ``window`` is in megabytes. Raises
-    ValueError."""
+    """Open a source: the rows of its columns, by split. ``held_out`` is the share of the training
+    rows for each missing split. ``check`` may reject the rows before they are split, or set
+    ``unusable``. ``window`` is in megabytes. Raises ValueError."""
     checked(held_out, window)
     splits = _named(source, window, kinds)
     for split, rows in splits.items():
@@ -90,8 +90,8 @@ def opened(
 def first_columns(
     source: Source, choices: Sequence[Mapping[str, str]], open_: Callable[[Source], Source]
 ) -> Source:
-    """Open a source with ``open_`` and the first of ``choices`` whose columns all exist ("": no such column).
-    Raises ValueError with the columns of the source if none fits."""
+    """Open a source with ``open_`` and the first of ``choices`` whose columns all exist ("": no
+    such column). Raises ValueError with the columns of the source if none fits."""
     missing = list[str]()
     for columns in choices:
         source.columns = columns
@@ -132,9 +132,8 @@ def _named(
             for key, name in source.columns.items()
             if name == error.column
         ]
-        keys = " or ".join(
-            f"task.{key}" for key in dict.fromkeys(named)
-        )  # negatives_1 is the first of task.negatives
+        # negatives_1 is the first of task.negatives
+        keys = " or ".join(f"task.{key}" for key in dict.fromkeys(named))
         raise ValueError(f"{error}; name another with {keys}") from error
 
 
@@ -167,7 +166,8 @@ def _rows_of(
 
 
 def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
-    """Open a source as one set, in file order; of the hub: test, else validation, else train. Raises ValueError."""
+    """Open a source as one set, in file order; of the hub: test, else validation, else train.
+    Raises ValueError."""
     splits = _named(source, window, kinds, whole=True)
     rows = next(splits[name] for name in ("", "test", "validation", "train") if name in splits)
     if not len(rows):
@@ -194,7 +194,8 @@ def checked(held_out: float, window: int) -> None:
 def sets_of(
     sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]
 ) -> dict[str, Any]:
-    """Return the data sets by split: ``make(source)`` converts each row to a sample; several sources are mixed."""
+    """Return the data sets by split: ``make(source)`` converts each row to a sample; several
+    sources are mixed."""
     return combined(
         sources,
         [{split: Mapped(rows, make(s)) for split, rows in s.parts.items()} for s in sources],
@@ -202,7 +203,8 @@ def sets_of(
 
 
 def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the data sets by split, mixed by the sources' weights; ``each`` holds the data sets of each source."""
+    """Return the data sets by split, mixed by the sources' weights; ``each`` holds the data sets of
+    each source."""
     if len(sources) == 1:
         return dict(each[0])
     made = {}

@@ -25,8 +25,8 @@ _OPEN_FILES = 16  # files that stay open: reading the metadata of many groups is
 class Parquet:
     """The rows of Parquet files, in the order of :class:`oneloop.data.row_group_order.Windows`.
 
-    A process caches ``window`` megabytes. ``content`` is the fingerprint. Raises ValueError if a file or column is
-    missing, or a group exceeds the window."""
+    A process caches ``window`` megabytes. ``content`` is the fingerprint. Raises ValueError if a
+    file or column is missing, or a group exceeds the window."""
 
     def __init__(
         self,
@@ -42,12 +42,12 @@ class Parquet:
         groups: list[tuple[int, int, int, int]] = []
         self._types: Mapping[str, Any] = {}
         self._repeats = False
-        """whether a text column is dictionary-encoded, and so larger in memory than its recorded size"""
+        """whether a text column is dictionary-encoded, and so larger in memory than its recorded
+        size"""
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
-        self._groups = np.array(groups, dtype=np.int64).reshape(
-            -1, 4
-        )  # file, number in it, rows, bytes of each group
+        # file, number in it, rows, bytes of each group
+        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)
         self._exclude = False  # whether the rows are all but the picked ones
         self._picked: list[NDArray[np.int64]] | None = None
         self._number(self._groups[:, 2])
@@ -60,8 +60,8 @@ class Parquet:
                 raise ValueError(self._too_large(self.files[file_number], group, rows, size))
 
     def _memory_ratio(self) -> float:
-        """Return the ratio of size in memory to recorded size, from a few groups. It is rounded up to a power of
-        2 ** (1/4), since the order of samples depends on it."""
+        """Return the ratio of size in memory to recorded size, from a few groups. It is rounded up
+        to a power of 2 ** (1/4), since the order of samples depends on it."""
         if not self._repeats:
             return 1.0
         some = np.unique(
@@ -76,9 +76,8 @@ class Parquet:
         self._held, self._owner = 0, os.getpid()
 
     def _drop_inherited(self) -> None:
-        if (
-            self._owner != os.getpid()
-        ):  # a forked worker process: drop the parent's tables and open files
+        # a forked worker process: drop the parent's tables and open files
+        if self._owner != os.getpid():
             self._clear_cache()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -121,7 +120,10 @@ class Parquet:
 
     def _too_large(self, file: Path, group: int, rows: int, size: int) -> str:
         fitting = max(1, rows * self.window * _MEGABYTE // (16 * size))
-        held = f"row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and task.window is {self.window} MB"
+        held = (
+            f"row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and task.window "
+            f"is {self.window} MB"
+        )
         smaller = f"python -m oneloop.data.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}"
         larger = f"--task.window {2 ** int(8 * size / _MEGABYTE).bit_length()}"
         return (

@@ -1,4 +1,5 @@
-"""Write Parquet files in small row groups: ``python -m oneloop.data.rows.rewrite FOLDER NEW_FOLDER --rows 1000``."""
+"""Write Parquet files in small row groups: ``python -m oneloop.data.rows.rewrite FOLDER NEW_FOLDER
+--rows 1000``."""
 
 import argparse
 import sys
@@ -10,8 +11,9 @@ from oneloop.data.rows.find_files import found
 
 
 def rewrite(old: Path, new: Path, *, rows: int) -> int:
-    """Rewrite the Parquet files of ``old`` under ``new`` with ``rows`` rows per group, a batch at a time. Return the
-    number of files. Raises ValueError if there are none, or if ``new`` is not empty."""
+    """Rewrite the Parquet files of ``old`` under ``new`` with ``rows`` rows per group, a batch at a
+    time. Return the number of files. Raises ValueError if there are none, or if ``new`` is not
+    empty."""
     from pyarrow import parquet
 
     there = found(old, kinds=["parquet"])

@@ -23,8 +23,9 @@ Row = dict[str, Any]
 
 @dataclass
 class Findings:
-    """The result of ``oneloop check``: position and reason of each row that cannot be used, the number of images that
-    are converted by kind, and class folders without images. ``values``: whether the values of the rows were checked."""
+    """The result of ``oneloop check``: position and reason of each row that cannot be used, the
+    number of images that are converted by kind, and class folders without images. ``values``:
+    whether the values of the rows were checked."""
 
     rows: int = 0
     values: bool = True
@@ -38,7 +39,8 @@ FINDINGS: ContextVar[Findings | None] = ContextVar("FINDINGS", default=None)
 
 
 def unusable(where: str, why: str) -> None:
-    """Raise ValueError about a row (``where``: file and number); during ``oneloop check`` add it to the findings."""
+    """Raise ValueError about a row (``where``: file and number); during ``oneloop check`` add it to
+    the findings."""
     findings = FINDINGS.get()
     if findings is None:
         raise ValueError(f"{where}{why}")
@@ -68,11 +70,13 @@ class Rows(Protocol):
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
     ) -> "Rows":
-        """Return the rows of ascending ``indices``, or (``exclude``) all others; ``index_file`` may store them."""
+        """Return the rows of ascending ``indices``, or (``exclude``) all others; ``index_file`` may
+        store them."""
 
 
 class Mapped:
-    """The samples that ``make`` returns for each row, in order. A ValueError names the row's file and number."""
+    """The samples that ``make`` returns for each row, in order. A ValueError names the row's file
+    and number."""
 
     def __init__(self, rows: Any, make: Callable[[Any], Any]) -> None:
         self.rows, self.make = rows, make
@@ -121,9 +125,9 @@ def divided(
     share: float,
     unusable: Mapping[str, NDArray[np.int64]] | None = None,
 ) -> dict[str, Rows]:
-    """Return train, validation and test rows. Existing splits stay; missing ones get ``share`` of the training rows.
-    Rows of equal content are in the same split. Indices in ``unusable`` (by split) are left out. Raises ValueError if
-    there are too few rows."""
+    """Return train, validation and test rows. Existing splits stay; missing ones get ``share`` of
+    the training rows. Rows of equal content are in the same split. Indices in ``unusable`` (by
+    split) are left out. Raises ValueError if there are too few rows."""
     wrong = {split: indices for split, indices in (unusable or {}).items() if len(indices)}
     for split, indices in wrong.items():
         if len(indices) == len(splits[split]):
@@ -142,7 +146,8 @@ def divided(
     )
     if len(rows) < 3:
         raise ValueError(
-            f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few for three splits"
+            f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few for "
+            "three splits"
         )
     with alone(f"held-out/{key_of(rows.fingerprint(), share)}.npz") as path:
         validation, test = _draw_splits(rows, share, path)
@@ -202,7 +207,8 @@ def _draw_splits(
 
 
 def draw(names: Sequence[str], row: Sequence[Any]) -> int:
-    """Return a number below a million from a row's content: an image's bytes, or the last two names of its path."""
+    """Return a number below a million from a row's content: an image's bytes, or the last two names
+    of its path."""
     state = xxh3_64()
     for name, value in zip(names, row, strict=True):
         if isinstance(value, dict) and set(value) == {"bytes", "path"}:

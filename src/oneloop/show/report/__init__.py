@@ -1,1 +1,2 @@
-"""One page about a run, or about several: self-contained HTML, from the files in the run folders."""
+"""One page about a run, or about several: self-contained HTML, from the files in the run
+folders."""

@@ -18,7 +18,9 @@ _TRAINING = ("train/", "speed/", "share/", "memory/", "device/")
 _SINGLE = {
     "train/lr": "Learning rate",
     "train/grad_norm": "Gradient norm, before clipping",
-    "train/update_ratio": "Update relative to weights (at the peak learning rate usually about 0.001)",
+    "train/update_ratio": (
+        "Update relative to weights (at the peak learning rate usually about 0.001)"
+    ),
     "train/noise_scale": "Gradient noise scale, in samples",
     "train/samples_per_second": "Samples per second",
     "speed/tokens_per_second": "Tokens per second",
@@ -100,7 +102,8 @@ def _shares(run: Record, *, several: bool) -> dict[str, Any]:
 
 
 def averaged(values: Sequence[float | None], most: int = 60) -> list[float | None]:
-    """Return the means of at most ``most`` stretches of the values, so that an area can be read. None: no value."""
+    """Return the means of at most ``most`` stretches of the values, so that an area can be read.
+    None: no value."""
     starts = range(0, len(values), max(1, -(-len(values) // most)))
     stretches = (
         [value for value in values[at : at + starts.step] if value is not None] for at in starts
@@ -235,7 +238,8 @@ def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
 
 
 def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
-    """Return whether the axis is logarithmic: all values are positive and span more than a factor of 20."""
+    """Return whether the axis is logarithmic: all values are positive and span more than a factor
+    of 20."""
     values = [value for run in runs for value in run.curve(metric)[1] if math.isfinite(value)]
     return (
         metric not in ("train/lr", "speed/mfu")

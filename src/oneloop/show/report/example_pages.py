@@ -10,7 +10,8 @@ from oneloop.show.run_reader import number
 
 
 def of_classes(confusion: Mapping[str, Any]) -> list[tuple[str, int, str, str, str]]:
-    """Return for each class its name, its samples, precision, recall and F1; a dash if there is nothing to divide by.
+    """Return for each class its name, its samples, precision, recall and F1; a dash if there is
+    nothing to divide by.
 
     The rows of ``counts`` are the true classes."""
     counts = confusion["counts"]
@@ -125,7 +126,8 @@ def _verdict(sample: Mapping[str, Any]) -> str:
 
 
 def _measured(text: Any) -> bool:
-    """Return whether the text is a non-integer number (regression), which is neither right nor wrong."""
+    """Return whether the text is a non-integer number (regression), which is neither right nor
+    wrong."""
     try:
         return not float(text).is_integer()
     except (TypeError, ValueError):
@@ -140,9 +142,8 @@ def _body(sample: Mapping[str, Any]) -> str:
             ": ".join([f"sample {sample.get('index')}", *([", ".join(parts)] if parts else [])])
         )
         picture = str(sample["image"])
-        if not _PICTURE.fullmatch(
-            picture
-        ):  # a run writes only data URLs; another URL might be fetched
+        # a run writes only data URLs; another URL might be fetched
+        if not _PICTURE.fullmatch(picture):
             return f'<pre tabindex="0">{shown}</pre>'
         text = f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
         return f'<img src="{picture}" alt="{shown}">{text}'
@@ -154,7 +155,8 @@ def _body(sample: Mapping[str, Any]) -> str:
 
 
 def _pairs(given: Any) -> list[Any]:
-    """Return the pairs in a list: tokens and their losses (None: not trained), or steps and texts."""
+    """Return the pairs in a list: tokens and their losses (None: not trained), or steps and
+    texts."""
     items = given if isinstance(given, list | tuple) else ()
     return [pair for pair in items if isinstance(pair, list | tuple) and len(pair) == 2]
 

@@ -2,8 +2,9 @@
 
 >>> Path("report.html").write_text(report([Path("runs/digits")]))
 
-plotly draws the curves; its code is in the page, so that nothing is fetched. Colours follow the reader's light or dark
-theme. Every chart also has its metrics as a table, for screen readers and for copying.
+plotly draws the curves; its code is in the page, so that nothing is fetched. Colours follow the
+reader's light or dark theme. Every chart also has its metrics as a table, for screen readers and
+for copying.
 """
 
 import base64
@@ -28,7 +29,8 @@ _TABLE_ROWS = 200
 
 
 def report(folders: Sequence[Path]) -> str:
-    """Return the page of one run, or of several in the same charts. Raise ValueError if a folder holds no run."""
+    """Return the page of one run, or of several in the same charts. Raise ValueError if a folder
+    holds no run."""
     runs = distinct([read_record(folder) for folder in folders])
     several = len(runs) > 1
     drawn = charts(runs)
@@ -51,7 +53,8 @@ def report(folders: Sequence[Path]) -> str:
 
 
 def write_report(runs: Sequence[Path], to: Path | None) -> Path:
-    """Write the page about runs, by default report.html in the only run's folder; return its path. Raise BadInput."""
+    """Write the page about runs, by default report.html in the only run's folder; return its path.
+    Raise BadInput."""
     to = to or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     try:
         to.write_text(report(runs))
@@ -63,7 +66,8 @@ def write_report(runs: Sequence[Path], to: Path | None) -> Path:
 
 
 def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any]]) -> str:
-    """Return a self-contained page of HTML sections and charts, which :func:`chart_section` has placed."""
+    """Return a self-contained page of HTML sections and charts, which :func:`chart_section` has
+    placed."""
     drawn = [{"data": _escaped(chart["data"]), "layout": chart["layout"]} for chart in charts]
     data = json.dumps(drawn, allow_nan=False)
     here = Path(__file__).parent
@@ -73,9 +77,8 @@ def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any
     plotly = (
         Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
     ).read_text()
-    hashes = [
-        hashlib.sha256(code.encode()) for code in (plotly, script)
-    ]  # for the content security policy
+    # for the content security policy
+    hashes = [hashlib.sha256(code.encode()) for code in (plotly, script)]
     return page.format(
         title=_safe(title),
         allowed=" ".join(f"'sha256-{base64.b64encode(one.digest()).decode()}'" for one in hashes),
@@ -103,8 +106,10 @@ def chart_section(number: int, chart: dict[str, Any]) -> str:
     more = f" (1 of every {every} rows of {len(lines):,})" if every > 1 else ""
     title = _safe(chart["title"])
     return (
-        f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" class="chart" role="img"'
-        f' aria-label="Chart: {title}. Its metrics follow as a table."></div><details><summary>Table{more}</summary>'
+        f'<figure><figcaption><h2>{title}</h2></figcaption><div id="chart-{number}" '
+        'class="chart" role="img"'
+        f' aria-label="Chart: {title}. Its metrics follow as a '
+        f'table."></div><details><summary>Table{more}</summary>'
         f"{_region(chart['title'], table(head, lines[:: max(1, every)]))}</details></figure>"
     )
 
@@ -139,7 +144,10 @@ def _headline(run: Record, *, several: bool) -> str:
         f"at step {run.last:,}" if run.last is not None else "not begun"
     )
     if final and not summary.get("exit_code"):
-        of = f"{final.get('weights')}{' raw' * (len(run.weights()) > 1)} weights, of step {final.get('step')}"
+        of = (
+            f"{final.get('weights')}{' raw' * (len(run.weights()) > 1)} weights, of step "
+            f"{final.get('step')}"
+        )
         device = f", on {run.environment['device']}" if "device" in run.environment else ""
         reason = f"{reason}{device}; eval (validation) and test metrics: {of}"
     sentences = [
@@ -155,7 +163,10 @@ def _headline(run: Record, *, several: bool) -> str:
     ]
     head = f"<h2>{_safe(run.name)}</h2>" if several else ""
     words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in sentences)
-    return f'<section>{head}<p class="reason">{_safe(str(reason))}</p><dl class="cards">{shown}</dl>{words}</section>'
+    return (
+        f'<section>{head}<p class="reason">{_safe(str(reason))}</p><dl '
+        f'class="cards">{shown}</dl>{words}</section>'
+    )
 
 
 def _classes(run: Record, *, several: bool) -> str:
@@ -193,9 +204,11 @@ def _about(run: Record, *, several: bool) -> str:
         yaml.safe_dump(part, sort_keys=False) for part in (run.recipe, run.environment)
     )
     return (
-        f'<section><h2>To repeat it{of}</h2><pre tabindex="0"><code>{_safe(_command(run.environment))}</code></pre>'
+        f"<section><h2>To repeat it{of}</h2><pre "
+        f'tabindex="0"><code>{_safe(_command(run.environment))}</code></pre>'
         f'<details><summary>Recipe{of}</summary><pre tabindex="0">{_safe(recipe)}</pre></details>'
-        f'<details><summary>Environment{of}</summary><pre tabindex="0">{_safe(environment)}</pre></details></section>'
+        f"<details><summary>Environment{of}</summary><pre "
+        f'tabindex="0">{_safe(environment)}</pre></details></section>'
     )
 
 

@@ -1,11 +1,12 @@
-"""Attention within documents of a packed row, for any model that uses transformers' attention interface.
+"""Attention within documents of a packed row, for any model that uses transformers' attention
+interface.
 
 >>> attend_within_documents(model)
 >>> model(input_ids=…, position_ids=…, attention_mask=borders(documents, cuts), use_cache=False)
 
-On CUDA in half precision it uses torch's variable-length kernel, elsewhere SDPA with a boolean mask. The masks are
-4-D, because transformers passes a 4-D ``attention_mask`` on without reading it on the host (no sync). Padding masks and
-None work as in transformers' SDPA.
+On CUDA in half precision it uses torch's variable-length kernel, elsewhere SDPA with a boolean
+mask. The masks are 4-D, because transformers passes a 4-D ``attention_mask`` on without reading it
+on the host (no sync). Padding masks and None work as in transformers' SDPA.
 """
 
 from inspect import signature
@@ -20,8 +21,8 @@ _Mask = Tensor | None
 
 
 def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
-    """Make the model accept the masks of :func:`causal`, and if ``packed`` of :func:`borders`, in place; test it.
-    Raise ValueError if the model does not support it; it is then unchanged."""
+    """Make the model accept the masks of :func:`causal`, and if ``packed`` of :func:`borders`, in
+    place; test it. Raise ValueError if the model does not support it; it is then unchanged."""
     if reason := _unsupported(model):
         raise ValueError(f"{type(model).__name__}: {reason}")
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -65,8 +66,10 @@ def causal(device: torch.device) -> Tensor:
 def borders(documents: Tensor, cuts: Tensor) -> Tensor:
     """Return a mask for causal attention within documents.
 
-    Args: ``documents``: (rows, positions), the document number of each position; padding is a separate document.
-    ``cuts``: int32, the starts of the documents in all rows concatenated; the rest is filled with the total length.
+    Args: ``documents``: (rows, positions), the document number of each position; padding is a
+        separate document.
+    ``cuts``: int32, the starts of the documents in all rows concatenated; the rest is filled with
+        the total length.
     """
     if cuts.device.type == "cuda":
         return cuts[None, None, None]
@@ -86,13 +89,15 @@ def _attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: (rows, heads, positions, width) -> (rows, positions, heads, width)."""
+    """Attention function for transformers: (rows, heads, positions, width) -> (rows, positions,
+    heads, width)."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if unknown:
         raise ValueError(
-            f"{type(module).__name__} uses options that SDPA does not support ({', '.join(unknown)})"
+            f"{type(module).__name__} uses options that SDPA does not support "
+            f"({', '.join(unknown)})"
         )
     if attention_mask is not None and attention_mask.dtype in (torch.uint8, torch.int32):
         window = _window(module, query.shape[2], sliding_window)
@@ -117,7 +122,8 @@ def _attend(
 
 
 def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
-    """Return the sliding-window size of a layer, None for full attention. Raise ValueError for other patterns."""
+    """Return the sliding-window size of a layer, None for full attention. Raise ValueError for
+    other patterns."""
     config: Any = getattr(module, "config", None)
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
     kind = (
@@ -136,7 +142,8 @@ def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
 
 
 def _mask(query: Tensor, mask: Tensor, window: int | None) -> _Mask:
-    """Return a boolean mask for a mask of :func:`causal` or :func:`borders`; None: use SDPA's causal kernel."""
+    """Return a boolean mask for a mask of :func:`causal` or :func:`borders`; None: use SDPA's
+    causal kernel."""
     length = query.shape[2]
     if not mask.numel() and window is None:
         return None
@@ -162,7 +169,8 @@ def _of_different_lengths(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Call torch's variable-length kernel; its results do not depend on the other documents of a row."""
+    """Call torch's variable-length kernel; its results do not depend on the other documents of a
+    row."""
     from torch.nn.attention.varlen import varlen_attn
 
     rows, _, length, _ = query.shape
@@ -203,8 +211,8 @@ def _logits(model: nn.Module, tokens: Tensor, **inputs: Any) -> Tensor:
 
 
 def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
-    """Run two documents in one row. Raise ValueError if the logits differ from those of the model's ``own`` attention,
-    or if the logits of the second document depend on the first."""
+    """Run two documents in one row. Raise ValueError if the logits differ from those of the model's
+    ``own`` attention, or if the logits of the second document depend on the first."""
     name, tokens = type(model).__name__, _tokens(model)
     first, length, device = tokens.shape[1] // 2, tokens.shape[1], tokens.device
     second = tokens[:, first:]

@@ -1,8 +1,9 @@
 """Conversations as tokens; only the assistant's tokens are trained.
 
-The chat template's ``{% generation %}`` tags mark them. Without tags they are found by prefixes: a turn is what the
-template adds to the rendered conversation before it, including the generation prompt. This requires that the template
-renders the beginning of a conversation the same whatever follows, which is checked in each conversation.
+The chat template's ``{% generation %}`` tags mark them. Without tags they are found by prefixes: a
+turn is what the template adds to the rendered conversation before it, including the generation
+prompt. This requires that the template renders the beginning of a conversation the same whatever
+follows, which is checked in each conversation.
 """
 
 import re
@@ -19,9 +20,13 @@ from numpy.typing import NDArray
 from oneloop.tasks.language.completions import first_ending_after, first_starting_at, with_offsets
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_HINT = "give one whose assistant turns are between {% generation %} and {% endgeneration %}: --task.chat_template FILE"
+_HINT = (
+    "give one whose assistant turns are between {% generation %} and {% endgeneration %}: "
+    "--task.chat_template FILE"
+)
 DAY = "2025-01-01"
-"""fixed date for templates that insert the current date, so that tokens do not depend on the day of training"""
+"""fixed date for templates that insert the current date, so that tokens do not depend on the day of
+training"""
 _PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "first question"},
     {"role": "assistant", "content": "first answer", "reasoning_content": "thoughts"},
@@ -33,10 +38,12 @@ _PROBE: list[dict[str, Any]] = [
 class Chat:
     """A tokenizer's chat template for training.
 
-    Args: ``tokenizer``: a tokenizer of transformers. ``template``: Jinja template to use instead of the tokenizer's
-    template. ``day``: date (YYYY-MM-DD) for a template that inserts the current date.
+    Args: ``tokenizer``: a tokenizer of transformers. ``template``: Jinja template to use instead of
+    the tokenizer's template. ``day``: date (YYYY-MM-DD) for a template that inserts the current
+    date.
 
-    Raises ValueError: the template is missing, its tags do not enclose the answers, or the day is not a date.
+    Raises ValueError: the template is missing, its tags do not enclose the answers, or the day is
+    not a date.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, *, day: str = DAY) -> None:
@@ -49,7 +56,8 @@ class Chat:
         default = default.get("default") if isinstance(default, Mapping) else default
         if not (template or default):
             raise ValueError(
-                "the tokenizer has no chat template; give a Jinja file with --task.chat_template FILE"
+                "the tokenizer has no chat template; give a Jinja file with "
+                "--task.chat_template FILE"
             )
         self.template: str = template or default
         self.note = "the template's {% generation %} tags mark the assistant's tokens"
@@ -65,7 +73,10 @@ class Chat:
             )
             if not self._keeps_prefixes() and (trl_template := _trl_template(tokenizer, template)):
                 self.template = trl_template
-                self.note = "the chat template changes a turn when more follows: TRL's is used to train with"
+                self.note = (
+                    "the chat template changes a turn when more follows: TRL's is used to train "
+                    "with"
+                )
 
     @property
     def marked(self) -> bool:
@@ -73,7 +84,8 @@ class Chat:
         return _MARKED.search(self.template) is not None
 
     def render(self, messages: Sequence[Any], tools: Any = None, *, prompt: bool = False) -> str:
-        """Return the conversation as text; if it is a ``prompt``, with the start of the assistant's next turn."""
+        """Return the conversation as text; if it is a ``prompt``, with the start of the assistant's
+        next turn."""
         return self._rendered(messages, tools, prompt=prompt)[0]
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
@@ -86,10 +98,12 @@ class Chat:
     ) -> NDArray[np.int32]:
         """Return the tokens of a conversation; untrained tokens are stored as bitwise complements.
 
-        Args: ``messages``: messages with role and content, in transformers' format. ``tools``: JSON schemas for the
-        template. ``given``: number of leading messages that are a prompt and not trained.
+        Args: ``messages``: messages with role and content, in transformers' format. ``tools``: JSON
+        schemas for the template. ``given``: number of leading messages that are a prompt and not
+        trained.
 
-        Raises ValueError: the template raises, does not show what is trained, or ends a turn without a special token.
+        Raises ValueError: the template raises, does not show what is trained, or ends a turn
+        without a special token.
         """
         text, spans = self._rendered(messages, tools, marks=self.marked)
         if not self.marked:
@@ -109,7 +123,8 @@ class Chat:
     def _rendered(
         self, messages: Sequence[Any], tools: Any, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the character ranges that the template's tags mark as the assistant's."""
+        """Return the text, and the character ranges that the template's tags mark as the
+        assistant's."""
         import jinja2
         from transformers.utils.chat_template_utils import (
             _compile_jinja_template,
@@ -117,9 +132,8 @@ class Chat:
         )
 
         try:
-            if (
-                "strftime_now" in self.template
-            ):  # transformers' strftime_now uses today's date and has no argument
+            # transformers' strftime_now uses today's date and has no argument
+            if "strftime_now" in self.template:
                 _compile_jinja_template(self.template).globals["strftime_now"] = self._day.strftime
             texts, spans = render_jinja_template(
                 [list(messages)],
@@ -146,7 +160,8 @@ class Chat:
     def _prefix_ranges(
         self, text: str, messages: Sequence[Any], tools: Any, given: int
     ) -> list[tuple[int, int]]:
-        """Return the character ranges of the assistant's turns: what each adds to the rendered prefix."""
+        """Return the character ranges of the assistant's turns: what each adds to the rendered
+        prefix."""
         spans = []
         for index, message in enumerate(messages):
             if index < given or message["role"] != "assistant":
@@ -159,7 +174,10 @@ class Chat:
                 text if index == len(messages) - 1 else self.render(messages[: index + 1], tools)
             )
             if not (text.startswith(through) and through.startswith(before)):
-                why = "the template renders earlier turns differently when more follow, and has no marks"
+                why = (
+                    "the template renders earlier turns differently when more follow, and has no "
+                    "marks"
+                )
                 has = find_spec("trl")
                 known = (
                     "TRL has no training template for it"
@@ -167,7 +185,8 @@ class Chat:
                     else "install trl for its training templates"
                 )
                 raise ValueError(
-                    f"cannot find the assistant's tokens of message {index}: {why}; {known}; {_HINT}"
+                    f"cannot find the assistant's tokens of message {index}: {why}; {known}; "
+                    f"{_HINT}"
                 )
             spans.append((len(before), len(through)))
         return spans
@@ -180,7 +199,8 @@ class Chat:
         tools: Any,
         given: int,
     ) -> list[tuple[int, int]]:
-        """Return the marked ranges after a prompt of ``given`` messages. Raise ValueError if there are too few."""
+        """Return the marked ranges after a prompt of ``given`` messages. Raise ValueError if there
+        are too few."""
         begin = len(commonprefix([text, self.render(messages[:given], tools)]))  # noqa: RUF071 by characters
         kept = [(start, stop) for start, stop in spans if start >= begin]
         turns = [message["role"] == "assistant" for message in messages]
@@ -208,7 +228,8 @@ class Chat:
         return True
 
     def _end_of_turn(self, tokens: Sequence[int], first: int, last: int) -> int:
-        """Return the end of a turn: after its end token, before a line break. Raise ValueError without an end token."""
+        """Return the end of a turn: after its end token, before a line break. Raise ValueError
+        without an end token."""
         answer = self.tokenizer.decode(tokens[first:last])
         ends = [position for position in range(first, last) if tokens[position] in self.special]
         end = ends[-1] + 1 if ends else first
@@ -221,17 +242,24 @@ class Chat:
                 if self.tokenizer.eos_token
                 else ""
             )
-            why = f"no special token ends the answer ({answer[-40:]!r}), so the model would not learn to stop"
+            why = (
+                f"no special token ends the answer ({answer[-40:]!r}), so the model would not "
+                "learn to stop"
+            )
             raise ValueError(f"{why}; {advice}{hint} in --task.chat_template FILE")
         content = [token for token in tokens[first:end] if token not in self.special]
         if not self.tokenizer.decode(content).strip():
-            why = f"the chat template does not write the assistant's answer ({answer!r}: only tool calls or thoughts?)"
+            why = (
+                f"the chat template does not write the assistant's answer ({answer!r}: only tool "
+                "calls or thoughts?)"
+            )
             raise ValueError(f"{why}; use a template that writes them, or remove the row")
         return last if self.marked else end
 
 
 def template_of(file: str) -> str:
-    """Return the text of a template file. Raise ValueError if it cannot be read, or is not a Jinja template."""
+    """Return the text of a template file. Raise ValueError if it cannot be read, or is not a Jinja
+    template."""
     import jinja2
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -246,7 +274,8 @@ def template_of(file: str) -> str:
 
 
 def _trl_template(tokenizer: Any, template: str | None) -> str | None:
-    """Return TRL's training template if TRL is installed and knows the tokenizer's template, else None."""
+    """Return TRL's training template if TRL is installed and knows the tokenizer's template, else
+    None."""
     if template is not None or not find_spec("trl"):
         return None
     from trl.chat_template_utils import get_training_chat_template

@@ -1,10 +1,13 @@
-"""Output layer and cross-entropy in chunks of tokens, so that the logits of all tokens are never in memory.
+"""Output layer and cross-entropy in chunks of tokens, so that the logits of all tokens are never in
+memory.
 
->>> losses = chunked_cross_entropy(hidden, head.weight, target)     # total (differentiable), each, right
->>> without_logits(model)                        # a transformers causal language model, not yet wrapped
->>> losses = model(input_ids=tokens, target=target)                 # without target=, logits as before
+>>> losses = chunked_cross_entropy(hidden, head.weight, target)
+>>> losses.total.backward()                          # also: losses.each, losses.right
+>>> without_logits(model)                            # of transformers, not yet wrapped
+>>> losses = model(input_ids=tokens, target=target)  # without target=, logits as before
 
-The forward also computes the gradients, while the logits of a chunk exist (as in Liger, Hsu et al. 2024).
+The forward also computes the gradients, while the logits of a chunk exist (as in Liger, Hsu et al.
+2024).
 """
 
 from collections.abc import Callable, Iterator
@@ -50,18 +53,22 @@ def chunked_cross_entropy(
 ) -> Losses:
     """Return the summed cross-entropy of ``change(hidden @ weight.T + bias)``.
 
-    Matrix products use the autocast dtype; the loss of half-precision logits is computed in float32.
+    Matrix products use the autocast dtype; the loss of half-precision logits is computed in
+    float32.
 
-    Args: ``hidden``: (tokens, width). ``weight``: (vocabulary, width). ``target``: (tokens,), int64. ``bias``:
-    (vocabulary,). ``ignore``: value of ignored targets. ``change``: what the model applies to the logits; it must act
-    on each logit or each row separately. ``entries``: maximum number of logits in memory.
+    Args: ``hidden``: (tokens, width). ``weight``: (vocabulary, width). ``target``: (tokens,),
+    int64. ``bias``: (vocabulary,). ``ignore``: value of ignored targets. ``change``: what the model
+    applies to the logits; it must act on each logit or each row separately. ``entries``: maximum
+    number of logits in memory.
 
-    Raises ValueError: the products are in float16, in which small gradients of the logits underflow.
+    Raises ValueError: the products are in float16, in which small gradients of the logits
+    underflow.
     """
     if _product_dtype(hidden) is torch.float16:
         why = "small gradients of the logits underflow in fp16"
         raise ValueError(
-            f"the loss without logits does not work in fp16: {why}; use bf16, or task.fused_loss false"
+            f"the loss without logits does not work in fp16: {why}; use bf16, or "
+            "task.fused_loss false"
         )
     return Losses(
         *_Chunked.apply(
@@ -97,9 +104,8 @@ class _Chunked(torch.autograd.Function):
         ]
         size = max(1, entries // len(weight))
         with torch.autocast(device, enabled=False) if _autocast(hidden) else nullcontext():
-            for number in range(
-                -(-len(hidden) // size)
-            ):  # torch.compile guards on this count, not on the tokens
+            # torch.compile guards on this count, not on the tokens
+            for number in range(-(-len(hidden) // size)):
                 part = slice(number * size, (number + 1) * size)
                 states, targets = hidden[part].detach().to(dtype), target[part]
                 logits = F.linear(states, *layer)
@@ -119,7 +125,8 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """Scale in place, because a copy of the weight's gradient is large; torch rejects a second backward."""
+        """Scale in place, because a copy of the weight's gradient is large; torch rejects a second
+        backward."""
         return *(None if saved is None else saved.mul_(slope) for saved in ctx.saved_tensors), *[
             None
         ] * 5
@@ -139,7 +146,8 @@ def _product_dtype(hidden: Tensor) -> torch.dtype:
 def _chunk(
     logits: Tensor, target: Tensor, ignore: int, change: Change | None, slopes: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss of each target, whether it is right, and the gradient of the output layer's logits."""
+    """Return the loss of each target, whether it is right, and the gradient of the output layer's
+    logits."""
 
     def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -158,7 +166,8 @@ def _chunk(
 def _add(
     sums: list[Tensor | None], part: slice, states: Tensor, weight: Tensor, slopes: Tensor
 ) -> None:
-    """Run the output layer's backward: write gradients of the hidden states; add those of weight and bias."""
+    """Run the output layer's backward: write gradients of the hidden states; add those of weight
+    and bias."""
     if sums[0] is not None:
         sums[0][part] = slopes @ weight
     if sums[1] is not None:
@@ -171,20 +180,24 @@ def _add(
 
 
 def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
-    """Make ``model`` accept ``target``, of the shape of its tokens, and return :class:`Losses`; in place.
+    """Make ``model`` accept ``target``, of the shape of its tokens, and return :class:`Losses`; in
+    place.
 
-    Scaling and soft-capping of logits are read from the config, and tested on eight tokens unless the model is on meta.
+    Scaling and soft-capping of logits are read from the config, and tested on eight tokens unless
+    the model is on meta.
 
-    Args: ``model``: a model with transformers' ``base_model`` and ``get_output_embeddings``. ``ignore``: value of
-    ignored targets.
+    Args: ``model``: a model with transformers' ``base_model`` and ``get_output_embeddings``.
+    ``ignore``: value of ignored targets.
 
-    Raises ValueError: the model has no linear output layer, or computes its logits in an unknown way.
+    Raises ValueError: the model has no linear output layer, or computes its logits in an unknown
+    way.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     if not isinstance(head, nn.Linear):
         kind = "none" if head is None else f"a {type(head).__name__}"
         raise ValueError(
-            f"a loss without logits needs a linear output layer, and {type(model).__name__} has {kind}"
+            f"a loss without logits needs a linear output layer, and {type(model).__name__} "
+            f"has {kind}"
         )
     if getattr(model, "base_model", model) is model:
         raise ValueError(
@@ -246,7 +259,8 @@ def _change(model: nn.Module) -> Change | None:
 
 @torch.no_grad()
 def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
-    """Compare with the model's logits; a ramp of ±50 is added to them, so that soft-capping is noticed."""
+    """Compare with the model's logits; a ramp of ±50 is added to them, so that soft-capping is
+    noticed."""
     name, forward = type(model).__name__, head.forward
     entries, device = head.out_features, head.weight.device
     tokens = torch.arange(min(8, entries), device=device)[None]

@@ -12,8 +12,9 @@ _INSPECTED = 100  # number of texts
 
 
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
-    """Return the tokens of a prompt (as complements) and its completion, with the end token. A token that spans both is
-    trained. Raise ValueError if the tokenizer has no end token, or the prompt is empty."""
+    """Return the tokens of a prompt (as complements) and its completion, with the end token. A
+    token that spans both is trained. Raise ValueError if the tokenizer has no end token, or the
+    prompt is empty."""
     end = end_of(tokenizer)
     tokens, offsets = _without_ends(tokenizer, prompt + completion)
     array, border = (
@@ -43,17 +44,16 @@ def prompted(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def _without_ends(tokenizer: Any, text: str) -> tuple[list[int], NDArray[np.int64]]:
-    """Return tokens and offsets of a text, without tokens that the tokenizer appends, with at most one BOS token."""
+    """Return tokens and offsets of a text, without tokens that the tokenizer appends, with at most
+    one BOS token."""
     tokens, offsets = with_offsets(tokenizer, text)
     while len(tokens) > 1 and (
         not offsets[len(tokens) - 1].any() or tokens[-1] == tokenizer.eos_token_id
     ):
         tokens = tokens[:-1]
     first, bos = 0, tokenizer.bos_token_id
-    while bos is not None and tokens[first : first + 2] == [
-        bos,
-        bos,
-    ]:  # the text already had a BOS token
+    # the text already had a BOS token
+    while bos is not None and tokens[first : first + 2] == [bos, bos]:
         first += 1
     return tokens[first:], offsets[first : len(tokens)]
 
@@ -78,8 +78,8 @@ def first_starting_at(offsets: NDArray[np.int64], position: int) -> int:
 
 
 def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]:
-    """Return the tokenizer's end token, and the ``special`` tokens that end trained turns of the first texts (a line
-    break may follow). Complements are not trained."""
+    """Return the tokenizer's end token, and the ``special`` tokens that end trained turns of the
+    first texts (a line break may follow). Complements are not trained."""
     ends, inside = {tokenizer.eos_token_id} - {None}, False
     for token in reversed(
         texts.values[: texts.ends[min(_INSPECTED, len(texts.ends)) - 1]].tolist()
@@ -95,6 +95,12 @@ def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]
 def end_token_notes(ends: Collection[int], tokenizer: Any) -> list[str]:
     """Return a log line if answers end with tokens other than the tokenizer's end token."""
     others = [end for end in ends if end != tokenizer.eos_token_id]
-    line = f"answers end with {tokenizer.decode(others)!r}, and the tokenizer's end token is {tokenizer.eos_token!r}"
-    note = f"{line}: generation_config.json in final/ contains both, so that transformers stops at either"
+    line = (
+        f"answers end with {tokenizer.decode(others)!r}, and the tokenizer's end token is "
+        f"{tokenizer.eos_token!r}"
+    )
+    note = (
+        f"{line}: generation_config.json in final/ contains both, so that transformers stops at "
+        "either"
+    )
     return [note] if others else []

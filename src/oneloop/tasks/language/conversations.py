@@ -1,7 +1,7 @@
 """Rows as training tokens: conversations, or prompts and completions, in common formats.
 
-Messages are ``{"role": …, "content": …}`` as in transformers, or ``{"from": …, "value": …}`` as in ShareGPT. A list of
-messages may also be a JSON string.
+Messages are ``{"role": …, "content": …}`` as in transformers, or ``{"from": …, "value": …}`` as in
+ShareGPT. A list of messages may also be a JSON string.
 """
 
 import json
@@ -22,20 +22,15 @@ _SHAREGPT_ROLES = {
     "observation": "tool",
     **{role: role for role in ROLES},
 }
-_ANSWER_KEYS = (
-    "content",
-    "tool_calls",
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # keys of an answer
+# keys of an answer
+_ANSWER_KEYS = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")
 
 
 def encoded(
     row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None
 ) -> NDArray[np.int32]:
-    """Return the tokens of a row; untrained tokens are complements. ``columns`` maps task keys to column names ("": no
-    column). Raise ValueError if the row is malformed."""
+    """Return the tokens of a row; untrained tokens are complements. ``columns`` maps task keys to
+    column names ("": no column). Raise ValueError if the row is malformed."""
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     if columns["messages"]:
         return _chat(chat).encode(conversation(row[columns["messages"]]), tools)
@@ -54,8 +49,9 @@ def encoded(
 def encoded_prompt(
     row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None
 ) -> NDArray[np.int32]:
-    """Return the tokens of a prompt as complements, and one unused token. If the row has the answer, return
-    :func:`encoded` tokens, with only the answer as target. Raise ValueError if the row is malformed."""
+    """Return the tokens of a prompt as complements, and one unused token. If the row has the
+    answer, return :func:`encoded` tokens, with only the answer as target. Raise ValueError if the
+    row is malformed."""
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     prompt = row[columns["messages"] or columns["prompt"]]
     if columns["completion"] and row[columns["completion"]]:
@@ -88,7 +84,8 @@ def is_text(value: Any) -> bool:
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a conversation. Raise ValueError with the index of a malformed message."""
+    """Return the messages of a conversation. Raise ValueError with the index of a malformed
+    message."""
     messages = read(value) if isinstance(value, str) else value
     if not isinstance(messages, Sequence) or not len(messages):
         raise ValueError(f"expected a list of messages, got {_brief(value)}")
@@ -139,7 +136,8 @@ def _text(content: Any, number: int) -> str:
             or not isinstance(part.get("text"), str)
         ):
             raise ValueError(
-                f"message {number} holds more than text ({_brief(part)}); this task supports only text"
+                f"message {number} holds more than text ({_brief(part)}); this task supports "
+                "only text"
             )
     return "".join(part["text"] for part in content)
 

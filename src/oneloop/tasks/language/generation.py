@@ -1,4 +1,5 @@
-"""Text generation; all rows have the same length, so that every process calls the model equally often."""
+"""Text generation; all rows have the same length, so that every process calls the model equally
+often."""
 
 from collections.abc import Callable, Sequence
 
@@ -23,11 +24,13 @@ def written(
 ) -> Tensor:
     """Generate tokens of shape (prompts, count) after each prompt, with a model of transformers.
 
-    Prompts are padded on the left. Padding is masked and positions start at each prompt, so that the answer to a prompt
-    does not depend on the other prompts.
+    Prompts are padded on the left. Padding is masked and positions start at each prompt, so that
+    the answer to a prompt does not depend on the other prompts.
 
-    Args: ``model``: in eval mode, sharded or not. ``prompts``: 1-D token tensors, each with at least one token.
-    ``count``: number of tokens of each answer. ``ends``: end tokens; after one, the rest of the row repeats it.
+    Args: ``model``: in eval mode, sharded or not. ``prompts``: 1-D token tensors, each with at
+        least one token.
+    ``count``: number of tokens of each answer. ``ends``: end tokens; after one, the rest of the row
+        repeats it.
     ``choose``: function from logits to tokens.
     """
     device, longest = prompts[0].device, max(map(len, prompts))

@@ -1,4 +1,5 @@
-"""Base class of the language tasks: the loss over target tokens, metrics and the parts of the report."""
+"""Base class of the language tasks: the loss over target tokens, metrics and the parts of the
+report."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -29,9 +30,8 @@ from oneloop.tasks.transformers_models import file_stats, is_transformers, token
 
 Fused = bool | Literal["auto"]
 
-MANY_LOGITS = (
-    1 << 27
-)  # logits of a micro-batch above which fused_loss auto fuses the loss (half a gigabyte in float32)
+# logits of a micro-batch above which fused_loss auto fuses the loss (half a gigabyte in float32)
+MANY_LOGITS = 1 << 27
 
 
 def is_packed(pack: str, *known: str) -> bool:
@@ -50,7 +50,8 @@ class LanguageModel(Task):
         packed: whether a sample has several documents that do not attend to each other.
         length: positions of a model from scratch.
         dropout: dropout of embeddings, attention and residuals (gpt2).
-        model: a folder saved by transformers, or hf:ID[@REVISION], with its tokenizer (null: a model from scratch).
+        model: a folder saved by transformers, or hf:ID[@REVISION], with its tokenizer (null: a
+            model from scratch).
         pretrained: load the weights of model (false: use only its configuration).
         trust_remote_code: run Python code stored with the weights (only if you trust the author).
         architecture: gpt2 or llama, for a model from scratch.
@@ -59,12 +60,14 @@ class LanguageModel(Task):
         width: hidden size.
         kv_heads: number of key-value heads (llama; null: as many as heads).
         mlp: width of the MLP (null: 4 x width for gpt2, 8/3 x width for llama).
-        tied: share the weights of embedding and output layer (null: true for gpt2, false for llama).
-        padded_vocab: rows of the embedding and the output layer, at least the vocabulary size (0: equal to it).
-        fused_loss: fuse output layer and cross-entropy to save memory (auto: on a GPU, if a micro-batch has more than
-            134 million logits, tokens x vocabulary).
-        router_loss: for mixture-of-experts models with an auxiliary loss, which is not a sum over samples: refuse the
-            model, or train without that loss (none).
+        tied: share the weights of embedding and output layer (null: true for gpt2, false for
+            llama).
+        padded_vocab: rows of the embedding and the output layer, at least the vocabulary size (0:
+            equal to it).
+        fused_loss: fuse output layer and cross-entropy to save memory (auto: on a GPU, if a
+            micro-batch has more than 134 million logits, tokens x vocabulary).
+        router_loss: for mixture-of-experts models with an auxiliary loss, which is not a sum over
+            samples: refuse the model, or train without that loss (none).
         lora: low-rank adapters for a pretrained model; only the adapters are trained.
     """
 
@@ -103,7 +106,8 @@ class LanguageModel(Task):
         self.name = model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
             raise ValueError(
-                f"task.model {self.name!r} is not a folder saved by transformers; give one, or hf:ID"
+                f"task.model {self.name!r} is not a folder saved by transformers; give one, or "
+                "hf:ID"
             )
         self.notes, self._data_notes = list[str](), list[str]()
         self.origin: BaseModel | None = None
@@ -230,7 +234,8 @@ class LanguageModel(Task):
         raise NotImplementedError
 
     def merge(self, model: nn.Module) -> nn.Module:
-        """Merge the adapters into the model's weights, in place. Raise ValueError if it has no adapters."""
+        """Merge the adapters into the model's weights, in place. Raise ValueError if it has no
+        adapters."""
         if self.origin is None:
             raise ValueError(
                 "--merged: the run trained no adapters; its weights are whole as they are"
@@ -239,8 +244,8 @@ class LanguageModel(Task):
         return merged(model)
 
     def save_model(self, model: nn.Module, folder: Path, *, ends: Sequence[int] = ()) -> None:
-        """Write the configs with which transformers loads the weights and generates (``ends``: more end tokens), or
-        with which peft loads the adapters."""
+        """Write the configs with which transformers loads the weights and generates (``ends``: more
+        end tokens), or with which peft loads the adapters."""
         if self.origin is not None:
             save_config(model, folder)
             return

@@ -21,8 +21,9 @@ _OWN_NAME = re.compile(rf"(\.lora_\w+)\.{_NAME}(?=\.|$)")
 def add_adapters(
     model: nn.Module, wanted: Adapters, *, stats: object = None
 ) -> tuple[BaseModel, str]:
-    """Add float32 adapters to a model in place, and freeze the rest. ``stats``: :func:`file_stats` before it was read.
-    Return the base model and a log line. Raise ValueError if a target matches no linear layer."""
+    """Add float32 adapters to a model in place, and freeze the rest. ``stats``: :func:`file_stats`
+    before it was read. Return the base model and a log line. Raise ValueError if a target matches
+    no linear layer."""
     import_quietly()
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -75,7 +76,10 @@ def add_adapters(
     line = f"LoRA of rank {settings.rank}, {count:,} parameters on {len(layers)} layers ({kinds})"
     line += f" in 4 bits ({settings.quantize})" if settings.quantize else ""
     if before is not None and before != _quantization(settings):
-        line += f"; the adapters were trained on the base model {before or 'unquantized'}, see task.lora.quantize"
+        line += (
+            f"; the adapters were trained on the base model {before or 'unquantized'}, see "
+            "task.lora.quantize"
+        )
     return origin, line
 
 
@@ -122,7 +126,8 @@ def _targets(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
 
 
 def _target_names(layers: Sequence[str], model: nn.Module) -> list[str]:
-    """Return the last parts of the layers' names if they match no other module, else the full names."""
+    """Return the last parts of the layers' names if they match no other module, else the full
+    names."""
     ends = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
     others = {name for name, _ in model.named_modules()} - set(layers)
     short = not any(_matches(name, end) for name in others for end in ends)
@@ -131,7 +136,8 @@ def _target_names(layers: Sequence[str], model: nn.Module) -> list[str]:
 
 @torch.no_grad()
 def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | None:
-    """Load the adapters of a folder into a model; return the quantization of their training (None: unknown)."""
+    """Load the adapters of a folder into a model; return the quantization of their training (None:
+    unknown)."""
     from safetensors.torch import load_file
 
     saved = load_file(folder / f"{WEIGHTS}.safetensors")
@@ -170,8 +176,8 @@ def save_config(model: nn.Module, folder: Path) -> None:
 
 @torch.no_grad()
 def merged(model: nn.Module) -> nn.Module:
-    """Merge the adapters into the weights, in place, with one rounding to the weights' dtype, and return the model.
-    4-bit layers are dequantized."""
+    """Merge the adapters into the weights, in place, with one rounding to the weights' dtype, and
+    return the model. 4-bit layers are dequantized."""
     from peft.tuners.lora import LoraLayer
 
     modules = dict(model.named_modules())

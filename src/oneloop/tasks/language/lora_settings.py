@@ -1,4 +1,5 @@
-"""Settings of LoRA (Hu et al. 2021) on a frozen model, optionally in 4 bits (QLoRA, Dettmers et al. 2023)."""
+"""Settings of LoRA (Hu et al. 2021) on a frozen model, optionally in 4 bits (QLoRA, Dettmers et al.
+2023)."""
 
 import json
 from collections.abc import Mapping
@@ -26,7 +27,8 @@ class LoRA:
     dropout: float = 0.0
     """dropout of the adapters' inputs"""
     targets: Literal["all-linear"] | list[str] = "all-linear"
-    """layers with an adapter, by the ends of their names (q_proj, v_proj); all-linear: all except the output layer"""
+    """layers with an adapter, by the ends of their names (q_proj, v_proj); all-linear: all except
+    the output layer"""
     quantize: Literal["nf4", "fp4"] | None = None
     """quantize the frozen linear layers to 4 bits (bitsandbytes)"""
     double_quant: bool = True
@@ -35,7 +37,8 @@ class LoRA:
     def __post_init__(self) -> None:
         if self.rank is not None and self.rank < 1:
             raise ValueError(
-                f"task.lora.rank {self.rank} must be at least 1 (common: 16; null: train all parameters)"
+                f"task.lora.rank {self.rank} must be at least 1 (common: 16; null: train all "
+                "parameters)"
             )
         if not self.alpha > 0:
             raise ValueError(f"task.lora.alpha {self.alpha} must be above 0 (common: 32)")
@@ -84,7 +87,10 @@ def adapters(
     if folder is not None:
         assert model is not None
         if settings != LoRA(quantize=settings.quantize, double_quant=settings.double_quant):
-            ways = "remove task.lora.* (except quantize), or add others to a merged model (oneloop export RUN --merged)"
+            ways = (
+                "remove task.lora.* (except quantize), or add others to a merged model (oneloop "
+                "export RUN --merged)"
+            )
             raise ValueError(
                 f"task.model {model!r} holds adapters, which continue training as they are; {ways}"
             )

@@ -17,7 +17,8 @@ FourBits = Literal["nf4", "fp4"]
 
 
 def four_bit_options(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
-    """Return options of from_pretrained for linear layers, but the output layer, in 4 bits. Raise ValueError."""
+    """Return options of from_pretrained for linear layers, but the output layer, in 4 bits. Raise
+    ValueError."""
     if not import_quietly():
         raise ValueError(f"task.lora.quantize {kind} needs bitsandbytes (pip install bitsandbytes)")
     from transformers import BitsAndBytesConfig
@@ -29,8 +30,9 @@ def four_bit_options(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
 
 
 def import_quietly() -> bool:
-    """Import bitsandbytes without ``kernels``, through which it would download and run compiled code from the hub. Call
-    this before importing peft, which imports it too. Return whether bitsandbytes is installed."""
+    """Import bitsandbytes without ``kernels``, through which it would download and run compiled
+    code from the hub. Call this before importing peft, which imports it too. Return whether
+    bitsandbytes is installed."""
     if "bitsandbytes" in sys.modules:
         return True
     before = sys.modules.get("kernels")
@@ -51,11 +53,13 @@ def import_quietly() -> bool:
 
 
 def configure_four_bits(model: Any) -> None:
-    """Make 4-bit layers compute in the model's dtype, also in evaluation, and allow moving the model to a device."""
+    """Make 4-bit layers compute in the model's dtype, also in evaluation, and allow moving the
+    model to a device."""
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
             module.compute_dtype, module.compute_type_is_set = model.dtype, True
-            # In evaluation on a CPU with AVX-512 it would repack its weights in place for another kernel.
+            # In evaluation on a CPU with AVX-512 it would repack its weights in place for another
+            # kernel.
             module.support_avx512bf16_for_cpu = False
     if hasattr(model, "hf_device_map"):
         del model.hf_device_map  # Accelerate refuses to move a model that has it
@@ -80,7 +84,8 @@ def plain_layer(layer: Any, model: nn.Module) -> Any:
 
 
 def to_source_class(plain: Any, layer: Any) -> nn.Module:
-    """Convert a result of :func:`plain_layer` to the class of ``layer`` before quantization (Conv1D in GPT-2)."""
+    """Convert a result of :func:`plain_layer` to the class of ``layer`` before quantization (Conv1D
+    in GPT-2)."""
     if (
         not quantized(layer)
         or getattr(getattr(layer, "source_cls", None), "__name__", "") != "Conv1D"
@@ -110,9 +115,8 @@ class Shape:
     dropout: float = 0.0
     kv_heads: int | None = None  # None: as many as heads
     mlp: int | None = None  # width of the MLP; None: that of the architecture
-    tied: bool | None = (
-        None  # whether embedding and output layer share their weights; None: that of the architecture
-    )
+    # whether embedding and output layer share their weights; None: that of the architecture
+    tied: bool | None = None
     padded_vocab: int = 0  # rows of the embedding, at least the vocabulary size
 
     def __post_init__(self) -> None:
@@ -132,13 +136,15 @@ SCRATCH |= {"kv_heads": "model=null architecture=llama"}
 
 
 def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> nn.Module:
-    """Build a GPT-2 or Llama (MLP width 8/3 x width, rounded up to a multiple of 32) with random weights. ``begin`` and
-    ``end`` are token ids. Raise ValueError if the vocabulary of ``entries`` tokens exceeds ``padded_vocab``."""
+    """Build a GPT-2 or Llama (MLP width 8/3 x width, rounded up to a multiple of 32) with random
+    weights. ``begin`` and ``end`` are token ids. Raise ValueError if the vocabulary of ``entries``
+    tokens exceeds ``padded_vocab``."""
     import transformers
 
     if 0 < shape.padded_vocab < entries:
         raise ValueError(
-            f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of {entries:,} tokens"
+            f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of "
+            f"{entries:,} tokens"
         )
     common: dict[str, Any] = {"vocab_size": shape.padded_vocab or entries, "use_cache": False}
     common |= {"bos_token_id": begin, "eos_token_id": end}
@@ -172,9 +178,9 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
 def load_model(
     name: str, *, entries: int, length: tuple[int, str], lora: LoRA | None = None, **weights: bool
 ) -> tuple[nn.Module, list[str]]:
-    """Load a model of transformers; return it and lines for the log. ``entries`` is the tokenizer's vocabulary size,
-    ``length`` the sample length and its task key. With ``lora`` the model keeps its dtype or is quantized. Raise
-    ValueError if the sizes do not fit."""
+    """Load a model of transformers; return it and lines for the log. ``entries`` is the tokenizer's
+    vocabulary size, ``length`` the sample length and its task key. With ``lora`` the model keeps
+    its dtype or is quantized. Raise ValueError if the sizes do not fit."""
     options: dict[str, Any] = {} if lora is None else {"dtype": "auto"}
     reject_quantized(name, lora)
     if lora is not None and lora.quantize is not None:
@@ -196,7 +202,8 @@ def load_model(
 
 
 def reject_quantized(name: str, lora: LoRA | None) -> None:
-    """Raise ValueError unless a quantized model is bitsandbytes' 4-bit, with adapters, and not quantized again."""
+    """Raise ValueError unless a quantized model is bitsandbytes' 4-bit, with adapters, and not
+    quantized again."""
     file = fetched(name, "config.json")
     config = json.loads(file.read_text()).get("quantization_config") if file else None
     if not config:
@@ -208,7 +215,8 @@ def reject_quantized(name: str, lora: LoRA | None) -> None:
         raise ValueError(f"task.model {name!r} is quantized ({method}), and {advice}")
     if lora is None:
         raise ValueError(
-            f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give task.lora.rank 16"
+            f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give "
+            "task.lora.rank 16"
         )
     if lora.quantize is not None:
         raise ValueError(
@@ -217,8 +225,8 @@ def reject_quantized(name: str, lora: LoRA | None) -> None:
 
 
 def prepare_attention(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
-    """Give the model attention within documents if possible; return whether it is. Raise ValueError if it is not and
-    samples are ``packed``, or if the routers have an auxiliary loss."""
+    """Give the model attention within documents if possible; return whether it is. Raise ValueError
+    if it is not and samples are ``packed``, or if the routers have an auxiliary loss."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     coefficient = getattr(config, "router_aux_loss_coef", None)
     if coefficient and router_loss == "refuse":

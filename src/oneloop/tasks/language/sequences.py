@@ -1,6 +1,8 @@
-"""Samples of a language model from tokenized texts: cut to a length, packed or padded, and collated.
+"""Samples of a language model from tokenized texts: cut to a length, packed or padded, and
+collated.
 
-A token that is not a target (of a prompt) is stored as its bitwise complement, so that one array holds both kinds.
+A token that is not a target (of a prompt) is stored as its bitwise complement, so that one array
+holds both kinds.
 """
 
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ Overlong = Literal["cut", "split", "drop"]
 
 @dataclass(frozen=True)
 class Spans:
-    """Samples as ranges of an array of tokens; each has at most ``length + 1`` tokens and at least one target."""
+    """Samples as ranges of an array of tokens; each has at most ``length + 1`` tokens and at least
+    one target."""
 
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
@@ -49,7 +52,10 @@ class Spans:
         """Return log lines about texts that are too long or have no target."""
         action = {"cut": "truncated", "split": "split into several", "drop": "dropped"}[overlong]
         lines = [
-            f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens and are {action}"
+            (
+                f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens "
+                f"and are {action}"
+            )
         ]
         lines = lines if self.overlong else []
         return lines + [
@@ -58,8 +64,8 @@ class Spans:
 
 
 def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
-    """Return the samples of tokenized texts, with at most ``length`` inputs. Longer texts are cut, split (adjacent
-    samples share one token) or dropped. Raise ValueError if no sample is left."""
+    """Return the samples of tokenized texts, with at most ``length`` inputs. Longer texts are cut,
+    split (adjacent samples share one token) or dropped. Raise ValueError if no sample is left."""
     stops = np.asarray(texts.ends, dtype=np.int64)
     starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
     text = np.arange(len(stops))
@@ -93,9 +99,15 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
 def _no_samples_message(texts: Ragged, made: Spans, overlong: Overlong) -> str:
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
     if not len(trained):
-        return f"none of {made.whole:,} texts has a token to train on: no assistant message, no completion"
+        return (
+            f"none of {made.whole:,} texts has a token to train on: no assistant message, no "
+            "completion"
+        )
     if overlong == "drop" and made.overlong == made.whole:
-        return f"all {made.whole:,} texts are longer than {made.length:,} tokens; increase the length, or truncate them"
+        return (
+            f"all {made.whole:,} texts are longer than {made.length:,} tokens; increase the "
+            "length, or truncate them"
+        )
     ends = np.asarray(texts.ends)
     starts = np.concatenate([np.zeros(1, np.int64), ends])[:-1]
     text = np.searchsorted(ends, trained, side="right")
@@ -117,7 +129,8 @@ def _targets(
 
 
 class Padded:
-    """Samples of one span each (tokens and complements); in training the samples of a step have similar lengths."""
+    """Samples of one span each (tokens and complements); in training the samples of a step have
+    similar lengths."""
 
     def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
         self.spans, self.content = spans, content
@@ -136,7 +149,8 @@ class Padded:
         return self.spans.lengths
 
     def order(self, *, seed: int, batch: int) -> Ordered:
-        """Return an order by length within a few steps; it depends on seed, epoch and global batch size."""
+        """Return an order by length within a few steps; it depends on seed, epoch and global batch
+        size."""
         return Bucketed(self.spans.lengths, seed=seed, batch=batch)
 
     def fingerprint(self) -> dict[str, Any] | None:
@@ -146,12 +160,15 @@ class Padded:
     def about(self) -> str:
         """Return a log line about the sample lengths."""
         lengths = self.lengths
-        return f"{len(self):,} samples of {lengths.mean():.0f} tokens on average, {lengths.max():,} at most, padded"
+        return (
+            f"{len(self):,} samples of {lengths.mean():.0f} tokens on average, {lengths.max():,} "
+            "at most, padded"
+        )
 
 
 class Prompts(Padded):
-    """Prompts, one text each, in order; of a prompt longer than ``length`` only the end is kept. Known answers are
-    targets; the last token is not an input."""
+    """Prompts, one text each, in order; of a prompt longer than ``length`` only the end is kept.
+    Known answers are targets; the last token is not an input."""
 
     def __init__(self, texts: Ragged, length: int, content: dict[str, Any] | None) -> None:
         stops = np.asarray(texts.ends, dtype=np.int64)
@@ -179,9 +196,8 @@ class Packed:
     def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
         self.spans, self.content = spans, content
         self.bins = packed(spans.lengths, spans.length)
-        self.most = int(
-            np.diff(self.bins.ends, prepend=0).max()
-        )  # maximum number of documents per row
+        # maximum number of documents per row
+        self.most = int(np.diff(self.bins.ends, prepend=0).max())
 
     def __len__(self) -> int:
         return len(self.bins)
@@ -206,14 +222,21 @@ class Packed:
     def about(self) -> str:
         """Return a log line about how full the rows are."""
         full = self.spans.lengths.sum() / (len(self) * self.spans.length)
-        packed_ = f"{len(self.spans):,} documents packed into {len(self):,} samples of {self.spans.length:,} tokens"
-        return f"{packed_}, {100 * full:.1f} % full, at most {self.most} per sample; none attends to another"
+        packed_ = (
+            f"{len(self.spans):,} documents packed into {len(self):,} samples of "
+            f"{self.spans.length:,} tokens"
+        )
+        return (
+            f"{packed_}, {100 * full:.1f} % full, at most {self.most} per sample; none attends to "
+            "another"
+        )
 
 
 def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:
-    """Return one batch: ``input`` and ``target`` of shape (samples, ``width``; 0: the longest), and the share of
-    ``padding``. Single spans add their ``length``. Packed rows (at most ``most`` spans) add ``position``, ``document``
-    (number) and ``cuts``, int32: document starts in all rows concatenated. Padding is a separate document."""
+    """Return one batch: ``input`` and ``target`` of shape (samples, ``width``; 0: the longest), and
+    the share of ``padding``. Single spans add their ``length``. Packed rows (at most ``most``
+    spans) add ``position``, ``document`` (number) and ``cuts``, int32: document starts in all rows
+    concatenated. Padding is a separate document."""
     rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
     width = width or max(sum(len(span) - 1 for span in row) for row in rows)
     inputs = np.zeros((len(rows), width), dtype=np.int64)

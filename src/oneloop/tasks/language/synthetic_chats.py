@@ -1,4 +1,5 @@
-"""Synthetic chat data: generated conversations on days, months, numbers and opposites; no download is needed.
+"""Synthetic chat data: generated conversations on days, months, numbers and opposites; no download
+is needed.
 
 A later question may be short ("And july?"), so that its meaning depends on the previous question.
 """
@@ -23,10 +24,12 @@ _CYCLES = (
     _words("spring summer autumn winter"),
 )
 _NUMBERS = _words(
-    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen"
+    "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
+    "fifteen sixteen"
 )
 _OPPOSITES = _words(
-    "hot cold big small early late open closed light dark full empty old new near far fast slow wet dry"
+    "hot cold big small early late open closed light dark full empty old new near far fast "
+    "slow wet dry"
 )
 
 
@@ -64,7 +67,8 @@ LESSONS = {"train": 4000, "validation": 200, "test": 200}
 
 
 class SyntheticChats:
-    """Conversations of one to three questions and answers; ``part`` is train, validation or test."""
+    """Conversations of one to three questions and answers; ``part`` is train, validation or
+    test."""
 
     def __init__(self, part: str) -> None:
         generator = random.Random(17)

@@ -1,4 +1,5 @@
-"""Texts for language models: files, columns of rows, and the source of Python's standard library."""
+"""Texts for language models: files, columns of rows, and the source of Python's standard
+library."""
 
 import sysconfig
 import zlib
@@ -50,7 +51,8 @@ def stdlib() -> list[Document]:
 
 
 def documents(files: Iterable[Path], root: Path) -> list[Document]:
-    """Return a document for each text file, named relative to the root. Raise ValueError for other files."""
+    """Return a document for each text file, named relative to the root. Raise ValueError for other
+    files."""
     made = []
     for file in files:
         try:
@@ -66,7 +68,8 @@ def documents(files: Iterable[Path], root: Path) -> list[Document]:
 
 
 def divided(parts: dict[str, list[Document]], *, percent: float = 5) -> dict[str, list[Document]]:
-    """Return the splits train, validation and test; missing splits are taken from the training texts."""
+    """Return the splits train, validation and test; missing splits are taken from the training
+    texts."""
     if set(parts) == {""}:
         return held_out(parts[""], percent=percent)
     if "validation" in parts:
@@ -82,7 +85,8 @@ def divided(parts: dict[str, list[Document]], *, percent: float = 5) -> dict[str
 
 
 def held_out(documents: list[Document], *, percent: float = 5) -> dict[str, list[Document]]:
-    """Split documents into train, validation and test by a checksum of their names: the same on every machine."""
+    """Split documents into train, validation and test by a checksum of their names: the same on
+    every machine."""
     splits: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
     for document in documents:
         bucket = zlib.crc32(document.name.encode()) % 100
@@ -157,8 +161,8 @@ class InRows:
 
 
 def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
-    """Return the texts of an unopened source by split; missing splits get a ``share`` of the rows. ``window`` is in
-    megabytes. Raise ValueError if the source is unusable."""
+    """Return the texts of an unopened source by split; missing splits get a ``share`` of the rows.
+    ``window`` is in megabytes. Raise ValueError if the source is unusable."""
     checked(share, window)
     where, column = source.where, source.columns["column"]
     if where == "stdlib":
@@ -189,7 +193,8 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
 
 
 def all_texts(source: Source, *, window: int) -> Texts:
-    """Return all texts of an unopened source, in file order. Raise ValueError if the source is unusable."""
+    """Return all texts of an unopened source, in file order. Raise ValueError if the source is
+    unusable."""
     if source.where == "stdlib":
         return InMemory(stdlib())
     files_found = None if source.where.startswith("hf:") else _find(source.where, whole=True)
@@ -214,7 +219,8 @@ def _find(where: str, *, whole: bool = False) -> Found:
 
 
 def _pieces(documents: list[Document]) -> list[Document]:
-    """Split texts into pieces of whole lines, if there are too few texts for a validation split of whole texts."""
+    """Split texts into pieces of whole lines, if there are too few texts for a validation split of
+    whole texts."""
     pieces = []
     for document in documents:
         lines = document.text.splitlines(keepends=True)

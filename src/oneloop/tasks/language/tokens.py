@@ -47,7 +47,8 @@ class BPE:
     separator = 0
 
     def __init__(self, texts: Iterable[str], vocab: int, *, cache_key: Any = None) -> None:
-        """Train on texts; ``cache_key``: JSON that identifies them. Raise ValueError if ``vocab`` is below 257."""
+        """Train on texts; ``cache_key``: JSON that identifies them. Raise ValueError if ``vocab``
+        is below 257."""
         from tokenizers import Tokenizer
 
         if vocab < 257:
@@ -65,9 +66,8 @@ class BPE:
         lengths = [
             len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())
         ]
-        self.token_bytes = np.array(
-            [0, *lengths[1:]], dtype=np.int64
-        )  # a byte-level token has one character per byte
+        # a byte-level token has one character per byte
+        self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)
 
     @staticmethod
     def _train(texts: Iterable[str], vocab: int) -> Any:
@@ -95,7 +95,8 @@ class BPE:
 
 
 def tokenizer_key(model: Any) -> str:
-    """Return a cache key of a tokenizer of transformers, with its special tokens, which are not in its file."""
+    """Return a cache key of a tokenizer of transformers, with its special tokens, which are not in
+    its file."""
     settings = {
         name: getattr(model, name, None)
         for name in ("eos_token_id", "bos_token_id", "add_bos_token")
@@ -110,7 +111,8 @@ def tokenizer_key(model: Any) -> str:
 
 
 class Vocabulary:
-    """A tokenizer of transformers with its own special tokens, one of which ends each text (else ValueError)."""
+    """A tokenizer of transformers with its own special tokens, one of which ends each text (else
+    ValueError)."""
 
     def __init__(self, model: Any, name: str) -> None:
         self.model = model
@@ -127,9 +129,8 @@ class Vocabulary:
             len(token) if by_bytes and token_id not in special else 0
             for token_id, token in enumerate(tokens)
         ]
-        self.token_bytes = np.array(
-            lengths, dtype=np.int64
-        )  # a byte-level token has one character per byte
+        # a byte-level token has one character per byte
+        self.token_bytes = np.array(lengths, dtype=np.int64)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         tokens = self.model(text, verbose=False)["input_ids"]
@@ -146,7 +147,8 @@ class Vocabulary:
 
 
 def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Train a byte-level BPE; return a tokenizer with a ChatML template. Raise ValueError if ``vocab`` is below 258."""
+    """Train a byte-level BPE; return a tokenizer with a ChatML template. Raise ValueError if
+    ``vocab`` is below 258."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -178,8 +180,8 @@ def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
 
 
 class Blocks:
-    """Samples of ``block + 1`` tokens, cut from the concatenated texts. They overlap by one token, so that every token
-    except the first is a target once. ``whole`` drops a shorter last sample."""
+    """Samples of ``block + 1`` tokens, cut from the concatenated texts. They overlap by one token,
+    so that every token except the first is a target once. ``whole`` drops a shorter last sample."""
 
     def __init__(
         self, texts: Ragged, block: int, *, whole: bool, content: dict[str, Any] | None
