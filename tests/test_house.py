@@ -4,13 +4,17 @@ size limits."""
 from __future__ import annotations
 
 import ast
+import dataclasses
 import shutil
+import subprocess
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import code_measures
+from code_measures import code_lines, dense, is_pair, measures, tokens
 from worlds import ROOT
 
 PACKAGE = ROOT / "src" / "oneloop"
@@ -166,68 +170,146 @@ def length(node: ast.stmt) -> int:
     return node.end_lineno - node.lineno + 1
 
 
-def test_nothing_grows_without_bounds():
+def test_files_and_functions_are_short():
     for file in files(PACKAGE):
         source = file.read_text()
         assert "fmt: skip" not in source and "fmt: off" not in source, file
-        assert len(source.splitlines()) <= 300, file
+        assert len(source.splitlines()) <= 400, file
         for node in ast.walk(ast.parse(source)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name != "train":
-                assert length(node) <= 60, f"{file}: {node.name}"
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                most = 150 if node.name == "train" else 80
+                assert length(node) <= most, f"{file}: {node.name}"
 
 
-# lines of a package; a ceiling only falls, or rises by the budget of an issue that names it
-CEILINGS = {
-    **{
-        "after": 355,
-        "plan": 1613,
-        "launch": 1750,
-        "supervise": 1038,
-        "basics": 1180,
-        "job": 1365,
-        "measure": 1181,
-    },
-    **{
-        "optim": 1140,
-        "machine": 1209,
-        "recipe": 1408,
-        "": 1526,
-        "checkpoint": 2451,
-        "run": 2105,
-        "show": 2177,
-    },
-    **{"data": 2593, "tasks": 5914},
+TOKENS = {  # of code in src/, by the issue that added its budget; usable in any package
+    "when the code was made to breathe, and 3 % more": 176_000,
 }
-# lines of code in all packages (no blank, comment or docstring), and files
-CODE, FILES = 21_084, 205
+PAIRS = 100  # assignments ``a, b = x, y`` in src/, apart from swaps
+TOKENS_PER_LINE = 9.0  # of code in src/, with brackets and commas
+TOKENS_PER_LINE_OF_A_FILE = 11.0
+COMMENTS = 0.02  # share of lines that are a comment
 
 
-def code(source: str) -> int:
-    """Count the lines that are neither blank nor a comment nor part of a docstring."""
-    texts = [
-        range(node.lineno, node.end_lineno + 1)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr)
-        and isinstance(node.value, ast.Constant)
-        and isinstance(node.value.value, str)
-    ]
-    lines = {
-        number
-        for number, line in enumerate(source.splitlines(), 1)
-        if line.strip(" ")[:1] not in ("", "#")
-    }
-    return len(lines.difference(*texts))
+def test_the_code_stays_within_its_budget_of_tokens(capsys):
+    of = defaultdict(int)
+    for file in files(PACKAGE):
+        room = "" if file.parent == PACKAGE else file.relative_to(PACKAGE).parts[0]
+        of[room] += sum(tokens(file.read_text()).values())
+    total = sum(of.values())
+    with capsys.disabled():
+        listed = ", ".join(f"{room or 'top'} {count:,}" for room, count in sorted(of.items()))
+        print(f"\ntokens of code: {total:,} ({listed})")
+        print(sizes())
+    assert total <= sum(TOKENS.values())
 
 
-def test_no_package_grows_without_a_budget():
-    sources = {file: file.read_text() for file in files(PACKAGE)}
-    lines = defaultdict(int)
-    for file, source in sources.items():
-        lines["" if file.parent == PACKAGE else file.relative_to(PACKAGE).parts[0]] += len(
-            source.splitlines()
-        )
-    assert not {room: size for room, size in lines.items() if size > CEILINGS[room]}
-    assert sum(map(code, sources.values())) <= CODE and len(sources) <= FILES
+def sizes() -> str:
+    """Return the numbers of keys, commands and public names, which have no limit."""
+    from oneloop.cli import COMMANDS
+    from oneloop.recipe.schema import Recipe
+
+    keys = sum(
+        len(dataclasses.fields(group.type)) if dataclasses.is_dataclass(group.type) else 1
+        for group in dataclasses.fields(Recipe)
+    )
+    public = sum(
+        not node.name.startswith("_")
+        for file in files(PACKAGE)
+        for node in ast.parse(file.read_text()).body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef)
+    )
+    return f"{keys} keys, {len(COMMANDS)} commands, {public} public functions and classes"
+
+
+def test_the_code_breathes():
+    found = measures(files(PACKAGE), PACKAGE)
+    assert found.dense == []
+    assert found.pairs <= PAIRS
+    assert found.all_tokens / found.code <= TOKENS_PER_LINE
+    assert found.comments / found.lines >= COMMENTS
+    for file in files(PACKAGE):
+        source = file.read_text()
+        count = sum(tokens(source, separators=True).values())
+        assert count <= TOKENS_PER_LINE_OF_A_FILE * len(code_lines(source)), file
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "x = 1  # " + "too wide " * 11,
+        "x = [" + "1, " * 20 + "]",
+        "x = a if b else (c if d else e)",
+        "a() if b else c()",
+        "x = [one * two + other_name for one in some_first_values for two in some_second_values]",
+        "x = [[one * two for one in some_first_values] for two in some_second_values_of_all]",
+        "def f():\n    how = {'a': 1}\n    g(**how)",
+        "def f():\n    how: dict[str, int] = dict(a=1)\n    how |= {'b': 2}\n    g(**how)",
+        "def f():\n    g(**{'a': 1})",
+    ],
+)
+def test_dense_code_is_found(source):
+    assert len(list(dense(source))) == 1
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def long(" + "a, " * 26 + "b): ...",
+        "from module import " + "a, " * 20 + "b",
+        "x = [a * b for a in first for b in second]",
+        "x = [[a for a in b] for b in c]",
+        "def f(**keywords):\n    g(**keywords)",
+        "def f(given):\n    g(**given)",
+        "x = a if b else c",
+        "x = ('one sentence, ' f'{which} is longer')",
+    ],
+)
+def test_flat_code_is_not(source):
+    assert list(dense(source)) == []
+
+
+def test_pairs_are_counted_but_not_swaps_or_results():
+    pairs = [is_pair(node) for node in ast.parse("a, b = 1, 2\na, b = b, a\na, b = f()").body]
+    assert pairs == [True, False, False]
+
+
+SAMPLE = '''"""A docstring."""
+
+name = f"{one!r:>{width}} and {two['key']}" "adjacent"  # a comment
+answer = call(name, (1, 2.5), key=[-3])
+"""a docstring of an attribute"""
+'''
+SAMPLE_TOKENS = {False: {3: 3, 4: 10}, True: {3: 3, 4: 19}}
+
+
+def test_a_formatter_cannot_change_the_tokens():
+    assert sum(tokens(SAMPLE).values()) == sum(tokens(SAMPLE.replace('" "', " ")).values())
+    for separators, counts in SAMPLE_TOKENS.items():
+        assert tokens(SAMPLE, separators=separators) == counts
+
+
+def pythons() -> list[str]:
+    """Return the oldest and the newest other Python on this machine, if there are any."""
+    found = {}
+    for minor in range(10, 20):
+        of_pyenv = Path.home().glob(f".pyenv/versions/3.{minor}.*/bin/python")
+        for path in [shutil.which(f"python3.{minor}"), *map(str, of_pyenv)]:
+            if path and not subprocess.run([path, "-c", ""], capture_output=True).returncode:
+                found[minor] = path
+    return sorted({found[min(found)], found[max(found)]}) if found else []
+
+
+def test_tokens_are_the_same_on_the_oldest_and_the_newest_python(tmp_path):
+    (tmp_path / "sample.py").write_text(SAMPLE)
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); from code_measures import tokens; "
+        "print({s: dict(tokens(open(sys.argv[2]).read(), separators=s)) for s in (False, True)})"
+    )
+    helpers = Path(code_measures.__file__).parent
+    for python in pythons():
+        command = [python, "-c", code, str(helpers), str(tmp_path / "sample.py")]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert ast.literal_eval(done.stdout) == SAMPLE_TOKENS, python
 
 
 def test_no_function_takes_more_than_ten_parameters():
@@ -260,15 +342,8 @@ def test_the_loop_is_one_page():
     source = (PACKAGE / "train.py").read_text()
     tree = ast.parse(source)
     (train,) = (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef) and n.name == "train")
-    (loop,) = (
-        n
-        for n in ast.walk(train)
-        if isinstance(n, ast.For)
-        and "clock.over" in ast.unparse(n.iter)
-        and "data" in ast.unparse(n.iter)
-    )
-    assert len(source.splitlines()) <= 200 and length(train) <= 130 and length(loop) <= 45
-    assert max(map(len, source.splitlines())) <= 120 and "fmt: skip" not in source
+    assert len(source.splitlines()) - len(code_measures.docstring_lines(tree)) <= 240
+    assert length(train) <= 150
     assert sum(isinstance(node, ast.Import | ast.ImportFrom) for node in ast.walk(tree)) <= 22
     assert len(stored(train)) <= 45
     assert sum(isinstance(node, ast.FunctionDef) for node in ast.walk(train)) - 1 <= 2

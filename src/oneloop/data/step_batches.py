@@ -254,13 +254,15 @@ def transferred(
     in pinned memory; if not, the host waits for each copy.
     """
     if device.type != "cuda" or not pinned:
-        yield from batches if device.type == "cpu" else (_to(batch, device) for batch in batches)
+        yield from (
+            batches if device.type == "cpu" else (to_device(batch, device) for batch in batches)
+        )
         return
     copies = torch.cuda.Stream(device)
     current: Batch | None = None
     for batch in batches:
         with torch.cuda.stream(copies):
-            upcoming = _to(batch, device)
+            upcoming = to_device(batch, device)
         if current is not None:
             yield current
         torch.cuda.current_stream(device).wait_stream(copies)
@@ -273,7 +275,7 @@ def transferred(
         yield current
 
 
-def _to(batch: Batch, device: torch.device) -> Batch:
+def to_device(batch: Batch, device: torch.device) -> Batch:
     return {
         k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()
     }

@@ -21,7 +21,7 @@ from oneloop.machine.compile import compile_
 from oneloop.machine.frozen_dtype import count, hold_frozen
 from oneloop.machine.load_in_turn import in_turn, local_processes
 from oneloop.machine.recompute import parsed, recompute
-from oneloop.machine.torch_settings import channels_last
+from oneloop.machine.torch_settings import channels_last, reject_not_deterministic
 from oneloop.optim.parameter_groups import LR_FACTOR, chosen, freeze, layer_decay
 from oneloop.recipe.schema import Recipe
 from oneloop.tasks.protocol import Task
@@ -87,6 +87,10 @@ def build_model(
     names = class_names(modules)
     notes += setting_notes + _adapt_to_machine(model, recipe, names, sharded=sharded, device=device)
     _reject_inexact(recipe, model, layout)
+    if device == "cuda" and (layout.grain or recipe.machine.deterministic):
+        reject_not_deterministic(
+            model, "batch.grain" if layout.grain else "machine.deterministic true"
+        )
     return BuiltModel(model, names, notes, structure, settings, sum(map(count, model.parameters())))
 
 

@@ -66,6 +66,8 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
 
     Collective: call on every rank."""
     model, contract = bare(model), Contract(job.task)
+    if run.accelerator.scaler is not None:
+        reject_half_parameters(model)
     if run.ranks > 1 and not run.sharded:
         model = Wrapped(model)
     number = min(SAMPLED, max(job.layout.each, 2 if contract.whole else 1), len(job.train_set))
@@ -96,6 +98,18 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
                 f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model"
             ) from error
         raise
+
+
+def reject_half_parameters(model: nn.Module) -> None:
+    """Raise BadInput if a trained parameter has a 16-bit dtype: fp16 loss scaling needs float32
+    gradients."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise BadInput(
+                f"mixed_precision fp16 requires float32 parameters, but {name} is {kind}; return "
+                "a float32 model from model(), or use mixed_precision no"
+            )
 
 
 def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> Any:

@@ -50,6 +50,45 @@ def float32_products(
     torch.backends.cudnn.allow_tf32 = precision != "highest"
 
 
+_NOT_DETERMINISTIC = (
+    nn.AdaptiveAvgPool2d,
+    nn.AdaptiveAvgPool3d,
+    nn.AdaptiveMaxPool2d,
+    nn.AvgPool3d,
+    nn.MaxPool3d,
+    nn.FractionalMaxPool2d,
+    nn.FractionalMaxPool3d,
+    nn.MaxUnpool1d,
+    nn.MaxUnpool2d,
+    nn.MaxUnpool3d,
+    nn.ReflectionPad1d,
+    nn.ReflectionPad2d,
+    nn.ReflectionPad3d,
+    nn.ReplicationPad1d,
+    nn.ReplicationPad2d,
+    nn.ReplicationPad3d,
+    nn.NLLLoss2d,
+    nn.CTCLoss,
+)
+
+
+def reject_not_deterministic(model: nn.Module, key: str) -> None:
+    """Raise ValueError if the model has a layer whose gradient is not deterministic on a GPU.
+
+    ``key`` is the setting that requires it. The layers are those for which torch itself raises an
+    error (torch.use_deterministic_algorithms), known before the first step."""
+    for name, module in model.named_modules():
+        if not isinstance(module, _NOT_DETERMINISTIC):
+            continue
+        if isinstance(module, nn.AdaptiveAvgPool2d) and module.output_size in (1, (1, 1)):
+            continue  # torch computes a mean
+        raise ValueError(
+            f"{key} requires deterministic layers, but the gradient of {name or 'the model'} "
+            f"({type(module).__name__}) is not deterministic on a GPU; replace this layer, or "
+            f"remove {key}"
+        )
+
+
 def release_cache() -> None:
     """Release the device's cached memory. Useful before work with other shapes (evaluation); too
     slow for the loop."""

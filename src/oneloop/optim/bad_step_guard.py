@@ -107,11 +107,10 @@ class Guard:
         self._pending = fault, norm, loss, weight, metrics
 
     def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
-        # torch.amp's kernel sets the flag if the norm is not finite, and multiplies the norm by
-        # one.
-        torch._amp_foreach_non_finite_check_and_unscale_(
-            [norm.detach()], self._bad.zero_(), self._one
-        )
+        # The kernel sets the flag if the norm is not finite, and multiplies the norm by one.
+        # On CUDA it does not know bfloat16 (pytorch #127176).
+        known = norm.detach().to(torch.promote_types(norm.dtype, torch.float32))
+        torch._amp_foreach_non_finite_check_and_unscale_([known], self._bad.zero_(), self._one)
         if self._window is not None:
             self._bad = torch.maximum(self._bad, self._fault_value(norm, mean))
         if not self._on_device:

@@ -26,7 +26,7 @@ from torch.utils.data import Subset
 from oneloop.basics.tensors import local, reshard
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.seeded_samples import Batches, SeededSamples
-from oneloop.data.step_batches import Batch, Group
+from oneloop.data.step_batches import Batch, Group, to_device
 from oneloop.ema import EMA
 from oneloop.evaluation import evaluate
 from oneloop.job.build import Job
@@ -148,6 +148,8 @@ class StepCosts:
         places = [(0, largest[position % len(largest)]) for position in range(micro * number)]
         load = Batches(samples, job.collate)
         batches = [load[places[start : start + micro]] for start in range(0, micro * number, micro)]
+        if self._mode is None:  # fake tensors stay on the CPU, as the fake model does
+            batches = [(to_device(batch, self.run.device), weight) for batch, weight in batches]
         self._see(batch for batch, _ in batches)
         return batches
 

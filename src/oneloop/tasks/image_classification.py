@@ -336,6 +336,20 @@ class ImageClassification(Task):
         return {**shown, "right": int(predicted) == label, "confidence": float(confidence)}
 
 
+class Quarters(nn.Module):
+    """Average pooling to 2 x 2, the mean of each quarter, as ``nn.AdaptiveAvgPool2d(2)``.
+
+    The gradient of adaptive pooling is not deterministic on a GPU, that of plain pooling is. An odd
+    size has a middle row or column, which both quarters count."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        quarter = ((height + 1) // 2, (width + 1) // 2)
+        step = (max(1, height // 2), max(1, width // 2))
+        pooled = F.avg_pool2d(images, quarter, step)
+        return pooled.expand(*images.shape[:-2], 2, 2)  # a size of 1 is its own quarter
+
+
 class CNN(nn.Module):
     """Three convolutions with GroupNorm, without batch statistics; dropout is off by default.
 
@@ -355,9 +369,7 @@ class CNN(nn.Module):
                 nn.GELU(),
             ]
             layers += [nn.AvgPool2d(2)] if inside != channels else []
-        self.features = nn.Sequential(
-            *layers, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Dropout(dropout)
-        )
+        self.features = nn.Sequential(*layers, Quarters(), nn.Flatten(), nn.Dropout(dropout))
         self.head = nn.Linear(16 * width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
