@@ -1,45 +1,31 @@
-"""oneloop plan against torch.cuda.max_memory_allocated on one GPU, for eight recipes; takes at most
-6 minutes.
+"""Part plan of ``gpu_day.py``: ``oneloop plan`` beside the memory that a step takes on a GPU.
 
-    python benchmarks/plan_on_gpu.py > benchmarks/DATE-plan-on-gpu.txt
+    PYTHONPATH=src python benchmarks/gpu_day.py --part plan
 
-Each recipe is planned, and then its step runs for real, in a process of its own. With --toy, for
-tests on a CPU, it has fewer and smaller recipes in float32, and the measured bytes are those of the
-ledger.
+Each recipe is planned on the CPU, and then its step runs for real, in a process of its own. The
+measured bytes are those that torch's allocator has allocated and reserved; in a toy, which runs on
+a CPU in float32, those of the ledger.
 """
 
+from __future__ import annotations
+
 import json
+import os
 import subprocess
 import sys
-import time
-from datetime import date
-from importlib.metadata import version
 
 import torch
 
-RECIPES = {
-    "digits": ["digits"],
-    "gpt": ["gpt"],
-    "gpt2, micro 8": ["gpt2"],
-    "gpt2, recompute full": ["gpt2", "--machine.recompute", "full"],
-    "gpt2, EMA, selective": ["gpt2", "--ema.half_life", "5%", "--machine.recompute", "selective"],
-    "llama, packed": ["llama"],
-    "llama-1b, micro 1": ["llama-1b", "--batch.micro", "1"],
-    "llama-1b, recompute full": ["llama-1b", "--machine.recompute", "full"],
-}
-TOY = {
-    "digits": ["digits"],
-    "gpt": ["gpt", "--task.width", "32", "--task.heads", "2", "--batch.size", "4"],
-}
-PRECISION = "no" if "--toy" in sys.argv else "bf16"
+from gpu_lines import Place, Result, line
+from same_bits_gpu import environment
+
+GIB = 2**30
+WITHIN = 0.05  # the largest error of the predicted peak (goal G11)
+SMALL = ["--task.width", "32", "--task.heads", "2", "--batch.size", "4"]
 
 
-def measured(precision: str, words: list[str]) -> None:
-    """Run the real step and print its peak, in bytes: of the allocator (allocated, reserved), and
-    of the ledger."""
-    import os
-
-    os.environ["ACCELERATE_MIXED_PRECISION"] = precision
+def measured(words: list[str]) -> None:
+    """Run the real step and print its peak, in bytes: allocated, reserved, and of the ledger."""
     from oneloop.job.build import build_job
     from oneloop.launch.processes import start
     from oneloop.plan.step_costs import StepCosts
@@ -51,50 +37,90 @@ def measured(precision: str, words: list[str]) -> None:
     if run.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         costs._run_step()
-        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        torch.cuda.synchronize()
+        allocated = torch.cuda.max_memory_allocated()
+        reserved = torch.cuda.max_memory_reserved()
     print(json.dumps([allocated, reserved, costs.step().peak]))
 
 
-def main() -> None:
-    recipes = TOY if "--toy" in sys.argv else RECIPES
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
-    names = ("torch", "accelerate", "transformers", "oneloop")
-    print(f"{date.today()}: {device}, " + ", ".join(f"{name} {version(name)}" for name in names))
-    rows, began = [], time.monotonic()
-    for name, words in recipes.items():
-        options = [
-            "--config_file",
-            "single",
-            "--mixed_precision",
-            PRECISION,
-            "--no_changes",
-            "--json",
-        ]
-        command = [sys.executable, "-m", "oneloop", "plan", *words, *options]
-        plan = json.loads(
-            subprocess.run(command, capture_output=True, text=True, check=False).stdout
-        )
-        planned = plan["memory"]["step"]["peak"]
-        done = subprocess.run(
-            [sys.executable, __file__, "--one", PRECISION, *words],
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        if done.returncode:
-            print(f"{name}: {done.stderr.strip().splitlines()[-1]}", flush=True)
-            continue
-        allocated, reserved, ledger = json.loads(done.stdout.splitlines()[-1])
-        rows.append((name, planned, allocated or ledger, reserved, ledger))
-        print(f"{name} after {time.monotonic() - began:.0f} s", flush=True)
-    print(
-        f"\n{'recipe':28}{'planned':>10}{'measured':>10}{'error':>8}{'reserved':>10}{'ledger':>10} "
-        "  GiB"
+def _beside(place: Place, words: list[str]) -> Result:
+    """Plan a recipe, and measure it."""
+    options = ["--config_file", "single", "--mixed_precision", place.precision, "--no_changes"]
+    command = [sys.executable, "-m", "oneloop", "plan", *words, *options, "--json"]
+    plan = subprocess.run(command, capture_output=True, text=True, env=environment())
+    assert plan.stdout.startswith("{"), plan.stdout + plan.stderr  # exit code 1: it does not fit
+    planned = json.loads(plan.stdout)["memory"]["step"]["peak"]
+
+    variables = {**environment(), "ACCELERATE_MIXED_PRECISION": place.precision}
+    command = [sys.executable, __file__, "--one", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=variables)
+    assert done.returncode == 0, done.stderr
+    allocated, reserved, ledger = json.loads(done.stdout.splitlines()[-1])
+
+    real = allocated or ledger
+    error = planned / real - 1
+    numbers = {
+        "planned_gib": planned / GIB,
+        "measured_gib": real / GIB,
+        "error": error,
+        "ledger_gib": ledger / GIB,
+    }
+    if allocated:
+        numbers["reserved_gib"] = reserved / GIB
+    says = (
+        f"planned {planned / GIB:.3f} GiB, measured {real / GIB:.3f} ({error:+.1%}), "
+        f"reserved {reserved / GIB:.3f}, ledger {ledger / GIB:.3f}"
     )
-    for name, planned, real, reserved, ledger in rows:
-        sizes = f"{planned / 2**30:10.3f}{real / 2**30:10.3f}{planned / real - 1:8.1%}"
-        print(f"{name:28}{sizes}{reserved / 2**30:10.3f}{ledger / 2**30:10.3f}")
+    assert abs(error) <= WITHIN, f"{says}: more than {WITHIN:.0%} apart"
+    return Result(says, numbers)
+
+
+NUMBERS = ["planned_gib", "measured_gib", "error"]
+ON_GPU = ["reserved_gib"]
+
+
+@line("plan", name="plan_gpt2_micro_8", seconds=45, numbers=NUMBERS, on_gpu=ON_GPU, gpus=1)
+def gpt2(place: Place) -> Result:
+    return _beside(place, ["gpt2"])
+
+
+@line("plan", name="plan_llama_1b_micro_1", seconds=60, numbers=NUMBERS, on_gpu=ON_GPU, gpus=1)
+def llama_1b(place: Place) -> Result:
+    return _beside(place, ["llama-1b", "--batch.micro", "1"])
+
+
+@line("plan", name="plan_gpt2_ema_selective", seconds=45, numbers=NUMBERS, on_gpu=ON_GPU, gpus=1)
+def gpt2_ema(place: Place) -> Result:
+    return _beside(place, ["gpt2", "--ema.half_life", "5%", "--machine.recompute", "selective"])
+
+
+@line("plan", name="plan_llama_packed", seconds=40, numbers=NUMBERS, on_gpu=ON_GPU, gpus=1)
+def llama(place: Place) -> Result:
+    return _beside(place, ["llama"])
+
+
+@line("plan", name="plan_digits", seconds=30, numbers=NUMBERS, on_gpu=ON_GPU)
+def digits(place: Place) -> Result:
+    return _beside(place, ["digits"])
+
+
+@line("plan", name="plan_gpt", seconds=30, numbers=NUMBERS, on_gpu=ON_GPU)
+def gpt(place: Place) -> Result:
+    return _beside(place, ["gpt", *(SMALL if place.toy else [])])
+
+
+@line("plan", name="plan_gpt2_recompute", seconds=45, numbers=NUMBERS, on_gpu=ON_GPU, gpus=1)
+def gpt2_recompute(place: Place) -> Result:
+    return _beside(place, ["gpt2", "--machine.recompute", "full"])
+
+
+@line("plan", name="plan_llama_1b_recompute", seconds=60, numbers=NUMBERS, on_gpu=ON_GPU, gpus=1)
+def llama_1b_recompute(place: Place) -> Result:
+    return _beside(place, ["llama-1b", "--machine.recompute", "full"])
 
 
 if __name__ == "__main__":
-    measured(sys.argv[2], sys.argv[3:]) if sys.argv[1:2] == ["--one"] else main()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    if sys.argv[1:2] != ["--one"]:
+        sys.exit("this is a part of gpu_day.py: python benchmarks/gpu_day.py --part plan")
+    measured(sys.argv[2:])

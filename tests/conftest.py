@@ -16,7 +16,6 @@ if "ONELOOP_CACHE" not in os.environ:  # an empty cache for this session
     atexit.register(shutil.rmtree, os.environ["ONELOOP_CACHE"], ignore_errors=True)
 
 REPEATED = """
-test_settings.py::test_the_check_of_a_gpu_runs_without_one_as_far_as_it_can
 test_wheel.py::test_the_template_and_the_notebook_run_without_a_checkout
 test_apply.py::test_through_the_launcher_as_typed
 test_apply.py::test_a_row_for_each_image_in_order_whatever_the_ranks

@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from typing import Any
+
+import psutil
 import pytest
 import torch
 from torch import nn
@@ -18,6 +27,7 @@ from oneloop.optim.clip import global_norm
 from oneloop.plan.step_costs import StepCosts
 from oneloop.recipe.parse import read
 from oneloop.tasks.image_classification import Quarters
+from worlds import ROOT
 
 SMALL_GPT = ["gpt", "--task.width", "32", "--task.heads", "2", "--task.layers", "1"]
 
@@ -99,3 +109,135 @@ def test_the_batches_of_a_measured_step_are_on_the_device_of_the_model():
     run.device = torch.device("meta")
     ((batch, weight),) = costs._loaded(job, 4, 1)
     assert weight == 4 and {value.device.type for value in batch.values()} == {"meta"}
+
+
+@pytest.fixture
+def benchmarks(monkeypatch):
+    """The modules of ``benchmarks/``."""
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+
+
+def event(kind: str, name: str, start: float, length: float, **more: int) -> dict[str, Any]:
+    """An event of a trace; ``more`` are its thread and its correlation."""
+    thread = more.pop("thread", 1)
+    return {
+        "ph": "X",
+        "cat": kind,
+        "name": name,
+        "ts": start,
+        "dur": length,
+        "pid": 0,
+        "tid": thread,
+        "args": more,
+    }
+
+
+def test_a_trace_is_reduced_to_phases_idle_time_and_waits(benchmarks):
+    from gpu_trace import FORWARD, reduce
+
+    events = [
+        event("user_annotation", FORWARD, 0, 10),
+        event("cuda_runtime", "cudaLaunchKernel", 1, 1, correlation=1),
+        event("cuda_runtime", "cudaLaunchKernel", 20, 1, correlation=2, thread=2),
+        event("cuda_driver", "cuLaunchKernel", 30, 1, correlation=3),
+        event("cuda_runtime", "cudaMemcpyAsync", 32, 1, correlation=4),
+        event("cuda_runtime", "cudaStreamSynchronize", 33, 7),
+        event("kernel", "gemm", 100, 50, correlation=1, thread=7),
+        event("kernel", "gemm_backward", 140, 60, correlation=2, thread=7),
+        event("kernel", "adamw", 210, 20, correlation=3, thread=7),
+        event("gpu_memcpy", "Memcpy DtoH", 240, 10, correlation=4, thread=7),
+        event("gpu_user_annotation", FORWARD, 0, 1000, thread=7),
+        {"ph": "M", "name": "process_name"},
+    ]
+    reduced = reduce(events, steps=2)
+    assert reduced.idle_share == pytest.approx(1 - 130 / 150)
+    assert reduced.kernels == 1.5 and reduced.kernels_outside == 0.5 and reduced.waits == 0.5
+    phases = {row["phase"]: row for row in reduced.tables["time of the device by phase"]}
+    assert phases["backward"] == {"phase": "backward", "ms per step": 0.03, "kernels": 0.5}
+    assert phases["outside"]["ms per step"] == pytest.approx(0.015)
+    assert reduced.tables["longest kernels"][0]["kernel"] == "gemm_backward"
+    assert reduced.tables["waits"] == [
+        {"call": "cudaStreamSynchronize", "calls per step": 0.5, "ms per step": 0.0035}
+    ]
+
+
+def _hanging(place):
+    subprocess.Popen(["sleep", "543"])
+    time.sleep(60)
+
+
+def test_a_line_needs_its_numbers_and_takes_its_processes_with_it(benchmarks):
+    from gpu_lines import Line, Result, perform
+
+    def tried(run, *numbers: str, limit: float = 60.0):
+        line = Line("check", "one", run, 1.0, numbers, ["on_a_gpu"], 0, [])
+        return perform(line, toy=True, rates={}, limit=limit)
+
+    def broken(place):
+        print("what happened before")
+        raise ValueError("a reason")
+
+    assert tried(lambda place: Result("fine", {"a": 1.0}), "a").outcome == "pass"
+    missing = tried(lambda place: Result("fine", {"a": math.nan}), "a", "b")
+    assert (missing.outcome, missing.says) == ("fail", "without its numbers a, b: fine")
+    failed = tried(broken)
+    assert failed.outcome == "fail" and failed.says == "ValueError: a reason"
+    assert failed.log[0] == "what happened before" and "Traceback" in failed.log[1]
+    assert tried(lambda place: os._exit(3)).says == "its process ended with code 3 and no result"
+    late = tried(_hanging, limit=2.0)
+    assert (
+        late.outcome == "fail" and late.says == "it took longer than the 2 s that were left for it"
+    )
+    left = [one for one in psutil.process_iter() if one.name() == "sleep"]
+    assert not [
+        one for one in left if one.status() != psutil.STATUS_ZOMBIE and "543" in one.cmdline()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("gpus", "needs", "package", "expected"),
+    [
+        (0, 0, "json", None),
+        (0, 1, "json", "no CUDA"),
+        (1, 2, "json", "one GPU only; it needs 2"),
+        (1, 1, "no_such_package", "package missing: no_such_package"),
+    ],
+)
+def test_the_reasons_to_skip_a_line(benchmarks, gpus, needs, package, expected):
+    from gpu_lines import Line
+
+    line = Line("check", "one", lambda place: None, 1.0, [], [], needs, [package])
+    assert line.why_skipped(gpus) == expected
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_all_parts_of_the_day_with_a_gpu_run_without_one(tmp_path):
+    script = ROOT / "benchmarks" / "gpu_day.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(script), "--toy", "--to", str(tmp_path)]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (record,) = tmp_path.glob("*.json")
+    assert len(list(tmp_path.iterdir())) == 2
+    lines = json.loads(record.read_text())["lines"]
+    skipped = {line["says"] for line in lines if line["outcome"] == "skipped"}
+    assert skipped == {"no CUDA"}
+    assert {line["part"] for line in lines if line["outcome"] == "pass"} == {
+        "check",
+        "speed",
+        "bits",
+        "plan",
+        "faults",
+    }
+    ran = sum(line["outcome"] == "pass" for line in lines)
+    assert f"{ran} lines ran: {ran} passed, 0 failed" in ended.stdout
+
+
+def test_a_line_that_does_not_exist_is_bad_input(tmp_path):
+    script = ROOT / "benchmarks" / "gpu_day.py"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    command = [sys.executable, str(script), "--part", "bits", "--only", "gpt3"]
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
+    assert ended.returncode == 2 and "unknown lines: gpt3; known: leaves_float32" in ended.stderr
+    assert not list(tmp_path.iterdir())

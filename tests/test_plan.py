@@ -7,8 +7,6 @@ import dataclasses
 import json
 import math
 import shlex
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -23,7 +21,7 @@ from oneloop.recipe.parse import read
 from oneloop.recipe.run_keys import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch
 from planning import LAYOUTS, LLAMA, one_step, planned_recipes
-from worlds import HERE, ROOT, run
+from worlds import HERE, run
 
 BLOCKS = (f"{HERE / 'planning.py'}:Blocks", "--batch.size", "32")
 GIB = 2.0**30
@@ -473,14 +471,3 @@ def test_a_llama_of_seven_billion_parameters(processes):
         times * (4 * (number - root) + 2 * root), rel=padding
     )
     assert sent(plan, "reduce-scatter") == pytest.approx(4 * number, rel=padding)
-
-
-@pytest.mark.slow
-def test_the_script_for_a_gpu_runs_a_toy_on_a_cpu():
-    script = ROOT / "benchmarks" / "plan_on_gpu.py"
-    done = subprocess.run(
-        [sys.executable, script, "--toy"], capture_output=True, text=True, check=True
-    )
-    table = [line.split() for line in done.stdout.partition("recipe ")[2].splitlines()[1:]]
-    assert [row[0] for row in table] == ["digits", "gpt"]
-    assert all(abs(float(row[3].rstrip("%"))) < 5 for row in table), done.stdout

@@ -1,0 +1,258 @@
+"""One command for a machine with a GPU: it checks, measures and records.
+
+    PYTHONPATH=src python benchmarks/gpu_day.py --part check --minutes 9 --to benchmarks
+    PYTHONPATH=src python benchmarks/gpu_day.py --part speed --only gpt2,llama-1b
+    PYTHONPATH=src python benchmarks/gpu_day.py --toy         # all parts, small, on a CPU
+    PYTHONPATH=src python benchmarks/gpu_day.py --list
+
+The parts are check (what must hold), speed (oneloop beside hand-written loops), bits (batch.grain),
+plan (predicted beside measured memory) and faults (out of memory, kills, NaN). Each is a list of
+lines, the most valuable first; a line runs in a process of its own. No line is started that does
+not fit into the minutes; those are listed as left. The results are in DATE-gpu-PART.json and .txt,
+written after each line; a second call on the same day adds to them. A line is skipped only without
+CUDA, with one GPU if it needs two, or if a package is missing. A line that does not return its
+numbers has failed. The exit code is 1 if a line fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from datetime import date, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+# The caller imports libraries and forks; it never touches CUDA, which children could not use then.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
+
+import torch
+
+import gpu_check
+import gpu_faults
+import gpu_speed
+import oneloop
+import plan_on_gpu
+import same_bits_gpu
+from gpu_lines import FORK, LINES, PARTS, Line, Outcome, perform
+
+MODULES = (gpu_check, gpu_speed, same_bits_gpu, plan_on_gpu, gpu_faults)  # each registers lines
+PACKAGES = ("torch", "accelerate", "transformers", "triton", "torchvision", "timm", "peft")
+CARD = "card"  # the line that measures the rates of this card, before all others of speed
+SLACK = 5.0  # seconds that must remain when a line has taken as long as expected
+
+
+def machine(toy: bool) -> dict[str, Any]:
+    """Describe this machine. A child asks CUDA, so that this process does not touch it."""
+    ours, theirs = FORK.Pipe(duplex=False)
+    child = FORK.Process(target=_ask_cuda, args=(theirs, toy))
+    child.start()
+    theirs.close()
+    try:
+        described: dict[str, Any] = ours.recv()
+    except EOFError:
+        described = {"device": "CUDA cannot be used in a forked process", "gpus": 0}
+    child.join()
+    versions = {"python": platform.python_version(), "oneloop": oneloop.__version__}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "missing"
+    return {
+        **described,
+        "processor": platform.processor() or platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": versions,
+        "commit": _commit(),
+    }
+
+
+def _ask_cuda(answers: Any, toy: bool) -> None:
+    if toy or not torch.cuda.is_available():
+        answers.send({"device": "cpu", "gpus": 0})
+        return
+    properties = torch.cuda.get_device_properties(0)
+    answers.send(
+        {
+            "device": torch.cuda.get_device_name(0),
+            "gpus": torch.cuda.device_count(),
+            "memory_gib": round(properties.total_memory / 2**30, 1),
+            "multiprocessors": properties.multi_processor_count,
+            "cuda": torch.version.cuda,
+            "driver": _driver(),
+        }
+    )
+
+
+def _driver() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    return _output(command).splitlines()[0] if _output(command) else "unknown"
+
+
+def _commit() -> str:
+    """Return the commit of the checkout, with a mark if files have changed since."""
+    folder = ["git", "-C", str(Path(__file__).parent)]
+    changed = _output([*folder, "status", "--porcelain", "--untracked-files=no"])
+    found = _output([*folder, "rev-parse", "--short", "HEAD"])
+    return f"{found}{' and changes' if changed else ''}" if found else "unknown"
+
+
+def _output(command: list[str]) -> str:
+    """Return what a command prints; nothing if it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+
+
+class Record:
+    """The results of a part, as JSON and as text, in files that grow line by line."""
+
+    def __init__(self, folder: Path, part: str, about: dict[str, Any], *, toy: bool) -> None:
+        stem = f"{date.today()}-gpu-{part}{'-toy' if toy else ''}"
+        self._json = folder / f"{stem}.json"
+        self._text = folder / f"{stem}.txt"
+        folder.mkdir(parents=True, exist_ok=True)
+        earlier = json.loads(self._json.read_text()) if self._json.exists() else {}
+        command = " ".join(["python", "benchmarks/gpu_day.py", *sys.argv[1:]])
+        self.calls: list[dict[str, Any]] = [*earlier.get("calls", [])]
+        self.calls.append({"command": command, **about})
+        self.outcomes: list[dict[str, Any]] = earlier.get("lines", [])
+        self.left: list[str] = []
+
+    def add(self, outcome: Outcome, card: str) -> None:
+        outcome.card = card
+        outcome.when = datetime.now().isoformat(timespec="seconds")
+        self.outcomes.append(outcome.as_dict())
+        self.write()
+
+    def write(self) -> None:
+        """Write both files."""
+        self.calls[-1]["left"] = self.left
+        content = {"calls": self.calls, "lines": self.outcomes}
+        draft = self._json.with_suffix(".draft")
+        draft.write_text(json.dumps(content, indent=1))
+        draft.replace(self._json)
+        self._text.write_text("\n".join(self._lines()) + "\n")
+
+    def _lines(self) -> list[str]:
+        lines = []
+        for call in self.calls:
+            versions = ", ".join(f"{name} {one}" for name, one in call["versions"].items())
+            lines.append(f"# {date.today()}  {call['command']}")
+            lines.append(f"# {call['device']}, commit {call['commit']}; {versions}")
+        for outcome in self.outcomes:
+            lines += ["", headline(outcome)]
+            for name, value in outcome.get("numbers", {}).items():
+                lines.append(f"    {name:44}{value:16,.6g}")
+            for title, rows in outcome.get("tables", {}).items():
+                lines += [f"    {title}", *(f"      {row}" for row in table(rows))]
+            lines += [f"    | {text}" for text in outcome.get("log", [])]
+        if self.left:
+            lines += ["", f"left, because they did not fit: {', '.join(self.left)}"]
+        return lines
+
+
+def headline(outcome: dict[str, Any]) -> str:
+    """Return the line that the terminal and the text show for an outcome."""
+    seconds = f"{outcome['seconds']:6.1f} s"
+    title = f"{outcome['part']}/{outcome['name']}"
+    return f"{outcome['outcome']:8}{title:44}{seconds}  {outcome['says']}"
+
+
+def table(rows: list[dict[str, Any]]) -> list[str]:
+    """Return rows as aligned text, with the names of their columns first."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    cells = [names, *([_cell(row.get(name, "")) for name in names] for row in rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(names))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)) for row in cells]
+
+
+def _cell(value: Any) -> str:
+    return f"{value:,.4g}" if isinstance(value, float) else str(value)
+
+
+def parsed() -> argparse.Namespace:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--part", choices=PARTS, help="one part (default: all)")
+    options.add_argument("--only", default="", help="names of lines, separated by commas")
+    options.add_argument("--minutes", type=float, help="default: 9; for --toy 60")
+    options.add_argument("--to", type=Path, default=Path(), help="folder of the records")
+    options.add_argument("--toy", action="store_true", help="run small shapes on a CPU")
+    options.add_argument("--list", action="store_true", help="list the lines")
+    return options.parse_args()
+
+
+def chosen_lines(part: str | None, only: str) -> list[Line]:
+    """Return the lines to run, in order. Exit with 2 for a name that does not exist."""
+    names = [name for name in only.split(",") if name]
+    of_part = [one for one in LINES if part in (None, one.part)]
+    of_part.sort(key=lambda one: PARTS.index(one.part))
+    if unknown := set(names) - {one.name for one in of_part}:
+        known = ", ".join(one.name for one in of_part)
+        print(f"unknown lines: {', '.join(sorted(unknown))}; known: {known}", file=sys.stderr)
+        sys.exit(2)
+    chosen = [one for one in of_part if not names or one.name in names]
+    # Floors come from the rates of this card, so they are measured in every call.
+    if any(one.part == "speed" for one in chosen) and CARD not in {one.name for one in chosen}:
+        chosen.insert(0, next(one for one in LINES if one.name == CARD))
+    return chosen
+
+
+def main() -> None:
+    given = parsed()
+    chosen = chosen_lines(given.part, given.only)
+    if given.list:
+        for one in chosen:
+            print(f"{one.part:8}{one.name:40}{one.seconds:5.0f} s")
+        return
+    began = time.monotonic()
+    minutes = given.minutes or (60 if given.toy else 9)
+    about = machine(given.toy)
+    if not (about["gpus"] or given.toy):
+        sys.exit(f"there is no GPU ({about['device']}); --toy runs what can be run without one")
+    print(f"{about['device']}, {about['gpus']} GPUs; {len(chosen)} lines in {minutes:g} minutes")
+
+    record = Record(given.to, given.part or "day", about, toy=given.toy)
+    rates: dict[str, float] = {}
+    counts = dict.fromkeys(("pass", "fail", "skipped"), 0)
+    for one in chosen:
+        left = 60 * minutes - (time.monotonic() - began)
+        if reason := one.why_skipped(about["gpus"]):
+            outcome = Outcome(one.part, one.name, "skipped", reason)
+        elif (0 if given.toy else one.seconds) + SLACK > left:
+            record.left.append(f"{one.part}/{one.name}")
+            record.write()
+            continue
+        else:
+            outcome = perform(one, toy=given.toy, rates=rates, limit=left)
+            if one.name == CARD:
+                rates = outcome.numbers
+        record.add(outcome, about["device"])
+        counts[outcome.outcome] += 1
+        print(headline(outcome.as_dict() | {"seconds": outcome.seconds}), flush=True)
+    if record.left:
+        print(f"left, because they did not fit: {', '.join(record.left)}")
+    ran = counts["pass"] + counts["fail"]
+    print(
+        f"{ran} lines ran: {counts['pass']} passed, {counts['fail']} failed; "
+        f"{counts['skipped']} skipped, {len(record.left)} left"
+    )
+    sys.exit(bool(counts["fail"]))
+
+
+if __name__ == "__main__":
+    main()

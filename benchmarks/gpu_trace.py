@@ -1,0 +1,155 @@
+"""Reduce a profiler trace of some steps to a few numbers and tables.
+
+>>> with torch.profiler.profile(activities=[CPU, CUDA]) as profiler:
+...     for batch in batches:
+...         with torch.profiler.record_function(FORWARD):
+...             loss = model(batch)
+...         loss.backward()                     # on a GPU, autograd runs it on another thread
+...         update()
+>>> reduced = reduce(events_of(profiler), steps=len(batches))
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oneloop.measure.profiling import covered
+
+FORWARD = "benchmark: forward"  # range in which a loop calls the model and its loss
+DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+LAUNCHES = ("cuda_runtime", "cuda_driver")
+WAITS = (
+    "cudaStreamSynchronize",
+    "cudaDeviceSynchronize",
+    "cudaEventSynchronize",
+    "cudaMemcpy",
+    "cuStreamSynchronize",
+    "cuCtxSynchronize",
+    "cuEventSynchronize",
+)
+"""calls in which the host waits for the device"""
+ROWS = 12  # rows of a table
+
+
+@dataclass(frozen=True)
+class Reduced:
+    """What a trace says about a step."""
+
+    idle_share: float  # of the time from the first to the last work of the device
+    kernels: float  # per step
+    kernels_outside: float  # per step, launched outside of forward and backward
+    waits: float  # calls per step in which the host waits for the device
+    tables: dict[str, list[dict[str, Any]]]
+
+
+def events_of(profiler: Any) -> list[dict[str, Any]]:
+    """Return the events of a profiler as dicts, as in Chrome's trace format."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        events: list[dict[str, Any]] = json.loads(file.read_text())["traceEvents"]
+    return events
+
+
+def reduce(events: list[dict[str, Any]], *, steps: int) -> Reduced:
+    """Return the numbers and tables of a trace of ``steps`` steps.
+
+    A kernel belongs to the forward if the call that launched it lies in a range :data:`FORWARD` on
+    its thread; to the backward if another thread launched it than the one of these ranges; else to
+    neither ("outside").
+    """
+    whole = [event for event in events if event.get("ph") == "X"]
+    device = [event for event in whole if event.get("cat") in DEVICE_WORK]
+    calls = [event for event in whole if event.get("cat") in LAUNCHES]
+    forwards = [
+        event
+        for event in whole
+        if event.get("cat") == "user_annotation" and event["name"] == FORWARD
+    ]
+    phase_of = {
+        event["args"]["correlation"]: _phase(event, forwards)
+        for event in calls
+        if "correlation" in event.get("args", {})
+    }
+
+    # Add up the time and the number of all work of the device, by phase and by name.
+    times = defaultdict[str, float](float)
+    counts = Counter[str]()
+    names = defaultdict[tuple[str, str], float](float)
+    calls_of = Counter[tuple[str, str]]()
+    for event in device:
+        phase = phase_of.get(event.get("args", {}).get("correlation"), "unknown")
+        times[phase] += event["dur"]
+        counts[phase] += event["cat"] == "kernel"
+        names[phase, event["name"]] += event["dur"]
+        calls_of[phase, event["name"]] += 1
+
+    phases = [
+        {
+            "phase": phase,
+            "ms per step": times[phase] / steps / 1e3,
+            "kernels": counts[phase] / steps,
+        }
+        for phase in sorted(times, key=lambda phase: -times[phase])
+    ]
+    longest = sorted(names, key=lambda key: -names[key])[:ROWS]
+    kernels = [
+        {
+            "phase": phase,
+            "ms per step": names[phase, name] / steps / 1e3,
+            "calls": calls_of[phase, name] / steps,
+            "kernel": name[:90],
+        }
+        for phase, name in longest
+    ]
+    waiting = _waits(calls, steps)
+    return Reduced(
+        idle_share=_idle_share(device),
+        kernels=sum(counts.values()) / steps,
+        kernels_outside=(counts["outside"] + counts["unknown"]) / steps,
+        waits=sum(row["calls per step"] for row in waiting),
+        tables={
+            "time of the device by phase": phases,
+            "longest kernels": kernels,
+            "waits": waiting,
+        },
+    )
+
+
+def _phase(call: dict[str, Any], forwards: list[dict[str, Any]]) -> str:
+    """Return in which phase of a step a call was made."""
+    threads = {(event["pid"], event["tid"]) for event in forwards}
+    if forwards and (call["pid"], call["tid"]) not in threads:
+        return "backward"
+    for event in forwards:
+        if event["ts"] <= call["ts"] <= event["ts"] + event["dur"]:
+            return "forward"
+    return "outside"
+
+
+def _idle_share(device: list[dict[str, Any]]) -> float:
+    """Return the share of the span of these events in which none runs."""
+    if not device:
+        return float("nan")
+    spans = [(event["ts"], event["ts"] + event["dur"]) for event in device]
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
+    return 1 - covered(spans) / whole
+
+
+def _waits(calls: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Return the calls in which the host waits, with their time."""
+    found = Counter[str]()
+    times = defaultdict[str, float](float)
+    for call in calls:
+        if call["name"] in WAITS:
+            found[call["name"]] += 1
+            times[call["name"]] += call["dur"]
+    return [
+        {"call": name, "calls per step": count / steps, "ms per step": times[name] / steps / 1e3}
+        for name, count in found.most_common()
+    ]
