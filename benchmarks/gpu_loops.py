@@ -46,7 +46,7 @@ from oneloop.tasks.language.tokens import Blocks
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.1
 CLIP = 1.0
-LOG_EVERY = 10  # steps; each loop reads its loss then
+LOG_EVERY = 20  # steps; each loop reads its loss then. Timed phases are multiples of it
 SKIPPED = 3  # steps after a pause that are not timed: the cache of the device fills again
 FOREVER = 1_000_000  # steps; the other process ends the loop
 
@@ -283,6 +283,14 @@ class Pacer:
         self._connection = connection
         self._device = device
         self._phases = self._run()
+        # Frozen weights: they are in host memory while the loop is paused.
+        self._frozen: list[nn.Parameter] = []
+        self._copies: list[Tensor] = []
+
+    def knows(self, model: nn.Module) -> None:
+        """Take the frozen weights of the model out of the device's memory in pauses."""
+        if not self._frozen:
+            self._frozen = [one for one in model.parameters() if not one.requires_grad]
 
     def step(self) -> None:
         """Call it at the start of each step."""
@@ -292,8 +300,7 @@ class Pacer:
         """Do what is asked, and yield when a step is to be made."""
         while True:
             kind, count = self._connection.recv()
-            if kind == "stop":
-                os._exit(0)
+            self._resume()
             if kind == "time":
                 answer = yield from self._timed(count)
             elif kind == "trace":
@@ -308,10 +315,20 @@ class Pacer:
             torch.cuda.synchronize()
 
     def _release(self) -> None:
-        """Give the device's cached memory to the other loop."""
+        """Leave the device's memory to the other loop: the cache, and all frozen weights."""
         self._synchronize()
+        if len(self._copies) < len(self._frozen):  # they never change: one copy is enough
+            on_gpu = self._device.type == "cuda"
+            copies = [one.data.to("cpu", copy=True) for one in self._frozen]
+            self._copies = [one.pin_memory() for one in copies] if on_gpu else copies
+        for parameter, copy in zip(self._frozen, self._copies):
+            parameter.data = copy
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def _resume(self) -> None:
+        for parameter, copy in zip(self._frozen, self._copies):
+            parameter.data = copy.to(self._device, non_blocking=True)
 
     def _skip(self) -> Iterator[None]:
         for _ in range(SKIPPED):
@@ -443,6 +460,7 @@ def by_hand(setting: Setting, pacer: Pacer) -> None:
         for block in model.model.layers:  # type: ignore[union-attr]
             block.compile()
 
+    pacer.knows(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim >= 2]
     vectors = [parameter for parameter in trained if parameter.ndim < 2]
@@ -602,6 +620,7 @@ class RandomText(LanguageModel):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if self.progress.total > 1:
+            _NOW["pacer"].knows(model)
             _NOW["pacer"].step()
         with record_function(FORWARD):
             return super().loss(model, batch)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from gpu_lines import Place, Result, line
 from gpu_loops import (
+    LOG_EVERY,
     Contender,
     Images,
     Loop,
@@ -137,7 +138,7 @@ def beside(workload: Workload, place: Place, *, steps: int, others: list[Other])
         # Look into a few steps, and count the host's waits.
         for name, one in loops.items():
             traces[name] = one.ask("trace", TRACED)
-        waits = loops["oneloop"].ask("waits", waited)
+        waits = {name: one.ask("waits", waited) for name, one in loops.items()}
 
     # Time the others once: a failure of theirs is noted, and does not fail the line.
     plain = [
@@ -186,7 +187,7 @@ def summed_up(
     pairs: dict[str, list[float]],
     again: float,
     traces: dict[str, Reduced],
-    waits: dict[str, float],
+    waits: dict[str, dict[str, float]],
     starts: dict[str, float],
     memory: dict[str, float],
     more: list[dict[str, Any]],
@@ -215,8 +216,10 @@ def summed_up(
         "kernels_outside": ours.kernels_outside,
         "by_hand_kernels_outside": traces["by hand"].kernels_outside,
         "waits_in_trace_per_step": ours.waits,
-        "host_waits": float(waits["waits"]),
-        "host_waits_in_steps": float(waits["steps"]),
+        "host_waits": float(waits["oneloop"]["waits"]),
+        "by_hand_host_waits": float(waits["by hand"]["waits"]),
+        "host_waits_in_steps": float(waits["oneloop"]["steps"]),
+        "logs_in_these_steps": float(waits["oneloop"]["steps"] // LOG_EVERY),
         "seconds_to_first_steps": starts["oneloop"],
         "by_hand_seconds_to_first_steps": starts["by hand"],
     }
@@ -319,7 +322,7 @@ def lora_8b(place: Place) -> Result:
         workload = Text(
             "lora-8b",
             "llama",
-            **SMALL_TEXT,
+            **{**SMALL_TEXT, "rows": 1},
             kv_heads=1,
             tied=False,
             packed=True,
