@@ -241,7 +241,7 @@ def test_the_code_breathes():
         "x = a if b else (c if d else e)",
         "a() if b else c()",
         "x = [one * two + other_name for one in some_first_values for two in some_second_values]",
-        "x = [[one * two for one in some_first_values] for two in some_second_values_of_all]",
+        "x = [[one * two for one in some_first_values] for two in some_second_values_and_more]",
         "def f():\n    how = {'a': 1}\n    g(**how)",
         "def f():\n    how: dict[str, int] = dict(a=1)\n    how |= {'b': 2}\n    g(**how)",
         "def f():\n    g(**{'a': 1})",

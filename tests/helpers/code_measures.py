@@ -86,7 +86,7 @@ def code_lines(source: str) -> set[int]:
 
 
 def width(source: str, node: ast.expr) -> int:
-    """Return the columns of an expression if it stood on one line."""
+    """Return the columns that an expression needs on one line."""
     segment = ast.get_source_segment(source, node) or ""
     one_line = re.sub(r"\s+", " ", segment)
     one_line = re.sub(r"([(\[{]) ", r"\1", one_line)
