@@ -18,7 +18,7 @@ from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.text_classification import TextClassification
-from oneloop.tasks.text_encoders import reader
+from oneloop.tasks.text_encoders import EncoderShape, reader
 from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification
 from own_files import rows, write
@@ -256,7 +256,7 @@ def test_a_language_model_that_does_not_fit_is_reported(tmp_path):
 
 
 def test_pairs_are_read_as_the_tokenizer_reads_them(tmp_path):
-    made = reader(str(bert(tmp_path / "bert")), {"length": 12})
+    made = reader(str(bert(tmp_path / "bert")), EncoderShape(length=12))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "bert")
     pairs = [("alpha 1", "beta 2"), ("gamma 17 alpha", "beta"), ("alpha", None)]
     batch = made.collate([made.encode(*pair) for pair in pairs[:2]])
@@ -342,17 +342,17 @@ def test_models_that_are_none_are_reported(tmp_path, name):
 def test_texts_that_do_not_fit_are_reported(tmp_path):
     own = str(bert(tmp_path / "bert"))
     with pytest.raises(ValueError, match="task.length 17 is more than the 16 positions"):
-        reader(own, {"length": 17}).model(["a", "b"])
+        reader(own, EncoderShape(length=17)).model(["a", "b"])
     with pytest.raises(
         ValueError, match="task.length 2 has no room for text next to the special tokens"
     ):
-        reader(own, {"length": 2}).encode("alpha 1", "beta 2")
-    words = reader(own, {"length": 12})
+        reader(own, EncoderShape(length=2)).encode("alpha 1", "beta 2")
+    words = reader(own, EncoderShape(length=12))
     assert len(words.encode_words(["alpha", "beta"])[1]) == 2
     with pytest.raises(ValueError, match="word 1 .* has no tokens; remove it"):
         words.encode_words(["alpha", " ", "beta"])
     with pytest.raises(ValueError, match="the text has no tokens; remove the row"):
-        reader(str(gpt(tmp_path / "gpt")), {"length": 12}).encode("")
+        reader(str(gpt(tmp_path / "gpt")), EncoderShape(length=12)).encode("")
 
 
 @pytest.mark.slow

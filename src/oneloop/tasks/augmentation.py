@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,8 @@ TORCHVISION = {
 
 class _InMemory:
     def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images, self.labels = images, labels.tolist()
+        self.images = images
+        self.labels = labels.tolist()
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -36,17 +38,18 @@ class _InMemory:
 def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> list[_InMemory]:
     """Return stratified splits with these ``shares``: each class is shuffled with seed 0 and
     divided."""
-    splits: list[list[Tensor]] = [[] for _ in shares]
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    for label in labels.unique():
-        members = shuffled[labels[shuffled] == label]
-        bounds = [round(sum(shares[:i]) * len(members)) for i in range(len(shares) + 1)]
-        for split, start, stop in zip(splits, bounds, bounds[1:], strict=False):
-            split.append(members[start:stop])
-    return [
-        _InMemory(images[chosen], labels[chosen])
-        for chosen in (torch.cat(split) for split in splits)
-    ]
+    members = [shuffled[labels[shuffled] == label] for label in labels.unique()]
+    splits = []
+    for number in range(len(shares)):
+        # Take the same part of each class.
+        start, stop = sum(shares[:number]), sum(shares[: number + 1])
+        parts = []
+        for own in members:
+            parts.append(own[round(start * len(own)) : round(stop * len(own))])
+        chosen = torch.cat(parts)
+        splits.append(_InMemory(images[chosen], labels[chosen]))
+    return splits
 
 
 def digits() -> tuple[dict[str, Any], list[str]]:
@@ -55,9 +58,8 @@ def digits() -> tuple[dict[str, Any], list[str]]:
     pixels, labels = _sklearn_digits()
     images = torch.tensor(pixels, dtype=torch.float32)[:, None] / 8 - 1
     splits = _stratified(images, torch.tensor(labels), (0.7, 0.15, 0.15))
-    return dict(zip(("train", "validation", "test"), splits, strict=True)), [
-        str(digit) for digit in range(10)
-    ]
+    sets = dict(zip(("train", "validation", "test"), splits, strict=True))
+    return sets, [*map(str, range(10))]
 
 
 def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
@@ -69,32 +71,47 @@ def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
             "task.data digits comes with scikit-learn, which is not installed; pip install "
             "scikit-learn"
         )
-    table = np.loadtxt(
-        Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=","
-    )
+    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
+    table = np.loadtxt(file, delimiter=",")
     return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
 
 
 def torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any], list[str]]:
+    """Return splits and class names of a data set of torchvision.
+
+    Args:
+        data: a key of :data:`TORCHVISION`.
+        root: folder of the data sets.
+        download: download the set if it is missing.
+
+    Raises:
+        ValueError: the set is missing.
+    """
     from torchvision import datasets
 
     kind = getattr(datasets, TORCHVISION[data])
     try:
-        sets = [kind(root, train=train, download=download) for train in (True, False)]
+        trained = kind(root, train=True, download=download)
+        test = kind(root, train=False, download=download)
     except RuntimeError as error:
-        advice = "copy it there, or set --task.download true"
-        raise ValueError(f"task.data {data!r} is not under task.root {root!r}; {advice}") from error
-    pixels = [torch.as_tensor(split.data) for split in sets]
-    pixels = [
-        (x[:, None] if x.ndim == 3 else x.permute(0, 3, 1, 2)).float() / 127.5 - 1 for x in pixels
-    ]
-    labels = [torch.as_tensor(split.targets) for split in sets]
-    train, validation = _stratified(pixels[0], labels[0], (0.9, 0.1))
-    return {
-        "train": train,
-        "validation": validation,
-        "test": _InMemory(pixels[1], labels[1]),
-    }, list(sets[0].classes)
+        raise ValueError(
+            f"task.data {data!r} is not under task.root {root!r}; copy it there, or set "
+            "--task.download true"
+        ) from error
+    images, labels = _tensors(trained)
+    train, validation = _stratified(images, labels, (0.9, 0.1))
+    sets = {"train": train, "validation": validation, "test": _InMemory(*_tensors(test))}
+    return sets, list(trained.classes)
+
+
+def _tensors(split: Any) -> tuple[Tensor, Tensor]:
+    """Return the images (samples, channels, height, width) from -1 to 1, and the labels."""
+    pixels = torch.as_tensor(split.data)
+    if pixels.ndim == 3:
+        pixels = pixels[:, None]  # grey
+    else:
+        pixels = pixels.permute(0, 3, 1, 2)
+    return pixels.float() / 127.5 - 1, torch.as_tensor(split.targets)
 
 
 _MAX_ALPHA = 100  # largest Beta parameter: 1 is uniform; at 100 nearly all shares are near 0.5
@@ -119,23 +136,31 @@ class Augmentation:
 def prepared(
     size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation | None = None
 ) -> Callable[[Any], Tensor]:
-    """Return a transform from a PIL image, or normalized pixels, to the model's input of ``size``
-    pixels a side (None: unchanged). With one channel in ``mean``, images become grey; ``how``
-    augments training images."""
+    """Return a transform from a PIL image, or normalized pixels, to the model's input.
+
+    Args:
+        size: pixels a side of the input; None: unchanged.
+        mean: mean of the pixels (0 to 1), by channel; with one channel, images become grey.
+        std: standard deviation of the pixels, likewise.
+        how: augmentations of training images; None: no augmentation.
+
+    Raises:
+        ValueError: ``mean`` and ``std`` do not both have 1 or 3 channels.
+    """
     how = how or Augmentation()
     if len(mean) != len(std) or len(mean) not in (1, 3):
         raise ValueError(
             f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or both 1"
         )
 
+    of_stored_pixels = bool(how.crop or how.randaugment)
+
     def make(image: Any) -> Tensor:
-        if (
-            not isinstance(image, Tensor)
-            or how.crop
-            or how.randaugment
-            or size not in (None, image.shape[-1])
-        ):
-            image = _pipeline(size, tuple(mean), tuple(std), how)(_as_bytes(image, mean, std))
+        # Normalized pixels of the right size need no pipeline.
+        is_ready = isinstance(image, Tensor) and size in (None, image.shape[-1])
+        if of_stored_pixels or not is_ready:
+            pipeline = _pipeline(size, tuple(mean), tuple(std), how)
+            image = pipeline(_as_bytes(image, mean, std))
         if how.shift and not how.crop:
             image = shifted(image, max(1, image.shape[-1] // 8))
         if how.mirror and torch.rand(()) < 0.5:
@@ -153,40 +178,41 @@ def _as_bytes(image: Any, mean: Sequence[float], std: Sequence[float]) -> Any:
     """Undo the normalization of pixels (uint8); return other images unchanged."""
     if not isinstance(image, Tensor):
         return image
-    scale, zero = (torch.tensor(values)[:, None, None] for values in (std, mean))
+    scale = torch.tensor(std)[:, None, None]
+    zero = torch.tensor(mean)[:, None, None]
     return ((image * scale + zero) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
-_pipelines: dict[Any, Callable[[Any], Tensor]] = {}  # cache: one pipeline per setting and process
-
-
+@cache
 def _pipeline(
     size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation
 ) -> Callable[[Any], Tensor]:
-    if pipeline := _pipelines.get((size, mean, std, how)):
-        return pipeline
+    """Return the transforms of torchvision: one object for each setting, in each process."""
     from torchvision.transforms import v2
 
     steps: list[Any] = []
-    if size is not None:
-        side = (size, size)
-        steps += [
-            v2.RandomResizedCrop(side, scale=(how.crop, 1.0)) if how.crop else v2.Resize(side)
-        ]
-    steps += [v2.Grayscale()] if len(mean) == 1 else []
-    steps += [v2.RandAugment(2, how.randaugment)] if how.randaugment else []
+    if size is not None and how.crop:
+        steps.append(v2.RandomResizedCrop((size, size), scale=(how.crop, 1.0)))
+    elif size is not None:
+        steps.append(v2.Resize((size, size)))
+    if len(mean) == 1:
+        steps.append(v2.Grayscale())
+    if how.randaugment:
+        steps.append(v2.RandAugment(2, how.randaugment))
     steps += [
         v2.ToImage(),
         v2.ToDtype(torch.float32, scale=True),
         v2.Normalize(mean, std),
         v2.ToPureTensor(),
     ]
-    return _pipelines.setdefault((size, mean, std, how), v2.Compose(steps))
+    return v2.Compose(steps)  # type: ignore[no-any-return]
 
 
 def shifted(image: Tensor, most: int) -> Tensor:
-    """Shift the image randomly by up to ``most`` pixels in each direction; the border is
-    repeated."""
+    """Shift the image randomly by up to ``most`` pixels in each direction.
+
+    The border is repeated. ``image`` is (channels, height, width).
+    """
     down, right = torch.randint(0, 2 * most + 1, (2,)).tolist()
     padded = F.pad(image, (most, most, most, most), mode="replicate")
     return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
@@ -201,15 +227,27 @@ class Images(Mapped):
 
 class Blended(Mapped):
     """Images mixed with another image of the set by mixup (Zhang et al. 2018) or cutmix (Yun et al.
-    2019), with these Beta parameters (0: off; both above 0: each sample uses one of the two with
-    probability 0.5).
+    2019).
 
     The partner is drawn from the whole set, or from the same row group if the set is read in
-    windows. The label becomes the share of each class, shape (classes,)."""
+    windows. The label becomes the share of each class, shape (classes,).
+
+    Args:
+        images: map-style data set of images and labels.
+        classes: number of classes.
+        mixup: Beta parameter of mixup (0: off).
+        cutmix: Beta parameter of cutmix (0: off). If both are above 0, each sample uses one of the
+            two with probability 0.5.
+
+    Raises:
+        ValueError: a Beta parameter is out of range.
+    """
 
     def __init__(self, images: Any, classes: int, *, mixup: float, cutmix: float) -> None:
         super().__init__(images, None)  # type: ignore[arg-type]
-        self.classes, self.mixup, self.cutmix = classes, mixup, cutmix
+        self.classes = classes
+        self.mixup = mixup
+        self.cutmix = cutmix
         for name, alpha in (("mixup", mixup), ("cutmix", cutmix)):
             if not 0 <= alpha <= _MAX_ALPHA:
                 raise ValueError(
@@ -218,12 +256,16 @@ class Blended(Mapped):
                 )
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        # Draw the method, its share of the first image, and the second image, in this order.
         cut = bool(self.cutmix) and (not self.mixup or bool(torch.rand(()) < 0.5))
         alpha = torch.tensor(self.cutmix if cut else self.mixup)
         share = torch.distributions.Beta(alpha, alpha).sample()
         candidates = self.near(index)
         partner = candidates[int(torch.randint(len(candidates), ()))]
-        (image, label), (image_2, label_2) = self.rows[index], self.rows[partner]
+        image, label = self.rows[index]
+        image_2, label_2 = self.rows[partner]
+
+        # Mix the images. A rectangle at the border is smaller, and the share larger.
         if cut:
             image, share = _paste(image, image_2, share)
         else:
@@ -231,11 +273,10 @@ class Blended(Mapped):
         return image, self._soft(label) * share + self._soft(label_2) * (1 - share)
 
     def _soft(self, label: Any) -> Tensor:
-        return (
-            label
-            if isinstance(label, Tensor)
-            else F.one_hot(torch.tensor(label), self.classes).float()
-        )
+        """Return the share of each class, shape (classes,)."""
+        if isinstance(label, Tensor):
+            return label
+        return F.one_hot(torch.tensor(label), self.classes).float()
 
 
 def _paste(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
@@ -244,7 +285,10 @@ def _paste(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]
     height, width = image.shape[-2:]
     side = (1 - share).sqrt()
     rows, columns = int(height * side), int(width * side)
-    down, right = int(torch.randint(height, ())), int(torch.randint(width, ()))
+
+    # Draw the middle of the rectangle, and clip its sides.
+    down = int(torch.randint(height, ()))
+    right = int(torch.randint(width, ()))
     top, bottom = max(0, down - rows // 2), min(height, down - rows // 2 + rows)
     left, end = max(0, right - columns // 2), min(width, right - columns // 2 + columns)
     image = image.clone()

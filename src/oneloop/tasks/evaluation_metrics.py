@@ -39,37 +39,48 @@ class ClassCounts:
     """Accuracy, macro F1 (with two classes also the F1 of the second), Matthews correlation
     coefficient, and the confusion matrix (rows are true classes).
 
-    Args: ``classes``: number of classes. ``top``: k of an additional top-k accuracy (0: none).
-    ``matrix_limit``: maximum number of classes for a confusion matrix.
+    Args:
+        classes: number of classes.
+        top: k of an additional top-k accuracy (0: none).
+        matrix_limit: maximum number of classes for a confusion matrix.
     """
 
     def __init__(self, classes: int, *, top: int = 0, matrix_limit: int = 100) -> None:
-        self.higher_is_better = {"accuracy": True, "macro_f1": True, "matthews": True}
-        self.higher_is_better |= {"f1": True} if classes == 2 else {}
         self.top = top
-        self.higher_is_better |= {f"top{top}_accuracy": True} if top else {}
-        self._in_top = torch.zeros(1 if top else 0, dtype=torch.int64)
-        self._matrix = torch.zeros(
-            (classes, classes) if classes <= matrix_limit else (0, 0), dtype=torch.int64
-        )
-        # per class: true positives, predictions, targets
+        self.higher_is_better = {"accuracy": True, "macro_f1": True, "matthews": True}
+        if classes == 2:
+            self.higher_is_better["f1"] = True
+        if top:
+            self.higher_is_better[f"top{top}_accuracy"] = True
+
+        # Tensors without elements stand for metrics that are off.
+        side = classes
+        if classes > matrix_limit:
+            side = 0
         self._counts = torch.zeros(3, classes, dtype=torch.int64)
+        """true positives, predictions and targets of each class"""
+        self._matrix = torch.zeros(side, side, dtype=torch.int64)
+        self._in_top = torch.zeros(int(bool(top)), dtype=torch.int64)
 
     def to(self, device: torch.device) -> "ClassCounts":
-        self._matrix, self._counts, self._in_top = (
-            x.to(device) for x in (self._matrix, self._counts, self._in_top)
-        )
+        self._matrix = self._matrix.to(device)
+        self._counts = self._counts.to(device)
+        self._in_top = self._in_top.to(device)
         return self
 
     def update(self, logits: Tensor, target: Tensor) -> None:
         """Add samples to the counts, without a host sync.
 
-        Args: ``logits``: (samples, classes). ``target``: (samples,), the true classes; negative
-        targets are ignored. Or (samples, classes), class probabilities; the class with the largest
-        one counts as true.
+        Args:
+            logits: (samples, classes).
+            target: (samples,), the true classes; negative targets are ignored. Or (samples,
+                classes), class probabilities; the class with the largest one counts as true.
         """
-        target = target.argmax(1) if target.ndim == 2 else target
+        if target.ndim == 2:
+            target = target.argmax(1)
         prediction = logits.argmax(1)
+
+        # Multiply by 0 what does not count: boolean indexing would be a host sync.
         counted = (target >= 0).to(target.dtype)
         target = target.clamp(min=0)
         right, predicted, targets = self._counts
@@ -77,56 +88,66 @@ class ClassCounts:
         predicted.index_add_(0, prediction, counted)
         targets.index_add_(0, target, counted)
         if self.top:
-            self._in_top += (
-                (logits.topk(self.top).indices == target[:, None]).any(1).to(target.dtype) * counted
-            ).sum()
+            is_in_top = (logits.topk(self.top).indices == target[:, None]).any(1)
+            self._in_top += (is_in_top.to(target.dtype) * counted).sum()
         if self._matrix.numel():
+            # The entry of a pair of classes in the flattened matrix.
             self._matrix.view(-1).index_add_(0, target * len(self._matrix) + prediction, counted)
 
     def sums(self) -> Sequence[Tensor]:
         return [sums for sums in (self._counts, self._matrix, self._in_top) if sums.numel()]
 
     def compute(self) -> dict[str, Any]:
-        """Return the metrics. F1 is 2 right / (predicted + targets), averaged over occurring
-        classes (as torchmetrics). Matthews is the multiclass coefficient (Gorodkin 2004); 0 if only
-        one class occurs or is predicted."""
+        """Return the metrics by name, and the matrix as ``confusion``."""
         right, predicted, targets = self._counts.double().cpu()
-        occurs = predicted + targets > 0
+        total = targets.sum()
+
+        # F1 is 2 right / (predicted + targets), averaged over occurring classes (as torchmetrics).
         f1 = 2 * right / (predicted + targets).clamp(min=1)
+        occurs = predicted + targets > 0
         metrics: dict[str, Any] = {
-            "accuracy": float(right.sum() / targets.sum()),
+            "accuracy": float(right.sum() / total),
             "macro_f1": float(f1[occurs].mean()),
         }
-        total = targets.sum()
-        spread = math.sqrt(
-            float((total**2 - (predicted**2).sum()) * (total**2 - (targets**2).sum()))
-        )
+
+        # The multiclass coefficient of Matthews (Gorodkin 2004); 0 if only one class occurs or is
+        # predicted.
         covariance = float(right.sum() * total - (predicted * targets).sum())
+        spread_of_predicted = total**2 - (predicted**2).sum()
+        spread_of_targets = total**2 - (targets**2).sum()
+        spread = math.sqrt(float(spread_of_predicted * spread_of_targets))
         metrics["matthews"] = covariance / spread if spread else 0.0
-        metrics |= {"f1": float(f1[1])} if len(f1) == 2 else {}
-        metrics |= (
-            {f"top{self.top}_accuracy": float(self._in_top.double() / total)} if self.top else {}
-        )
-        return metrics | ({"confusion": self._matrix} if self._matrix.numel() else {})
+
+        # Add what only some tasks have.
+        if len(f1) == 2:
+            metrics["f1"] = float(f1[1])
+        if self.top:
+            metrics[f"top{self.top}_accuracy"] = float(self._in_top.double() / total)
+        if self._matrix.numel():
+            metrics["confusion"] = self._matrix
+        return metrics
 
 
 class TextSums:
     """Perplexity and accuracy per token, bits per byte of text, and the share of texts with only
     correct tokens.
 
-    Args: ``by_bytes``: whether the number of bytes of each token is known. ``whole``: whether to
-    count fully correct texts (``exact``).
+    Args:
+        by_bytes: whether the number of bytes of each token is known.
+        whole: whether to count fully correct texts (``exact``).
     """
 
     def __init__(self, *, by_bytes: bool = True, whole: bool = False) -> None:
         self.higher_is_better = {"perplexity": False, "accuracy": True}
-        self.higher_is_better |= {"bits_per_byte": False} if by_bytes else {}
-        self.higher_is_better |= {"exact": True} if whole else {}
+        if by_bytes:
+            self.higher_is_better["bits_per_byte"] = False
+        if whole:
+            self.higher_is_better["exact"] = True
         self._sums = torch.zeros(6, dtype=torch.float64)
         """nats, tokens, correct tokens, bytes, texts, fully correct texts"""
 
     def to(self, device: torch.device) -> "TextSums":
-        self._sums = self._sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        self._sums = _moved(self._sums, device)
         return self
 
     def update(
@@ -140,13 +161,19 @@ class TextSums:
     ) -> None:
         """Add the sums of a micro-batch, without a host sync.
 
-        Args: ``nats``: summed loss, 0-dim. ``tokens``: number of target tokens, 0-dim. ``right``:
-        number of target tokens with the largest logit, 0-dim. ``text``: number of bytes of the
-        target tokens, 0-dim. ``whole``: (texts,), whether all target tokens of a text are correct.
+        Args:
+            nats: summed loss, 0-dim.
+            tokens: number of target tokens, 0-dim.
+            right: number of target tokens with the largest logit, 0-dim.
+            text: number of bytes of the target tokens, 0-dim.
+            whole: (texts,), whether all target tokens of a text are correct.
         """
         zero = torch.zeros_like(tokens)
-        sums = [nats, tokens, right, zero if text is None else text]
-        sums += [zero, zero] if whole is None else [zero + len(whole), whole.sum()]
+        if text is None:
+            text = zero
+        sums = [nats, tokens, right, text, zero, zero]
+        if whole is not None:
+            sums[4:] = [zero + len(whole), whole.sum()]
         self._sums += torch.stack([value.to(self._sums.dtype) for value in sums])
 
     def sums(self) -> Sequence[Tensor]:
@@ -154,12 +181,26 @@ class TextSums:
 
     def compute(self) -> dict[str, float]:
         nats, tokens, right, text, texts, whole = self._sums.tolist()
-        metrics = {"perplexity": math.exp(min(nats / tokens, 700.0)), "accuracy": right / tokens}
+        metrics = {
+            "perplexity": math.exp(min(nats / tokens, 700.0)),  # exp(710) overflows
+            "accuracy": right / tokens,
+        }
         if "bits_per_byte" in self.higher_is_better:
-            metrics["bits_per_byte"] = nats / math.log(2) / text if text else math.nan
+            metrics["bits_per_byte"] = _ratio(nats / math.log(2), text)
         if "exact" in self.higher_is_better:
-            metrics["exact"] = whole / texts if texts else math.nan
+            metrics["exact"] = _ratio(whole, texts)
         return metrics
+
+
+def _ratio(part: float, whole: float) -> float:
+    if not whole:
+        return math.nan
+    return part / whole
+
+
+def _moved(sums: Tensor, device: torch.device) -> Tensor:
+    """Return float64 sums on a device; MPS has no float64."""
+    return sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
 
 
 class Retrieval:
@@ -168,54 +209,53 @@ class Retrieval:
     right one counts as more similar."""
 
     def __init__(self) -> None:
-        names = ("recall@1", "recall@5", "recall@10", "mrr")
-        self.higher_is_better = {f"{way}{name}": True for way in ("", "reverse_") for name in names}
-        # by direction: the four sums, and the number of queries
+        self.higher_is_better = {}
+        for direction in ("", "reverse_"):
+            for name in ("recall@1", "recall@5", "recall@10", "mrr"):
+                self.higher_is_better[direction + name] = True
         self._sums = torch.zeros(2, 5, dtype=torch.float64)
+        """by direction: the sum of each metric, in this order, and the number of queries"""
 
     def to(self, device: torch.device) -> "Retrieval":
-        self._sums = self._sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
+        self._sums = _moved(self._sums, device)
         return self
 
     def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
         """Add a set of pairs: query and right document have the same index. Call it with the whole
         set.
 
-        Args: ``queries``: (samples, width). ``documents``: (samples, width); the similarity is the
-            scalar product.
-        ``ids``: integers (samples,). Documents of samples with the same number are not counted as
-            wrong.
+        Args:
+            queries: (samples, width).
+            documents: (samples, width); the similarity is the scalar product.
+            ids: integers (samples,). Documents of samples with the same number are not counted as
+                wrong.
         """
-        for sums, (own, others) in zip(
-            self._sums, ((queries, documents), (documents, queries)), strict=True
-        ):
-            for rows in row_blocks(len(own), len(others)):
-                similarity = own[rows] @ others.T
-                right = similarity.diagonal(rows.start)[:, None]
-                before = ~(similarity < right)  # also if it is NaN
-                for id_ in ids:
-                    before &= id_[rows, None] != id_
-                before.diagonal(rows.start).fill_(False)
-                rank = 1 + before.sum(1).to(sums.dtype)
-                sums += torch.stack(
-                    [
-                        *((rank <= k).sum() for k in (1, 5, 10)),
-                        (1 / rank).sum(),
-                        rank.new_tensor(len(rank)),
-                    ]
-                )
+        self._add(self._sums[0], queries, documents, ids)
+        self._add(self._sums[1], documents, queries, ids)
+
+    def _add(self, sums: Tensor, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]) -> None:
+        """Add the pairs to the ``sums`` of one direction, in place."""
+        for rows in row_blocks(len(queries), len(documents)):
+            # Find the documents that are more similar than the right one, or as similar, or NaN.
+            similarity = queries[rows] @ documents.T
+            right = similarity.diagonal(rows.start)[:, None]
+            before = ~(similarity < right)
+
+            # Leave out duplicates of the right document, and the right one.
+            for id_ in ids:
+                before &= id_[rows, None] != id_
+            before.diagonal(rows.start).fill_(False)
+            rank = 1 + before.sum(1).to(sums.dtype)
+            recalls = [(rank <= k).sum() for k in (1, 5, 10)]
+            count = rank.new_tensor(len(rank))
+            sums += torch.stack([*recalls, (1 / rank).sum(), count])
 
     def sums(self) -> Sequence[Tensor]:
         return [self._sums]
 
     def compute(self) -> dict[str, float]:
-        return dict(
-            zip(
-                self.higher_is_better,
-                (self._sums[:, :4] / self._sums[:, 4:]).flatten().tolist(),
-                strict=True,
-            )
-        )
+        means = self._sums[:, :4] / self._sums[:, 4:]
+        return dict(zip(self.higher_is_better, means.flatten().tolist(), strict=True))
 
 
 class _Collection:
@@ -227,14 +267,15 @@ class _Collection:
 
     @property
     def higher_is_better(self) -> Mapping[str, bool]:
-        """Whether larger is better, by logged name (the names come from computing each metric
-        without samples)."""
-        return {
-            logged: bool(metric.higher_is_better)
-            for name, metric in self._collection.items()
-            if not _is_matrix(metric)
-            for logged in _names_of(name, metric)
-        }
+        """Whether larger is better, by logged name.
+
+        The names come from computing each metric without samples.
+        """
+        known = {}
+        for name, metric in self._collection.items():
+            if not _is_matrix(metric):
+                known.update(dict.fromkeys(_names_of(name, metric), bool(metric.higher_is_better)))
+        return known
 
     def to(self, device: torch.device) -> Any:
         self._collection = self._collection.to(device)
@@ -244,30 +285,37 @@ class _Collection:
         return ()
 
     def compute(self) -> dict[str, Tensor]:
-        values: dict[str, Tensor] = self._collection.compute()
-        matrices = {name for name, metric in self._collection.items() if _is_matrix(metric)}
-        return {
-            name: value for name, value in values.items() if name in matrices or value.numel() == 1
-        }
+        values = self._collection.compute()
+        metrics = dict(self._collection.items())
+        chosen = {}
+        for name, value in values.items():
+            is_matrix = name in metrics and _is_matrix(metrics[name])
+            if is_matrix or value.numel() == 1:
+                chosen[name] = value
+        return chosen
 
 
 def _names_of(name: str, metric: Any) -> Sequence[str]:
+    """Return the names under which a metric is logged."""
     empty = _compute_empty(metric)
+    if isinstance(empty, dict):
+        return list(empty)
     if isinstance(empty, Tensor) and empty.numel() != 1:
-        advice = "wrap it in torchmetrics' ClasswiseWrapper, or average it"
         raise ValueError(
-            f"the metric {name!r} returns {empty.numel()} values without names; {advice}"
+            f"the metric {name!r} returns {empty.numel()} values without names; wrap it in "
+            "torchmetrics' ClasswiseWrapper, or average it"
         )
-    return list(empty) if isinstance(empty, dict) else [name]
+    return [name]
 
 
 def _compute_empty(metric: Any) -> Any:
     """Return what a metric computes without samples, which shows the shape of its results; None if
     it raises."""
     try:
+        # Switch off collectives, also of metrics inside wrappers.
         empty = metric.clone()
-        for module in empty.modules():  # including metrics inside wrappers
-            module.distributed_available_fn = lambda: False  # no collective
+        for module in empty.modules():
+            module.distributed_available_fn = lambda: False
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return empty.compute()
@@ -292,12 +340,10 @@ def adapted(metrics: Any) -> Metrics:
     if hasattr(metrics, "sums"):
         return metrics  # type: ignore[no-any-return]
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
-        needed = (
-            "MetricCollection or oneloop.tasks.evaluation_metrics.Metrics (compute, to, sums, "
-            "higher_is_better)"
-        )
         raise ValueError(
-            f"task: metrics() returned a {type(metrics).__name__}, expected torchmetrics.{needed}"
+            f"task: metrics() returned a {type(metrics).__name__}, expected "
+            "torchmetrics.MetricCollection or oneloop.tasks.evaluation_metrics.Metrics (compute, "
+            "to, sums, higher_is_better)"
         )
     return _Collection(metrics)
 
@@ -305,8 +351,10 @@ def adapted(metrics: Any) -> Metrics:
 def directions(task: object) -> dict[str, bool]:
     """Return the metric names of :func:`oneloop.evaluation.evaluate` for a task, and whether a
     larger value is better. Raise ValueError if a metric computes several values without names."""
-    known = dict(adapted(task.metrics()).higher_is_better) if hasattr(task, "metrics") else {}
-    return {"loss": False, **known}
+    known = {"loss": False}
+    if hasattr(task, "metrics"):
+        known |= adapted(task.metrics()).higher_is_better
+    return known
 
 
 def scalars(computed: Mapping[str, Any]) -> dict[str, float]:
@@ -316,15 +364,16 @@ def scalars(computed: Mapping[str, Any]) -> dict[str, float]:
 
 def confusion(task: object, computed: Mapping[str, Any]) -> dict[str, Any] | None:
     """Return the confusion matrix with class names; None if there is none, or one per label."""
-    tables = [value for value in computed.values() if _is_table(value) and value.ndim == 2]
-    if not tables:
+    table = None
+    for value in computed.values():
+        if _is_table(value) and value.ndim == 2:
+            table = value
+    if table is None:
         return None
-    counts = tables[-1].tolist()
-    classes = [str(name) for name in getattr(task, "classes", range(len(counts)))]
-    classes = (
-        classes if len(classes) == len(counts) else [str(number) for number in range(len(counts))]
-    )
-    return {"classes": classes, "counts": counts}
+    names = getattr(task, "classes", ())
+    if len(names) != len(table):
+        names = range(len(table))
+    return {"classes": [*map(str, names)], "counts": table.tolist()}
 
 
 def _is_table(value: Any) -> bool:

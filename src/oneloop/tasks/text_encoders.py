@@ -1,6 +1,7 @@
 """Text inputs: bytes with an encoder from scratch, or tokens with a transformers model."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,26 @@ from oneloop.tasks.transformers_models import auto_model, is_transformers, token
 
 LEARNED = "bpe"  # model name of :class:`NewReader`
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of transformers' encoders
 PAD = 256  # padding value, after the 256 bytes
+
+
+@dataclass(frozen=True)
+class EncoderShape:
+    """Size of an encoder from scratch; ``length`` also limits the texts of a pretrained one."""
+
+    layers: int = 2  # transformer blocks
+    heads: int = 4  # attention heads of a block
+    width: int = 128  # hidden size
+    length: int = 256  # maximum bytes or tokens of a text
+    dropout: float = 0.0  # of embeddings, attention and residuals
+
+    def check_heads(self) -> None:
+        """Raise ValueError if the heads cannot divide the width."""
+        if self.width % self.heads:
+            raise ValueError(
+                f"task.width {self.width} cannot be divided by task.heads {self.heads}"
+            )
 
 
 class Encoder(nn.Module):
@@ -25,25 +45,23 @@ class Encoder(nn.Module):
 
     _no_split_modules = ("BertLayer",)
 
-    def __init__(
-        self, outputs: int, *, layers: int, heads: int, width: int, length: int, dropout: float
-    ) -> None:
+    def __init__(self, outputs: int, shape: EncoderShape) -> None:
         super().__init__()
         from transformers import BertConfig, BertModel
 
         config = BertConfig(
             vocab_size=257,
-            hidden_size=width,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            intermediate_size=4 * width,
-            max_position_embeddings=length,
+            hidden_size=shape.width,
+            num_hidden_layers=shape.layers,
+            num_attention_heads=shape.heads,
+            intermediate_size=4 * shape.width,
+            max_position_embeddings=shape.length,
             pad_token_id=PAD,
-            hidden_dropout_prob=dropout,
-            attention_probs_dropout_prob=dropout,
+            hidden_dropout_prob=shape.dropout,
+            attention_probs_dropout_prob=shape.dropout,
         )
         self.encoder = BertModel(config, add_pooling_layer=False)
-        self.head = nn.Linear(width, outputs)
+        self.head = nn.Linear(shape.width, outputs)
 
     def hidden(self, text: Tensor, known: Tensor) -> Tensor:
         """Return hidden states of shape (texts, bytes, width); ``known`` is False at padding."""
@@ -67,8 +85,10 @@ class ByteEncoder(Encoder):
 
 
 def as_bytes(text: str, length: int) -> Tensor:
-    """Return the first ``length`` bytes of a text; for an empty text one byte that is not valid
-    UTF-8."""
+    """Return the first ``length`` bytes of a text.
+
+    An empty text becomes one byte that is not valid UTF-8.
+    """
     return torch.tensor(list(text.encode()[:length]) or [PAD - 1])
 
 
@@ -80,29 +100,36 @@ def padded(texts: list[Any]) -> Tensor:
 _BETWEEN = "\n\0\n"  # separator of the two texts of a pair
 
 
-def reader(name: str, shape: dict[str, Any], **options: Any) -> "ByteReader | TokenReader":
-    """Return the reader for a model name: ``bytes`` (an encoder of this ``shape``), a folder of
-    transformers, or ``hf:ID[@REVISION]`` (with options of :class:`TokenReader`). Raise ValueError
-    if there is no such model."""
+def reader(name: str, shape: EncoderShape, **options: Any) -> "ByteReader | TokenReader":
+    """Return the reader for a model name.
+
+    Args:
+        name: ``bytes`` (an encoder from scratch), a folder saved by transformers, or
+            ``hf:ID[@REVISION]``.
+        shape: size of the encoder from scratch, and maximum length of a text.
+        options: ``pretrained`` and ``trust_remote_code`` of :class:`TokenReader`.
+
+    Raises:
+        ValueError: there is no such model.
+    """
     if name == "bytes":
         return ByteReader(shape)
     if not is_transformers(name):
         raise ValueError(
             f"task.model {name!r} is not a folder saved by transformers; give one, bytes, or hf:ID"
         )
-    return TokenReader(name, length=shape["length"], **options)
+    return TokenReader(name, length=shape.length, **options)
 
 
 class ByteReader:
     """Converts texts to bytes, and builds and calls an encoder from scratch. ``notes``: lines for
     the log."""
 
-    def __init__(self, shape: dict[str, Any]) -> None:
-        if shape["width"] % shape["heads"]:
-            raise ValueError(
-                f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}"
-            )
-        self.shape, self.length, self.notes = shape, int(shape["length"]), list[str]()
+    def __init__(self, shape: EncoderShape) -> None:
+        shape.check_heads()
+        self.shape = shape
+        self.length = shape.length
+        self.notes = list[str]()
 
     def encode(self, text: str, second: str | None = None) -> Tensor:
         """Encode a text or a pair of texts, cut to the maximum length."""
@@ -111,7 +138,8 @@ class ByteReader:
     def encode_words(self, words: Sequence[str]) -> tuple[Tensor, list[int], int]:
         """Return encoded words, starts of uncut words, and the length. Raise ValueError if a word
         has no tokens."""
-        text, starts = b"", list[int]()
+        text = b""
+        starts = list[int]()
         for word in words:
             if len(text) < self.length:
                 starts.append(len(text))
@@ -125,7 +153,8 @@ class ByteReader:
     def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
         """Return a new model with an output per class, for each text, or for each position if
         ``words``."""
-        return (ByteEncoder if words else Encoder)(len(classes), **self.shape)
+        kind = ByteEncoder if words else Encoder
+        return kind(len(classes), self.shape)
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
         return model(batch["text"])  # type: ignore[no-any-return]
@@ -144,11 +173,15 @@ class TokenReader:
     def __init__(
         self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False
     ) -> None:
-        self.name, self.length, self.notes = name, length, list[str]()
-        self._options = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.name = name
+        self.length = length
+        self.notes = list[str]()
+        self._pretrained = pretrained
+        self._trust_remote_code = trust_remote_code
         self._use(tokenizer_of(name, trust_remote_code=trust_remote_code))
 
     def _use(self, tokenizer: Any) -> None:
+        # Pad with the end token if there is no padding token: the attention mask hides it.
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
         if tokenizer.pad_token_id is None:
@@ -165,14 +198,17 @@ class TokenReader:
 
     def encode_words(self, words: Sequence[str]) -> tuple[dict[str, list[int]], list[int], int]:
         sample, of_word = self._encoded(list(words), None, is_split_into_words=True)
+
+        # Find the first token of each word.
         starts: dict[int, int] = {}
         for position, word in enumerate(of_word):
             if word is not None:
                 starts.setdefault(word, position)
-        without_tokens = [word for word, found in enumerate(starts) if word != found]
-        if without_tokens:
-            word_index = without_tokens[0]
-            raise ValueError(f"word {word_index} ({words[word_index]!r}) has no tokens; remove it")
+
+        # A number that is left out is a word without tokens. (Words that are cut come last.)
+        for number, word in enumerate(starts):
+            if word != number:
+                raise ValueError(f"word {number} ({words[number]!r}) has no tokens; remove it")
         return sample, [*starts.values()], len(of_word)
 
     def _encoded(self, *texts: Any, **how: Any) -> tuple[dict[str, list[int]], list[int | None]]:
@@ -190,27 +226,34 @@ class TokenReader:
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         longest = max(len(sample["input_ids"]) for sample in samples)
-        pad = {"input_ids": self.tokenizer.pad_token_id}
-        batch = {
-            key: torch.tensor(
-                [
-                    sample[key] + [pad.get(key, 0)] * (longest - len(sample[key]))
-                    for sample in samples
-                ]
-            )
-            for key in samples[0]
-        }
+        batch = {}
+        for key in samples[0]:
+            # Other inputs, such as the types of tokens, are padded with 0.
+            padding = self.tokenizer.pad_token_id if key == "input_ids" else 0
+            rows = [sample[key] + [padding] * (longest - len(sample[key])) for sample in samples]
+            batch[key] = torch.tensor(rows)
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
-        return {**batch, "attention_mask": (torch.arange(longest) < lengths[:, None]).long()}
+        batch["attention_mask"] = (torch.arange(longest) < lengths[:, None]).long()
+        return batch
 
     def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
         """As above; None: a model whose outputs are hidden states."""
-        kind = (
-            f"AutoModelFor{'Token' if words else 'Sequence'}Classification"
-            if classes is not None
-            else "AutoModel"
+        # Load the model with the head for this task.
+        if classes is None:
+            kind = "AutoModel"
+        elif words:
+            kind = "AutoModelForTokenClassification"
+        else:
+            kind = "AutoModelForSequenceClassification"
+        model, self.notes = auto_model(
+            kind,
+            self.name,
+            classes,
+            pretrained=self._pretrained,
+            trust_remote_code=self._trust_remote_code,
         )
-        model, self.notes = auto_model(kind, self.name, classes, **self._options)
+
+        # Check that it has a position for each token.
         config: Any = model.config
         longest = getattr(config.get_text_config(), "max_position_embeddings", None) or self.length
         longest = min(longest, self.tokenizer.model_max_length)
@@ -219,15 +262,15 @@ class TokenReader:
                 f"task.length {self.length} is more than the {longest} positions of "
                 f"{self.name}; lower it"
             )
+
+        # A model without a padding token cannot tell which token of a text is the last one.
         if config.get_text_config().pad_token_id is None:
-            config.pad_token_id = config.get_text_config().pad_token_id = (
-                self.tokenizer.pad_token_id
-            )
+            config.pad_token_id = self.tokenizer.pad_token_id
+            config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
         return model
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-        inputs = ("input_ids", "attention_mask", "token_type_ids")
-        return model(**{key: batch[key] for key in inputs if key in batch}).logits  # type: ignore[no-any-return]
+        return model(**_inputs(batch)).logits  # type: ignore[no-any-return]
 
     def decode(self, sample: Any, start: int = 0, stop: int | None = None) -> str:
         return str(self.tokenizer.decode(sample["input_ids"][start:stop]))
@@ -237,17 +280,28 @@ class TokenReader:
         self.tokenizer.save_pretrained(folder)
 
 
-class NewReader(TokenReader):
-    """Reads lower-case words as byte-pair encoding, which it learns or which was ``written``, with
-    a new DistilBERT."""
+def _inputs(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the inputs of an encoder among the tensors of a batch."""
+    return {key: batch[key] for key in _INPUTS if key in batch}
 
-    def __init__(self, shape: dict[str, Any], *, vocab: int, written: str | None = None) -> None:
-        self.name, self.length, self.notes = LEARNED, int(shape["length"]), list[str]()
-        self._shape, self._vocab, self.tokenizer = shape, vocab, None
-        if shape["width"] % shape["heads"]:
-            raise ValueError(
-                f"task.width {shape['width']} cannot be divided by task.heads {shape['heads']}"
-            )
+
+class NewReader(TokenReader):
+    """Reads lower-case words as byte-pair encoding, with a new DistilBERT.
+
+    Args:
+        shape: size of the DistilBERT, and maximum tokens of a text.
+        vocab: number of tokens.
+        written: the tokenizer as JSON; None: :meth:`learn` makes it.
+    """
+
+    def __init__(self, shape: EncoderShape, *, vocab: int, written: str | None = None) -> None:
+        self.name = LEARNED
+        self.length = shape.length
+        self.notes = list[str]()
+        self._shape = shape
+        self._vocab = vocab
+        self.tokenizer = None
+        shape.check_heads()
         if vocab < 300 or self.length < 3:
             raise ValueError(
                 f"task.vocab {vocab} must be at least 300, and task.length {self.length} at least 3"
@@ -261,28 +315,29 @@ class NewReader(TokenReader):
 
         if self.tokenizer is not None:
             return
+
+        # Number the texts, in their order, for the name in the cache.
         content = 0
         for text in texts():
             content = mixed(content, number_of_text(text))
         with alone(f"words/{key_of(content, self._vocab)}.json") as path:
             if not path.exists():
-                model, byte_level = Tokenizer(models.BPE()), pre_tokenizers.ByteLevel
-                model.normalizer, model.decoder = normalizers.BertNormalizer(), decoders.ByteLevel()
-                words = [
-                    pre_tokenizers.BertPreTokenizer(),
-                    byte_level(add_prefix_space=True, use_regex=False),
-                ]
-                # a word has the same tokens everywhere
+                model = Tokenizer(models.BPE())
+                model.normalizer = normalizers.BertNormalizer()
+                model.decoder = decoders.ByteLevel()
+
+                # A space before each word: it has the same tokens everywhere.
+                byte_level = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+                words = [pre_tokenizers.BertPreTokenizer(), byte_level]
                 model.pre_tokenizer = pre_tokenizers.Sequence(words)
-                how: Any = {
-                    "special_tokens": _SPECIAL,
-                    "initial_alphabet": byte_level.alphabet(),
-                    "show_progress": False,
-                }
+                trainer = trainers.BpeTrainer(
+                    vocab_size=self._vocab,
+                    special_tokens=_SPECIAL,
+                    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+                    show_progress=False,
+                )
                 with Working("learning the tokens"), replacing(path) as draft:
-                    model.train_from_iterator(
-                        texts(), trainers.BpeTrainer(vocab_size=self._vocab, **how)
-                    )
+                    model.train_from_iterator(texts(), trainer)
                     model.save(str(draft))
             self._wrap(path.read_text())
 
@@ -296,14 +351,20 @@ class NewReader(TokenReader):
         from transformers import PreTrainedTokenizerFast
 
         model: Any = Tokenizer.from_str(written)
-        end, start = ((token, model.token_to_id(token)) for token in ("[SEP]", "[CLS]"))
+        end = ("[SEP]", model.token_to_id("[SEP]"))
+        start = ("[CLS]", model.token_to_id("[CLS]"))
         model.post_processor = BertProcessing(end, start)
-        special: Any = {f"{token.strip('[]').lower()}_token": token for token in _SPECIAL}
-        how = {
-            "model_max_length": self.length,
-            "model_input_names": ["input_ids", "attention_mask"],
-        }
-        self._use(PreTrainedTokenizerFast(tokenizer_object=model, **special, **how))
+        tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=model,
+            pad_token="[PAD]",
+            unk_token="[UNK]",
+            cls_token="[CLS]",
+            sep_token="[SEP]",
+            mask_token="[MASK]",
+            model_max_length=self.length,
+            model_input_names=["input_ids", "attention_mask"],
+        )
+        self._use(tokenizer)
 
     def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
         from transformers import DistilBertConfig, DistilBertModel
@@ -311,13 +372,13 @@ class NewReader(TokenReader):
         shape = self._shape
         config = DistilBertConfig(
             vocab_size=len(self.tokenizer),
-            dim=shape["width"],
-            n_layers=shape["layers"],
-            n_heads=shape["heads"],
-            hidden_dim=4 * shape["width"],
-            max_position_embeddings=shape["length"],
-            dropout=shape["dropout"],
-            attention_dropout=shape["dropout"],
+            dim=shape.width,
+            n_layers=shape.layers,
+            n_heads=shape.heads,
+            hidden_dim=4 * shape.width,
+            max_position_embeddings=shape.length,
+            dropout=shape.dropout,
+            attention_dropout=shape.dropout,
             pad_token_id=self.tokenizer.pad_token_id,
         )
         return DistilBertModel(config)  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.evaluation_metrics import Retrieval
 from oneloop.tasks.labels import RECORDED
 from oneloop.tasks.language.texts import held_out, stdlib
-from oneloop.tasks.text_encoders import LEARNED, NewReader, TokenReader
+from oneloop.tasks.text_encoders import LEARNED, EncoderShape, NewReader, TokenReader
 from oneloop.tasks.text_rows import TextRows
 from oneloop.tasks.transformers_models import is_transformers
 
@@ -79,71 +80,75 @@ class TextPairs(TextRows):
             raise ValueError(
                 f"task.temperature {temperature} must be positive; common values are 0.01 to 0.1"
             )
-        self.pooling, self.scale, self.symmetric = pooling, 1 / temperature, symmetric
-        self.matryoshka, self.mask_duplicates, self._vocab = (
-            [int(size) for size in matryoshka],
-            mask_duplicates,
-            vocab,
-        )
-        self._negatives = [name.strip() for name in negatives.split(",") if name.strip()]
+        self.pooling = pooling
+        self.scale = 1 / temperature
+        self.symmetric = symmetric
+        self.matryoshka = [*map(int, matryoshka)]
+        self.mask_duplicates = mask_duplicates
+        self._vocab = vocab
+
+        # Name the columns; hard negatives are numbered from 1.
         columns = {"anchor": anchor, "positive": positive}
-        columns |= {f"negatives_{number}": name for number, name in enumerate(self._negatives, 1)}
-        sizes = [*map(str, matryoshka)]
-        for key, names in (
-            ("anchor, positive and negatives", [*columns.values()]),
-            ("matryoshka", sizes),
-        ):
-            if twice := [name for name in names if names.count(name) > 1]:
-                raise ValueError(f"task.{key}: {twice[0]!r} is there twice; name each one once")
+        for name in negatives.split(","):
+            if name.strip():
+                columns[f"negatives_{len(columns) - 1}"] = name.strip()
+        _check_distinct("anchor, positive and negatives", [*columns.values()])
+        _check_distinct("matryoshka", [*map(str, matryoshka)])
+
+        # Read the user's data, or the packaged pairs. A run that is loaded needs neither.
         super().__init__(None if data == "stdlib" else data, columns, model=model, **reading)
         if data == "stdlib" and not RECORDED.get():
-            pairs = _docstrings()
-            self.reader.learn(lambda: (text for pair in pairs["train"] for text in pair))
-            make = self._maker([0, 1])
-            self._sets = {split: [make(pair) for pair in pairs[split]] for split in pairs}
-            self._data_notes = self._duplicates(
-                [repeated(texts) for texts in zip(*pairs["train"], strict=True)]
-            )
+            self._read_docstrings()
         if isinstance(self.reader, NewReader):
             self.recorded |= {"tokenizer": self.reader.written()}
 
-    def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> TokenReader:
+    def _read_docstrings(self) -> None:
+        """Learn the tokens of the packaged pairs, and encode all splits."""
+        pairs = _docstrings()
+        self.reader.learn(lambda: chain.from_iterable(pairs["train"]))
+        make = self._maker([0, 1])
+        for split, of_split in pairs.items():
+            self._sets[split] = [*map(make, of_split)]
+        anchors, positives = zip(*pairs["train"], strict=True)
+        self._data_notes = self._duplicates(repeated(anchors), repeated(positives))
+
+    def _reader(self, name: str, shape: EncoderShape, **options: Any) -> TokenReader:
         if name == LEARNED:
-            return NewReader(
-                shape, vocab=self._vocab, written=(RECORDED.get() or {}).get("tokenizer")
-            )
+            recorded = RECORDED.get() or {}
+            return NewReader(shape, vocab=self._vocab, written=recorded.get("tokenizer"))
         if not is_transformers(name):
-            fix = f"give one, {LEARNED}, or hf:ID"
-            raise ValueError(f"task.model {name!r} is not a folder saved by transformers; {fix}")
-        return TokenReader(name, length=shape["length"], **options)
+            raise ValueError(
+                f"task.model {name!r} is not a folder saved by transformers; give one, "
+                f"{LEARNED}, or hf:ID"
+            )
+        return TokenReader(name, length=shape.length, **options)
 
     def _check(self, sources: Sequence[Source]) -> None:
         for key in self.columns:
             check_texts(sources, key)
-        texts = [
-            part
-            for key in ("anchor", "positive")
-            for part in columns_of(sources, key)
-            if part[1] == "train"
-        ]
-        if texts:
-            self.reader.learn(
-                lambda: (text for *_, rows, column in texts for text in texts_of(rows, column))
-            )
-            counts = [repeated(texts_of(rows, column)) for *_, rows, column in texts]
-            sources[0].notes += self._duplicates(
-                [sum(counts[: len(sources)]), sum(counts[len(sources) :])]
-            )
+        anchors = [*_training_texts(sources, "anchor")]
+        positives = [*_training_texts(sources, "positive")]
+        if not anchors and not positives:
+            return  # rows to predict
 
-    def _duplicates(self, counts: Sequence[int]) -> list[str]:
+        def texts() -> Iterator[str]:
+            for rows, column in (*anchors, *positives):
+                yield from texts_of(rows, column)
+
+        self.reader.learn(texts)
+        sources[0].notes += self._duplicates(_repeated(anchors), _repeated(positives))
+
+    def _duplicates(self, anchors: int, positives: int) -> list[str]:
         """Return the line for the log about training texts that are equal to an earlier one."""
+        if not anchors and not positives:
+            return []
         found = (
-            f"{counts[0]:,} anchors and {counts[1]:,} positives of the training pairs are equal to "
-            "an earlier one"
+            f"{anchors:,} anchors and {positives:,} positives of the training pairs are equal to "
+            "an earlier one; in a batch, they"
         )
-        effect = "are negatives of each other: --task.mask_duplicates true prevents this"
-        effect = "are not negatives of each other" if self.mask_duplicates else effect
-        return [f"{found}; in a batch, they {effect}"] if any(counts) else []
+        if self.mask_duplicates:
+            return [f"{found} are not negatives of each other"]
+        return [f"{found} are negatives of each other: --task.mask_duplicates true prevents this"]
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)
@@ -154,39 +159,51 @@ class TextPairs(TextRows):
     def _maker(self, columns: Sequence[Any]) -> Callable[[Any], Any]:
         """Return the function from a row to its sample: the encoded texts, and their numbers."""
         encode = self.reader.encode
-        return lambda row: [
-            (encode(row[column]), number_of_text(row[column])) for column in columns
-        ]
+
+        def make(row: Any) -> list[tuple[Any, int]]:
+            sample = []
+            for column in columns:
+                text = row[column]
+                sample.append((encode(text), number_of_text(text)))
+            return sample
+
+        return make
 
     def model(self) -> nn.Module:
         model = self.reader.model(None)
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        if wrong := [size for size in self.matryoshka if not 0 < size < width]:
-            raise ValueError(
-                f"task.matryoshka {wrong[0]} must be between 1 and {width - 1}: embeddings "
-                f"have {width}"
-            )
-        if (pooler := getattr(model, "pooler", None)) is not None:
-            pooler.requires_grad_(False)  # it has no effect on the hidden states
+        for size in self.matryoshka:
+            if not 0 < size < width:
+                raise ValueError(
+                    f"task.matryoshka {size} must be between 1 and {width - 1}: embeddings "
+                    f"have {width}"
+                )
+        # Freeze the pooler: it has no effect on the hidden states.
+        pooler = getattr(model, "pooler", None)
+        if pooler is not None:
+            pooler.requires_grad_(False)
         self.notes = [*self._data_notes, *self.reader.notes]
         return model
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return tokens of the anchors, and those of the candidates: positive and negatives of each
         sample in turn."""
-        anchors, candidates = (
-            [sample[0] for sample in samples],
-            [text for sample in samples for text in sample[1:]],
-        )
-        batch = {"anchor_id": torch.tensor([number for _, number in anchors])}
-        batch["candidate_id"] = torch.tensor([number for _, number in candidates]).unflatten(
-            0, (len(samples), -1)
-        )
-        for name, texts in (("anchor", anchors), ("candidate", candidates)):
-            batch |= {
-                f"{name}.{key}": value
-                for key, value in self.reader.collate([text for text, _ in texts]).items()
-            }
+        anchors = list[Any]()
+        candidates = list[Any]()
+        for anchor, *others in samples:
+            anchors.append(anchor)
+            candidates += others
+
+        # Separate the encoded texts from their numbers.
+        anchor_texts, anchor_ids = zip(*anchors, strict=True)
+        candidate_texts, candidate_ids = zip(*candidates, strict=True)
+        batch = {
+            "anchor_id": torch.tensor(anchor_ids),
+            "candidate_id": torch.tensor(candidate_ids).unflatten(0, (len(samples), -1)),
+        }
+        for name, texts in (("anchor", anchor_texts), ("candidate", candidate_texts)):
+            for key, value in self.reader.collate(texts).items():
+                batch[f"{name}.{key}"] = value
         return batch
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
@@ -195,17 +212,12 @@ class TextPairs(TextRows):
     def embed(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return embeddings: the anchors' (samples, width), and the candidates' (samples, 1 +
         negatives, width)."""
-        anchor, candidate = (
-            self._embedded(model, batch, f"{name}.") for name in ("anchor", "candidate")
-        )
+        anchor = self._embedded(model, _inputs(batch, "anchor."))
+        candidate = self._embedded(model, _inputs(batch, "candidate."))
         return {"anchor": anchor, "candidate": candidate.unflatten(0, (len(anchor), -1))}
 
-    def _embedded(self, model: nn.Module, batch: dict[str, Tensor], prefix: str) -> Tensor:
-        inputs = {
-            key.removeprefix(prefix): value
-            for key, value in batch.items()
-            if key.startswith(prefix)
-        }
+    def _embedded(self, model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
+        """Return the embeddings of texts, shape (texts, width)."""
         hidden: Tensor = model(**inputs).last_hidden_state
         mask = inputs["attention_mask"]
         if self.pooling == "cls":
@@ -218,28 +230,47 @@ class TextPairs(TextRows):
     def batch_loss(
         self, parts: dict[str, Tensor], columns: dict[str, Tensor]
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        anchor, candidate = parts["anchor"], parts["candidate"]
-        anchor_id, candidate_id = columns["anchor_id"], columns["candidate_id"]
-        key_id = torch.cat([candidate_id[:, 0], candidate_id[:, 1:].flatten()])
-        # a row is not its own negative
-        of_rows = [columns["index"], *([anchor_id] if self.mask_duplicates else [])]
-        ids = [
-            (number, F.pad(number, (0, len(key_id) - len(number)), value=_NONE))
-            for number in of_rows
-        ]
-        ids += [(candidate_id[:, 0], key_id)] if self.mask_duplicates else []
+        """Return the loss over all pairs of a global batch.
+
+        Args:
+            parts: embeddings of the whole batch, as :meth:`embed` returns them.
+            columns: ``index`` of each sample, and the numbers of the texts: ``anchor_id``
+                (samples,) and ``candidate_id`` (samples, 1 + negatives).
+        """
+        anchor = parts["anchor"]
+        candidate = parts["candidate"]
+        ids = self._same(columns)
         total = anchor.new_zeros(())
         for size in (*self.matryoshka, anchor.shape[1]):
-            queries, keys = (
-                F.normalize(value[..., :size], dim=-1) for value in (anchor, candidate)
-            )
-            positive, negatives = keys[:, 0], keys[:, 1:].flatten(0, 1)
-            loss = info_nce(queries, torch.cat([positive, negatives]), self.scale, ids=ids)
+            # The keys are the positives of all samples, then their hard negatives.
+            queries = F.normalize(anchor[..., :size], dim=-1)
+            normalized = F.normalize(candidate[..., :size], dim=-1)
+            positive = normalized[:, 0]
+            keys = torch.cat([positive, normalized[:, 1:].flatten(0, 1)])
+            loss = info_nce(queries, keys, self.scale, ids=ids)
+
+            # In the other direction the keys are the anchors, without hard negatives.
             if self.symmetric:
                 both = [(numbers, numbers) for numbers, _ in ids]
                 loss = (loss + info_nce(positive, queries, self.scale, ids=both)) / 2
             total = total + loss
         return total, {}
+
+    def _same(self, columns: dict[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Return pairs of numbers, of the queries and of the keys: equal ones are no negatives."""
+        positive_id = columns["candidate_id"][:, 0]
+        key_id = torch.cat([positive_id, columns["candidate_id"][:, 1:].flatten()])
+
+        def with_keys(number: Tensor) -> tuple[Tensor, Tensor]:
+            # Hard negatives get a number that no query has.
+            return number, F.pad(number, (0, len(key_id) - len(number)), value=_NONE)
+
+        # A row is not its own negative.
+        ids = [with_keys(columns["index"])]
+        if self.mask_duplicates:
+            ids.append(with_keys(columns["anchor_id"]))
+            ids.append((positive_id, key_id))
+        return ids
 
     def metrics(self) -> Retrieval:
         return Retrieval()
@@ -247,72 +278,107 @@ class TextPairs(TextRows):
     def update(
         self, metrics: Retrieval, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
-        anchor, positive = (
-            F.normalize(outputs["anchor"], dim=-1),
-            F.normalize(outputs["candidate"][:, 0], dim=-1),
-        )
+        anchor = F.normalize(outputs["anchor"], dim=-1)
+        positive = F.normalize(outputs["candidate"][:, 0], dim=-1)
         metrics.update(anchor, positive, ids=[batch["anchor_id"], batch["candidate_id"][:, 0]])
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> dict[str, list[Any]]:
-        return {
-            "similarity": F.cosine_similarity(
-                outputs["anchor"], outputs["candidate"][:, 0]
-            ).tolist()
-        }
+        similarity = F.cosine_similarity(outputs["anchor"], outputs["candidate"][:, 0])
+        return {"similarity": similarity.tolist()}
 
     def show(self, sample: list[Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         similarity = float(F.cosine_similarity(outputs["anchor"], outputs["candidate"][0], dim=0))
-        anchor, positive = (self.reader.decode(text) for text, _ in sample[:2])
-        return {"text": anchor, "target": positive, "prediction": f"similarity {similarity:.3f}"}
+        (anchor, _), (positive, _), *_ = sample
+        return {
+            "text": self.reader.decode(anchor),
+            "target": self.reader.decode(positive),
+            "prediction": f"similarity {similarity:.3f}",
+        }
 
     def save(self, model: nn.Module, folder: Path) -> None:
         """Save what transformers and sentence-transformers (6.2 or newer) need to load the
         encoder."""
-        # sentence-transformers also cuts texts there
+        # sentence-transformers also cuts texts at this length.
         self.reader.tokenizer.model_max_length = self.reader.length
         self.reader.save(model, folder)
+
+        # Write the files of sentence-transformers: its two modules, and the settings of pooling.
         width = model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
-        kinds = {
-            "": "base.modules.transformer.Transformer",
-            _POOLING: "sentence_transformer.modules.pooling.Pooling",
-        }
-        modules = [
-            {
-                "idx": number,
-                "name": str(number),
-                "path": path,
-                "type": f"sentence_transformers.{kind}",
-            }
-            for number, (path, kind) in enumerate(kinds.items())
-        ]
         pooling = {
             "embedding_dimension": width,
             "pooling_mode": _POOLINGS[self.pooling],
             "include_prompt": True,
         }
+        modules = [
+            _module(0, "", "base.modules.transformer.Transformer"),
+            _module(1, _POOLING, "sentence_transformer.modules.pooling.Pooling"),
+        ]
         about = {"model_type": "SentenceTransformer", "similarity_fn_name": "cosine"}
         (folder / _POOLING).mkdir(exist_ok=True)
-        files = {
-            "modules": modules,
-            f"{_POOLING}/config": pooling,
-            "config_sentence_transformers": about,
-        }
-        for name, content in files.items():
-            (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
+        _write_json(folder / "modules.json", modules)
+        _write_json(folder / _POOLING / "config.json", pooling)
+        _write_json(folder / "config_sentence_transformers.json", about)
 
 
-def _docstrings() -> dict[str, list[tuple[str, str]]]:
-    """Return pairs by split: the first paragraph of a docstring, and its function without it, if it
-    has two more lines. No file is in two splits."""
-    files = held_out(stdlib(), percent=10)
+def _check_distinct(key: str, names: Sequence[str]) -> None:
+    """Raise ValueError if a name is there twice."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"task.{key}: {name!r} is there twice; name each one once")
+
+
+def _training_texts(sources: Sequence[Source], key: str) -> Iterator[tuple[Any, str]]:
+    """Yield the training rows of each source, and the name of their column for this task key."""
+    for _, split, rows, column in columns_of(sources, key):
+        if split == "train":
+            yield rows, column
+
+
+def _repeated(columns: Sequence[tuple[Any, str]]) -> int:
+    """Return how many texts of these columns are equal to an earlier one of the same column."""
+    return sum(repeated(texts_of(rows, column)) for rows, column in columns)
+
+
+def _inputs(batch: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the model's inputs among the tensors of a batch: those with this prefix."""
+    inputs = {}
+    for key, value in batch.items():
+        if key.startswith(prefix):
+            inputs[key.removeprefix(prefix)] = value
+    return inputs
+
+
+def _module(number: int, path: str, kind: str) -> dict[str, Any]:
+    """Return the entry of a module in modules.json of sentence-transformers."""
     return {
-        split: [pair for file in files[split] for pair in _functions(file.text)] for split in files
+        "idx": number,
+        "name": str(number),
+        "path": path,
+        "type": f"sentence_transformers.{kind}",
     }
 
 
+def _write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=1))
+
+
+def _docstrings() -> dict[str, list[tuple[str, str]]]:
+    """Return pairs by split: the first paragraph of a docstring, and its function without it.
+
+    Only functions with at least two more lines count. No file is in two splits.
+    """
+    pairs: dict[str, list[tuple[str, str]]] = {}
+    for split, files in held_out(stdlib(), percent=10).items():
+        pairs[split] = []
+        for file in files:
+            pairs[split] += _functions(file.text)
+    return pairs
+
+
 def _functions(source: str) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of a Python file."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # invalid escape sequences
@@ -321,12 +387,14 @@ def _functions(source: str) -> Iterator[tuple[str, str]]:
         return
     lines = source.splitlines()
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and (
-            text := ast.get_docstring(node)
-        ):
-            body = [
-                line for part in node.body[1:] for line in lines[part.lineno - 1 : part.end_lineno]
-            ]
-            if len(body) >= 2 and text.strip():
-                head = f"def {node.name}({ast.unparse(node.args)}):"
-                yield " ".join(text.strip().split("\n\n")[0].split()), "\n".join([head, *body])
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        # Take the source after the docstring, which is the first statement.
+        docstring = ast.get_docstring(node)
+        body = list[str]()
+        for part in node.body[1:]:
+            body += lines[part.lineno - 1 : part.end_lineno]
+        if docstring and docstring.strip() and len(body) >= 2:
+            paragraph = docstring.strip().split("\n\n")[0]
+            head = f"def {node.name}({ast.unparse(node.args)}):"
+            yield " ".join(paragraph.split()), "\n".join([head, *body])

@@ -13,7 +13,16 @@ from oneloop.tasks.columns import check_texts
 from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.labels import RECORDED, classes_of, numbers_of
 from oneloop.tasks.protocol import Task
-from oneloop.tasks.text_encoders import ByteReader, TokenReader, reader
+from oneloop.tasks.text_encoders import ByteReader, EncoderShape, TokenReader, reader
+
+_NEEDS = {  # see ``needs`` of :class:`oneloop.tasks.protocol.Task`
+    "layers": "model=bytes",
+    "heads": "model=bytes",
+    "width": "model=bytes",
+    "dropout": "model=bytes",
+    "pretrained": "model!=bytes",
+    "trust_remote_code": "model!=bytes",
+}
 
 
 class TextRows(Task):
@@ -36,11 +45,7 @@ class TextRows(Task):
         dropout: dropout of embeddings, attention and residuals (of a new encoder).
     """
 
-    needs: dict[str, str] = dict.fromkeys(
-        ("layers", "heads", "width", "dropout"), "model=bytes"
-    ) | dict.fromkeys(
-        ("pretrained", "trust_remote_code"), "model!=bytes"
-    )  # see :class:`oneloop.tasks.protocol.Task`
+    needs: dict[str, str] = _NEEDS
     target = "label"  # task key of the target column
     words = False  # whether each word has a target, instead of the whole text
     classes: Sequence[str] = ()  # names of the model's outputs
@@ -60,34 +65,34 @@ class TextRows(Task):
         length: int = 256,
         dropout: float = 0.0,
     ) -> None:
-        shape = {
-            "layers": layers,
-            "heads": heads,
-            "width": width,
-            "length": length,
-            "dropout": dropout,
-        }
-        weights = (
-            {}
-            if model == "bytes"
-            else {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        shape = EncoderShape(layers, heads, width, length, dropout)
+        self.reader = self._reader(
+            model, shape, pretrained=pretrained, trust_remote_code=trust_remote_code
         )
-        self.reader = self._reader(model, shape, **weights)
-        self.columns, self.window = columns, window
-        if recorded := RECORDED.get():
+        self.columns = columns
+        self.window = window
+
+        # A run that is loaded has recorded its classes, and needs no data.
+        recorded = RECORDED.get()
+        if recorded:
             self.classes = recorded["classes"]
-        described = [] if data is None or recorded else named_sources(data, columns)
-        sources = [opened(source, held_out=held_out, window=window) for source in described]
+        sources = list[Source]()
+        if data is not None and not recorded:
+            for source in named_sources(data, columns):
+                sources.append(opened(source, held_out=held_out, window=window))
         self._sets = self._samples(sources) if sources else {}
         self.recorded = {"classes": self.classes}
         self.notes = self._data_notes = notes_of(sources)
 
-    def _reader(self, name: str, shape: dict[str, Any], **options: Any) -> ByteReader | TokenReader:
+    def _reader(self, name: str, shape: EncoderShape, **options: Any) -> ByteReader | TokenReader:
         return reader(name, shape, **options)
 
     def _samples(self, sources: Sequence[Source], *, labelled: bool = True) -> dict[str, Any]:
         self._check(sources)
-        numbers = self._numbers(sources) if labelled else {source.name: int for source in sources}
+        if labelled:
+            numbers = self._numbers(sources)
+        else:
+            numbers = dict.fromkeys((source.name for source in sources), int)
         return sets_of(sources, lambda source: self._sample(source, numbers[source.name]))
 
     def _check(self, sources: Sequence[Source]) -> None:
@@ -97,24 +102,26 @@ class TextRows(Task):
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
         """Return functions from a target to a number, by source. The first call (training rows)
         sets the classes."""
-        if self.classes:
-            known = self.classes
-            return {
-                source.name: numbers_of(source, self.target, known, lists=self.words)
-                for source in sources
-            }
-        self.classes, numbers = classes_of(sources, self.target, lists=self.words)
-        return numbers
+        if not self.classes:
+            self.classes, numbers = classes_of(sources, self.target, lists=self.words)
+            return numbers
+        known = {}
+        for source in sources:
+            known[source.name] = numbers_of(source, self.target, self.classes, lists=self.words)
+        return known
 
     def _sample(
         self, source: Source, number: Callable[[Any], Any]
     ) -> Callable[[Row], tuple[Any, Any]]:
         text, second, label = (source.columns[key] for key in ("text", "second", "label"))
         encode = self.reader.encode
-        return lambda row: (
-            encode(row[text], row[second] if second else None),
-            number(row.get(label, 0)),
-        )
+
+        def make(row: Row) -> tuple[Any, Any]:
+            sample = encode(row[text], row[second] if second else None)
+            # A row to predict has no label.
+            return sample, number(row.get(label, 0))
+
+        return make
 
     def model(self) -> nn.Module:
         model = self.reader.model(self.classes, words=self.words)
@@ -128,10 +135,11 @@ class TextRows(Task):
         return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
-        columns = self.columns | ({} if labelled else {self.target: ""})
-        return self._samples([whole(Source(data, columns), window=self.window)], labelled=labelled)[
-            "all"
-        ]
+        columns = dict(self.columns)
+        if not labelled:
+            columns[self.target] = ""
+        source = whole(Source(data, columns), window=self.window)
+        return self._samples([source], labelled=labelled)["all"]
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return torch.tensor(float(len(next(iter(batch.values())))))
