@@ -26,7 +26,7 @@ from oneloop.optim.bad_step_policy import Fault
 from oneloop.optim.clip import global_norm
 from oneloop.plan.step_costs import StepCosts
 from oneloop.recipe.parse import read
-from oneloop.tasks.image_classification import Quarters
+from oneloop.tasks.image_models import Quarters
 from worlds import ROOT
 
 SMALL_GPT = ["gpt", "--task.width", "32", "--task.heads", "2", "--task.layers", "1"]

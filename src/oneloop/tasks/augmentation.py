@@ -1,6 +1,6 @@
 """Packaged image data sets, and the image transforms: resize, augmentation, mixup and cutmix."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -73,7 +73,8 @@ def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     table = np.loadtxt(file, delimiter=",")
-    return table[:, :-1].reshape(-1, 8, 8), table[:, -1].astype(np.int64)
+    pixels = table[:, :-1].reshape(-1, 8, 8)
+    return pixels, table[:, -1].astype(np.int64)
 
 
 def torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any], list[str]]:
@@ -100,7 +101,11 @@ def torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any
         ) from error
     images, labels = _tensors(trained)
     train, validation = _stratified(images, labels, (0.9, 0.1))
-    sets = {"train": train, "validation": validation, "test": _InMemory(*_tensors(test))}
+    sets = {
+        "train": train,
+        "validation": validation,
+        "test": _InMemory(*_tensors(test)),
+    }
     return sets, list(trained.classes)
 
 
@@ -216,6 +221,19 @@ def shifted(image: Tensor, most: int) -> Tensor:
     down, right = torch.randint(0, 2 * most + 1, (2,)).tolist()
     padded = F.pad(image, (most, most, most, most), mode="replicate")
     return padded[:, down : down + image.shape[1], right : right + image.shape[2]]
+
+
+class Files(Mapped):
+    """Images of rows that know the names of their files; ``image`` is their column."""
+
+    def __init__(self, rows: Any, make: Callable[[Any], Any], image: str) -> None:
+        super().__init__(rows, make)
+        self.image = image
+
+    def file(self, index: int) -> str | None:
+        """Return the path of the image; None if its bytes are in the row."""
+        value = self.rows[index][self.image]
+        return value.get("path") if isinstance(value, Mapping) else None
 
 
 class Images(Mapped):

@@ -24,15 +24,20 @@ def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, st
     """Yield (source, split, rows, column name) for each split of the sources that have a column for
     this task key."""
     for source in sources:
-        if column := source.columns[key]:
-            for split, rows in [*source.parts.items()]:
-                yield source, split, rows, column
+        column = source.columns[key]
+        if not column:
+            continue
+        # Go through a copy: classes_of removes a test split without labels.
+        for split, rows in [*source.parts.items()]:
+            yield source, split, rows, column
 
 
 def wrong_type(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
     """Return the error for a column of the wrong type."""
-    found = f"{source.where}: {source.columns[key]!r} holds {type_name(kind)}; expected {wanted}"
-    return ValueError(f"{found}; set another task.{key.rstrip('_0123456789')}")
+    return ValueError(
+        f"{source.where}: {source.columns[key]!r} holds {type_name(kind)}; expected {wanted}; "
+        f"set another task.{key.rstrip('_0123456789')}"
+    )
 
 
 def check_texts(sources: Sequence[Source], key: str) -> None:
@@ -59,71 +64,86 @@ def check_image_types(sources: Sequence[Source]) -> None:
 
 
 def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | None) -> None:
-    """Decode all images once. If some cannot be used, raise ValueError; or, with a list
-    ``skipped``, leave them out of the splits and append their positions and reasons."""
+    """Decode all images once, and note what is unusual about them.
+
+    Args:
+        sources: their ``unusable`` gets the rows whose images cannot be used.
+        limit: maximum pixels of an image.
+        skipped: gets the positions and reasons of these rows, which are left out of the splits;
+            None: they are an error.
+
+    Raises:
+        ValueError: images cannot be used, and ``skipped`` is None.
+    """
     check_image_types(sources)
     for source in sources:
-        count, converted, bad = 0, Counter[str](), list[tuple[str, str]]()
+        # Decode the images of all splits.
+        count = 0
+        converted = Counter[str]()
+        bad = list[tuple[str, str]]()  # position and reason
         for split, rows in source.parts.items():
             checked = checked_images(rows, source.columns["image"], limit=limit, what=source.where)
             source.unusable[split] = checked.indices
             bad += [(rows.where(index), why) for index, why in checked.unusable]
             converted += Counter(checked.converted)
             count += len(rows)
-        if (findings := FINDINGS.get()) is not None:
+        empty = [*map(str, empty_classes(Path(source.where)))]
+
+        # Collect what ``oneloop check`` reports; otherwise stop, or skip the rows.
+        findings = FINDINGS.get()
+        if findings is not None:
             findings.rows += count
             findings.unusable += bad
             findings.converted += converted
-            findings.empty += map(str, empty_classes(Path(source.where)))
+            findings.empty += empty
         elif bad and skipped is None:
-            advice = (
-                f"oneloop check {source.where} lists all; remove them, or set task.unreadable skip"
+            raise ValueError(
+                f"{len(bad):,} of {count:,} images cannot be used, the first: "
+                f"{': '.join(bad[0])}; oneloop check {source.where} lists all; remove them, or set "
+                "task.unreadable skip"
             )
-            which = (
-                f"{len(bad):,} of {count:,} images cannot be used, the first: {': '.join(bad[0])}"
-            )
-            raise ValueError(f"{which}; {advice}")
         elif bad and skipped is not None:
-            skipped += [f"{place}: {why}" for place, why in bad]
-            what = f"{len(bad):,} of {count:,} images are skipped and listed in environment.json"
-            source.notes.append(f"{what}; the first: {': '.join(bad[0])}")
+            skipped += map(": ".join, bad)
+            source.notes.append(
+                f"{len(bad):,} of {count:,} images are skipped and listed in environment.json; "
+                f"the first: {': '.join(bad[0])}"
+            )
+
+        # Note what training does not stop for.
         if converted:
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in converted.items())
-            source.notes.append(
-                f"images converted to RGB: {kinds}{' (divided by 257)' * ('16-bit' in converted)}"
-            )
-        if empty := empty_classes(Path(source.where)):
-            source.notes.append(f"class folders without images: {', '.join(map(str, empty[:5]))}")
+            divided = " (divided by 257)" if "16-bit" in converted else ""
+            source.notes.append(f"images converted to RGB: {kinds}{divided}")
+        if empty:
+            source.notes.append(f"class folders without images: {', '.join(empty[:5])}")
 
 
 def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
     """Raise ValueError if the lists of two columns (by task key) differ in length in a row."""
-    from pyarrow import compute
-
     for source in sources:
+        first = source.columns[one]
+        second = source.columns[other]
         for rows in source.parts.values():
-            key = key_of(rows.fingerprint(), source.columns[one], source.columns[other])
-            with alone(f"values/{key}.ok") as done:
-                before = 0
-                pairs = (
-                    ()
-                    if done.exists()
-                    else zip(*(rows.values(source.columns[key]) for key in (one, other)))
-                )
-                for first, second in pairs:
-                    lengths = [
-                        compute.list_value_length(x).to_numpy(zero_copy_only=False)
-                        for x in (first, second)
-                    ]
-                    for wrong in np.flatnonzero(lengths[0] != lengths[1]).tolist():
-                        a, b = (int(both[wrong]) for both in lengths)
-                        counts = f"{a} {source.columns[one]} and {b} {source.columns[other]}"
-                        unusable(
-                            rows.where(before + wrong), f": {counts}; each needs one of the other"
-                        )
-                    before += len(first)
+            # An empty file of the cache states that these rows are right.
+            with alone(f"values/{key_of(rows.fingerprint(), first, second)}.ok") as done:
+                if not done.exists():
+                    _check_lengths(rows, first, second)
                 if not FINDINGS.get():
                     done.touch()
+
+
+def _check_lengths(rows: Any, first: str, second: str) -> None:
+    """Report each row whose lists in two columns differ in length."""
+    from pyarrow import compute
+
+    before = 0
+    for some, others in zip(rows.values(first), rows.values(second), strict=False):
+        length = compute.list_value_length(some).to_numpy(zero_copy_only=False)
+        other_length = compute.list_value_length(others).to_numpy(zero_copy_only=False)
+        for wrong in np.flatnonzero(length != other_length).tolist():
+            counts = f"{int(length[wrong])} {first} and {int(other_length[wrong])} {second}"
+            unusable(rows.where(before + wrong), f": {counts}; each needs one of the other")
+        before += len(some)
 
 
 def check_numbers(sources: Sequence[Source], key: str) -> None:
@@ -131,10 +151,9 @@ def check_numbers(sources: Sequence[Source], key: str) -> None:
     finite numbers."""
     for source, _, rows, column in columns_of(sources, key):
         kind = rows.types[column]
-        plain = element_type(kind) is None and str(getattr(kind, "dtype", "")).startswith(
-            ("float", "int", "uint")
-        )
-        if not plain and not is_text(kind):
+        dtype = str(getattr(kind, "dtype", ""))
+        is_number = element_type(kind) is None and dtype.startswith(("float", "int", "uint"))
+        if not is_number and not is_text(kind):
             raise wrong_type(source, key, kind, "a number")
         values_of(rows, column, distinct=False, numbers=True)
 
@@ -147,7 +166,9 @@ def is_text(kind: Any) -> bool:
 
 def element_type(kind: Any) -> Any:
     """Return the element type of a column of lists; None for other columns."""
-    return kind[0] if isinstance(kind, list) and len(kind) == 1 else getattr(kind, "feature", None)
+    if isinstance(kind, list) and len(kind) == 1:
+        return kind[0]
+    return getattr(kind, "feature", None)
 
 
 def type_name(kind: Any) -> str:
@@ -164,15 +185,24 @@ def type_name(kind: Any) -> str:
 def values_of(
     rows: Any, column: str, *, distinct: bool = True, numbers: bool = False
 ) -> Sequence[Any]:
-    """Return the distinct values of a column, or of its lists, cached by the rows' content. Raise
-    ValueError if a value is missing, or with ``numbers`` not a finite number or its text. Without
-    ``distinct``, only check."""
-    with alone(
-        f"values/{key_of(_CACHE_VERSION, rows.fingerprint(), column, distinct, numbers)}.json"
-    ) as file:
+    """Return the distinct values of a column, or of its lists, cached by the rows' content.
+
+    Args:
+        rows: rows of a split.
+        column: name of the column.
+        distinct: return the values; False: only check them.
+        numbers: check that each value is a finite number, or the text of one.
+
+    Raises:
+        ValueError: a value is missing, or is not such a number.
+    """
+    key = key_of(_CACHE_VERSION, rows.fingerprint(), column, distinct, numbers)
+    with alone(f"values/{key}.json") as file:
         if not file.exists():
             values = _checked_values(rows, column, distinct=distinct, numbers=numbers)
-            if (findings := FINDINGS.get()) and findings.unusable:
+            # Do not cache the values of rows with findings: they would not be found again.
+            findings = FINDINGS.get()
+            if findings and findings.unusable:
                 return values
             with replacing(file) as draft:
                 draft.write_text(json.dumps(values))
@@ -189,30 +219,39 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
     for array in rows.values(column):
         lists = hasattr(array, "flatten") and element_type(rows.types[column]) is not None
         values = array.flatten() if lists else array
+
+        # Find the missing values. ClassLabel stores them as -1, and an empty text is no label.
         missing = values.is_null()
-        if hasattr(kind, "names"):  # ClassLabel stores a missing label as -1
+        if hasattr(kind, "names"):
             missing = compute.or_(missing, compute.less(compute.fill_null(values, -1), 0))
         elif distinct and is_text(kind):
             missing = compute.or_(missing, compute.equal(compute.fill_null(values, ""), ""))
+        missing = missing.to_numpy(zero_copy_only=False)
+
+        # Find the rows that have one. An empty list has no value either.
         wrong = array.is_null().to_numpy(zero_copy_only=False)
         if lists:
-            lengths = compute.fill_null(compute.list_value_length(array), 0).to_numpy(
-                zero_copy_only=False
-            )
+            lengths = compute.fill_null(compute.list_value_length(array), 0)
+            lengths = lengths.to_numpy(zero_copy_only=False)
             row_of = np.repeat(np.arange(len(array)), lengths)
             wrong = wrong | (lengths == 0)
-            wrong[row_of[missing.to_numpy(zero_copy_only=False)]] = True
+            wrong[row_of[missing]] = True
         else:
-            wrong = wrong | missing.to_numpy(zero_copy_only=False)
+            wrong = wrong | missing
+
+        # Report them, then values that are not numbers.
         for at in np.flatnonzero(wrong).tolist():
             unusable(
                 rows.where(before + at), f" has no value in {column!r}; fill it, or remove the row"
             )
-        for at in _non_numbers(values) if numbers else ():
-            unusable(
-                rows.where(before + at),
-                f": {values[at].as_py()!r} in {column!r} is not a finite number",
-            )
+        if numbers:
+            for at in _non_numbers(values):
+                unusable(
+                    rows.where(before + at),
+                    f": {values[at].as_py()!r} in {column!r} is not a finite number",
+                )
+
+        # Collect the values, and stop if there are too many to be classes.
         if distinct:
             seen |= set(compute.unique(values).to_pylist())
         if len(seen) > _MAX_LABELS:
@@ -225,6 +264,7 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
 
 
 def _non_numbers(values: Any) -> Iterator[int]:
+    """Yield the indices of values that are not finite numbers, or texts of them."""
     for at, value in enumerate(values.to_pylist()):
         try:
             # a missing value is already known
@@ -236,8 +276,10 @@ def _non_numbers(values: Any) -> Iterator[int]:
 
 
 def number_of_text(text: str) -> int:
-    """Return a 64-bit number of a text: the same on every machine, and equal only for equal
-    texts."""
+    """Return a signed 64-bit number of a text.
+
+    It is the same on every machine, and equal only for equal texts.
+    """
     from xxhash import xxh3_64_intdigest
 
     return xxh3_64_intdigest(text.encode(errors="surrogatepass")) - (1 << 63)
@@ -252,4 +294,6 @@ def repeated(texts: Iterable[str]) -> int:
 def texts_of(rows: Any, column: str) -> Iterator[str]:
     """Yield the texts of a column."""
     for array in rows.values(column):
-        yield from (text.encode(errors="replace").decode() for text in array.to_pylist())
+        for text in array.to_pylist():
+            # Replace lone surrogates, which are not valid UTF-8.
+            yield text.encode(errors="replace").decode()

@@ -2,7 +2,8 @@
 another model."""
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -13,11 +14,12 @@ from torch.nn import functional as F
 
 from oneloop.data.rows.images import decoded
 from oneloop.data.rows.open_data import Source, named_sources, notes_of, opened, sets_of, whole
-from oneloop.data.rows.rows import Mapped, Row
+from oneloop.data.rows.rows import Row
 from oneloop.tasks.augmentation import (
     TORCHVISION,
     Augmentation,
     Blended,
+    Files,
     Images,
     digits,
     prepared,
@@ -25,7 +27,14 @@ from oneloop.tasks.augmentation import (
 )
 from oneloop.tasks.columns import check_image_types, check_images
 from oneloop.tasks.evaluation_metrics import ClassCounts
-from oneloop.tasks.image_models import Pretrained, described, image_model, statistics
+from oneloop.tasks.image_models import (
+    CNN,
+    Pretrained,
+    Statistics,
+    described,
+    image_model,
+    statistics,
+)
 from oneloop.tasks.labels import (
     RECORDED,
     are_shares,
@@ -38,8 +47,20 @@ from oneloop.tasks.labels import (
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers
 
-# mean and standard deviation of the pixels, by channel
-Statistics = tuple[Sequence[float], Sequence[float]]
+_PACKAGED = ("digits", *TORCHVISION)
+_OWN_IMAGES = f"data!={'|'.join(_PACKAGED)}"
+_DOWNLOADED = f"data={'|'.join(TORCHVISION)}"
+_NEEDS = {  # see ``needs`` of :class:`oneloop.tasks.protocol.Task`
+    "image_size": _OWN_IMAGES,
+    "held_out": _OWN_IMAGES,
+    "mean": _OWN_IMAGES,
+    "std": _OWN_IMAGES,
+    "width": "model=cnn",
+    "dropout": "model=cnn",
+    "trust_remote_code": "model!=cnn",
+    "root": _DOWNLOADED,
+    "download": _DOWNLOADED,
+}
 
 
 class ImageClassification(Task):
@@ -88,12 +109,7 @@ class ImageClassification(Task):
         dropout: dropout before the last layer (cnn).
     """
 
-    needs = dict.fromkeys(
-        ("image_size", "held_out", "mean", "std"), f"data!=digits|{'|'.join(TORCHVISION)}"
-    )
-    needs |= {"width": "model=cnn", "dropout": "model=cnn", "trust_remote_code": "model!=cnn"}
-    needs |= dict.fromkeys(("root", "download"), f"data={'|'.join(TORCHVISION)}")
-    weights: dict[str, Any]
+    needs = _NEEDS
 
     def __init__(
         self,
@@ -126,43 +142,45 @@ class ImageClassification(Task):
         smoothing: float = 0.0,
         dropout: float = 0.0,
     ) -> None:
-        mirror = (
-            (augment and data not in ("digits", "mnist", "fashion_mnist"))
-            if mirror is None
-            else mirror
-        )
+        if mirror is None:
+            mirror = augment and data not in ("digits", "mnist", "fashion_mnist")
         how = Augmentation(crop, randaugment, augment, mirror, erasing)
         if not 0 <= smoothing < 1:
             raise ValueError(f"task.smoothing {smoothing} must be between 0 and 1; 0.1 is common")
-        self.architecture, self.weights = (
-            model,
-            {"pretrained": pretrained, "trust_remote_code": trust_remote_code},
-        )
-        self.width, self.smoothing, self.dropout, self.top_k = width, smoothing, dropout, top_k
-        self.columns, self.window, self.pixel_limit = (
-            {"image": image, "label": label},
-            window,
-            pixel_limit,
-        )
-        self._data_notes, self.skipped_rows = list[str](), list[str]()
+        self.architecture = model
+        self.pretrained = pretrained
+        self.trust_remote_code = trust_remote_code
+        self.width = width
+        self.smoothing = smoothing
+        self.dropout = dropout
+        self.top_k = top_k
+        self.columns = {"image": image, "label": label}
+        self.window = window
+        self.pixel_limit = pixel_limit
+        self.skipped_rows = list[str]()
+        self._data_notes = list[str]()
         self._class_counts = cast(Callable[[], list[int]], list)
-        if isinstance(data, str) and data in ("digits", *TORCHVISION):
-            sets, pixel_statistics = self._packaged(data, root, download)
+
+        # Read the data. The side of packaged images stays, unless two sizes are needed.
+        if isinstance(data, str) and data in _PACKAGED:
+            sets, self._pixels = self._packaged(data, root, download)
             side = sets["train"].images.shape[-1] if crop or test_size else None
         else:
             expected = statistics(model)
-            pixel_statistics, side = (mean or expected[0], std or expected[1]), image_size
+            self._pixels = Statistics(mean or expected.mean, std or expected.std)
+            side = image_size
             sets = self._open(data, held_out, skip=unreadable == "skip")
-        self._evaluation_transform = prepared(test_size or side, *pixel_statistics)
+
+        # Transform the images. A run that is loaded has no sets, and has recorded their shape.
+        self._evaluation_transform = prepared(test_size or side, *self._pixels)
         if sets:
-            self._train: Any = Images(sets.pop("train"), prepared(side, *pixel_statistics, how))
-            self._evals = {
-                name: Images(data_set, self._evaluation_transform)
-                for name, data_set in sets.items()
-            }
+            self._train: Any = Images(sets.pop("train"), prepared(side, *self._pixels, how))
+            self._evals = {}
+            for name, data_set in sets.items():
+                self._evals[name] = Images(data_set, self._evaluation_transform)
             self.shape = tuple(self._train[0][0].shape)
         self.recorded = {"classes": self.classes, "shape": self.shape}
-        self._input = (self.shape[0], *[test_size or self.shape[1]] * 2), *pixel_statistics
+        self._side = test_size or self.shape[1]
         if sets and (mixup or cutmix):
             self._train = Blended(self._train, len(self.classes), mixup=mixup, cutmix=cutmix)
         self.notes = list(self._data_notes)
@@ -175,47 +193,58 @@ class ImageClassification(Task):
     def _packaged(self, data: str, root: str, download: bool) -> tuple[dict[str, Any], Statistics]:
         """Return a packaged data set by split, in memory, and mean and standard deviation of its
         pixels."""
-        splits, self.classes = (
-            digits() if data == "digits" else torchvision_set(data, root, download)
-        )
-        labels, channels = torch.tensor(splits["train"].labels), splits["train"].images.shape[1]
+        if data == "digits":
+            splits, self.classes = digits()
+        else:
+            splits, self.classes = torchvision_set(data, root, download)
+        labels = torch.tensor(splits["train"].labels)
         self._class_counts = lambda: torch.bincount(labels, minlength=len(self.classes)).tolist()
-        return splits, ([0.5] * channels, [0.5] * channels)
+        half = [0.5] * splits["train"].images.shape[1]
+        return splits, Statistics(mean=half, std=half)
 
     def _open(
         self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool
     ) -> dict[str, Any]:
         """Return the user's data sets by split: decoded images with class numbers or class
         probabilities. If a run has recorded the classes, return nothing."""
-        if recorded := RECORDED.get():
-            self.classes, self.shape = recorded["classes"], tuple(recorded["shape"])
+        recorded = RECORDED.get()
+        if recorded:
+            self.classes = recorded["classes"]
+            self.shape = tuple(recorded["shape"])
             return {}
-        usable = partial(
-            check_images, limit=self.pixel_limit, skipped=self.skipped_rows if skip else None
-        )
-        how: dict[str, Any] = {"held_out": held_out, "window": self.window, "check": usable}
-        sources = [opened(source, **how) for source in named_sources(data, self.columns)]
+
+        # Open the data. Every image is decoded once, before the rows are split.
+        limit = self.pixel_limit
+        skipped = self.skipped_rows if skip else None
+        check = partial(check_images, limit=limit, skipped=skipped)
+        sources = list[Source]()
+        for source in named_sources(data, self.columns):
+            sources.append(opened(source, held_out=held_out, window=self.window, check=check))
+
+        # The labels are class probabilities, or classes.
         if are_shares(sources):
-            self.classes, self._data_notes = shares_of(sources), notes_of(sources)
-            return sets_of(
-                sources, lambda source: _labelled(source, torch.tensor, self.pixel_limit)
-            )
+            self.classes = shares_of(sources)
+            self._data_notes = notes_of(sources)
+            return sets_of(sources, lambda source: _labelled(source, torch.tensor, limit))
         self.classes, numbers = classes_of(sources, "label")
         self._data_notes = notes_of(sources)
         self._class_counts = lambda: counts_of(sources, numbers, len(self.classes))
-        return sets_of(
-            sources, lambda source: _labelled(source, numbers[source.name], self.pixel_limit)
-        )
+        return sets_of(sources, lambda source: _labelled(source, numbers[source.name], limit))
 
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
-            if pretrained := self.weights["pretrained"]:
+            if self.pretrained:
                 raise ValueError(
-                    f"task.pretrained {pretrained} does not work with task.model cnn; use "
+                    f"task.pretrained {self.pretrained} does not work with task.model cnn; use "
                     "--init.from"
                 )
             return CNN(self.shape[0], len(self.classes), width=self.width, dropout=self.dropout)
-        model, notes = image_model(self.architecture, self.classes, **self.weights)
+        model, notes = image_model(
+            self.architecture,
+            self.classes,
+            pretrained=self.pretrained,
+            trust_remote_code=self.trust_remote_code,
+        )
         self.notes = [*self._data_notes, *notes]
         return model
 
@@ -226,13 +255,18 @@ class ImageClassification(Task):
         return dict(self._evals)
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
-        source = whole(
-            Source(data, self.columns | ({} if labelled else {"label": ""})), window=self.window
-        )
+        # Open the rows; those to predict need no label.
+        columns = dict(self.columns)
+        if not labelled:
+            columns["label"] = ""
+        source = whole(Source(data, columns), window=self.window)
         check_image_types([source])
+
+        # Choose the function from a stored label to that of a sample.
         number: Callable[[Any], Any] = int
         if labelled and are_shares([source]):
-            if (found := len(shares_of([source]))) != len(self.classes):
+            found = len(shares_of([source]))
+            if found != len(self.classes):
                 raise ValueError(
                     f"{data}: probabilities of {found} classes, but the model has "
                     f"{len(self.classes)}"
@@ -240,10 +274,8 @@ class ImageClassification(Task):
             number = torch.tensor
         elif labelled:
             number = numbers_of(source, "label", self.classes)
-        labelled_image, transform = (
-            _labelled(source, number, self.pixel_limit),
-            self._evaluation_transform,
-        )
+        labelled_image = _labelled(source, number, self.pixel_limit)
+        transform = self._evaluation_transform
 
         def sample(row: Row) -> tuple[Tensor, Any]:
             image, label = labelled_image(row)
@@ -254,10 +286,11 @@ class ImageClassification(Task):
     def _class_weights(self, setting: str | list[float]) -> Tensor | None:
         """Return the weight of each class, shape (classes,); None if all are 1."""
         if isinstance(setting, list):
-            if len(setting) != len(self.classes) or not all(
-                0 < weight < float("inf") for weight in setting
-            ):
-                names = f"{', '.join(self.classes[:8])}{', …' if len(self.classes) > 8 else ''}"
+            positive = all(0 < weight < math.inf for weight in setting)
+            if len(setting) != len(self.classes) or not positive:
+                names = ", ".join(self.classes[:8])
+                if len(self.classes) > 8:
+                    names += ", …"
                 raise ValueError(
                     f"task.class_weights {setting} must be {len(self.classes)} weights > 0, "
                     f"for {names}"
@@ -266,6 +299,8 @@ class ImageClassification(Task):
         if setting == "none" or RECORDED.get():
             self.sample_weight = 1.0
             return None
+
+        # Balanced: the weights of all samples of a class add up to the same number.
         counts = self._class_counts()
         if not counts or not all(counts):
             raise ValueError(
@@ -276,25 +311,31 @@ class ImageClassification(Task):
 
     def collate(self, samples: list[tuple[Tensor, Any]]) -> dict[str, Tensor]:
         images, labels = zip(*samples, strict=True)
-        soft = isinstance(labels[0], Tensor)
-        return {
-            "image": torch.stack(images),
-            "label": torch.stack(labels) if soft else torch.tensor(labels),
-        }
+        batch = {"image": torch.stack(images)}
+        if isinstance(labels[0], Tensor):
+            batch["label"] = torch.stack(labels)  # class probabilities
+        else:
+            batch["label"] = torch.tensor(labels)
+        return batch
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         label = batch["label"]
         if self.class_weights is None:
             return torch.tensor(float(len(label)))
         weights = self.class_weights.double()
-        return (weights[label] if label.ndim == 1 else label.double() @ weights).sum()
+        if label.ndim == 1:
+            return weights[label].sum()
+        return (label.double() @ weights).sum()
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(batch["image"])
         logits = getattr(logits, "logits", logits)  # transformers models return an object
-        label, weights = batch["label"], self.class_weights
+        label = batch["label"]
         if label.ndim == 2:
             label = label.to(logits.dtype)
+
+        # Keep the weights on the device: copying them each time would be a host sync.
+        weights = self.class_weights
         if weights is not None:
             assert self._on_device is not None
             weights = self._on_device = self._on_device.to(logits.device, logits.dtype)
@@ -308,7 +349,9 @@ class ImageClassification(Task):
         script can serve it."""
         if is_transformers(self.architecture):
             model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
-        for name, content in described(self.architecture, self.classes, *self._input).items():
+        size = (self.shape[0], self._side, self._side)
+        files = described(self.architecture, self.classes, size, *self._pixels)
+        for name, content in files.items():
             (folder / name).write_text(json.dumps(content, indent=1))
 
     def metrics(self) -> ClassCounts:
@@ -326,54 +369,16 @@ class ImageClassification(Task):
 
     def show(self, sample: tuple[Tensor, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         image, label = sample
-        label = int(label.argmax()) if isinstance(label, Tensor) else label
+        if isinstance(label, Tensor):
+            label = int(label.argmax())
         confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
-        shown = {
+        return {
             "image": image,
             "target": self.classes[label],
             "prediction": self.classes[int(predicted)],
+            "right": int(predicted) == label,
+            "confidence": float(confidence),
         }
-        return {**shown, "right": int(predicted) == label, "confidence": float(confidence)}
-
-
-class Quarters(nn.Module):
-    """Average pooling to 2 x 2, the mean of each quarter, as ``nn.AdaptiveAvgPool2d(2)``.
-
-    The gradient of adaptive pooling is not deterministic on a GPU, that of plain pooling is. An odd
-    size has a middle row or column, which both quarters count."""
-
-    def forward(self, images: Tensor) -> Tensor:
-        height, width = images.shape[-2:]
-        quarter = ((height + 1) // 2, (width + 1) // 2)
-        step = (max(1, height // 2), max(1, width // 2))
-        pooled = F.avg_pool2d(images, quarter, step)
-        return pooled.expand(*images.shape[:-2], 2, 2)  # a size of 1 is its own quarter
-
-
-class CNN(nn.Module):
-    """Three convolutions with GroupNorm, without batch statistics; dropout is off by default.
-
-    It uses average pooling: in max pooling, rounding can decide a near-tie and so redirect the
-    gradient. Two parallel layouts would then differ by 1e-3 after 40 float32 steps instead of
-    1e-7."""
-
-    def __init__(
-        self, channels: int, classes: int, *, width: int = 32, dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        layers: list[nn.Module] = []
-        for inside, outside in ((channels, width), (width, 2 * width), (2 * width, 4 * width)):
-            layers += [
-                nn.Conv2d(inside, outside, 3, padding=1, bias=False),
-                nn.GroupNorm(8, outside),
-                nn.GELU(),
-            ]
-            layers += [nn.AvgPool2d(2)] if inside != channels else []
-        self.features = nn.Sequential(*layers, Quarters(), nn.Flatten(), nn.Dropout(dropout))
-        self.head = nn.Linear(16 * width, classes)
-
-    def forward(self, images: Tensor) -> Tensor:
-        return self.head(self.features(images))  # type: ignore[no-any-return]
 
 
 def _labelled(
@@ -381,18 +386,7 @@ def _labelled(
 ) -> Callable[[Row], tuple[Any, Any]]:
     """Return a function from a row to its decoded image and its label (``number`` of the stored
     label)."""
-    image, label = source.columns["image"], source.columns["label"]
+    image = source.columns["image"]
+    label = source.columns["label"]
+    # A row to predict has no label.
     return lambda row: (decoded(row[image], limit=limit), number(row.get(label, 0)))
-
-
-class Files(Mapped):
-    """Images of rows that know the names of their files."""
-
-    def __init__(self, rows: Any, make: Callable[[Any], Any], image: str) -> None:
-        super().__init__(rows, make)
-        self.image = image
-
-    def file(self, index: int) -> str | None:
-        """Return the path of the image; None if its bytes are in the row."""
-        value = self.rows[index][self.image]
-        return value.get("path") if isinstance(value, Mapping) else None

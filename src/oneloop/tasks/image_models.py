@@ -7,11 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from importlib import import_module
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from oneloop.basics.base_models import HUB, fetched
 from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
@@ -21,6 +23,13 @@ _TIMM = "timm:"
 _WEIGHTS = "model.safetensors"
 
 
+class Statistics(NamedTuple):
+    """Statistics of the pixels (0 to 1), by channel."""
+
+    mean: Sequence[float]
+    std: Sequence[float]  # standard deviation
+
+
 def image_model(
     name: str,
     classes: Sequence[str],
@@ -28,16 +37,32 @@ def image_model(
     pretrained: Pretrained = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, list[str]]:
-    """Build a model with an output per class; return it and lines for the log. See
-    ImageClassification for ``name``, ``pretrained`` and ``trust_remote_code``. If the classes of
-    the weights differ, the last layer is re-initialized. Raise ValueError."""
+    """Build a model with an output per class; return it and lines for the log.
+
+    Args:
+        name: ``task.model`` of ImageClassification, apart from cnn.
+        classes: names of the outputs.
+        pretrained: ``task.pretrained`` of ImageClassification. If the classes of the weights
+            differ, the last layer is re-initialized.
+        trust_remote_code: run Python code stored with the weights.
+
+    Raises:
+        ValueError: there is no such model, or the weights do not fit it.
+    """
     if is_transformers(name):
         if isinstance(pretrained, str):
             raise ValueError(
                 f"task.model {name!r} has its own weights; remove task.pretrained {pretrained!r}"
             )
-        how = {"pretrained": pretrained is not False, "trust_remote_code": trust_remote_code}
-        return auto_model("AutoModelForImageClassification", name, classes, **how)
+        return auto_model(
+            "AutoModelForImageClassification",
+            name,
+            classes,
+            pretrained=pretrained is not False,
+            trust_remote_code=trust_remote_code,
+        )
+
+    # Build the model with new weights.
     if name.startswith(_TIMM):
         model = _timm_model(name.removeprefix(_TIMM), len(classes))
     elif "/" in name:
@@ -49,27 +74,33 @@ def image_model(
         model = _user_model(name, len(classes))
     else:
         model = _torchvision_model(name, len(classes))
+
+    # Load other weights into it.
     if pretrained in (None, False):
         return model, []
     return model, fitted(model, _load_weights(name, model, pretrained), len(classes))
 
 
-def statistics(name: str) -> tuple[Sequence[float], Sequence[float]]:
-    """Return the mean and standard deviation of the pixels (0 to 1) that a model expects, by
-    channel; default 0.5. Raise ValueError for an unknown model."""
-    values: Mapping[str, Any] = {}
+def statistics(name: str) -> Statistics:
+    """Return the statistics of the pixels that a model expects; default 0.5. Raise ValueError for
+    an unknown model."""
+    mean = std = None
     if is_transformers(name):
         file = None
         with suppress(ValueError):
             file = fetched(name, "preprocessor_config.json")
-        config = json.loads(file.read_text()) if file else {}
-        values = {"mean": config.get("image_mean"), "std": config.get("image_std")}
+        if file:
+            config = json.loads(file.read_text())
+            mean = config.get("image_mean")
+            std = config.get("image_std")
     elif name.startswith(_TIMM):
         import timm
 
         _check_timm_name(name.removeprefix(_TIMM))
-        values = vars(timm.get_pretrained_cfg(name.removeprefix(_TIMM), allow_unregistered=True))
-    return values.get("mean") or [0.5] * 3, values.get("std") or [0.5] * 3
+        config = vars(timm.get_pretrained_cfg(name.removeprefix(_TIMM), allow_unregistered=True))
+        mean = config.get("mean")
+        std = config.get("std")
+    return Statistics(mean or [0.5] * 3, std or [0.5] * 3)
 
 
 def described(
@@ -79,31 +110,34 @@ def described(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> dict[str, dict[str, Any]]:
-    """Return the files that describe a saved model, as JSON values by name: classes by index, input
-    ``size`` (channels, height, width), and statistics of the pixels. The formats are those of
-    transformers and timm, else oneloop's."""
+    """Return the files that describe a saved model, in the formats of transformers or timm, else in
+    oneloop's.
+
+    Args:
+        name: name of the model.
+        classes: class names by index.
+        size: channels, height and width of the input, in pixels.
+        mean: mean of the pixels (0 to 1) by channel.
+        std: standard deviation of the pixels, likewise.
+
+    Returns:
+        JSON values by file name.
+    """
     if is_transformers(name):
-        how = {
+        processor = {
+            "image_processor_type": "ViTImageProcessor",
             "do_resize": True,
             "do_rescale": True,
             "do_normalize": True,
             "do_convert_rgb": True,
-            "resample": 2,
-        }
-        side = {"height": size[1], "width": size[2]}
-        pixels = {
-            "size": side,
+            "resample": 2,  # bilinear
+            "size": {"height": size[1], "width": size[2]},
             "rescale_factor": 1 / 255,
             "image_mean": list(mean),
             "image_std": list(std),
         }
-        return {
-            "preprocessor_config.json": {
-                "image_processor_type": "ViTImageProcessor",
-                **how,
-                **pixels,
-            }
-        }
+        return {"preprocessor_config.json": processor}
+
     pixels = {
         "input_size": list(size),
         "mean": list(mean),
@@ -111,23 +145,21 @@ def described(
         "interpolation": "bilinear",
     }
     if name.startswith(_TIMM):
+        # timm names the classes twice: for the model, and for its weights.
         labels = {"num_classes": len(classes), "label_names": list(classes)}
-        config = {**pixels, "crop_pct": 1.0, "crop_mode": "squash", **labels}
-        return {
-            "config.json": {
-                "architecture": name.removeprefix(_TIMM),
-                **labels,
-                "pretrained_cfg": config,
-            }
+        config = {
+            "architecture": name.removeprefix(_TIMM),
+            **labels,
+            "pretrained_cfg": {**pixels, "crop_pct": 1.0, "crop_mode": "squash", **labels},
         }
-    return {
-        "config.json": {
+    else:
+        config = {
             "oneloop": "image_classification",
             "model": name,
             "classes": list(classes),
             **pixels,
         }
-    }
+    return {"config.json": config}
 
 
 def _check_timm_name(name: str) -> None:
@@ -158,9 +190,11 @@ def _torchvision_model(name: str, classes: int) -> nn.Module:
 
     known = models.list_models(module=models)
     if name not in known:
-        own = f"one of torchvision's {len(known)} classification models (resnet18, vit_b_16, …)"
-        names = f"cnn, a folder saved by transformers, hf:ID, timm:NAME, module.Class or {own}"
-        raise ValueError(f"task.model {name!r} is unknown; use {names}")
+        raise ValueError(
+            f"task.model {name!r} is unknown; use cnn, a folder saved by transformers, hf:ID, "
+            f"timm:NAME, module.Class or one of torchvision's {len(known)} classification models "
+            "(resnet18, vit_b_16, …)"
+        )
     model: nn.Module = models.get_model(name, num_classes=classes)
     return model
 
@@ -188,28 +222,31 @@ def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[s
     """Load weights, without the last layer if their classes differ; return lines for the log. Raise
     ValueError if the weights are of another model."""
     own = model.state_dict()
-    mismatched = {
-        name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape
-    }
+    shared = own.keys() & weights.keys()
+    mismatched = {name for name in shared if own[name].shape != weights[name].shape}
     missing = own.keys() - weights.keys() - _tied_names(model, weights)
-    layers = _head_layers(model, mismatched, classes)
-    new = {name for name in (*missing, *mismatched) if name.rpartition(".")[0] in layers}
-    errors = {"missing": sorted(missing - new), "unexpected": sorted(weights.keys() - own.keys())}
-    errors |= {"shape mismatch": sorted(mismatched - new)}
+
+    # Only the last layer may be missing, or have another shape.
+    heads = _head_layers(model, mismatched, classes)
+    new = {name for name in (*missing, *mismatched) if name.rpartition(".")[0] in heads}
+    errors = {
+        "missing": sorted(missing - new),
+        "unexpected": sorted(weights.keys() - own.keys()),
+        "shape mismatch": sorted(mismatched - new),
+    }
     if any(errors.values()):
-        found = listed(errors)
         raise ValueError(
-            f"task.pretrained: the weights do not fit this model ({found}); set task.model to match"
+            f"task.pretrained: the weights do not fit this model ({listed(errors)}); set "
+            "task.model to match"
         )
+
     with torch.no_grad():
-        for name in (own.keys() & weights.keys()) - mismatched:
+        for name in shared - mismatched:
             own[name].copy_(weights[name])
-    layers = {name.rpartition(".")[0] for name in new}
-    return (
-        [f"the last layer ({', '.join(sorted(layers))}) is re-initialized: the classes differ"]
-        if new
-        else []
-    )
+    if not new:
+        return []
+    layers = ", ".join(sorted({name.rpartition(".")[0] for name in new}))
+    return [f"the last layer ({layers}) is re-initialized: the classes differ"]
 
 
 def _tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
@@ -217,49 +254,54 @@ def _tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
     names: dict[int, list[str]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         names.setdefault(id(tensor), []).append(name)
-    return {
-        name
-        for aliases in names.values()
-        if any(name in weights for name in aliases)
-        for name in aliases
-    }
+    tied = set[str]()
+    for aliases in names.values():
+        if not weights.keys().isdisjoint(aliases):
+            tied.update(aliases)
+    return tied
 
 
 def _head_layers(model: nn.Module, mismatched: Iterable[str], classes: int) -> set[str]:
     """Return the layers with one output per class, among timm's classifiers and layers with a
     different shape."""
+    layers = {name.rpartition(".")[0] for name in mismatched}
     config = getattr(model, "pretrained_cfg", None) or {}
-    classifier = config.get("classifier") or ()
-    layers = {name.rpartition(".")[0] for name in mismatched} | (
-        {classifier} if isinstance(classifier, str) else set(classifier)
-    )
+    classifier = config.get("classifier") or ()  # a name, or several
+    layers.update([classifier] if isinstance(classifier, str) else classifier)
+
+    # Keep those with the right number of outputs; a layer without a name is the model itself.
     modules = dict(model.named_modules())
-    outputs = {
-        name: getattr(
-            modules.get(name), "out_features", getattr(modules.get(name), "out_channels", 0)
-        )
-        for name in layers
-    }
-    return {name for name, number in outputs.items() if name and number == classes}
+    heads = set[str]()
+    for name in layers - {""}:
+        layer = modules.get(name)
+        outputs = getattr(layer, "out_features", getattr(layer, "out_channels", 0))
+        if outputs == classes:
+            heads.add(name)
+    return heads
 
 
 def _load_weights(name: str, model: nn.Module, pretrained: bool | str | None) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
+    # Find the public weights of a timm model on the hub.
     if pretrained is True:
         hub = getattr(model, "pretrained_cfg", {}).get("hf_hub_id")
         if not hub:
-            why = f"the public weights of {name!r} are pickles, which are never loaded"
             raise ValueError(
-                f"task.pretrained: {why}; give a .safetensors file, or a timm: or hf: model"
+                f"task.pretrained: the public weights of {name!r} are pickles, which are never "
+                "loaded; give a .safetensors file, or a timm: or hf: model"
             )
         pretrained = f"{HUB}{hub}"
+
+    # Find the file.
     path = Path(str(pretrained)).expanduser()
     file = path if path.is_file() else fetched(str(pretrained), _WEIGHTS)
     if file is None:
-        advice = "give a .safetensors file, or a folder that contains one"
-        raise ValueError(f"task.pretrained {str(pretrained)!r} has no {_WEIGHTS}; {advice}")
+        raise ValueError(
+            f"task.pretrained {str(pretrained)!r} has no {_WEIGHTS}; give a .safetensors file, or "
+            "a folder that contains one"
+        )
     if file.suffix != ".safetensors":
         raise ValueError(
             f"task.pretrained {file} is not a .safetensors file; oneloop never loads pickled "
@@ -269,3 +311,53 @@ def _load_weights(name: str, model: nn.Module, pretrained: bool | str | None) ->
         return dict(load_file(file))
     except (SafetensorError, OSError) as error:
         raise ValueError(f"task.pretrained {file} cannot be read: {error}") from error
+
+
+class Quarters(nn.Module):
+    """Average pooling to 2 x 2, the mean of each quarter, as ``nn.AdaptiveAvgPool2d(2)``.
+
+    The gradient of adaptive pooling is not deterministic on a GPU, that of plain pooling is. An odd
+    size has a middle row or column, which both quarters count.
+    """
+
+    def forward(self, images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        quarter = ((height + 1) // 2, (width + 1) // 2)
+        step = (max(1, height // 2), max(1, width // 2))
+        pooled = F.avg_pool2d(images, quarter, step)
+        # A size of 1 is its own quarter.
+        return pooled.expand(*images.shape[:-2], 2, 2)
+
+
+class CNN(nn.Module):
+    """Three convolutions with GroupNorm, without batch statistics; dropout is off by default.
+
+    It uses average pooling: in max pooling, rounding can decide a near-tie and so redirect the
+    gradient. Two parallel layouts would then differ by 1e-3 after 40 float32 steps instead of 1e-7.
+
+    Args:
+        channels: channels of the images.
+        classes: number of classes.
+        width: channels of the first layer; the others have 2 and 4 times as many.
+        dropout: dropout before the last layer.
+    """
+
+    def __init__(
+        self, channels: int, classes: int, *, width: int = 32, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        layers: list[nn.Module] = []
+        widths = (channels, width, 2 * width, 4 * width)
+        for inside, outside in pairwise(widths):
+            layers += [
+                nn.Conv2d(inside, outside, 3, padding=1, bias=False),
+                nn.GroupNorm(8, outside),
+                nn.GELU(),
+            ]
+            if inside != channels:
+                layers.append(nn.AvgPool2d(2))
+        self.features = nn.Sequential(*layers, Quarters(), nn.Flatten(), nn.Dropout(dropout))
+        self.head = nn.Linear(16 * width, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.head(self.features(images))  # type: ignore[no-any-return]
