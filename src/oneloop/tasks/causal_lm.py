@@ -1,6 +1,7 @@
 """Causal language modelling: GPT-2 or Llama from scratch, on bytes or on a BPE that is trained
 first; or a model of transformers with its tokenizer."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,8 @@ from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, collated, s
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
 
-_MAX_NEW_TOKENS, _TEMPERATURE = 48, 0.8
+_MAX_NEW_TOKENS = 48
+_TEMPERATURE = 0.8
 
 
 class CausalLM(LanguageModel):
@@ -58,27 +60,36 @@ class CausalLM(LanguageModel):
         super().__init__(
             packed=is_packed(pack, "concat", "packed", "padded"), length=block, **model
         )
-        self.column, self.window, self.pack, self.block = column, window, pack, block
+        self.column = column
+        self.window = window
+        self.pack = pack
+        self.block = block
+
+        # Open the texts.
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
         trained = [splits["train"] for splits in texts]
-        fingerprints = [split.fingerprint() for split in trained]
-        content = None if None in fingerprints else fingerprints
-        training_texts = (text for split in trained for text in split)
+
+        # Take the tokenizer of the model, or learn one from all training texts.
         self.tokenizer: Any
         if self.name is not None:
             self.tokenizer = Vocabulary(self.known_tokenizer(), self.name)
             self._cache_key = [self.tokenizer.content]
+        elif tokenizer == "bytes":
+            self.tokenizer = Bytes()
+            self._cache_key = [tokenizer]
         else:
-            self.tokenizer = (
-                Bytes() if tokenizer == "bytes" else BPE(training_texts, vocab, cache_key=content)
-            )
-            self._cache_key = [tokenizer, *([] if tokenizer == "bytes" else [vocab, content])]
+            fingerprints = [split.fingerprint() for split in trained]
+            content = None if None in fingerprints else fingerprints
+            self.tokenizer = BPE(chain.from_iterable(trained), vocab, cache_key=content)
+            self._cache_key = [tokenizer, vocab, content]
         self.begin = self.end = self.tokenizer.separator
         self._token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
-        each = [
-            {name: self._samples(split, name) for name, split in splits.items()} for splits in texts
-        ]
+
+        # Cut the texts of all splits into samples.
+        each = []
+        for splits in texts:
+            each.append({name: self._samples(split, name) for name, split in splits.items()})
         self._sets = combined(sources, each)
         self._max_documents = max(getattr(sets["train"], "most", 1) for sets in each)
         self.sample_weight = float(block) if pack == "concat" else None
@@ -102,11 +113,9 @@ class CausalLM(LanguageModel):
             return Blocks(tokens, self.block, whole=name == "train", content=content)
         samples = spans(tokens, self.block, "split")
         self._data_notes += [f"{name}: {line}" for line in samples.about("split")]
-        return (
-            Packed(samples, content)
-            if self.packed and name == "train"
-            else Padded(samples, content)
-        )
+        if self.packed and name == "train":
+            return Packed(samples, content)
+        return Padded(samples, content)
 
     @property
     def entries(self) -> int:
@@ -123,9 +132,8 @@ class CausalLM(LanguageModel):
         return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
-        return self._samples(
-            all_texts(Source(data, {"column": self.column}), window=self.window), "texts"
-        )
+        texts = all_texts(Source(data, {"column": self.column}), window=self.window)
+        return self._samples(texts, "texts")
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return samples of ``block + 1`` tokens as one batch; padding of shorter samples is no
@@ -146,28 +154,23 @@ class CausalLM(LanguageModel):
         generator = torch.Generator().manual_seed(0)
 
         def choose(logits: Tensor) -> Tensor:
-            probabilities = (
-                (logits / _TEMPERATURE)
-                .nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
-                .softmax(-1)
-                .cpu()
-            )
-            return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
+            # The generator is on the host.
+            scaled = (logits / _TEMPERATURE).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
+            probabilities = scaled.softmax(-1).cpu()
+            drawn = torch.multinomial(probabilities, 1, generator=generator)
+            return drawn[:, 0].to(logits.device)
 
-        prompts = [
-            row[:length]
-            for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True)
-        ]
+        prompts = []
+        for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True):
+            prompts.append(row[:length])
         count = max(1, min(_MAX_NEW_TOKENS, self.block // 2))
         return {"written": written(model, prompts, count, choose=choose), "prompt": prompt_lengths}
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         tokens = sample.tolist()
-        shown: dict[str, Any] = {
-            "tokens": self.pieces(
-                tokens, outputs["loss"][: len(tokens) - 1].tolist(), [True] * (len(tokens) - 1)
-            )
-        }
+        targets = len(tokens) - 1
+        losses = outputs["loss"][:targets].tolist()
+        shown: dict[str, Any] = {"tokens": self.pieces(tokens, losses, [True] * targets)}
         if "written" in outputs:
             shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
             shown["continuation"] = self.decode(outputs["written"].tolist())

@@ -19,7 +19,10 @@ _SIMILARITIES = 1 << 20  # of one block
 def row_blocks(rows: int, columns: int) -> list[slice]:
     """Return the blocks of rows of a matrix of similarities."""
     each = max(1, _SIMILARITIES // columns)
-    return [slice(start, min(start + each, rows)) for start in range(0, rows, each)]
+    blocks = []
+    for start in range(0, rows, each):
+        blocks.append(slice(start, min(start + each, rows)))
+    return blocks
 
 
 def _summed(loss: Callable[[slice], Tensor], rows: int, columns: int) -> Tensor:
@@ -29,7 +32,9 @@ def _summed(loss: Callable[[slice], Tensor], rows: int, columns: int) -> Tensor:
     blocks = row_blocks(rows, columns)
     if len(blocks) == 1:
         return loss(blocks[0])
-    return torch.stack([checkpoint(loss, block, use_reentrant=False) for block in blocks]).sum()  # type: ignore[misc]
+    # Compute each block again in the backward: memory does not grow with the batch.
+    losses = [checkpoint(loss, block, use_reentrant=False) for block in blocks]
+    return torch.stack(losses).sum()  # type: ignore[arg-type]
 
 
 def _diagonal(rows: slice, like: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,11 +66,14 @@ def info_nce(
     def loss(rows: slice) -> Tensor:
         logits = scale * queries[rows] @ keys.T
         row, column = _diagonal(rows, logits)
+
+        # Leave out duplicates of the right key.
         same = torch.zeros_like(logits, dtype=torch.bool)
         for own, others in ids:
             same |= own[rows, None] == others
         same[row, column] = False
-        return F.cross_entropy(logits.masked_fill(same, -torch.inf), column, reduction="sum")
+        logits = logits.masked_fill(same, -torch.inf)
+        return F.cross_entropy(logits, column, reduction="sum")
 
     return _summed(loss, len(queries), len(keys))
 
@@ -74,8 +82,14 @@ def sigmoid_loss(
     queries: Tensor, keys: Tensor, scale: Tensor | float, bias: Tensor | float
 ) -> Tensor:
     """Return SigLIP's loss: the sum over all pairs of -log sigmoid(z (scale x similarity + bias)),
-    where z is 1 for a query and its own key, and -1 otherwise (Zhai et al. 2023). Both tensors are
-    (samples, width)."""
+    where z is 1 for a query and its own key, and -1 otherwise (Zhai et al. 2023).
+
+    Args:
+        queries: (samples, width).
+        keys: (samples, width).
+        scale: multiplies the similarities.
+        bias: is added to them.
+    """
 
     def loss(rows: slice) -> Tensor:
         logits = scale * queries[rows] @ keys.T + bias
@@ -89,16 +103,25 @@ def sigmoid_loss(
 def supervised(embeddings: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
     """Return the sum over samples of the supervised contrastive loss: the mean over the other
     samples with the same label of -log softmax(scale x similarity) among all others (Khosla et al.
-    2020, equation 2). A sample without such others adds 0. ``embeddings`` is (samples, width),
-    ``labels`` (samples,)."""
+    2020, equation 2). A sample without such others adds 0.
+
+    Args:
+        embeddings: (samples, width).
+        labels: (samples,).
+        scale: 1 / temperature.
+    """
 
     def loss(rows: slice) -> Tensor:
         logits = scale * embeddings[rows] @ embeddings.T
         right = labels[rows, None] == labels
         right[_diagonal(rows, logits)] = False
+
+        # Take the log of the softmax over all others.
         own = torch.zeros_like(right)
         own[_diagonal(rows, logits)] = True
-        log_shares = logits - logits.masked_fill(own, -torch.inf).logsumexp(1, keepdim=True)
-        return -(log_shares.masked_fill(~right, 0.0).sum(1) / right.sum(1).clamp(min=1)).sum()
+        others = logits.masked_fill(own, -torch.inf)
+        log_shares = logits - others.logsumexp(1, keepdim=True)
+        total = log_shares.masked_fill(~right, 0.0).sum(1)
+        return -(total / right.sum(1).clamp(min=1)).sum()
 
     return _summed(loss, len(embeddings), len(embeddings))

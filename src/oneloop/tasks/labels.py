@@ -21,13 +21,22 @@ task reads its data"""
 def classes_of(
     sources: Sequence[Source], key: str, *, lists: bool = False
 ) -> tuple[list[str], Numbers]:
-    """Return the class names of a label column (text, integers, booleans or ``ClassLabel``), and
-    functions from a label to its class number. ``lists``: a row has several labels. A test split
-    without labels is removed. Raise ValueError for a missing label, a label that is not in the
-    training split, or another column type."""
+    """Return the class names of a label column, and functions from a label to its class number.
+
+    A test split without labels is removed.
+
+    Args:
+        sources: the data sets.
+        key: task key of the column: text, integers, booleans or ``ClassLabel``.
+        lists: a row has several labels.
+
+    Raises:
+        ValueError: a label is missing or is not in the training split, or the column has another
+            type.
+    """
     trained: set[str] = set()
-    seen: dict[tuple[str, str], set[str]] = {}
-    kinds: dict[str, Any] = {}
+    seen: dict[tuple[str, str], set[str]] = {}  # labels by source and split
+    kinds: dict[str, Any] = {}  # column type by source
     for source, split, rows, column in columns_of(sources, key):
         kind = element_type(rows.types[column]) if lists else rows.types[column]
         if split == "test" and not lists and _unlabelled(rows, column, kind):
@@ -37,34 +46,35 @@ def classes_of(
             )
             continue
         if not _is_label(kind):
-            wanted = (
-                f"{'a list of labels' if lists else 'one label'} for each row (text or a whole "
-                "number)"
-            )
+            wanted = "a list of labels" if lists else "one label"
+            wanted += " for each row (text or a whole number)"
             raise wrong_type(source, key, rows.types[column], wanted)
-        if getattr(kinds.setdefault(source.name, kind), "names", None) != getattr(
-            kind, "names", None
-        ):
-            difference = f"numbers its classes {kind} in {split}, and {kinds[source.name]} before"
+
+        # ClassLabel stores numbers, which mean the same only with the same names.
+        before = kinds.setdefault(source.name, kind)
+        if getattr(before, "names", None) != getattr(kind, "names", None):
             raise ValueError(
-                f"{source.where}: {column!r} {difference}; write all files with the same list "
-                "of classes"
+                f"{source.where}: {column!r} numbers its classes {kind} in {split}, and {before} "
+                "before; write all files with the same list of classes"
             )
-        seen[source.name or source.where, split] = {
-            _name(kind, value) for value in values_of(rows, column)
-        }
-        trained |= seen[source.name or source.where, split] if split == "train" else set()
+        found = {_name(kind, value) for value in values_of(rows, column)}
+        seen[source.name or source.where, split] = found
+        if split == "train":
+            trained |= found
+
+    # Every label must be trained.
     for (where, split), found in seen.items():
-        if unknown := sorted(found - trained):
-            advice = "move some of their rows to train, or leave them out"
+        unknown = sorted(found - trained)
+        if unknown:
             raise ValueError(
-                f"{where}: labels {unknown[:5]} occur in {split} but not in train; {advice}"
+                f"{where}: labels {unknown[:5]} occur in {split} but not in train; move some of "
+                "their rows to train, or leave them out"
             )
     names = _sorted_classes(trained, [*kinds.values()])
     if len(names) < 2:
-        where, column = sources[0].where, sources[0].columns[key]
         raise ValueError(
-            f"{where}: {column!r} holds one class ({', '.join(names)}); at least two are needed"
+            f"{sources[0].where}: {sources[0].columns[key]!r} holds one class "
+            f"({', '.join(names)}); at least two are needed"
         )
     numbers = {name: index for index, name in enumerate(names)}
     return names, {source: _number_of(kind, numbers) for source, kind in kinds.items()}
@@ -73,8 +83,13 @@ def classes_of(
 def are_shares(sources: Sequence[Source]) -> bool:
     """Whether the labels of the first source are lists with the probability of each class."""
     for _, _, rows, column in columns_of(sources, "label"):
-        return str(getattr(element_type(rows.types[column]), "dtype", "")).startswith("float")
+        return _is_shares(rows.types[column])
     return False
+
+
+def _is_shares(kind: Any) -> bool:
+    """Whether a column of this type holds lists of numbers that are not whole."""
+    return str(getattr(element_type(kind), "dtype", "")).startswith("float")
 
 
 def shares_of(sources: Sequence[Source]) -> list[str]:
@@ -84,26 +99,29 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
 
     classes = 0
     for source, _, rows, column in columns_of(sources, "label"):
-        if not str(getattr(element_type(rows.types[column]), "dtype", "")).startswith("float"):
+        if not _is_shares(rows.types[column]):
             raise wrong_type(
                 source, "label", rows.types[column], "class probabilities, as in the other data"
             )
         before = 0
         for array in rows.values(column):
             for number, shares in enumerate(array.to_pylist()):
+                # The first row sets the number of classes.
                 classes = classes or len(shares or ())
                 valid = len(shares or ()) == classes and all(
                     share is not None and share >= 0 for share in shares
                 )
                 if not valid or not np.isclose(sum(shares), 1.0, atol=1e-3):
-                    good_ = f"shares of {classes} classes, which are 0 or more and sum to 1"
                     raise ValueError(
-                        f"{rows.where(before + number)}: {shares} in {column!r} are not {good_}"
+                        f"{rows.where(before + number)}: {shares} in {column!r} are not shares of "
+                        f"{classes} classes, which are 0 or more and sum to 1"
                     )
             before += len(array)
     if classes < 2:
-        where, column = sources[0].where, sources[0].columns["label"]
-        raise ValueError(f"{where}: {column!r} holds one class; at least two are needed")
+        raise ValueError(
+            f"{sources[0].where}: {sources[0].columns['label']!r} holds one class; at least two "
+            "are needed"
+        )
     return list(map(str, range(classes)))
 
 
@@ -111,7 +129,9 @@ def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list
     """Return the number of training rows of each class."""
     counts = [0] * classes
     for source, split, rows, column in columns_of(sources, "label"):
-        for array in rows.values(column) if split == "train" else ():
+        if split != "train":
+            continue
+        for array in rows.values(column):
             for entry in array.value_counts().to_pylist():
                 counts[numbers[source.name](entry["values"])] += entry["counts"]
     return counts
@@ -128,9 +148,9 @@ def numbers_of(
             raise wrong_type(
                 source, key, rows.types[column], "one label for each row (text or a whole number)"
             )
-        if unknown := sorted(
-            {_name(kind, value) for value in values_of(rows, column)} - set(classes)
-        ):
+        found = {_name(kind, value) for value in values_of(rows, column)}
+        unknown = sorted(found - set(classes))
+        if unknown:
             raise ValueError(
                 f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows"
             )
@@ -142,8 +162,15 @@ def _number_of(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
 
 
 def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the most likely class of each sample and its probability; logits have shape (samples,
-    classes)."""
+    """Return the most likely class of each sample and its probability.
+
+    Args:
+        logits: (samples, classes).
+        classes: names of the classes.
+
+    Returns:
+        Lists with an entry per sample: ``prediction`` and ``confidence``.
+    """
     confidence, predicted = logits.float().softmax(-1).max(-1)
     return {
         "prediction": [classes[number] for number in predicted.tolist()],
@@ -161,18 +188,17 @@ def _sorted_classes(trained: set[str], kinds: Sequence[Any]) -> list[str]:
 
 
 def _is_label(kind: Any) -> bool:
+    """Whether a column of this type holds one label per row."""
+    if element_type(kind) is not None or isinstance(kind, Mapping):
+        return False
+    if getattr(kind, "id", None) == OBJECTS:
+        return False
     dtype = str(getattr(kind, "dtype", ""))
-    plain = (
-        element_type(kind) is None
-        and not isinstance(kind, Mapping)
-        and getattr(kind, "id", None) != OBJECTS
-    )
-    return plain and (
-        dtype in ("string", "large_string", "bool") or dtype.startswith(("int", "uint"))
-    )
+    return dtype in ("string", "large_string", "bool") or dtype.startswith(("int", "uint"))
 
 
 def _name(kind: Any, value: Any) -> str:
+    """Return the class name of a label; ``ClassLabel`` stores its number."""
     return str(kind.names[value]) if hasattr(kind, "names") else str(value)
 
 

@@ -1,7 +1,7 @@
 """Supervised fine-tuning of a language model on the assistant's messages of conversations, or on
 completions."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -100,79 +100,84 @@ class SFT(LanguageModel):
         )
         if answer < 1:
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
-        self.length, self.answer, self.overlong, self.window = length, answer, overlong, window
+        self.length = length
+        self.answer = answer
+        self.overlong = overlong
+        self.window = window
         self.columns = {
             "messages": messages,
             "prompt": prompt,
             "completion": completion,
             "tools": tools,
         }
-        template = None if chat_template is None else template_of(chat_template)
-        self.tokenizer = (
-            self.known_tokenizer()
-            if self.name
-            else chat_tokenizer(_texts(SyntheticChats("train")), vocab)
-        )
-        self._template, self._day, self.end = template, day, self.tokenizer.eos_token_id
-        self._chat: Chat | None = None
-        self._skip_unreadable, self.skipped_rows = unreadable == "skip", list[str]()
-        self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), template]
-        sources = self._sources(data, held_out)
-        texts = [
-            {split: self._encoded(source, rows) for split, rows in source.parts.items()}
-            for source in sources
-        ]
+        self._template = None if chat_template is None else template_of(chat_template)
+        if self.name:
+            self.tokenizer = self.known_tokenizer()
+        else:
+            self.tokenizer = chat_tokenizer(_texts(SyntheticChats("train")), vocab)
+        self.end = self.tokenizer.eos_token_id
+        self._day = day
+        self._chat: Chat | None = None  # made when a data set needs the chat template
+        self._skip_unreadable = unreadable == "skip"
+        self.skipped_rows = list[str]()
+        self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self._template]
+        self._read(self._sources(data, held_out))
+        self.notes = self._data_notes
+
+    writes = True
+
+    def _read(self, sources: Sequence[Source]) -> None:
+        """Encode the sources, and make the data sets of all splits."""
+        # Encode the rows of all splits.
+        texts = []
+        for source in sources:
+            parts = source.parts.items()
+            texts.append({split: self._encoded(source, rows) for split, rows in parts})
         self._data_notes += notes_of(sources)
         if self.skipped_rows:
-            count, first = len(self.skipped_rows), self.skipped_rows[0]
             self._data_notes.append(
-                f"{count:,} rows were skipped and listed in environment.json; the first: {first}"
+                f"{len(self.skipped_rows):,} rows were skipped and listed in environment.json; "
+                f"the first: {self.skipped_rows[0]}"
             )
-        samples = [
-            {split: self._samples(*text, split) for split, text in splits.items()}
-            for splits in texts
-        ]
+
+        # Cut them into samples.
+        samples = []
+        for splits in texts:
+            samples.append({split: self._samples(*text, split) for split, text in splits.items()})
         self._sets = combined(sources, samples)
         self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
         if len(sources) > 1 and not self.packed:
             self._data_notes.append(
                 "a mixture defines its own order: samples are not sorted by length (more padding)"
             )
-        special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
-        self._ends = sorted(
-            {
-                end
-                for splits in texts
-                for end in ends_in(splits["train"][0], special, self.tokenizer)
-            }
-        )
-        self._data_notes += [
-            *end_token_notes(self._ends, self.tokenizer),
-            self._preview(samples[0]["train"].spans[0]),
-        ]
-        self.notes = self._data_notes
 
-    writes = True
+        # Find the tokens that end an answer.
+        special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
+        ends = set[int]()
+        for splits in texts:
+            trained, _ = splits["train"]
+            ends |= ends_in(trained, special, self.tokenizer)
+        self._ends = sorted(ends)
+        self._data_notes += end_token_notes(self._ends, self.tokenizer)
+        self._data_notes.append(self._preview(samples[0]["train"].spans[0]))
 
     def _sources(self, data: str | list[dict[str, Any]], held_out: float) -> list[Source]:
         if data == "lessons":
             columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
-            return [
-                Source(
-                    "lessons", columns, parts={split: SyntheticChats(split) for split in LESSONS}
-                )
-            ]
+            parts = {split: SyntheticChats(split) for split in LESSONS}
+            return [Source("lessons", columns, parts=parts)]
         open_ = partial(opened, held_out=held_out, window=self.window)
-        unopened = named_sources(data, self.columns)
-        return [
-            first_columns(source, self._column_choices(source.columns), open_)
-            for source in unopened
-        ]
+        sources = []
+        for source in named_sources(data, self.columns):
+            choices = self._column_choices(source.columns)
+            sources.append(first_columns(source, choices, open_))
+        return sources
 
     @staticmethod
     def _column_choices(
         columns: Mapping[str, str], *, labelled: bool = True
     ) -> list[dict[str, str]]:
+        """Return the sets of columns that a source may have, the preferred ones first."""
         none = dict.fromkeys(columns, "")
         kinds = [
             ("messages", "tools"),
@@ -180,30 +185,38 @@ class SFT(LanguageModel):
             ("prompt", "completion", "tools"),
             ("prompt", "completion"),
         ]
-        kinds += [] if labelled else [("prompt", "tools"), ("prompt",)]
+        if not labelled:
+            kinds += [("prompt", "tools"), ("prompt",)]
         return [none | {key: columns[key] for key in kind} for kind in kinds]
 
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
+        """Return the tokens of each row (cached), and what they depend on."""
+        # Use the chat template, except for prompts that are texts.
         columns = source.columns
-        prompts = (
-            rows[index][columns["prompt"] or columns["messages"]] for index in range(len(rows))
-        )
+        prompt = columns["prompt"] or columns["messages"]
+        prompts = (rows[index][prompt] for index in range(len(rows)))
         first_prompt = next((value for value in prompts if value), None)
-        needs_chat = not (columns["prompt"] and is_text(first_prompt))
-        if needs_chat and self._chat is None:
-            self._chat = Chat(self.tokenizer, self._template, day=self._day)
-            self._data_notes.append(self._chat.note)
-        chat = self._chat if needs_chat else None
-        if chat is None:
-            end_of(self.tokenizer)
+        chat = None
+        if not (columns["prompt"] and is_text(first_prompt)):
+            if self._chat is None:
+                self._chat = Chat(self.tokenizer, self._template, day=self._day)
+                self._data_notes.append(self._chat.note)
+            chat = self._chat
+        else:
+            end_of(self.tokenizer)  # raises ValueError if there is none
             note = "prompts and completions are concatenated unchanged"
-            note += ", without the chat template: for turns give messages" * bool(
-                self.tokenizer.chat_template
-            )
-            self._data_notes += [note] * (note not in self._data_notes)
+            if self.tokenizer.chat_template:
+                note += ", without the chat template: for turns give messages"
+            if note not in self._data_notes:
+                self._data_notes.append(note)
+
+        # Name what the tokens depend on.
         cache_key = [*self._cache_key, chat and chat.template, dict(columns), labelled]
-        cache_key += [self._day] if chat and "strftime_now" in chat.template else []
+        if chat and "strftime_now" in chat.template:
+            cache_key.append(self._day)
         content = {**rows.fingerprint(), "made by": key_of(cache_key)}
+
+        # Encode the rows, or read them from the cache.
         encode = partial(
             encoded if labelled else encoded_prompt,
             columns=columns,
@@ -225,20 +238,23 @@ class SFT(LanguageModel):
         except ValueError as error:
             raise ValueError(f"{split}: {error} (task.length)") from error
         self._data_notes += [f"{split}: {line}" for line in samples.about(self.overlong)]
-        return (
-            Packed(samples, content)
-            if self.packed and split == "train"
-            else Padded(samples, content)
-        )
+        if self.packed and split == "train":
+            return Packed(samples, content)
+        return Padded(samples, content)
 
     def _preview(self, sample: NDArray[np.int32]) -> str:
-        pieces, before = list[str](), False
+        """Return the line for the log that shows a sample, with the trained text in «»."""
+        pieces = list[str]()
+        before = False  # whether the token before was trained
         tokens = sample.tolist()
         for token in [*tokens, None]:
+            # The complement of a token is not trained, and the first token is never a target.
             trained = token is not None and token >= 0 and bool(pieces)
-            pieces.append(("«" if trained else "»") * (trained != before))
+            if trained != before:
+                pieces.append("«" if trained else "»")
             before = trained
-            pieces.append("" if token is None else self.decode([token if token >= 0 else ~token]))
+            if token is not None:
+                pieces.append(self.decode([token if token >= 0 else ~token]))
         share = sum(token >= 0 for token in tokens[1:]) / (len(tokens) - 1)
         return (
             f"a sample, with the trained text in «» ({100 * share:.0f} % of it): "
@@ -253,16 +269,12 @@ class SFT(LanguageModel):
 
     def samples_of(self, data: str, *, labelled: bool) -> Padded:
         choices = self._column_choices(self.columns, labelled=labelled)
-        source = first_columns(
-            Source(data, self.columns), choices, partial(whole, window=self.window)
-        )
+        open_ = partial(whole, window=self.window)
+        source = first_columns(Source(data, self.columns), choices, open_)
         texts, content = self._encoded(source, source.parts["all"], labelled=labelled)
-        return cast(
-            Padded,
-            self._samples(texts, content, "all")
-            if labelled
-            else Prompts(texts, self.length, content),
-        )
+        if not labelled:
+            return Prompts(texts, self.length, content)
+        return cast(Padded, self._samples(texts, content, "all"))
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         return collated(
@@ -297,15 +309,18 @@ class SFT(LanguageModel):
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the greedy answer to the tokens before each sample's first target; all have the
         same length."""
+        # Take the tokens up to the first target; all, if there is none.
         is_target = batch["target"] != IGNORE
-        lengths = torch.where(is_target.any(1), is_target.int().argmax(1) + 1, batch["length"])
+        first = is_target.int().argmax(1)
+        lengths = torch.where(is_target.any(1), first + 1, batch["length"])
+
+        # Leave room for the answer: of a longer prompt only the end is kept.
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         limit = getattr(config, "max_position_embeddings", None) or self.length + self.answer
         count = max(1, min(self.answer, limit // 2))
-        prompts = [
-            row[:length][count - limit :]
-            for row, length in zip(batch["input"], lengths.tolist(), strict=True)
-        ]
+        prompts = []
+        for row, length in zip(batch["input"], lengths.tolist(), strict=True):
+            prompts.append(row[:length][count - limit :])
         return {"written": written(model, prompts, count, ends=self._ends), "prompt": lengths}
 
     def predicted(
@@ -313,36 +328,30 @@ class SFT(LanguageModel):
     ) -> dict[str, list[Any]]:
         """Return each sample's prompt, the model's answer and, if known, the reference answer and
         its metrics."""
+        # A sample without a reference answer has no metrics.
         metrics = super().predicted(batch, outputs)
         has_target = [tokens > 0 for tokens in metrics["tokens"]]
-        metrics = {
-            name: [
-                value if present else None
-                for value, present in zip(values, has_target, strict=True)
-            ]
-            for name, values in metrics.items()
-        }
-        rows = zip(
-            batch["input"].tolist(),
-            batch["target"].tolist(),
-            outputs["prompt"].tolist(),
-            strict=True,
-        )
-        texts = [
-            (self.decode(tokens[:length]), self._first_answer(target))
-            for tokens, target, length in rows
-        ]
-        prompts, targets = zip(*texts, strict=True)
+        for name, values in metrics.items():
+            known = zip(values, has_target, strict=True)
+            metrics[name] = [value if present else None for value, present in known]
+
+        # Decode the texts.
+        lengths = outputs["prompt"].tolist()
+        prompts = []
+        for tokens, length in zip(batch["input"].tolist(), lengths, strict=True):
+            prompts.append(self.decode(tokens[:length]))
         answers = [self._answer(tokens) for tokens in outputs["written"].tolist()]
-        return {"prompt": list(prompts), "answer": answers, "target": list(targets), **metrics}
+        targets = [self._first_answer(target) for target in batch["target"].tolist()]
+        return {"prompt": prompts, "answer": answers, "target": targets, **metrics}
 
     def _first_answer(self, target: list[int]) -> str | None:
         """Return the first trained answer of a sample as text; None if there is none."""
         answer_tokens = list[int]()
         for token in target:
-            if token == IGNORE and answer_tokens:
+            if token != IGNORE:
+                answer_tokens.append(token)
+            elif answer_tokens:
                 break
-            answer_tokens += [token] * (token != IGNORE)
         return self._answer(answer_tokens) if answer_tokens else None
 
     def _answer(self, tokens: list[int]) -> str:
@@ -351,9 +360,8 @@ class SFT(LanguageModel):
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         trained = (sample[1:] >= 0).tolist()
         tokens = np.where(sample < 0, ~sample, sample).tolist()
-        shown: dict[str, Any] = {
-            "tokens": self.pieces(tokens, outputs["loss"][: len(trained)].tolist(), trained)
-        }
+        losses = outputs["loss"][: len(trained)].tolist()
+        shown: dict[str, Any] = {"tokens": self.pieces(tokens, losses, trained)}
         if "written" in outputs:
             shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
             shown["continuation"] = self._answer(outputs["written"].tolist())

@@ -3,6 +3,7 @@ classes differ."""
 
 import os
 from collections.abc import Iterable, Sequence
+from itertools import filterfalse
 from pathlib import Path
 from typing import Any
 
@@ -29,41 +30,65 @@ def auto_model(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> tuple[nn.Module, list[str]]:
-    """Load a transformers model by its Auto class ``kind``; return it and lines for the log.
-    ``classes`` names its outputs (None: a language model); the default dtype is float32. Raise
-    ValueError if it has no safetensors, or if more than the head is missing."""
+    """Load a transformers model; return it and lines for the log.
+
+    Args:
+        kind: name of its Auto class.
+        name: a folder, or ``hf:ID[@REVISION]``.
+        classes: names of the outputs; None: a language model.
+        pretrained: load the weights; False: only the configuration.
+        trust_remote_code: run Python code stored with the weights.
+        options: more options of ``from_pretrained``; the default dtype is float32.
+
+    Raises:
+        ValueError: it has no safetensors, or more than the head is missing.
+    """
     import transformers
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # otherwise every rank shows a bar
+    # Otherwise every rank shows a bar.
+    logging.disable_progress_bar()
     auto_class = getattr(transformers, kind)
     path, revision = place_of(name)
-    source: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
-    labels: dict[str, Any] = {}
-    if classes is not None:
-        labels = {
-            "id2label": dict(enumerate(classes)),
-            "label2id": {label: i for i, label in enumerate(classes)},
-        }
     try:
-        config = transformers.AutoConfig.from_pretrained(path, **source, **labels)
+        config = transformers.AutoConfig.from_pretrained(
+            path, revision=revision, trust_remote_code=trust_remote_code, **_labels(classes)
+        )
         if not pretrained:
-            return auto_class.from_config(
+            model = auto_class.from_config(
                 config, trust_remote_code=trust_remote_code, dtype=torch.float32
-            ), []
-        common = {"config": config, "use_safetensors": True, "dtype": torch.float32, **options}
-        common |= {"ignore_mismatched_sizes": True, "output_loading_info": True}
-        model, info = auto_class.from_pretrained(path, **source, **common)
+            )
+            return model, []
+        options.setdefault("dtype", torch.float32)
+        model, info = auto_class.from_pretrained(
+            path,
+            config=config,
+            revision=revision,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+            **options,
+        )
     except (OSError, ValueError, ImportError, KeyError) as error:
         raise ValueError(
             f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}"
         ) from error
-    mismatched = {
-        entry[0] if isinstance(entry, tuple) else entry for entry in info["mismatched_keys"]
-    }
-    return model.train(), _check_loaded(
-        model, info["missing_keys"], info["unexpected_keys"], mismatched, path
-    )
+
+    # Some versions of transformers list the shapes next to the name.
+    mismatched = set()
+    for entry in info["mismatched_keys"]:
+        mismatched.add(entry[0] if isinstance(entry, tuple) else entry)
+    notes = _check_loaded(model, info["missing_keys"], info["unexpected_keys"], mismatched, path)
+    return model.train(), notes
+
+
+def _labels(classes: Sequence[str] | None) -> dict[str, Any]:
+    """Return the options of a configuration that name the outputs; {} for a language model."""
+    if classes is None:
+        return {}
+    numbers = {label: number for number, label in enumerate(classes)}
+    return {"id2label": dict(enumerate(classes)), "label2id": numbers}
 
 
 def commit_of(name: str) -> str | None:
@@ -86,9 +111,12 @@ def file_stats(name: str) -> object:
     if name.startswith(HUB):
         return None
     folder = Path(place_of(name)[0])
-    files = [*sorted(folder.glob("*.safetensors")), folder / "config.json"]
-    there = [(file.name, file.stat()) for file in files if file.exists()]
-    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in there]
+    stats = []
+    for file in (*sorted(folder.glob("*.safetensors")), folder / "config.json"):
+        if file.exists():
+            stat = file.stat()
+            stats.append((file.name, stat.st_ino, stat.st_size, stat.st_mtime_ns))
+    return stats
 
 
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
@@ -96,7 +124,7 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
     fast tokenizer."""
     from transformers import AutoTokenizer
 
-    # otherwise it warns in every DataLoader worker
+    # Otherwise it warns in every DataLoader worker.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     path, revision = place_of(name)
     try:
@@ -107,7 +135,7 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
         raise ValueError(
             f"task.model {name!r}: no tokenizer: {' '.join(str(error).split())}"
         ) from error
-    # built from nothing if no tokenizer file exists
+    # If no tokenizer file exists, transformers builds one from nothing.
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         raise ValueError(
             f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it next to the "
@@ -129,40 +157,46 @@ def _check_loaded(
 ) -> list[str]:
     """Return lines about new and ignored layers. Raise ValueError if weights other than the head
     (and the pooler, which some checkpoints lack) are missing, unexpected or of another shape."""
+    # Find the prefix of the base model. A model that does not tell it: its largest submodule.
     base = f"{getattr(model, 'base_model_prefix', '')}."
-    # then use the largest submodule
     if not any(name.startswith(base) for name, _ in model.named_parameters()):
-        sizes = {
-            name: sum(p.numel() for p in module.parameters())
-            for name, module in model.named_children()
-        }
+        sizes = {}
+        for name, module in model.named_children():
+            sizes[name] = sum(p.numel() for p in module.parameters())
         base = f"{max(sizes, key=lambda name: sizes[name])}."
 
     def is_head(name: str) -> bool:
         return not name.startswith(base) or name.startswith(f"{base}pooler.")
 
-    problems = {"missing": missing, "unexpected": unexpected, "shape mismatch": mismatched}
+    # Reject other weights than those of the head.
     errors = {
-        problem: sorted(name for name in names if not is_head(name))
-        for problem, names in problems.items()
+        "missing": sorted(filterfalse(is_head, missing)),
+        "unexpected": sorted(filterfalse(is_head, unexpected)),
+        "shape mismatch": sorted(filterfalse(is_head, mismatched)),
     }
     if any(errors.values()):
         raise ValueError(
             f"{where}: the weights do not fit this model ({listed(errors)}); set task.model to "
             "match"
         )
+
+    # Report what is new, and what is not used.
     notes = []
-    if new := sorted({name.rpartition(".")[0] for name in (*missing, *mismatched)}):
+    new = sorted({name.rpartition(".")[0] for name in (*missing, *mismatched)})
+    if new:
         why = "the classes differ" if mismatched else "the weights have none"
         notes.append(f"the last layer ({', '.join(new)}) is re-initialized: {why}")
-    if ignored := sorted({name.partition(".")[0] for name in unexpected}):
+    ignored = sorted({name.partition(".")[0] for name in unexpected})
+    if ignored:
         notes.append(f"left out of the weights: {', '.join(ignored)}")
     return notes
 
 
 def listed(wrong: dict[str, list[str]]) -> str:
     """Return the first three names of each kind as text."""
-    kinds = ((what, names) for what, names in wrong.items() if names)
-    return "; ".join(
-        f"{what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}" for what, names in kinds
-    )
+    kinds = []
+    for what, names in wrong.items():
+        if names:
+            more = ", …" if len(names) > 3 else ""
+            kinds.append(f"{what}: {', '.join(names[:3])}{more}")
+    return "; ".join(kinds)

@@ -34,26 +34,36 @@ def loss_alone(
     detached parts."""
     parts = task.embed(model, batch)
     loss, outputs = task.batch_loss(parts, columns_of(task, batch))
-    return loss, {**{name: part.detach() for name, part in parts.items()}, **(outputs or {})}
+    detached = {name: part.detach() for name, part in parts.items()}
+    return loss, detached | (outputs or {})
 
 
 def parts_of(
     contract: Contract, model: nn.Module, batch: Mapping[str, Any], samples: int
 ) -> dict[str, Tensor]:
-    """Return the checked result of ``embed``. Raise BadInput if parts or columns are not rows per
-    sample."""
+    """Return the checked result of ``embed``.
+
+    Args:
+        contract: checks of the task.
+        model: the model.
+        batch: a batch of ``collate``.
+        samples: number of its samples.
+
+    Raises:
+        BadInput: parts or columns are not rows per sample.
+    """
     task = contract.task
     versions = {name: value._version for name, value in batch.items() if isinstance(value, Tensor)}
     parts = theirs(task, "embed", lambda: task.embed(model, batch))
-    if changed := [name for name, version in versions.items() if batch[name]._version != version]:
-        raise contract.wrong(
-            "embed", f"changes {changed[0]!r} of the batch in place", "it runs twice: copy it first"
-        )
-    if (
-        not isinstance(parts, Mapping)
-        or not parts
-        or not all(isinstance(part, Tensor) for part in parts.values())
-    ):
+    for name, version in versions.items():
+        if batch[name]._version != version:
+            raise contract.wrong(
+                "embed", f"changes {name!r} of the batch in place", "it runs twice: copy it first"
+            )
+
+    # Check that the parts are rows, or 0-dim.
+    is_dict = isinstance(parts, Mapping) and len(parts) > 0
+    if not is_dict or not all(isinstance(part, Tensor) for part in parts.values()):
         raise contract.wrong("embed", f"returned a {type(parts).__name__}", _PARTS)
     for name, part in parts.items():
         if part.ndim and len(part) != samples:
@@ -63,18 +73,21 @@ def parts_of(
             raise contract.wrong(
                 "embed", f"returned {name!r}, which is complex", "return torch.view_as_real of it"
             )
+
+    # Check that the columns are rows.
     for name in getattr(task, "batch_columns", ()):
         value = batch.get(name)
-        if not isinstance(value, Tensor) or not value.ndim or len(value) != samples:
-            found = (
-                f"returned {', '.join(batch)}"
-                if value is None
-                else f"returned for it a {type(value).__name__}"
-            )
-            problem = f"names {name!r}, but collate {found} for {samples} samples"
-            raise contract.wrong(
-                "batch_columns", problem, 'name tensors with one row per sample: ("label",)'
-            )
+        if isinstance(value, Tensor) and value.ndim and len(value) == samples:
+            continue
+        if value is None:
+            found = ", ".join(batch)
+        else:
+            found = f"for it a {type(value).__name__}"
+        raise contract.wrong(
+            "batch_columns",
+            f"names {name!r}, but collate returned {found} for {samples} samples",
+            'name tensors with one row per sample: ("label",)',
+        )
     return dict(parts)
 
 
@@ -85,49 +98,51 @@ def check_rows(
     again: Parts,
     tolerance: float,
 ) -> None:
-    """Check that each row of ``together`` (the parts of several samples, in this order and in the
-    reverse order) is the part of its sample ``alone``. ``again`` are those of the first sample,
-    computed once more."""
+    """Check that the parts of a sample do not depend on the other samples of its batch.
+
+    Args:
+        contract: checks of the task.
+        together: the parts of several samples, in this order and in the reverse order.
+        alone: the parts of each of these samples alone.
+        again: those of the first sample, computed once more.
+        tolerance: relative tolerance for rounding.
+
+    Raises:
+        BadInput: they depend on them.
+    """
     for name, part in together[0].items():
-        rows = [one[name] if not part.ndim else one[name][0] for one in alone]
-        if (
-            part.ndim
-            and (other := next((row for row in rows if row.shape != part.shape[1:]), None))
-            is not None
-        ):
-            found_ = (
-                f"rows of shape {tuple(part.shape[1:])} for {len(part)} samples, and "
-                f"{tuple(other.shape)} for one"
-            )
-            raise contract.wrong(
-                "embed", f"returned {name!r} with {found_}", "let all rows have one shape"
-            )
-        found, back = (
-            [one[name]] * len(rows) if not part.ndim else [*one[name]] for one in together
-        )
+        back = [*together[1][name]] if part.ndim else [together[1][name]] * len(alone)
+        if part.ndim:
+            found = [*part]
+            rows = [one[name][0] for one in alone]
+        else:
+            found = [part] * len(alone)
+            rows = [one[name] for one in alone]
+        for row in rows:
+            if part.ndim and row.shape != part.shape[1:]:
+                raise contract.wrong(
+                    "embed",
+                    f"returned {name!r} with rows of shape {tuple(part.shape[1:])} for "
+                    f"{len(part)} samples, and {tuple(row.shape)} for one",
+                    "let all rows have one shape",
+                )
         if _same(found, rows, tolerance) and _same(back, rows[::-1], tolerance):
             continue
+
+        # Find out why they differ.
         if not _same([alone[0][name]], [again[name]], tolerance):
-            problem, fix = (
-                "has other values for the same sample the next time",
-                "use torch's global generator",
-            )
+            problem = "has other values for the same sample the next time"
+            fix = "use torch's global generator"
         elif not part.ndim:
             some = ", ".join(f"{float(value):.6g}" for value in rows[:3])
-            problem, fix = (
-                f"is 0-dim, but depends on the batch: {some}",
-                "give it one row per sample",
-            )
+            problem = f"is 0-dim, but depends on the batch: {some}"
+            fix = "give it one row per sample"
         elif all(any(_same([row], [other], tolerance) for other in rows) for row in found):
-            problem, fix = (
-                "has its rows in another order than the batch",
-                "keep the order of the samples",
-            )
+            problem = "has its rows in another order than the batch"
+            fix = "keep the order of the samples"
         elif _same(found, back, 0.0):
-            problem, fix = (
-                "does not depend on the batch",
-                "return a row for each sample, computed from this sample",
-            )
+            problem = "does not depend on the batch"
+            fix = "return a row for each sample, computed from this sample"
         else:
             problem = "depends on the other samples of the batch"
             fix = (
@@ -138,9 +153,8 @@ def check_rows(
 
 
 def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
-    """Check that ``batch_loss`` uses no parameter, and is not a mean. If all embeddings are equal,
-    a sum over twice as many samples is at least twice as large: with more others, the terms of a
-    sample do not get smaller."""
+    """Check that ``batch_loss`` uses no parameter, and is not a mean. Raise BadInput otherwise."""
+    # Call it without and with gradients.
     try:
         with torch.no_grad():
             contract.batch_loss(parts, columns)
@@ -149,39 +163,41 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
     except BadInput as error:
         if not isinstance(error.__cause__, KeyError):
             raise
-        has = (
-            f"the result of embed has {', '.join(parts)}; batch_columns names "
+        raise BadInput(
+            f"{error}; the result of embed has {', '.join(parts)}; batch_columns names "
             f"{', '.join(columns) or 'nothing'}"
-        )
-        raise BadInput(f"{error}; {has}") from error
+        ) from error
     if loss_of_parts.requires_grad:
-        fix = "return it from embed as a 0-dim tensor; otherwise it would get no gradient"
-        raise contract.wrong("batch_loss", "uses a parameter of the model", fix)
+        raise contract.wrong(
+            "batch_loss",
+            "uses a parameter of the model",
+            "return it from embed as a 0-dim tensor; otherwise it would get no gradient",
+        )
 
     def loss(copies: int) -> float:
-        constant = {
-            name: part[:1].expand(copies, *part.shape[1:]) if part.ndim else part
-            for name, part in parts.items()
-        }
-        at = {
-            name: torch.arange(copies) % min(_COPIES, len(column))
-            for name, column in columns.items()
-        }
-        tiled = {name: column[at[name].to(column.device)] for name, column in columns.items()}
+        """Return the loss of a batch with so many copies of the first row."""
+        constant = {}
+        for name, part in parts.items():
+            constant[name] = part[:1].expand(copies, *part.shape[1:]) if part.ndim else part
+        tiled = {}
+        for name, column in columns.items():
+            at = torch.arange(copies) % min(_COPIES, len(column))
+            tiled[name] = column[at.to(column.device)]
         return float(contract.batch_loss(constant, tiled))
 
+    # If all embeddings are equal, a sum over twice as many samples is at least twice as large: with
+    # more others, the terms of a sample do not get smaller.
     with torch.no_grad():
-        once, twice = loss(_COPIES), loss(2 * _COPIES)
+        once = loss(_COPIES)
+        twice = loss(2 * _COPIES)
     if math.isfinite(once + twice) and once > 0 and twice < 2 * once * (1 - 1e-3):
-        found = (
+        raise contract.wrong(
+            "batch_loss",
             f"returned {once:.6g} for {_COPIES} equal embeddings and {twice:.6g} for {2 * _COPIES} "
-            "of them"
-        )
-        fix = (
+            "of them",
             "that is a mean: return the SUM over samples (reduction='sum'); the loop divides once, "
-            "by the weight"
+            "by the weight",
         )
-        raise contract.wrong("batch_loss", found, fix)
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> bool:
@@ -198,10 +214,17 @@ def apart(some: Tensor, others: Tensor) -> Tensor:
     Two values that are not finite are equal; it is infinite if only one of them is finite."""
     if not some.numel():
         return torch.zeros((), device=some.device)
-    some, others = (
-        value if value.is_floating_point() else value.float() for value in (some, others)
-    )
+    if not some.is_floating_point():
+        some = some.float()
+    if not others.is_floating_point():
+        others = others.float()
     alike = torch.where(some.isfinite() == others.isfinite(), 0.0, torch.inf)
-    difference = torch.where(some.isfinite() & others.isfinite(), (some - others).abs(), alike)
-    size = torch.maximum(*(value.nan_to_num(0.0, 0.0, 0.0).abs().max() for value in (some, others)))
+    both_finite = some.isfinite() & others.isfinite()
+    difference = torch.where(both_finite, (some - others).abs(), alike)
+    size = torch.maximum(_largest(some), _largest(others))
     return (difference.max() / size).float().nan_to_num(0.0, torch.inf)
+
+
+def _largest(values: Tensor) -> Tensor:
+    """Return the largest absolute value that is finite, 0-dim."""
+    return values.nan_to_num(0.0, 0.0, 0.0).abs().max()
