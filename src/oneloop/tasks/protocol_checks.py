@@ -20,22 +20,19 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 
-# Arguments of each method.
-_ARGUMENTS: dict[str, tuple[str, ...]] = dict.fromkeys(
-    ("model", "train_set", "eval_sets", "metrics", "state_dict"), ()
-)
-_ARGUMENTS |= {
+_ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
+    "model": (),
+    "train_set": (),
+    "eval_sets": (),
+    "metrics": (),
+    "state_dict": (),
     "collate": ("samples",),
     "weight": ("batch",),
     "loss": ("model", "batch"),
     "save": ("model", "folder"),
-}
-_ARGUMENTS |= {
     "update": ("metrics", "batch", "outputs"),
     "show": ("sample", "outputs"),
     "generate": ("model", "batch"),
-}
-_ARGUMENTS |= {
     "load_state_dict": ("state",),
     "embed": ("model", "batch"),
     "batch_loss": ("parts", "columns"),
@@ -49,11 +46,10 @@ def named(task: Any, member: str) -> str:
     code = getattr(getattr(kind, member, None), "__code__", None)
     try:
         file = inspect.getsourcefile(kind)
-        line = (
-            code.co_firstlineno
-            if code and code.co_filename == file
-            else inspect.getsourcelines(kind)[1]
-        )
+        if code and code.co_filename == file:
+            line = code.co_firstlineno
+        else:
+            _, line = inspect.getsourcelines(kind)
         return f"{file}:{line}: {kind.__name__}.{member}"
     except (TypeError, OSError):  # a class that was typed into an interpreter
         return f"{kind.__name__}.{member}"
@@ -70,10 +66,12 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
         if "DefaultCPUAllocator" in str(error):
             raise
         if isinstance(error, ValueError) and _by_oneloop(task, error):
-            # a packaged task's message is for the user already
+            # A packaged task's message is for the user already.
             raise BadInput(str(error)) from error
-        why = f"failed: {type(error).__name__}: {error} ({_source_line(task, error)})"
-        raise BadInput(f"{named(task, member)} {why}") from error
+        raise BadInput(
+            f"{named(task, member)} failed: {type(error).__name__}: {error} "
+            f"({_source_line(task, error)})"
+        ) from error
 
 
 def _by_oneloop(task: Any, error: Exception) -> bool:
@@ -99,16 +97,22 @@ def _source_line(task: Any, error: Exception) -> str:
 def check_signatures(task: Any) -> None:
     """Check that a run can call the task's methods. Raise BadInput with file, line and method."""
     for member, arguments in _ARGUMENTS.items():
-        if callable(method := getattr(task, member, None)):
-            try:
-                inspect.signature(method).bind(*arguments)
-            except TypeError as error:
-                call_arguments, parameters = ", ".join(arguments), ", ".join(("self", *arguments))
-                why = f"{named(task, member)} must accept the arguments ({call_arguments}): {error}"
-                raise BadInput(f"{why}; write def {member}({parameters})") from None
-            except ValueError:  # a C function has no signature
-                continue
-    sample_weight, unit = getattr(task, "sample_weight", None), getattr(task, "unit", "samples")
+        method = getattr(task, member, None)
+        if not callable(method):
+            continue
+        try:
+            inspect.signature(method).bind(*arguments)
+        except TypeError as error:
+            raise BadInput(
+                f"{named(task, member)} must accept the arguments ({', '.join(arguments)}): "
+                f"{error}; write def {member}({', '.join(('self', *arguments))})"
+            ) from None
+        except ValueError:  # a C function has no signature
+            continue
+
+    # Check the attributes.
+    sample_weight = getattr(task, "sample_weight", None)
+    unit = getattr(task, "unit", "samples")
     number = isinstance(sample_weight, int | float) and not isinstance(sample_weight, bool)
     if sample_weight is not None and not (number and 0 < sample_weight < math.inf):
         raise BadInput(
@@ -122,14 +126,16 @@ def check_signatures(task: Any) -> None:
 class Contract:
     """Calls and checks a task's methods.
 
-    Args: ``task``: the task.
-
     Every method raises BadInput with file, line and method, what it returned and how to fix it.
+
+    Args:
+        task: the task.
     """
 
     def __init__(self, task: Any) -> None:
         self.task = task
-        self.whole = hasattr(task, "batch_loss")  # whether the loss is over the whole global batch
+        self.whole = hasattr(task, "batch_loss")
+        """whether the loss is over the whole global batch"""
         self.additive = bool(getattr(task, "additive", True)) and not self.whole
         """whether the task declares that the loss of a batch is the sum of its samples' losses"""
         self.draws = False  # whether a call drew random numbers
@@ -147,11 +153,12 @@ class Contract:
                 raise TypeError(f"{_describe(state)} is not a dict")
             return json.loads(json.dumps(state))
         except (TypeError, ValueError) as error:
-            advice = (
+            raise self.wrong(
+                "state_dict",
+                f"cannot be saved as it is ({error})",
                 "return a dict of numbers, texts, lists and dicts; tensors belong into buffers of "
-                "the model"
-            )
-            raise self.wrong("state_dict", f"cannot be saved as it is ({error})", advice) from None
+                "the model",
+            ) from None
 
     def collated(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Return a batch; check that it is a dict with the same keys in every call."""
@@ -162,17 +169,23 @@ class Contract:
             )
         keys = sorted(batch)
         if self._keys is not None and keys != self._keys:
-            found = (
+            raise self.wrong(
+                "collate",
                 f"returned the keys {', '.join(keys)} for {len(samples)} samples, "
-                f"{', '.join(self._keys)} before"
+                f"{', '.join(self._keys)} before",
+                "return the same keys each time",
             )
-            raise self.wrong("collate", found, "return the same keys each time")
         self._keys = keys
         return batch
 
     def weight(self, batch: Mapping[str, Any], *, samples: int, trained: bool = True) -> float:
-        """Return the weight of a batch of ``samples``; if it is for training, check it against
-        ``sample_weight``."""
+        """Return the weight of a batch.
+
+        Args:
+            batch: a batch of ``collate``.
+            samples: number of its samples.
+            trained: it is for training: check its weight against ``sample_weight``.
+        """
         fix = (
             "return a 0-dim tensor on the host: the number of samples or target tokens in the batch"
         )
@@ -187,18 +200,18 @@ class Contract:
             raise self.wrong("weight", f"returned {weight}", "a weight is finite and never below 0")
         each = getattr(self.task, "sample_weight", None)
         if trained and each is not None and not math.isclose(weight, each * samples, rel_tol=1e-6):
-            result = f"returned {weight:g} for {samples} samples, but sample_weight is {each:g}"
             raise self.wrong(
-                "weight", result, "remove sample_weight, or return the same value from weight"
+                "weight",
+                f"returned {weight:g} for {samples} samples, but sample_weight is {each:g}",
+                "remove sample_weight, or return the same value from weight",
             )
         return weight
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         """Return the summed loss and the outputs; of a whole-batch loss, those of this batch on its
         own."""
-        return self._loss(
-            "batch_loss" if self.whole else "loss", lambda: self.task.loss(model, batch)
-        )
+        member = "batch_loss" if self.whole else "loss"
+        return self._loss(member, lambda: self.task.loss(model, batch))
 
     def batch_loss(self, parts: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
         """Return the summed loss of a whole batch."""
@@ -218,10 +231,11 @@ class Contract:
         if outputs is not None and not isinstance(outputs, Mapping):
             raise self.wrong(member, f"returned {_describe(outputs)} as the outputs", fix)
         if torch.is_grad_enabled() and not loss.requires_grad:
-            advice = (
-                "compute it from the model's outputs, without detach(), .item() or torch.no_grad()"
+            raise self.wrong(
+                member,
+                "returned a loss without a gradient in training",
+                "compute it from the model's outputs, without detach(), .item() or torch.no_grad()",
             )
-            raise self.wrong(member, "returned a loss without a gradient in training", advice)
         return loss, dict(outputs or {})
 
     def check_metrics(
@@ -253,8 +267,11 @@ class Contract:
     def check_doubling(self, member: str, once: float, twice: float, tolerance: float) -> None:
         """Check that a batch with a sample twice has twice the value of the sample.
 
-        Args: ``member``: ``weight`` or ``loss``. ``once``: value for one sample. ``twice``: value
-        for a batch with this sample twice. ``tolerance``: relative tolerance for rounding.
+        Args:
+            member: ``weight`` or ``loss``.
+            once: value for one sample.
+            twice: value for a batch with this sample twice.
+            tolerance: relative tolerance for rounding.
         """
         if self.is_double(once, twice, tolerance):
             return
@@ -279,19 +296,22 @@ class Contract:
         )
 
     def check_sum(self, whole: float, parts: Sequence[float], tolerance: float) -> None:
-        """Check that the loss of a batch is the sum of the losses of its ``parts``. Ignore
-        non-finite values."""
-        total, size = math.fsum(parts), math.fsum(map(abs, parts))
-        if (
-            not math.isfinite(whole)
-            or not math.isfinite(total)
-            or abs(whole - total) <= tolerance * size
-        ):
+        """Check that the loss of a batch is the sum of the losses of its parts.
+
+        Args:
+            whole: loss of the batch; one that is not finite is not checked.
+            parts: losses of its parts.
+            tolerance: tolerance for rounding, relative to the sum of the absolute losses.
+        """
+        total = math.fsum(parts)
+        if not math.isfinite(whole) or not math.isfinite(total):
             return
+        if abs(whole - total) <= tolerance * math.fsum(map(abs, parts)):
+            return
+        losses = " + ".join(f"{p:.6g}" for p in parts)
         raise self.wrong(
             "loss",
-            f"returned {whole:.6g} in training for samples whose losses are "
-            f"{' + '.join(f'{p:.6g}' for p in parts)}",
+            f"returned {whole:.6g} in training for samples whose losses are {losses}",
             "another parallel layout would train a different model: let each sample's loss "
             "depend only on that sample."
             " If that is impossible (auxiliary losses, batch statistics, mixup), set additive "
@@ -305,4 +325,6 @@ def _describe(value: Any) -> str:
         return f"a tensor {shape}, {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple):
         return f"a tuple of {len(value)}"
-    return "None" if value is None else f"a {type(value).__name__}"
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__}"

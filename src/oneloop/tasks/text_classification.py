@@ -46,19 +46,21 @@ class TextClassification(TextRows):
         **reading: Any,
     ) -> None:
         user_data = None if data == "stdlib" else data
-        super().__init__(user_data, {"text": text, "second": second, "label": label}, **reading)
+        columns = {"text": text, "second": second, "label": label}
+        super().__init__(user_data, columns, **reading)
         if user_data is None:
             splits = _snippets(packages, lines)
             self.classes = sorted({label for _, label in splits["train"]})
             number = {label: index for index, label in enumerate(self.classes)}
-            self._sets = {
-                name: [(self.reader.encode(text), number[label]) for text, label in split]
-                for name, split in splits.items()
-            }
+            encode = self.reader.encode
+            for name, split in splits.items():
+                self._sets[name] = [(encode(text), number[label]) for text, label in split]
 
     def collate(self, samples: list[tuple[Any, int]]) -> dict[str, Tensor]:
         texts, labels = zip(*samples, strict=True)
-        return {**self.reader.collate(texts), "label": torch.tensor(labels)}
+        batch = self.reader.collate(texts)
+        batch["label"] = torch.tensor(labels)
+        return batch
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = self.reader.logits(model, batch)
@@ -78,30 +80,33 @@ class TextClassification(TextRows):
     def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
         confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
-        shown = {
+        return {
             "text": self.reader.decode(text),
             "target": self.classes[label],
             "prediction": self.classes[int(predicted)],
+            "right": int(predicted) == label,
+            "confidence": float(confidence),
         }
-        return {**shown, "right": int(predicted) == label, "confidence": float(confidence)}
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
     """Return snippets of the largest packages by split; no file is in two splits."""
+    # Choose the files of the largest packages.
     files = [file for file in stdlib() if "/" in file.name]
     size = Counter[str]()
     for file in files:
         size[file.name.split("/")[0]] += len(file.text)
     largest = {name for name, _ in size.most_common(packages)}
+    chosen = [file for file in files if file.name.split("/")[0] in largest]
+
+    # Cut them into snippets, without blank lines.
     splits: dict[str, list[tuple[str, str]]] = {}
-    for split, chosen in held_out(
-        [file for file in files if file.name.split("/")[0] in largest], percent=10
-    ).items():
+    for split, own in held_out(chosen, percent=10).items():
         splits[split] = []
-        for file in chosen:
+        for file in own:
+            package = file.name.split("/")[0]
             code = [line for line in file.text.splitlines() if line.strip()]
             for start in range(0, len(code), lines):
-                splits[split].append(
-                    ("\n".join(code[start : start + lines]), file.name.split("/")[0])
-                )
+                snippet = "\n".join(code[start : start + lines])
+                splits[split].append((snippet, package))
     return splits

@@ -343,11 +343,7 @@ def _repeated(columns: Sequence[tuple[Any, str]]) -> int:
 
 def _inputs(batch: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the model's inputs among the tensors of a batch: those with this prefix."""
-    inputs = {}
-    for key, value in batch.items():
-        if key.startswith(prefix):
-            inputs[key.removeprefix(prefix)] = value
-    return inputs
+    return {key.removeprefix(prefix): batch[key] for key in batch if key.startswith(prefix)}
 
 
 def _module(number: int, path: str, kind: str) -> dict[str, Any]:

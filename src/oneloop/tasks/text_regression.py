@@ -24,7 +24,7 @@ class TextRegression(TextRows):
 
     sample_weight = 1.0
     classes = ("number",)
-    # dtype of the torchmetrics sums
+    # The dtype of the torchmetrics sums: MPS has no float64.
     _sum_dtype = torch.float32 if torch.backends.mps.is_available() else torch.float64
 
     def __init__(
@@ -46,7 +46,9 @@ class TextRegression(TextRows):
 
     def collate(self, samples: list[tuple[Any, float]]) -> dict[str, Tensor]:
         texts, numbers = zip(*samples, strict=True)
-        return {**self.reader.collate(texts), "number": torch.tensor(numbers, dtype=torch.float32)}
+        batch = self.reader.collate(texts)
+        batch["number"] = torch.tensor(numbers, dtype=torch.float32)
+        return batch
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         prediction = self.reader.logits(model, batch)[:, 0]
@@ -61,13 +63,17 @@ class TextRegression(TextRows):
             SpearmanCorrCoef,
         )
 
-        metrics: Any = {"spearman": SpearmanCorrCoef(), "pearson": PearsonCorrCoef()}
-        metrics["mean_absolute_error"] = MeanAbsoluteError()
+        metrics: Any = {
+            "spearman": SpearmanCorrCoef(),
+            "pearson": PearsonCorrCoef(),
+            "mean_absolute_error": MeanAbsoluteError(),
+        }
         return MetricCollection(metrics, compute_groups=False).set_dtype(self._sum_dtype)
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
         metrics.update(
-            outputs["prediction"].to(self._sum_dtype), batch["number"].to(self._sum_dtype)
+            outputs["prediction"].to(self._sum_dtype),
+            batch["number"].to(self._sum_dtype),
         )
 
     def predicted(
@@ -77,5 +83,8 @@ class TextRegression(TextRows):
 
     def show(self, sample: tuple[Any, float], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, number = sample
-        shown = {"target": f"{number:.4g}", "prediction": f"{float(outputs['prediction']):.4g}"}
-        return {"text": self.reader.decode(text), **shown}
+        return {
+            "text": self.reader.decode(text),
+            "target": f"{number:.4g}",
+            "prediction": f"{float(outputs['prediction']):.4g}",
+        }

@@ -13,7 +13,7 @@ from oneloop.tasks.columns import check_as_long, check_words
 from oneloop.tasks.evaluation_metrics import ClassCounts
 from oneloop.tasks.text_rows import TextRows
 
-_IGNORE = -100
+_IGNORE = -100  # class of a position that is not the start of a word
 
 
 class TokenClassification(TextRows):
@@ -57,19 +57,23 @@ class TokenClassification(TextRows):
             tags = row.get(source.columns["tags"], [0] * len(words))
             if len(words) != len(tags):
                 raise ValueError(f"{len(words)} words and {len(tags)} tags; each word needs one")
+
+            # Each word is predicted where it starts. Words that are cut have no start.
             sample, starts, length = reader.encode_words(words)
+            numbers = [number(tag) for tag in tags[: len(starts)]]
             target = torch.full((length,), _IGNORE)
-            target[starts] = torch.tensor(
-                [number(tag) for tag in tags[: len(starts)]], dtype=torch.int64
-            )
+            target[starts] = torch.tensor(numbers, dtype=torch.int64)
             return sample, target
 
         return make
 
     def collate(self, samples: list[tuple[Any, Tensor]]) -> dict[str, Tensor]:
         texts, targets = zip(*samples, strict=True)
-        target = nn.utils.rnn.pad_sequence(list(targets), batch_first=True, padding_value=_IGNORE)
-        return {**self.reader.collate(texts), "target": target}
+        batch = self.reader.collate(texts)
+        batch["target"] = nn.utils.rnn.pad_sequence(
+            list(targets), batch_first=True, padding_value=_IGNORE
+        )
+        return batch
 
     def weight(self, batch: dict[str, Tensor]) -> Tensor:
         return (batch["target"] != _IGNORE).sum()
@@ -91,37 +95,31 @@ class TokenClassification(TextRows):
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> dict[str, list[Any]]:
         """Return the predicted classes of the words of each text, without words that are cut."""
-        is_target, predicted = (
-            (batch["target"] != _IGNORE).cpu(),
-            outputs["logits"].argmax(-1).cpu(),
-        )
-        rows = zip(predicted, is_target, strict=True)
-        return {
-            "prediction": [
-                [self.classes[number] for number in row[positions].tolist()]
-                for row, positions in rows
-            ]
-        }
+        is_target = (batch["target"] != _IGNORE).cpu()
+        predicted = outputs["logits"].argmax(-1).cpu()
+        prediction = []
+        for row, positions in zip(predicted, is_target, strict=True):
+            prediction.append(self._names(row[positions]))
+        return {"prediction": prediction}
+
+    def _names(self, numbers: Tensor) -> list[str]:
+        return [self.classes[number] for number in numbers.tolist()]
 
     def show(self, sample: tuple[Any, Tensor], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, target = sample
         starts = (target != _IGNORE).nonzero().flatten().tolist()
-        predicted = [
-            self.classes[number] for number in outputs["logits"][starts].argmax(-1).tolist()
-        ]
-        targets = [self.classes[number] for number in target[starts].tolist()]
-        words = [
-            self.reader.decode(text, *span)
-            for span in zip(starts, [*starts[1:], len(target)], strict=True)
-        ]
+        predicted = self._names(outputs["logits"][starts].argmax(-1))
+        targets = self._names(target[starts])
         losses = outputs["loss"][starts].tolist()
-        tokens = [
-            (f"{word}[{tag}]", loss)
-            for word, tag, loss in zip(words, predicted, losses, strict=True)
-        ]
-        shown = {
+
+        # A word ends where the next one starts.
+        stops = [*starts[1:], len(target)]
+        tokens = []
+        for start, stop, tag, loss in zip(starts, stops, predicted, losses, strict=True):
+            tokens.append((f"{self.reader.decode(text, start, stop)}[{tag}]", loss))
+        return {
+            "tokens": tokens,
             "target": " ".join(targets),
             "prediction": " ".join(predicted),
             "right": predicted == targets,
         }
-        return {"tokens": tokens, **shown}

@@ -111,12 +111,15 @@ def check_rows(
         BadInput: they depend on them.
     """
     for name, part in together[0].items():
-        back = [*together[1][name]] if part.ndim else [together[1][name]] * len(alone)
+        # A 0-dim part has no rows: each sample gets the whole.
+        other = together[1][name]
         if part.ndim:
             found = [*part]
+            back = [*other]
             rows = [one[name][0] for one in alone]
         else:
             found = [part] * len(alone)
+            back = [other] * len(alone)
             rows = [one[name] for one in alone]
         for row in rows:
             if part.ndim and row.shape != part.shape[1:]:
