@@ -1,2 +1,4 @@
-"""Tasks: what a run trains. A task is a plug-in that knows nothing about ranks, devices or
-accelerators."""
+"""Tasks: what a run trains.
+
+A task is a plug-in that knows nothing about ranks, devices or accelerators.
+"""

@@ -36,8 +36,10 @@ class _InMemory:
 
 
 def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> list[_InMemory]:
-    """Return stratified splits with these ``shares``: each class is shuffled with seed 0 and
-    divided."""
+    """Return stratified splits with these ``shares``.
+
+    Each class is shuffled with seed 0 and divided.
+    """
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     members = [shuffled[labels[shuffled] == label] for label in labels.unique()]
     splits = []
@@ -53,8 +55,10 @@ def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> li
 
 
 def digits() -> tuple[dict[str, Any], list[str]]:
-    """Return splits and class names of 1,797 handwritten digits (8x8): 70 % train, 15 % validation,
-    15 % test."""
+    """Return splits and class names of 1,797 handwritten digits (8x8).
+
+    70 % are for training, 15 % for validation, and 15 % for test.
+    """
     pixels, labels = _sklearn_digits()
     images = torch.tensor(pixels, dtype=torch.float32)[:, None] / 8 - 1
     splits = _stratified(images, torch.tensor(labels), (0.7, 0.15, 0.15))
@@ -63,8 +67,10 @@ def digits() -> tuple[dict[str, Any], list[str]]:
 
 
 def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return pixels (samples, 8, 8) and labels of load_digits, from its file: importing
-    scikit-learn takes seconds."""
+    """Return pixels (samples, 8, 8) and labels of load_digits.
+
+    They are read from its file: importing scikit-learn takes seconds.
+    """
     package = find_spec("sklearn")
     if package is None or package.origin is None:
         raise ImportError(
@@ -90,6 +96,7 @@ def torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any
     """
     from torchvision import datasets
 
+    # Read both splits of torchvision. Its test split stays; validation is a share of the other.
     kind = getattr(datasets, TORCHVISION[data])
     try:
         trained = kind(root, train=True, download=download)
@@ -152,6 +159,7 @@ def prepared(
     Raises:
         ValueError: ``mean`` and ``std`` do not both have 1 or 3 channels.
     """
+    # Check the arguments once, before the first image.
     how = how or Augmentation()
     if len(mean) != len(std) or len(mean) not in (1, 3):
         raise ValueError(
@@ -166,6 +174,8 @@ def prepared(
         if of_stored_pixels or not is_ready:
             pipeline = _pipeline(size, tuple(mean), tuple(std), how)
             image = pipeline(_as_bytes(image, mean, std))
+
+        # Augment the pixels; a random crop already shifts.
         if how.shift and not how.crop:
             image = shifted(image, max(1, image.shape[-1] // 8))
         if how.mirror and torch.rand(()) < 0.5:
@@ -195,6 +205,7 @@ def _pipeline(
     """Return the transforms of torchvision: one object for each setting, in each process."""
     from torchvision.transforms import v2
 
+    # Work on bytes first: RandAugment needs them.
     steps: list[Any] = []
     if size is not None and how.crop:
         steps.append(v2.RandomResizedCrop((size, size), scale=(how.crop, 1.0)))
@@ -204,6 +215,8 @@ def _pipeline(
         steps.append(v2.Grayscale())
     if how.randaugment:
         steps.append(v2.RandAugment(2, how.randaugment))
+
+    # Normalize them.
     steps += [
         v2.ToImage(),
         v2.ToDtype(torch.float32, scale=True),
@@ -244,8 +257,7 @@ class Images(Mapped):
 
 
 class Blended(Mapped):
-    """Images mixed with another image of the set by mixup (Zhang et al. 2018) or cutmix (Yun et al.
-    2019).
+    """Images mixed with another image of the set, by mixup or cutmix.
 
     The partner is drawn from the whole set, or from the same row group if the set is read in
     windows. The label becomes the share of each class, shape (classes,).
@@ -253,9 +265,9 @@ class Blended(Mapped):
     Args:
         images: map-style data set of images and labels.
         classes: number of classes.
-        mixup: Beta parameter of mixup (0: off).
-        cutmix: Beta parameter of cutmix (0: off). If both are above 0, each sample uses one of the
-            two with probability 0.5.
+        mixup: Beta parameter of mixup (Zhang et al. 2018; 0: off).
+        cutmix: Beta parameter of cutmix (Yun et al. 2019; 0: off). If both are above 0, each sample
+            uses one of the two with probability 0.5.
 
     Raises:
         ValueError: a Beta parameter is out of range.
@@ -298,8 +310,10 @@ class Blended(Mapped):
 
 
 def _paste(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-    """Paste a rectangle of ``other`` with area 1 - share, clipped at the border. Return the image
-    and its share."""
+    """Paste a rectangle of ``other`` with area 1 - share, clipped at the border.
+
+    Return the image, and its share.
+    """
     height, width = image.shape[-2:]
     side = (1 - share).sqrt()
     rows, columns = int(height * side), int(width * side)

@@ -1,5 +1,8 @@
-"""Causal language modelling: GPT-2 or Llama from scratch, on bytes or on a BPE that is trained
-first; or a model of transformers with its tokenizer."""
+"""Causal language modelling.
+
+The model is GPT-2 or Llama from scratch, on bytes or on a BPE that is trained first; or a model of
+transformers with its tokenizer.
+"""
 
 from itertools import chain
 from pathlib import Path
@@ -136,8 +139,10 @@ class CausalLM(LanguageModel):
         return self._samples(texts, "texts")
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return samples of ``block + 1`` tokens as one batch; padding of shorter samples is no
-        target."""
+        """Return samples of ``block + 1`` tokens as one batch.
+
+        Padding of shorter samples is no target.
+        """
         if self.pack == "concat":
             batch = collated(samples)
             del batch["padding"]

@@ -21,8 +21,10 @@ _MAX_LABELS = 100_000  # maximum number of distinct labels
 
 
 def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, str, Any, str]]:
-    """Yield (source, split, rows, column name) for each split of the sources that have a column for
-    this task key."""
+    """Yield (source, split, rows, column name) for each column of this task key.
+
+    Sources without such a column are left out.
+    """
     for source in sources:
         column = source.columns[key]
         if not column:
@@ -147,8 +149,10 @@ def _check_lengths(rows: Any, first: str, second: str) -> None:
 
 
 def check_numbers(sources: Sequence[Source], key: str) -> None:
-    """Raise ValueError if the column of this task key does not hold finite numbers, or texts of
-    finite numbers."""
+    """Raise ValueError if the column of this task key does not hold finite numbers.
+
+    Texts of finite numbers are right, too.
+    """
     for source, _, rows, column in columns_of(sources, key):
         kind = rows.types[column]
         dtype = str(getattr(kind, "dtype", ""))

@@ -1,6 +1,7 @@
-"""Contrastive losses over all samples of a batch, for ``batch_loss``: sums, not means. They are
-computed in blocks of rows with a fixed number of similarities, again in the backward, so that
-memory does not grow with the batch.
+"""Contrastive losses over all samples of a batch, for ``batch_loss``: sums, not means.
+
+They are computed in blocks of rows with a fixed number of similarities, again in the backward, so
+that memory does not grow with the batch.
 
 >>> loss = info_nce(anchors, positives, 20.0)  # (samples, width) each
 
@@ -50,10 +51,11 @@ def info_nce(
     *,
     ids: Sequence[tuple[Tensor, Tensor]] = (),
 ) -> Tensor:
-    """Return the sum over queries of -log softmax(scale x similarity) at their own key, which has
-    the same index (van den Oord et al. 2018; the loss of multiple-negatives ranking). CLIP's loss
-    (Radford et al. 2021) is the mean of both directions: ``(info_nce(a, b, s) + info_nce(b, a, s))
-    / 2``.
+    """Return the InfoNCE loss: the sum of -log softmax(scale x similarity) at the query's own key.
+
+    The own key has the same index (van den Oord et al. 2018; the loss of multiple-negatives
+    ranking). CLIP's loss (Radford et al. 2021) is the mean of both directions:
+    ``(info_nce(a, b, s) + info_nce(b, a, s)) / 2``.
 
     Args:
         queries: (samples, width).
@@ -64,6 +66,7 @@ def info_nce(
     """
 
     def loss(rows: slice) -> Tensor:
+        # The right key of each row of this block is on its diagonal.
         logits = scale * queries[rows] @ keys.T
         row, column = _diagonal(rows, logits)
 
@@ -81,8 +84,9 @@ def info_nce(
 def sigmoid_loss(
     queries: Tensor, keys: Tensor, scale: Tensor | float, bias: Tensor | float
 ) -> Tensor:
-    """Return SigLIP's loss: the sum over all pairs of -log sigmoid(z (scale x similarity + bias)),
-    where z is 1 for a query and its own key, and -1 otherwise (Zhai et al. 2023).
+    """Return SigLIP's loss: the sum over all pairs of -log sigmoid(z (scale x similarity + bias)).
+
+    z is 1 for a query and its own key, and -1 otherwise (Zhai et al. 2023).
 
     Args:
         queries: (samples, width).
@@ -101,9 +105,11 @@ def sigmoid_loss(
 
 
 def supervised(embeddings: Tensor, labels: Tensor, scale: Tensor | float) -> Tensor:
-    """Return the sum over samples of the supervised contrastive loss: the mean over the other
-    samples with the same label of -log softmax(scale x similarity) among all others (Khosla et al.
-    2020, equation 2). A sample without such others adds 0.
+    """Return the sum over samples of the supervised contrastive loss.
+
+    The loss of a sample is the mean over the other samples with the same label of -log
+    softmax(scale x similarity) among all others (Khosla et al. 2020, equation 2). A sample without
+    such others adds 0.
 
     Args:
         embeddings: (samples, width).

@@ -1,5 +1,4 @@
-"""Evaluation metrics besides the loss: sums over samples, and the metrics that are computed from
-the sums.
+"""Evaluation metrics besides the loss: sums over samples, and metrics computed from the sums.
 
 A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.MetricCollection``; its
 ``update`` feeds it.
@@ -27,17 +26,22 @@ class Metrics(Protocol):
         """Move the sums to the device, and return itself."""
 
     def sums(self) -> Sequence[Tensor]:
-        """Return the state: tensors that are summed over the ranks in place before
-        :meth:`compute`."""
+        """Return the state: tensors that are summed over the ranks before :meth:`compute`.
+
+        They are changed in place.
+        """
 
     def compute(self) -> Mapping[str, Any]:
-        """Return metrics by name, as numbers or one-element tensors; may add a (classes, classes)
-        confusion matrix."""
+        """Return metrics by name, as numbers or one-element tensors.
+
+        It may add a (classes, classes) confusion matrix.
+        """
 
 
 class ClassCounts:
-    """Accuracy, macro F1 (with two classes also the F1 of the second), Matthews correlation
-    coefficient, and the confusion matrix (rows are true classes).
+    """Accuracy, macro F1, Matthews correlation coefficient, and the confusion matrix.
+
+    With two classes also the F1 of the second. The rows of the matrix are the true classes.
 
     Args:
         classes: number of classes.
@@ -129,8 +133,7 @@ class ClassCounts:
 
 
 class TextSums:
-    """Perplexity and accuracy per token, bits per byte of text, and the share of texts with only
-    correct tokens.
+    """Perplexity and accuracy per token, bits per byte, and the share of fully correct texts.
 
     Args:
         by_bytes: whether the number of bytes of each token is known.
@@ -204,9 +207,11 @@ def _moved(sums: Tensor, device: torch.device) -> Tensor:
 
 
 class Retrieval:
-    """Recall@1, 5 and 10 and mean reciprocal rank of the right document among those of the whole
-    set, and the same in the other direction (``reverse_…``). A document that is as similar as the
-    right one counts as more similar."""
+    """Recall@1, 5 and 10 and mean reciprocal rank of the right document in the whole set.
+
+    The same is computed in the other direction (``reverse_…``). A document that is as similar as
+    the right one counts as more similar.
+    """
 
     def __init__(self) -> None:
         self.higher_is_better = {}
@@ -221,8 +226,9 @@ class Retrieval:
         return self
 
     def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
-        """Add a set of pairs: query and right document have the same index. Call it with the whole
-        set.
+        """Add a set of pairs: query and right document have the same index.
+
+        Call it with the whole set.
 
         Args:
             queries: (samples, width).
@@ -309,8 +315,10 @@ def _names_of(name: str, metric: Any) -> Sequence[str]:
 
 
 def _compute_empty(metric: Any) -> Any:
-    """Return what a metric computes without samples, which shows the shape of its results; None if
-    it raises."""
+    """Return what a metric computes without samples; None if it raises.
+
+    This shows the shape of its results.
+    """
     try:
         # Switch off collectives, also of metrics inside wrappers.
         empty = metric.clone()
@@ -329,14 +337,19 @@ def _is_matrix(metric: Any) -> bool:
 
 
 def prefix(name: str) -> str:
-    """Return the prefix of the metrics of an evaluation set: ``eval`` for validation, else the
-    name."""
+    """Return the prefix of the metrics of a set: ``eval`` for validation, else its name."""
     return "eval" if name == "validation" else name
 
 
 def adapted(metrics: Any) -> Metrics:
-    """Return the result of a task's ``metrics()``, a MetricCollection or :class:`Metrics` (else
-    ValueError)."""
+    """Return the metrics of a task as :class:`Metrics`.
+
+    Args:
+        metrics: the result of its ``metrics()``: a MetricCollection or :class:`Metrics`.
+
+    Raises:
+        ValueError: it is something else.
+    """
     if hasattr(metrics, "sums"):
         return metrics  # type: ignore[no-any-return]
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
@@ -349,8 +362,11 @@ def adapted(metrics: Any) -> Metrics:
 
 
 def directions(task: object) -> dict[str, bool]:
-    """Return the metric names of :func:`oneloop.evaluation.evaluate` for a task, and whether a
-    larger value is better. Raise ValueError if a metric computes several values without names."""
+    """Return the names of a task's evaluation metrics, and whether a larger value is better.
+
+    The names are those of :func:`oneloop.evaluation.evaluate`. Raise ValueError if a metric
+    computes several values without names.
+    """
     known = {"loss": False}
     if hasattr(task, "metrics"):
         known |= adapted(task.metrics()).higher_is_better

@@ -1,5 +1,7 @@
-"""Sums of losses and weights of an evaluation: in arrival order, or in an order that does not
-depend on the ranks."""
+"""Sums of losses and weights of an evaluation.
+
+They are added in arrival order, or in an order that does not depend on the ranks.
+"""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -72,12 +74,12 @@ class Together:
 
 
 class Apart(Together):
-    """Losses, weights and floating-point metric sums of each micro-batch, so that results do not
-    depend on the ranks.
+    """Losses, weights and floating-point metric sums, kept apart for each micro-batch.
 
-    Floating-point metric sums are stored and reset after each micro-batch; integer sums are exact.
-    Some torchmetrics states are not sums, extremes or lists: the inputs of these metrics are stored
-    and replayed at the end in one order. The arguments are those of :class:`Together`.
+    Results then do not depend on the ranks. Floating-point metric sums are stored and reset after
+    each micro-batch; integer sums are exact. Some torchmetrics states are not sums, extremes or
+    lists: the inputs of these metrics are stored and replayed at the end in one order. The
+    arguments are those of :class:`Together`.
     """
 
     def __init__(self, task: Any, sources: int, device: torch.device, metrics: Any = None) -> None:
@@ -152,8 +154,9 @@ class Apart(Together):
 
 
 class WholeBatches:
-    """Losses over whole batches: windows of neighbouring samples of a source. Metrics see the whole
-    set at once.
+    """Losses over whole batches: windows of neighbouring samples of a source.
+
+    Metrics see the whole set at once.
 
     Args:
         task: has ``embed`` and ``batch_loss``.

@@ -1,5 +1,4 @@
-"""Image classification: packaged sets (digits, MNIST, CIFAR) or your own images; a small CNN or
-another model."""
+"""Image classification, of packaged sets (digits, MNIST, CIFAR) or your own images."""
 
 import json
 import math
@@ -191,8 +190,7 @@ class ImageClassification(Task):
             )
 
     def _packaged(self, data: str, root: str, download: bool) -> tuple[dict[str, Any], Statistics]:
-        """Return a packaged data set by split, in memory, and mean and standard deviation of its
-        pixels."""
+        """Return a packaged data set by split, in memory, and the statistics of its pixels."""
         if data == "digits":
             splits, self.classes = digits()
         else:
@@ -205,8 +203,10 @@ class ImageClassification(Task):
     def _open(
         self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool
     ) -> dict[str, Any]:
-        """Return the user's data sets by split: decoded images with class numbers or class
-        probabilities. If a run has recorded the classes, return nothing."""
+        """Return the user's data sets by split: images with class numbers or class probabilities.
+
+        If a run has recorded the classes, return nothing.
+        """
         recorded = RECORDED.get()
         if recorded:
             self.classes = recorded["classes"]
@@ -285,6 +285,7 @@ class ImageClassification(Task):
 
     def _class_weights(self, setting: str | list[float]) -> Tensor | None:
         """Return the weight of each class, shape (classes,); None if all are 1."""
+        # The user's weights.
         if isinstance(setting, list):
             positive = all(0 < weight < math.inf for weight in setting)
             if len(setting) != len(self.classes) or not positive:
@@ -345,8 +346,10 @@ class ImageClassification(Task):
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Save files that describe model, classes and pixels, so that transformers, timm or a
-        script can serve it."""
+        """Save files that describe model, classes and pixels.
+
+        With them, transformers, timm or a script can serve the model.
+        """
         if is_transformers(self.architecture):
             model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
         size = (self.shape[0], self._side, self._side)
@@ -384,8 +387,10 @@ class ImageClassification(Task):
 def _labelled(
     source: Source, number: Callable[[Any], Any], limit: int
 ) -> Callable[[Row], tuple[Any, Any]]:
-    """Return a function from a row to its decoded image and its label (``number`` of the stored
-    label)."""
+    """Return a function from a row to its decoded image and its label.
+
+    ``number`` converts the stored label; ``limit``: maximum pixels of an image.
+    """
     image = source.columns["image"]
     label = source.columns["label"]
     # A row to predict has no label.

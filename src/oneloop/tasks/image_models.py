@@ -1,5 +1,7 @@
-"""Image models by name, from transformers, timm, torchvision or your own class, from scratch or
-pretrained."""
+"""Image models by name, from scratch or pretrained.
+
+They come from transformers, timm, torchvision or your own class. The small CNN is here, too.
+"""
 
 import json
 import sys
@@ -82,8 +84,11 @@ def image_model(
 
 
 def statistics(name: str) -> Statistics:
-    """Return the statistics of the pixels that a model expects; default 0.5. Raise ValueError for
-    an unknown model."""
+    """Return the statistics of the pixels that a model expects; default 0.5.
+
+    Raise ValueError for an unknown model.
+    """
+    # Read them from the files next to the model, or from timm.
     mean = std = None
     if is_transformers(name):
         file = None
@@ -110,8 +115,9 @@ def described(
     mean: Sequence[float],
     std: Sequence[float],
 ) -> dict[str, dict[str, Any]]:
-    """Return the files that describe a saved model, in the formats of transformers or timm, else in
-    oneloop's.
+    """Return the files that describe a saved model.
+
+    The formats are those of transformers and timm, else oneloop's.
 
     Args:
         name: name of the model.
@@ -123,6 +129,7 @@ def described(
     Returns:
         JSON values by file name.
     """
+    # transformers: an image processor, next to the model's own configuration.
     if is_transformers(name):
         processor = {
             "image_processor_type": "ViTImageProcessor",
@@ -138,6 +145,7 @@ def described(
         }
         return {"preprocessor_config.json": processor}
 
+    # Others: one configuration.
     pixels = {
         "input_size": list(size),
         "mean": list(mean),
@@ -205,6 +213,8 @@ def _user_model(path: str, classes: int) -> nn.Module:
         raise ValueError(
             f"task.model {path!r} is in Python's standard library, which has no models"
         )
+
+    # Import the class, which may be in the current folder, and call it.
     try:
         model = getattr(import_module(module), attribute)(num_classes=classes)
     except (ImportError, AttributeError, TypeError) as error:
@@ -219,8 +229,20 @@ def _user_model(path: str, classes: int) -> nn.Module:
 
 
 def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[str]:
-    """Load weights, without the last layer if their classes differ; return lines for the log. Raise
-    ValueError if the weights are of another model."""
+    """Load weights, without the last layer if their classes differ.
+
+    Args:
+        model: the model; its parameters are changed in place.
+        weights: tensors by name.
+        classes: number of classes of the model.
+
+    Returns:
+        Lines for the log.
+
+    Raises:
+        ValueError: the weights are of another model.
+    """
+    # Compare the names and shapes.
     own = model.state_dict()
     shared = own.keys() & weights.keys()
     mismatched = {name for name in shared if own[name].shape != weights[name].shape}
@@ -240,6 +262,7 @@ def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[s
             "task.model to match"
         )
 
+    # Copy the rest.
     with torch.no_grad():
         for name in shared - mismatched:
             own[name].copy_(weights[name])
@@ -262,8 +285,10 @@ def _tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
 
 
 def _head_layers(model: nn.Module, mismatched: Iterable[str], classes: int) -> set[str]:
-    """Return the layers with one output per class, among timm's classifiers and layers with a
-    different shape."""
+    """Return the layers with one output per class.
+
+    They are among timm's classifiers and the layers with a different shape.
+    """
     layers = {name.rpartition(".")[0] for name in mismatched}
     config = getattr(model, "pretrained_cfg", None) or {}
     classifier = config.get("classifier") or ()  # a name, or several

@@ -37,6 +37,8 @@ def classes_of(
     trained: set[str] = set()
     seen: dict[tuple[str, str], set[str]] = {}  # labels by source and split
     kinds: dict[str, Any] = {}  # column type by source
+
+    # Collect the labels of each split.
     for source, split, rows, column in columns_of(sources, key):
         kind = element_type(rows.types[column]) if lists else rows.types[column]
         if split == "test" and not lists and _unlabelled(rows, column, kind):
@@ -70,6 +72,8 @@ def classes_of(
                 f"{where}: labels {unknown[:5]} occur in {split} but not in train; move some of "
                 "their rows to train, or leave them out"
             )
+
+    # Number the classes.
     names = _sorted_classes(trained, [*kinds.values()])
     if len(names) < 2:
         raise ValueError(
@@ -93,10 +97,14 @@ def _is_shares(kind: Any) -> bool:
 
 
 def shares_of(sources: Sequence[Source]) -> list[str]:
-    """Return the class names for labels that are class probabilities. Raise ValueError if rows
-    differ in the number of probabilities, one is negative, or a row does not sum to 1."""
+    """Return the class names for labels that are class probabilities: "0", "1", ….
+
+    Raise ValueError if rows differ in the number of probabilities, one is negative, or a row does
+    not sum to 1.
+    """
     import numpy as np
 
+    # Check each row.
     classes = 0
     for source, _, rows, column in columns_of(sources, "label"):
         if not _is_shares(rows.types[column]):
@@ -117,6 +125,7 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
                         f"{classes} classes, which are 0 or more and sum to 1"
                     )
             before += len(array)
+
     if classes < 2:
         raise ValueError(
             f"{sources[0].where}: {sources[0].columns['label']!r} holds one class; at least two "
@@ -140,8 +149,17 @@ def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list
 def numbers_of(
     source: Source, key: str, classes: Sequence[str], *, lists: bool = False
 ) -> Callable[[Any], int]:
-    """Return a function from a label to its number in ``classes``. Raise ValueError for a missing
-    or unknown label."""
+    """Return a function from a label to its number in ``classes``.
+
+    Args:
+        source: the data set.
+        key: task key of the label column.
+        classes: names of the known classes.
+        lists: a row has several labels.
+
+    Raises:
+        ValueError: a label is missing or unknown, or the column has another type.
+    """
     for _, _, rows, column in columns_of([source], key):
         kind = element_type(rows.types[column]) if lists else rows.types[column]
         if not _is_label(kind):

@@ -1,5 +1,6 @@
-"""Checks of the task protocol on real samples: call each method as a run calls it, and report what
-is wrong.
+"""Checks of the task protocol on real samples.
+
+They call each method as a run calls it, and report what is wrong.
 
 >>> contract = Contract(task)
 >>> batch = contract.collated(samples)
@@ -40,8 +41,10 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
 
 
 def named(task: Any, member: str) -> str:
-    """Return where a task's member is defined: ``my_task.py:23: Sines.loss``; if elsewhere, the
-    line of the class."""
+    """Return where a task's member is defined: ``my_task.py:23: Sines.loss``.
+
+    If it is defined elsewhere, return the line of the class.
+    """
     kind = type(task)
     code = getattr(getattr(kind, member, None), "__code__", None)
     try:
@@ -56,8 +59,18 @@ def named(task: Any, member: str) -> str:
 
 
 def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
-    """Return the result of ``call``, which runs the task's code. Raise BadInput, with file and
-    line, if that raises an exception. (Out-of-memory errors are raised unchanged.)"""
+    """Return the result of ``call``, which runs the task's code.
+
+    Out-of-memory errors are raised unchanged.
+
+    Args:
+        task: the task.
+        member: name of the method that is called.
+        call: calls it.
+
+    Raises:
+        BadInput: the call raised an exception; the message has its file and line.
+    """
     try:
         return call()
     except (BadInput, Inexact, torch.OutOfMemoryError, MemoryError):
@@ -83,8 +96,10 @@ def _by_oneloop(task: Any, error: Exception) -> bool:
 
 
 def _source_line(task: Any, error: Exception) -> str:
-    """Return file and line of the innermost frame in the task's file, else of the innermost
-    frame."""
+    """Return file and line of the innermost frame in the task's file.
+
+    If there is none, return those of the innermost frame.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     try:
         own = inspect.getsourcefile(type(task))
@@ -96,6 +111,7 @@ def _source_line(task: Any, error: Exception) -> str:
 
 def check_signatures(task: Any) -> None:
     """Check that a run can call the task's methods. Raise BadInput with file, line and method."""
+    # Bind the arguments of a run to each method.
     for member, arguments in _ARGUMENTS.items():
         method = getattr(task, member, None)
         if not callable(method):
@@ -189,12 +205,15 @@ class Contract:
         fix = (
             "return a 0-dim tensor on the host: the number of samples or target tokens in the batch"
         )
+        # Check the type. (A tensor on a device would be a host sync.)
         result = theirs(self.task, "weight", lambda: self.task.weight(batch))
         if not isinstance(result, Tensor) or result.ndim or result.is_complex():
             raise self.wrong("weight", f"returned {_describe(result)}", fix)
         if result.requires_grad or result.device.type != "cpu":
             problem = "with a gradient" if result.requires_grad else f"on {result.device}"
             raise self.wrong("weight", f"returned a tensor {problem}", fix)
+
+        # Check the value.
         weight = float(result)
         if not 0 <= weight < math.inf:
             raise self.wrong("weight", f"returned {weight}", "a weight is finite and never below 0")
@@ -208,8 +227,10 @@ class Contract:
         return weight
 
     def loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """Return the summed loss and the outputs; of a whole-batch loss, those of this batch on its
-        own."""
+        """Return the summed loss and the outputs.
+
+        A whole-batch loss is computed for this batch on its own.
+        """
         member = "batch_loss" if self.whole else "loss"
         return self._loss(member, lambda: self.task.loss(model, batch))
 
@@ -222,6 +243,8 @@ class Contract:
             "return (loss, outputs): the SUM of the losses as a 0-dim tensor, and a dict of "
             "detached tensors"
         )
+
+        # Check the types.
         result = theirs(self.task, member, call)
         if not isinstance(result, tuple) or len(result) != 2:
             raise self.wrong(member, f"returned {_describe(result)}", fix)
@@ -230,6 +253,8 @@ class Contract:
             raise self.wrong(member, f"returned {_describe(loss)} as the loss", fix)
         if outputs is not None and not isinstance(outputs, Mapping):
             raise self.wrong(member, f"returned {_describe(outputs)} as the outputs", fix)
+
+        # Check that it can be trained.
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise self.wrong(
                 member,
@@ -248,8 +273,8 @@ class Contract:
         theirs(self.task, "update", lambda: self.task.update(metrics, batch, outputs))
         try:
             computed = metrics.compute()
-        except Exception:  # a few samples may not suffice
-            return
+        except Exception:
+            return  # a few samples may not suffice
         if not isinstance(computed, Mapping):
             raise self.wrong(
                 "metrics",
@@ -259,8 +284,10 @@ class Contract:
 
     @staticmethod
     def is_double(once: float, twice: float, tolerance: float) -> bool:
-        """Whether ``twice`` is 2 x ``once``, up to the relative tolerance. True if a value is not
-        finite."""
+        """Whether ``twice`` is 2 x ``once``, up to the relative tolerance.
+
+        True if a value is not finite.
+        """
         finite = math.isfinite(once) and math.isfinite(twice)
         return not finite or abs(twice - 2 * once) <= tolerance * abs(2 * once)
 
@@ -275,6 +302,8 @@ class Contract:
         """
         if self.is_double(once, twice, tolerance):
             return
+
+        # Name the likely reason: twice the same value is a mean.
         if member == "weight":
             fix = "the weight of a batch is the sum of its samples'"
         elif abs(twice - once) <= tolerance * abs(once):
@@ -303,6 +332,7 @@ class Contract:
             parts: losses of its parts.
             tolerance: tolerance for rounding, relative to the sum of the absolute losses.
         """
+        # Compare with a sum that is rounded once.
         total = math.fsum(parts)
         if not math.isfinite(whole) or not math.isfinite(total):
             return

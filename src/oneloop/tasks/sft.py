@@ -1,5 +1,4 @@
-"""Supervised fine-tuning of a language model on the assistant's messages of conversations, or on
-completions."""
+"""Supervised fine-tuning of a language model, on conversations or on completions."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -100,6 +99,7 @@ class SFT(LanguageModel):
         )
         if answer < 1:
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
+        # Keep the settings.
         self.length = length
         self.answer = answer
         self.overlong = overlong
@@ -110,6 +110,8 @@ class SFT(LanguageModel):
             "completion": completion,
             "tools": tools,
         }
+
+        # Take the tokenizer of the model, or learn one from the synthetic conversations.
         self._template = None if chat_template is None else template_of(chat_template)
         if self.name:
             self.tokenizer = self.known_tokenizer()
@@ -117,10 +119,13 @@ class SFT(LanguageModel):
             self.tokenizer = chat_tokenizer(_texts(SyntheticChats("train")), vocab)
         self.end = self.tokenizer.eos_token_id
         self._day = day
-        self._chat: Chat | None = None  # made when a data set needs the chat template
+        # The first data set that needs the chat template makes it.
+        self._chat: Chat | None = None
         self._skip_unreadable = unreadable == "skip"
         self.skipped_rows = list[str]()
         self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self._template]
+
+        # Read the data.
         self._read(self._sources(data, held_out))
         self.notes = self._data_notes
 
@@ -307,8 +312,10 @@ class SFT(LanguageModel):
         )
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the greedy answer to the tokens before each sample's first target; all have the
-        same length."""
+        """Return the greedy answer to the tokens before each sample's first target.
+
+        All answers have the same length.
+        """
         # Take the tokens up to the first target; all, if there is none.
         is_target = batch["target"] != IGNORE
         first = is_target.int().argmax(1)
@@ -326,8 +333,10 @@ class SFT(LanguageModel):
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> dict[str, list[Any]]:
-        """Return each sample's prompt, the model's answer and, if known, the reference answer and
-        its metrics."""
+        """Return each sample's prompt and the model's answer.
+
+        If they are known, add the reference answer and its metrics.
+        """
         # A sample without a reference answer has no metrics.
         metrics = super().predicted(batch, outputs)
         has_target = [tokens > 0 for tokens in metrics["tokens"]]

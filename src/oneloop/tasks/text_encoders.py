@@ -40,8 +40,10 @@ class EncoderShape:
 
 
 class Encoder(nn.Module):
-    """Transformer encoder with mean pooling and a linear head: (texts, bytes) -> (texts,
-    outputs)."""
+    """Transformer encoder with mean pooling and a linear head.
+
+    (texts, bytes) -> (texts, outputs).
+    """
 
     _no_split_modules = ("BertLayer",)
 
@@ -85,10 +87,7 @@ class ByteEncoder(Encoder):
 
 
 def as_bytes(text: str, length: int) -> Tensor:
-    """Return the first ``length`` bytes of a text.
-
-    An empty text becomes one byte that is not valid UTF-8.
-    """
+    """Return the first ``length`` bytes of a text; of an empty text one that is not UTF-8."""
     return torch.tensor(list(text.encode()[:length]) or [PAD - 1])
 
 
@@ -122,8 +121,10 @@ def reader(name: str, shape: EncoderShape, **options: Any) -> "ByteReader | Toke
 
 
 class ByteReader:
-    """Converts texts to bytes, and builds and calls an encoder from scratch. ``notes``: lines for
-    the log."""
+    """Converts texts to bytes, and builds and calls an encoder from scratch.
+
+    ``notes``: lines for the log.
+    """
 
     def __init__(self, shape: EncoderShape) -> None:
         shape.check_heads()
@@ -136,8 +137,7 @@ class ByteReader:
         return as_bytes(text if second is None else text + _BETWEEN + second, self.length)
 
     def encode_words(self, words: Sequence[str]) -> tuple[Tensor, list[int], int]:
-        """Return encoded words, starts of uncut words, and the length. Raise ValueError if a word
-        has no tokens."""
+        """Return encoded words, the starts of words that are not cut, and the length."""
         text = b""
         starts = list[int]()
         for word in words:
@@ -151,8 +151,12 @@ class ByteReader:
         return {"text": padded(list(samples))}
 
     def model(self, classes: Sequence[str], *, words: bool = False) -> nn.Module:
-        """Return a new model with an output per class, for each text, or for each position if
-        ``words``."""
+        """Return a new model with an output per class, for each text.
+
+        Args:
+            classes: names of the outputs.
+            words: the outputs are for each position.
+        """
         kind = ByteEncoder if words else Encoder
         return kind(len(classes), self.shape)
 
@@ -167,8 +171,17 @@ class ByteReader:
 
 
 class TokenReader:
-    """The same with tokens of a transformers model. Raises ValueError without a fast tokenizer
-    (tokens to words)."""
+    """The same with tokens of a transformers model.
+
+    Args:
+        name: a folder saved by transformers, or ``hf:ID[@REVISION]``.
+        length: maximum tokens of a text; longer texts are cut.
+        pretrained: load the weights; False: only the configuration.
+        trust_remote_code: run Python code stored with the weights.
+
+    Raises:
+        ValueError: it has no fast tokenizer, which maps tokens to words.
+    """
 
     def __init__(
         self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False

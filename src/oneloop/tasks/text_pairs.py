@@ -1,5 +1,4 @@
-"""Text embeddings, trained on pairs of texts that belong together; the packaged data are docstrings
-and functions."""
+"""Text embeddings, trained on pairs of texts; the packaged data are docstrings and functions."""
 
 import ast
 import json
@@ -186,8 +185,10 @@ class TextPairs(TextRows):
         return model
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return tokens of the anchors, and those of the candidates: positive and negatives of each
-        sample in turn."""
+        """Return tokens of the anchors, and those of the candidates.
+
+        The candidates are positive and negatives of each sample in turn.
+        """
         anchors = list[Any]()
         candidates = list[Any]()
         for anchor, *others in samples:
@@ -210,8 +211,7 @@ class TextPairs(TextRows):
         return torch.tensor(float(len(batch["anchor_id"])))
 
     def embed(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return embeddings: the anchors' (samples, width), and the candidates' (samples, 1 +
-        negatives, width)."""
+        """Return the embeddings: ``anchor``, and ``candidate`` (samples, 1 + negatives, width)."""
         anchor = self._embedded(model, _inputs(batch, "anchor."))
         candidate = self._embedded(model, _inputs(batch, "candidate."))
         return {"anchor": anchor, "candidate": candidate.unflatten(0, (len(anchor), -1))}
@@ -298,8 +298,10 @@ class TextPairs(TextRows):
         }
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        """Save what transformers and sentence-transformers (6.2 or newer) need to load the
-        encoder."""
+        """Save what transformers and sentence-transformers need to load the encoder.
+
+        sentence-transformers must be 6.2 or newer.
+        """
         # sentence-transformers also cuts texts at this length.
         self.reader.tokenizer.model_max_length = self.reader.length
         self.reader.save(model, folder)

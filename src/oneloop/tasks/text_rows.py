@@ -65,6 +65,7 @@ class TextRows(Task):
         length: int = 256,
         dropout: float = 0.0,
     ) -> None:
+        # Make the reader, which converts texts to the inputs of its model.
         shape = EncoderShape(layers, heads, width, length, dropout)
         self.reader = self._reader(
             model, shape, pretrained=pretrained, trust_remote_code=trust_remote_code
@@ -100,8 +101,10 @@ class TextRows(Task):
         check_texts(sources, "second")
 
     def _numbers(self, sources: Sequence[Source]) -> Mapping[str, Callable[[Any], Any]]:
-        """Return functions from a target to a number, by source. The first call (training rows)
-        sets the classes."""
+        """Return functions from a target to a number, by source.
+
+        The first call (training rows) sets the classes.
+        """
         if not self.classes:
             self.classes, numbers = classes_of(sources, self.target, lists=self.words)
             return numbers

@@ -53,6 +53,7 @@ class TokenClassification(TextRows):
         reader = self.reader
 
         def make(row: Row) -> tuple[Any, Tensor]:
+            # A row to predict has no tags.
             words = row[source.columns["tokens"]]
             tags = row.get(source.columns["tags"], [0] * len(words))
             if len(words) != len(tags):

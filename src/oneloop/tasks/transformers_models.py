@@ -1,5 +1,7 @@
-"""Models of transformers from a folder or hub repository: safetensors only; a new head if the
-classes differ."""
+"""Models of transformers from a folder or hub repository.
+
+Only safetensors are loaded. If the classes differ, the head is new.
+"""
 
 import os
 from collections.abc import Iterable, Sequence
@@ -106,8 +108,10 @@ def content_of_model(name: str, commit: str | None) -> dict[str, Any]:
 
 
 def file_stats(name: str) -> object:
-    """Return name, inode, size and mtime of the files of :func:`content_of_model`; None for a hub
-    model."""
+    """Return name, inode, size and mtime of the files of :func:`content_of_model`.
+
+    Return None for a hub model.
+    """
     if name.startswith(HUB):
         return None
     folder = Path(place_of(name)[0])
@@ -120,8 +124,10 @@ def file_stats(name: str) -> object:
 
 
 def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
-    """Return the tokenizer next to a model. Raise ValueError if there is none, or if it is not a
-    fast tokenizer."""
+    """Return the tokenizer next to a model.
+
+    Raise ValueError if there is none, or if it is not a fast tokenizer.
+    """
     from transformers import AutoTokenizer
 
     # Otherwise it warns in every DataLoader worker.
@@ -155,8 +161,11 @@ def _check_loaded(
     mismatched: Iterable[str],
     where: str,
 ) -> list[str]:
-    """Return lines about new and ignored layers. Raise ValueError if weights other than the head
-    (and the pooler, which some checkpoints lack) are missing, unexpected or of another shape."""
+    """Return lines about new and ignored layers.
+
+    Raise ValueError if weights other than the head (and the pooler, which some checkpoints lack)
+    are missing, unexpected or of another shape.
+    """
     # Find the prefix of the base model. A model that does not tell it: its largest submodule.
     base = f"{getattr(model, 'base_model_prefix', '')}."
     if not any(name.startswith(base) for name, _ in model.named_parameters()):

@@ -1,5 +1,7 @@
-"""Losses over the whole global batch: the task methods ``embed`` and ``batch_loss``, and checks of
-what they return."""
+"""Losses over the whole global batch: the task methods ``embed`` and ``batch_loss``.
+
+This module also checks what they return.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -30,8 +32,10 @@ def columns_of(task: Any, batch: Mapping[str, Any]) -> dict[str, Tensor]:
 def loss_alone(
     task: Any, model: nn.Module, batch: Mapping[str, Any]
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return loss and outputs of a batch that is the whole global batch. The outputs contain the
-    detached parts."""
+    """Return loss and outputs of a batch that is the whole global batch.
+
+    The outputs contain the detached parts.
+    """
     parts = task.embed(model, batch)
     loss, outputs = task.batch_loss(parts, columns_of(task, batch))
     detached = {name: part.detach() for name, part in parts.items()}
