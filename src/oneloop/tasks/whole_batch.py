@@ -175,11 +175,8 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
             f"{', '.join(columns) or 'nothing'}"
         ) from error
     if loss_of_parts.requires_grad:
-        raise contract.wrong(
-            "batch_loss",
-            "uses a parameter of the model",
-            "return it from embed as a 0-dim tensor; otherwise it would get no gradient",
-        )
+        fix = "return it from embed as a 0-dim tensor; otherwise it would get no gradient"
+        raise contract.wrong("batch_loss", "uses a parameter of the model", fix)
 
     def loss(copies: int) -> float:
         """Return the loss of a batch with so many copies of the first row."""
