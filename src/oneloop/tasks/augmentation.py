@@ -227,9 +227,11 @@ def _pipeline(
 
 
 def shifted(image: Tensor, most: int) -> Tensor:
-    """Shift the image randomly by up to ``most`` pixels in each direction.
+    """Shift the image randomly in each direction; the border is repeated.
 
-    The border is repeated. ``image`` is (channels, height, width).
+    Args:
+        image: (channels, height, width).
+        most: maximum shift, in pixels.
     """
     down, right = torch.randint(0, 2 * most + 1, (2,)).tolist()
     padded = F.pad(image, (most, most, most, most), mode="replicate")

@@ -35,7 +35,14 @@ def columns_of(sources: Sequence[Source], key: str) -> Iterator[tuple[Source, st
 
 
 def wrong_type(source: Source, key: str, kind: Any, wanted: str) -> ValueError:
-    """Return the error for a column of the wrong type."""
+    """Return the error for a column of the wrong type.
+
+    Args:
+        source: the data set.
+        key: task key of the column.
+        kind: type of the column.
+        wanted: description of the right types.
+    """
     return ValueError(
         f"{source.where}: {source.columns[key]!r} holds {type_name(kind)}; expected {wanted}; "
         f"set another task.{key.rstrip('_0123456789')}"

@@ -66,7 +66,10 @@ class Together:
         self._weights[source] += weight
 
     def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
-        """Return loss and weight of each source over all ranks. Collective: call on every rank."""
+        """Return loss and weight of each source over all ranks. Collective: call on every rank.
+
+        ``each``: most micro-batches of a rank.
+        """
         weights = torch.tensor(self._weights, dtype=self._totals.dtype, device=self._totals.device)
         own = torch.stack([self._totals, weights])
         totals, total_weights = accelerator.reduce(own, "sum").tolist()
@@ -185,7 +188,7 @@ class WholeBatches:
     def batch(
         self, model: Any, batch: Any, source: int | None, weight: float, *, idle: bool = False
     ) -> Any:
-        """Embed a micro-batch; without a ``source`` it is not counted. Return the parts."""
+        """Embed a micro-batch, and return its parts; see :meth:`Together.batch`."""
         self._parts.append(self._task.embed(model, batch))
         self._columns.append(columns_of(self._task, batch))
         self._weights.append(0.0 if source is None else weight)

@@ -135,7 +135,13 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
 
 
 def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list[int]:
-    """Return the number of training rows of each class."""
+    """Return the number of training rows of each class.
+
+    Args:
+        sources: the data sets.
+        numbers: functions from a label to its class number, by source.
+        classes: number of classes.
+    """
     counts = [0] * classes
     for source, split, rows, column in columns_of(sources, "label"):
         if split != "train":

@@ -158,7 +158,13 @@ class Contract:
         self._keys: list[str] | None = None
 
     def wrong(self, member: str, returned: str, fix: str) -> BadInput:
-        """Return the error for a method that returned something wrong."""
+        """Return the error for a method that returned something wrong.
+
+        Args:
+            member: name of the method.
+            returned: what it returned; continues the method's name.
+            fix: what to do about it.
+        """
         return BadInput(f"{named(self.task, member)} {returned}; {fix}")
 
     def state(self) -> Any:
@@ -266,7 +272,13 @@ class Contract:
     def check_metrics(
         self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device
     ) -> None:
-        """Check metrics() and update() with a batch, if the task has them."""
+        """Check metrics() and update() with a batch, if the task has them.
+
+        Args:
+            batch: a batch of ``collate``, on the device.
+            outputs: the outputs of its loss.
+            device: device of the metrics.
+        """
         if not hasattr(self.task, "metrics"):
             return
         metrics = theirs(self.task, "metrics", lambda: self.task.metrics().to(device))

@@ -160,7 +160,16 @@ def check_rows(
 
 
 def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
-    """Check that ``batch_loss`` uses no parameter, and is not a mean. Raise BadInput otherwise."""
+    """Check that ``batch_loss`` uses no parameter, and is not a mean.
+
+    Args:
+        contract: checks of the task.
+        parts: result of ``embed`` for a batch.
+        columns: entries of this batch that ``batch_columns`` names.
+
+    Raises:
+        BadInput: it does, or it is.
+    """
     # Call it without and with gradients.
     try:
         with torch.no_grad():
@@ -215,7 +224,10 @@ def _same(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) ->
 
 def apart(some: Tensor, others: Tensor) -> Tensor:
     """Return the largest difference of two tensors, relative to their largest finite value, 0-dim.
-    Two values that are not finite are equal; it is infinite if only one of them is finite."""
+
+    Two values that are not finite are equal; the difference is infinite if only one of them is
+    finite.
+    """
     if not some.numel():
         return torch.zeros((), device=some.device)
     if not some.is_floating_point():
