@@ -250,7 +250,7 @@ class TokenReader:
         return batch
 
     def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
-        """Return a model as above; without ``classes``, its outputs are hidden states."""
+        """Return a model as ByteReader does; without classes, its outputs are hidden states."""
         # Load the model with the head for this task.
         if classes is None:
             kind = "AutoModel"

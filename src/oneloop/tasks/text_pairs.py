@@ -211,7 +211,7 @@ class TextPairs(TextRows):
         return torch.tensor(float(len(batch["anchor_id"])))
 
     def embed(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the embeddings: ``anchor``, and ``candidate`` (samples, 1 + negatives, width)."""
+        """Return ``anchor`` (samples, width), and ``candidate`` (samples, 1 + negatives, width)."""
         anchor = self._embedded(model, _inputs(batch, "anchor."))
         candidate = self._embedded(model, _inputs(batch, "candidate."))
         return {"anchor": anchor, "candidate": candidate.unflatten(0, (len(anchor), -1))}
