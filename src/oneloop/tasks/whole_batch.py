@@ -204,13 +204,15 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
         once = loss(_COPIES)
         twice = loss(2 * _COPIES)
     if math.isfinite(once + twice) and once > 0 and twice < 2 * once * (1 - 1e-3):
-        raise contract.wrong(
-            "batch_loss",
+        found = (
             f"returned {once:.6g} for {_COPIES} equal embeddings and {twice:.6g} for {2 * _COPIES} "
-            "of them",
-            "that is a mean: return the SUM over samples (reduction='sum'); the loop divides once, "
-            "by the weight",
+            "of them"
         )
+        fix = (
+            "that is a mean: return the SUM over samples (reduction='sum'); the loop divides once, "
+            "by the weight"
+        )
+        raise contract.wrong("batch_loss", found, fix)
 
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> bool:
