@@ -1,5 +1,4 @@
-"""Output layer and cross-entropy in chunks of tokens, so that the logits of all tokens are never in
-memory.
+"""Output layer and cross-entropy in chunks of tokens, which never hold all logits in memory.
 
 >>> losses = chunked_cross_entropy(hidden, head.weight, target)
 >>> losses.total.backward()                          # also: losses.each, losses.right
@@ -34,7 +33,8 @@ class Losses(NamedTuple):
     Attributes:
         total: sum of the losses; differentiable.
         each: loss of each target; detached.
-        right: whether the target has the largest logit."""
+        right: whether the target has the largest logit.
+    """
 
     total: Tensor
     each: Tensor
@@ -56,24 +56,28 @@ def chunked_cross_entropy(
     Matrix products use the autocast dtype; the loss of half-precision logits is computed in
     float32.
 
-    Args: ``hidden``: (tokens, width). ``weight``: (vocabulary, width). ``target``: (tokens,),
-    int64. ``bias``: (vocabulary,). ``ignore``: value of ignored targets. ``change``: what the model
-    applies to the logits; it must act on each logit or each row separately. ``entries``: maximum
-    number of logits in memory.
+    Args:
+        hidden: hidden states, shape (tokens, width).
+        weight: weight of the output layer, shape (vocabulary, width).
+        target: int64, shape (tokens,).
+        bias: bias of the output layer, shape (vocabulary,).
+        ignore: value of ignored targets.
+        change: what the model applies to the logits; it must act on each logit or each row
+            separately.
+        entries: maximum number of logits in memory.
 
-    Raises ValueError: the products are in float16, in which small gradients of the logits
-    underflow.
+    Raises:
+        ValueError: the products are in float16, in which small gradients of the logits underflow.
     """
     if _product_dtype(hidden) is torch.float16:
-        why = "small gradients of the logits underflow in fp16"
         raise ValueError(
-            f"the loss without logits does not work in fp16: {why}; use bf16, or "
-            "task.fused_loss false"
+            "the loss without logits does not work in fp16: small gradients of the logits "
+            "underflow in fp16; use bf16, or task.fused_loss false"
         )
+    # Grad mode is off inside of forward, so read it here.
+    differentiable = torch.is_grad_enabled()
     return Losses(
-        *_Chunked.apply(
-            hidden, weight, bias, target, ignore, change, entries, torch.is_grad_enabled()
-        )
+        *_Chunked.apply(hidden, weight, bias, target, ignore, change, entries, differentiable)
     )
 
 
@@ -91,45 +95,79 @@ class _Chunked(torch.autograd.Function):
         differentiable: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         needs = [differentiable and need for need in ctx.needs_input_grad[:3]]
-        device, dtype = hidden.device.type, _product_dtype(hidden)
-        exact = torch.promote_types(dtype, torch.float32)
-        layer = weight.detach().to(dtype), None if bias is None else bias.detach().to(dtype)
+        needs_hidden, needs_weight, needs_bias = needs
+        dtype = _product_dtype(hidden)
+        exact = torch.promote_types(dtype, torch.float32)  # for losses and sums over chunks
+
+        # Allocate the results, and the gradients that are needed.
         each = torch.empty(target.shape, dtype=exact, device=hidden.device)
         right = torch.empty(target.shape, dtype=torch.bool, device=hidden.device)
-        sums: list[Tensor | None] = [torch.empty_like(hidden) if needs[0] else None]
-        parameters = [(weight, needs[1]), (bias, needs[2])]
-        sums += [
-            torch.zeros_like(x, dtype=exact) if need and x is not None else None
-            for x, need in parameters
-        ]
-        size = max(1, entries // len(weight))
-        with torch.autocast(device, enabled=False) if _autocast(hidden) else nullcontext():
-            # torch.compile guards on this count, not on the tokens
+        hidden_slopes: Tensor | None = None
+        weight_slopes: Tensor | None = None
+        bias_slopes: Tensor | None = None
+        if needs_hidden:
+            hidden_slopes = torch.empty_like(hidden)
+        if needs_weight:
+            weight_slopes = torch.zeros_like(weight, dtype=exact)
+        if needs_bias and bias is not None:
+            bias_slopes = torch.zeros_like(bias, dtype=exact)
+
+        # Cast the layer once for all chunks. Autocast is off below: every cast is explicit.
+        layer_weight = weight.detach().to(dtype)
+        layer_bias = None
+        if bias is not None:
+            layer_bias = bias.detach().to(dtype)
+        autocast_off = (
+            torch.autocast(hidden.device.type, enabled=False)
+            if _autocast(hidden)
+            else nullcontext()
+        )
+        size = max(1, entries // len(weight))  # tokens of a chunk
+        with autocast_off:
+            # torch.compile guards on this count, not on the tokens.
             for number in range(-(-len(hidden) // size)):
                 part = slice(number * size, (number + 1) * size)
-                states, targets = hidden[part].detach().to(dtype), target[part]
-                logits = F.linear(states, *layer)
+                states = hidden[part].detach().to(dtype)
+                targets = target[part]
+                logits = F.linear(states, layer_weight, layer_bias)
                 each[part], right[part], slopes = _chunk(
                     logits, targets, ignore, change, any(needs)
                 )
-                del logits
-                if slopes is not None:
-                    _add(sums, part, states, layer[0], slopes)
+                del logits  # before the products below allocate memory
+
+                # Run the output layer's backward, while the gradient of these logits exists.
+                if slopes is None:
+                    continue
+                if hidden_slopes is not None:
+                    hidden_slopes[part] = slopes @ layer_weight
+                if weight_slopes is not None:
+                    _add_product(weight_slopes, slopes, states)
+                if bias_slopes is not None:
+                    bias_slopes += slopes.sum(0, dtype=exact)
+
+        # Round the sums over all chunks once, to the dtypes of the parameters.
         ctx.mark_non_differentiable(each, right)
-        dtypes = hidden.dtype, weight.dtype, None if bias is None else bias.dtype
         ctx.save_for_backward(
-            *(None if x is None else x.to(dtype) for x, dtype in zip(sums, dtypes, strict=True))
+            hidden_slopes,
+            _in_dtype_of(weight, weight_slopes),
+            _in_dtype_of(bias, bias_slopes),
         )
         return each.sum(), each, right
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, slope: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """Scale in place, because a copy of the weight's gradient is large; torch rejects a second
-        backward."""
-        return *(None if saved is None else saved.mul_(slope) for saved in ctx.saved_tensors), *[
-            None
-        ] * 5
+        """Scale in place, because a copy of the weight's gradient is large.
+
+        torch rejects a second backward.
+        """
+        scaled: list[Tensor | None] = []
+        for saved in ctx.saved_tensors:
+            if saved is not None:
+                saved.mul_(slope)
+            scaled.append(saved)
+        # The other five arguments of forward have no gradient.
+        return (*scaled, None, None, None, None, None)
 
 
 def _autocast(hidden: Tensor) -> bool:
@@ -140,78 +178,93 @@ def _autocast(hidden: Tensor) -> bool:
 
 def _product_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype of the matrix products."""
-    return torch.get_autocast_dtype(hidden.device.type) if _autocast(hidden) else hidden.dtype
+    if _autocast(hidden):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def _in_dtype_of(parameter: Tensor | None, slopes: Tensor | None) -> Tensor | None:
+    if parameter is None or slopes is None:
+        return None
+    return slopes.to(parameter.dtype)
 
 
 def _chunk(
     logits: Tensor, target: Tensor, ignore: int, change: Change | None, slopes: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss of each target, whether it is right, and the gradient of the output layer's
-    logits."""
+    """Return the loss of each target, whether it is right, and the gradient of ``logits``.
+
+    Args:
+        logits: logits of the output layer, before ``change``, shape (tokens, vocabulary).
+        target: int64, shape (tokens,).
+        ignore: value of ignored targets.
+        change: what the model applies to the logits.
+        slopes: whether the gradient is needed; without it the last result is None.
+    """
 
     def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        logits = logits if change is None else change(logits)
+        if change is not None:
+            logits = change(logits)
         largest = logits.argmax(-1)
         return F.cross_entropy(logits, target, reduction="none", ignore_index=ignore), largest
 
+    slope: Tensor | None = None
     if slopes:
         each, backward, largest = torch.func.vjp(losses, logits, has_aux=True)  # type: ignore[misc]
         (slope,) = backward(torch.ones_like(each))
     else:
-        (each, largest), slope = losses(logits), None
+        each, largest = losses(logits)
     return each, (largest == target) & (target != ignore), slope
 
 
-def _add(
-    sums: list[Tensor | None], part: slice, states: Tensor, weight: Tensor, slopes: Tensor
-) -> None:
-    """Run the output layer's backward: write gradients of the hidden states; add those of weight
-    and bias."""
-    if sums[0] is not None:
-        sums[0][part] = slopes @ weight
-    if sums[1] is not None:
-        if sums[1].dtype == slopes.dtype:
-            sums[1].addmm_(slopes.T, states)
-        else:
-            sums[1] += slopes.T @ states
-    if sums[2] is not None:
-        sums[2] += slopes.sum(0, dtype=sums[2].dtype)
+def _add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
+    """Add the gradient of the output layer's weight, in place."""
+    if total.dtype == slopes.dtype:
+        total.addmm_(slopes.T, states)
+    else:
+        # The product is in half precision, the sum over the chunks in float32.
+        total += slopes.T @ states
 
 
 def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
-    """Make ``model`` accept ``target``, of the shape of its tokens, and return :class:`Losses`; in
-    place.
+    """Make ``model`` accept ``target`` and then return :class:`Losses`, in place.
 
     Scaling and soft-capping of logits are read from the config, and tested on eight tokens unless
     the model is on meta.
 
-    Args: ``model``: a model with transformers' ``base_model`` and ``get_output_embeddings``.
-    ``ignore``: value of ignored targets.
+    Args:
+        model: a model with transformers' ``base_model`` and ``get_output_embeddings``; its new
+            argument ``target`` has the shape of its tokens.
+        ignore: value of ignored targets.
 
-    Raises ValueError: the model has no linear output layer, or computes its logits in an unknown
-    way.
+    Raises:
+        ValueError: the model has no linear output layer, or computes its logits in an unknown way.
     """
+    name = type(model).__name__
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
+    if head is None:
+        raise ValueError(f"a loss without logits needs a linear output layer, and {name} has none")
     if not isinstance(head, nn.Linear):
-        kind = "none" if head is None else f"a {type(head).__name__}"
         raise ValueError(
-            f"a loss without logits needs a linear output layer, and {type(model).__name__} "
-            f"has {kind}"
+            f"a loss without logits needs a linear output layer, and {name} "
+            f"has a {type(head).__name__}"
         )
     if getattr(model, "base_model", model) is model:
-        raise ValueError(
-            f"a loss without logits needs a base_model, and {type(model).__name__} has none"
-        )
+        raise ValueError(f"a loss without logits needs a base_model, and {name} has none")
+
+    # Read what happens to the logits, and test it, which is impossible on meta.
     change = _change(model)
     if not any(parameter.is_meta for parameter in model.parameters()):
         _test_run(model, head, change)
-    logits, forward = head.forward, model.forward
+
+    # Replace the forward of the output layer, too: FSDP2 gathers its weights when it is called.
+    head_forward = head.forward
+    model_forward = model.forward
 
     def chunked_head(hidden: Tensor, target: Tensor | None = None) -> Tensor | Losses:
-        """Replace the layer's forward, so that FSDP2 gathers its weights."""
         if target is None:
-            return logits(hidden)
+            return head_forward(hidden)
         found = chunked_cross_entropy(
             hidden.flatten(0, -2),
             head.weight,
@@ -222,56 +275,67 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
         )
         return Losses(found.total, found.each.view_as(target), found.right.view_as(target))
 
-    @wraps(forward)
+    @wraps(model_forward)
     def losses(*args: Any, target: Tensor | None = None, **kwargs: Any) -> Any:
         if target is None:
-            return forward(*args, **kwargs)
-        return head(model.base_model(*args, **kwargs).last_hidden_state, target)  # type: ignore[operator]
+            return model_forward(*args, **kwargs)
+        base: Any = model.base_model
+        return head(base(*args, **kwargs).last_hidden_state, target)
 
-    head.forward, model.forward = chunked_head, losses  # type: ignore[method-assign,assignment]
+    head.forward = chunked_head  # type: ignore[method-assign,assignment]
+    model.forward = losses  # type: ignore[method-assign]
 
 
 def _change(model: nn.Module) -> Change | None:
     """Return what ``model`` applies to its logits according to its config; None: nothing."""
     config: Any = getattr(model, "config", None)
-    config = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
 
-    def values_of(names: tuple[str, ...]) -> list[float]:
-        return [
-            float(value)
-            for name in names
-            if isinstance(value := getattr(config, name, None), int | float)
-        ]
+    def values_of(names: tuple[str, ...]) -> Iterator[float]:
+        for name in names:
+            value = getattr(config, name, None)
+            if isinstance(value, int | float):
+                yield float(value)
 
     factor = 1.0
     for value in values_of(_FACTORS):
         factor *= value
     for value in values_of(_DIVISORS):
-        factor = (
-            factor * value if getattr(config, "model_type", None) in _MULTIPLIED else factor / value
-        )
-    caps = values_of(_CAPS)
-    if not caps:
-        return None if factor == 1.0 else lambda logits: logits * factor
-    cap = caps[0]
-    return lambda logits: torch.tanh(logits * (factor / cap)) * cap
+        if getattr(config, "model_type", None) in _MULTIPLIED:
+            factor *= value
+        else:
+            factor /= value
+
+    cap = next(values_of(_CAPS), None)
+    if cap is not None:
+        return lambda logits: torch.tanh(logits * (factor / cap)) * cap
+    if factor == 1.0:
+        return None
+    return lambda logits: logits * factor
 
 
 @torch.no_grad()
 def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
-    """Compare with the model's logits; a ramp of ±50 is added to them, so that soft-capping is
-    noticed."""
-    name, forward = type(model).__name__, head.forward
-    entries, device = head.out_features, head.weight.device
+    """Raise ValueError if the model's logits are not ``change`` of its output layer's.
+
+    A ramp of ±50 is added to the output layer's, so that soft-capping is noticed.
+    """
+    name = type(model).__name__
+    forward = head.forward
+    entries = head.out_features
+    device = head.weight.device
     tokens = torch.arange(min(8, entries), device=device)[None]
     ramp = torch.linspace(-50, 50, entries, device=device, dtype=head.weight.dtype)
 
     def ramped(hidden: Tensor) -> Tensor:
         return forward(hidden) * boost + ramp
 
+    # Run the model with the ramp, and scale its own logits to the same size.
     with _eval_mode(model):
         try:
-            hidden = model.base_model(input_ids=tokens, use_cache=False).last_hidden_state  # type: ignore[operator]
+            base: Any = model.base_model
+            hidden = base(input_ids=tokens, use_cache=False).last_hidden_state
             largest = forward(hidden).abs().max()
             boost = torch.where(largest > 0, 50 / largest, 0.0).to(head.weight.dtype)
             head.forward = ramped  # type: ignore[method-assign,assignment]
@@ -283,18 +347,19 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
             ) from error
         finally:
             head.forward = forward  # type: ignore[method-assign]
+
+    # Compare them with what the loss would compute.
     logits = ramped(hidden).double()
-    logits = logits if change is None else change(logits)
+    if change is not None:
+        logits = change(logits)
     bound = 1e-4 if torch.finfo(head.weight.dtype).bits >= 32 else 2e-2
-    worst = (
-        float((own - logits).abs().max() / own.abs().max())
-        if own.shape == logits.shape
-        else float("inf")
-    )
-    if not worst <= bound:
-        apart = f"by {worst:.1e} of the largest (at most {bound:.0e})"
+    worst = float("inf")
+    if own.shape == logits.shape:
+        worst = float((own - logits).abs().max() / own.abs().max())
+    if not worst <= bound:  # also for NaN
         raise ValueError(
-            f"a loss without logits: the logits of {name} differ from its output layer's {apart}"
+            f"a loss without logits: the logits of {name} differ from its output layer's by "
+            f"{worst:.1e} of the largest (at most {bound:.0e})"
         )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,20 @@ _OWN_NAME = re.compile(rf"(\.lora_\w+)\.{_NAME}(?=\.|$)")
 def add_adapters(
     model: nn.Module, wanted: Adapters, *, stats: object = None
 ) -> tuple[BaseModel, str]:
-    """Add float32 adapters to a model in place, and freeze the rest. ``stats``: :func:`file_stats`
-    before it was read. Return the base model and a log line. Raise ValueError if a target matches
-    no linear layer."""
+    """Add float32 adapters to a model in place, and freeze the rest.
+
+    Args:
+        model: a pretrained model of transformers.
+        wanted: the base model, the settings, and the folder of existing adapters.
+        stats: :func:`file_stats` from before the model was read (None: no check).
+
+    Returns:
+        The base model, and a line for the log.
+
+    Raises:
+        ValueError: peft is missing, a target matches no linear layer, existing adapters do not
+            fit, or the files of the base model changed.
+    """
     import_quietly()
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -34,152 +45,226 @@ def add_adapters(
     settings = wanted.settings
     assert settings.rank is not None
     layers = _targets(model, settings.targets)
+
+    # Describe the base model as peft does: a commit on the hub, or an absolute path.
     path, revision = place_of(wanted.base)
     commit = commit_of(wanted.base)
+    if commit is None:
+        path = str(Path(path).resolve())
+    alpha: Any = settings.alpha
+    if alpha == int(alpha):
+        alpha = int(alpha)  # peft's type, so that adapter_config.json has 32 and not 32.0
     config = LoraConfig(
         task_type="CAUSAL_LM",
-        base_model_name_or_path=path if commit else str(Path(path).resolve()),
+        base_model_name_or_path=path,
         revision=commit or revision,
         r=settings.rank,
-        lora_alpha=int(settings.alpha) if settings.alpha == int(settings.alpha) else settings.alpha,  # type: ignore[arg-type]
+        lora_alpha=alpha,
         use_rslora=settings.rslora,
         lora_dropout=settings.dropout,
         target_modules=_target_names(layers, model),
-        fan_in_fan_out=all(
-            type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers
-        ),
+        fan_in_fan_out=_all_conv1d(model, layers),
     )
+
+    # peft also freezes all other parameters.
     inject_adapter_in_model(config, model, adapter_name=_NAME)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.float()
-    settings_text = {
-        "lora_alpha": settings.alpha,
-        "use_rslora": settings.rslora,
-        "quantize": _quantization(settings),
-    }
-    peft_name = lambda name: PEFT_PREFIX + _OWN_NAME.sub(r"\1", name)  # noqa: E731
-    content, quick_check = (
-        (lambda: content_of_model(wanted.base, commit)),
-        (lambda: file_stats(wanted.base)),
+    for parameter in _trained(model).values():
+        parameter.data = parameter.data.float()
+
+    # Checkpoints store the trained tensors and the buffers, and refer to the base model for others.
+    buffers = dict(model.named_buffers())
+    frozen = frozenset(model.state_dict().keys() - _trained(model).keys() - buffers.keys())
+    origin = BaseModel(
+        place=wanted.base,
+        names=frozen,
+        look=lambda: content_of_model(wanted.base, commit),
+        file=WEIGHTS,
+        outside=_name_in_peft,
+        settings={
+            "lora_alpha": settings.alpha,
+            "use_rslora": settings.rslora,
+            "quantize": _quantization(settings),
+        },
+        seen=lambda: file_stats(wanted.base),
     )
-    own = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    frozen = frozenset(
-        model.state_dict().keys() - own - {name for name, _ in model.named_buffers()}
-    )
-    origin = BaseModel(wanted.base, frozen, content, WEIGHTS, peft_name, settings_text, quick_check)
     if stats not in (None, file_stats(wanted.base)):
         raise ValueError(f"task.model {wanted.base!r} was changed while it was loaded; start again")
-    before = None if wanted.given is None else _load_adapters(model, wanted.given, origin)
-    count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    kinds = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+    before = None
+    if wanted.given is not None:
+        before = _load_adapters(model, wanted.given, origin)
+    return origin, _log_line(model, settings, layers, before)
+
+
+def _log_line(model: nn.Module, settings: LoRA, layers: Sequence[str], before: str | None) -> str:
+    """Return a line about the adapters; ``before``: quantization of their earlier training."""
+    count = 0
+    for parameter in _trained(model).values():
+        count += parameter.numel()
+    kinds = ", ".join(_last_parts(layers))
     line = f"LoRA of rank {settings.rank}, {count:,} parameters on {len(layers)} layers ({kinds})"
-    line += f" in 4 bits ({settings.quantize})" if settings.quantize else ""
+    if settings.quantize:
+        line += f" in 4 bits ({settings.quantize})"
     if before is not None and before != _quantization(settings):
         line += (
             f"; the adapters were trained on the base model {before or 'unquantized'}, see "
             "task.lora.quantize"
         )
-    return origin, line
+    return line
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    trained = dict[str, nn.Parameter]()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained[name] = parameter
+    return trained
+
+
+def _name_in_peft(name: str) -> str:
+    """Return the name of a tensor of the model in peft's files."""
+    return PEFT_PREFIX + _OWN_NAME.sub(r"\1", name)
 
 
 def _quantization(settings: LoRA) -> str:
     """Return the quantization of the frozen layers as text; empty if there is none."""
     if settings.quantize is None:
         return ""
-    return f"in 4 bits ({settings.quantize}{', double' if settings.double_quant else ''})"
+    if settings.double_quant:
+        return f"in 4 bits ({settings.quantize}, double)"
+    return f"in 4 bits ({settings.quantize})"
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
+    """Return the names of all linear layers except the output layer."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    kinds = ("Conv1D", "Linear4bit")
-    return [
-        name
-        for name, module in model.named_modules()
-        if module is not head and (isinstance(module, nn.Linear) or type(module).__name__ in kinds)
-    ]
+    layers = list[str]()
+    for name, module in model.named_modules():
+        if module is head:
+            continue
+        if isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "Linear4bit"):
+            layers.append(name)
+    return layers
 
 
-def _matches(name: str, end: str) -> bool:
-    return name == end or name.endswith(f".{end}")
+def _all_conv1d(model: nn.Module, layers: Iterable[str]) -> bool:
+    """Return whether the weights of all layers are transposed (GPT-2)."""
+    return all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers)
+
+
+def _last_parts(layers: Iterable[str]) -> list[str]:
+    """Return the last parts of the layers' names, each once."""
+    return list(dict.fromkeys(layer.rpartition(".")[2] for layer in layers))
+
+
+def _matching(names: Iterable[str], ends: Collection[str]) -> list[str]:
+    """Return the names that are one of ``ends``, or end with a dot and one of them."""
+    matching = list[str]()
+    for name in names:
+        if any(f".{name}".endswith(f".{end}") for end in ends):
+            matching.append(name)
+    return matching
 
 
 def _targets(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
+    """Return the names of the layers with an adapter. Raise ValueError if a target has none."""
     linear = _linear_layers(model)
     if isinstance(targets, str):
         return linear
-    known = ", ".join(dict.fromkeys(layer.rpartition(".")[2] for layer in linear))
+    known = ", ".join(_last_parts(linear))
+    modules = dict(model.named_modules())
     for end in targets:
-        if not any(_matches(layer, end) for layer in linear):
-            kinds = [
-                type(module).__name__
-                for name, module in model.named_modules()
-                if _matches(name, end)
-            ]
-            problem = (
-                f"matches {kinds[0]}, which supports no adapters"
-                if kinds
-                else "matches no layer of the model"
+        if _matching(linear, [end]):
+            continue
+        others = _matching(modules, [end])
+        if not others:
+            raise ValueError(
+                f"task.lora.targets {end!r} matches no layer of the model; "
+                f"its linear layers are {known}"
             )
-            raise ValueError(f"task.lora.targets {end!r} {problem}; its linear layers are {known}")
-    return [layer for layer in linear if any(_matches(layer, end) for end in targets)]
+        kind = type(modules[others[0]]).__name__
+        raise ValueError(
+            f"task.lora.targets {end!r} matches {kind}, which supports no adapters; "
+            f"its linear layers are {known}"
+        )
+    return _matching(linear, targets)
 
 
 def _target_names(layers: Sequence[str], model: nn.Module) -> list[str]:
-    """Return the last parts of the layers' names if they match no other module, else the full
-    names."""
-    ends = dict.fromkeys(layer.rpartition(".")[2] for layer in layers)
-    others = {name for name, _ in model.named_modules()} - set(layers)
-    short = not any(_matches(name, end) for name in others for end in ends)
-    return sorted(ends) if short else sorted(layers)
+    """Return names with which peft finds exactly these layers.
+
+    These are the last parts of the names if they match no other module, else the full names.
+    """
+    ends = _last_parts(layers)
+    others = dict(model.named_modules()).keys() - set(layers)
+    if _matching(others, ends):
+        return sorted(layers)
+    return sorted(ends)
 
 
 @torch.no_grad()
 def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | None:
-    """Load the adapters of a folder into a model; return the quantization of their training (None:
-    unknown)."""
+    """Load the adapters of a folder into a model.
+
+    Returns:
+        The quantization of their training (None: unknown).
+
+    Raises:
+        ValueError: they were trained on another base model, or do not fit this one.
+    """
     from safetensors.torch import load_file
 
+    # oneloop's manifest describes the base model exactly; peft's config only has its name.
     saved = load_file(folder / f"{WEIGHTS}.safetensors")
-    file = folder / "MANIFEST.json"
-    base = json.loads(file.read_text()).get("about", {}).get("base") if file.is_file() else None
-    if other := origin.of_another(json.loads((folder / CONFIG).read_text()), base):
+    manifest = folder / "MANIFEST.json"
+    base = None
+    if manifest.is_file():
+        base = json.loads(manifest.read_text()).get("about", {}).get("base")
+    other = origin.of_another(json.loads((folder / CONFIG).read_text()), base)
+    if other:
         raise ValueError(
             f"task.model {folder}: its adapters were trained on {other}; restore that base model"
         )
-    own = {
-        origin.outside(name): parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    wrong = sorted(own.keys() ^ saved.keys()) or [
-        name for name in own if own[name].shape != saved[name].shape
-    ]
+
+    # Compare names and shapes before anything is changed.
+    own = dict[str, nn.Parameter]()
+    for name, parameter in _trained(model).items():
+        own[origin.outside(name)] = parameter
+    wrong = sorted(own.keys() ^ saved.keys())
+    if not wrong:
+        for name, parameter in own.items():
+            if parameter.shape != saved[name].shape:
+                wrong.append(name)
     if wrong:
-        names = f"its {CONFIG} names {origin.place}"
-        raise ValueError(f"{folder}: its adapters are of another model: {wrong[0]}, …; {names}")
+        raise ValueError(
+            f"{folder}: its adapters are of another model: {wrong[0]}, …; "
+            f"its {CONFIG} names {origin.place}"
+        )
     for name, parameter in own.items():
         parameter.copy_(saved[name])
-    return None if base is None else str(base.get("settings", {}).get("quantize", ""))
+    if base is None:
+        return None
+    return str(base.get("settings", {}).get("quantize", ""))
 
 
 def save_config(model: nn.Module, folder: Path) -> None:
     """Write adapter_config.json, with which peft loads the adapters."""
     config: Any = model.peft_config[_NAME]  # type: ignore[index]
-    about = {
-        key: sorted(value) if isinstance(value, set) else value
-        for key, value in config.to_dict().items()
-    }
-    about |= {"inference_mode": True}
+    about = config.to_dict() | {"inference_mode": True}
+    for key, value in about.items():
+        if isinstance(value, set):
+            about[key] = sorted(value)  # a set has no order, and JSON has no sets
     (folder / CONFIG).write_text(json.dumps(about, indent=2, sort_keys=True, default=str))
 
 
 @torch.no_grad()
 def merged(model: nn.Module) -> nn.Module:
-    """Merge the adapters into the weights, in place, with one rounding to the weights' dtype, and
-    return the model. 4-bit layers are dequantized."""
+    """Merge the adapters into the weights, in place, and return the model.
+
+    The sum is rounded once, to the weights' dtype. 4-bit layers are dequantized.
+    """
     from peft.tuners.lora import LoraLayer
 
+    # Replace each layer by a plain one; 4-bit layers without adapters, too.
     modules = dict(model.named_modules())
     for name, module in modules.items():
         if isinstance(module, LoraLayer):
@@ -190,6 +275,8 @@ def merged(model: nn.Module) -> nn.Module:
             _replace_module(modules, name, to_source_class(plain, layer))
         elif quantized(module) and not name.endswith(".base_layer"):
             _replace_module(modules, name, to_source_class(plain_layer(module, model), module))
+
+    # Remove the traces of quantization and peft, with which transformers would save another model.
     for name in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, name):
             delattr(model.config, name)

@@ -1,5 +1,7 @@
-"""Settings of LoRA (Hu et al. 2021) on a frozen model, optionally in 4 bits (QLoRA, Dettmers et al.
-2023)."""
+"""Settings of LoRA (Hu et al. 2021) on a frozen model.
+
+The frozen layers may be in 4 bits (QLoRA, Dettmers et al. 2023).
+"""
 
 import json
 from collections.abc import Mapping
@@ -11,7 +13,9 @@ from oneloop.basics.base_models import HUB, fetched
 
 PEFT_PREFIX = "base_model.model."
 """prefix of every name in peft's files"""
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model"
+"""name of the file of the adapters, without .safetensors"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,9 @@ class Adapters:
     @property
     def tokenizer(self) -> str:
         """Path or name of the tokenizer."""
-        has_tokenizer = self.given is not None and (self.given / "tokenizer_config.json").is_file()
-        return str(self.given) if has_tokenizer else self.base
+        if self.given is not None and (self.given / "tokenizer_config.json").is_file():
+            return str(self.given)
+        return self.base
 
 
 def adapters(
@@ -83,33 +88,36 @@ def adapters(
         ValueError: a key is out of range, or cannot be combined with the others.
     """
     settings = lora if isinstance(lora, LoRA) else LoRA(**lora)
+
+    # The model names existing adapters: continue with their settings.
     folder = _folder_of_adapters(model) if model else None
     if folder is not None:
         assert model is not None
         if settings != LoRA(quantize=settings.quantize, double_quant=settings.double_quant):
-            ways = (
-                "remove task.lora.* (except quantize), or add others to a merged model (oneloop "
-                "export RUN --merged)"
-            )
             raise ValueError(
-                f"task.model {model!r} holds adapters, which continue training as they are; {ways}"
+                f"task.model {model!r} holds adapters, which continue training as they are; "
+                "remove task.lora.* (except quantize), or add others to a merged model "
+                "(oneloop export RUN --merged)"
             )
         base, saved = _read_config(folder, model)
-        return Adapters(
-            base,
-            replace(saved, quantize=settings.quantize, double_quant=settings.double_quant),
-            folder,
-        )
+        # Quantization belongs to the base model, so it is not in the adapters' config.
+        saved = replace(saved, quantize=settings.quantize, double_quant=settings.double_quant)
+        return Adapters(base, saved, given=folder)
+
+    # No adapters: no other key may be set.
     if settings.rank is None:
-        if settings != LoRA():
-            changed = [
-                key for key, value in asdict(settings).items() if value != asdict(LoRA())[key]
-            ]
-            raise ValueError(f"task.lora.{changed[0]} requires task.lora.rank (common: 16)")
+        default = asdict(LoRA())
+        for key, value in asdict(settings).items():
+            if value != default[key]:
+                raise ValueError(f"task.lora.{key} requires task.lora.rank (common: 16)")
         return None
+
+    # New adapters.
     if model is None or not pretrained:
-        ways = "name a trained one with task.model, or remove task.lora.rank"
-        raise ValueError(f"task.lora.rank {settings.rank} requires a trained model; {ways}")
+        raise ValueError(
+            f"task.lora.rank {settings.rank} requires a trained model; "
+            "name a trained one with task.model, or remove task.lora.rank"
+        )
     return Adapters(model, settings)
 
 
@@ -117,17 +125,16 @@ def _folder_of_adapters(model: str) -> Path | None:
     """Return the folder of the adapters to which ``model`` refers; None if it refers to a model."""
     if not model.startswith(HUB):
         folder = Path(model).expanduser()
-        return (
-            folder
-            if (folder / CONFIG).is_file() and not (folder / "config.json").is_file()
-            else None
-        )
+        if (folder / "config.json").is_file() or not (folder / CONFIG).is_file():
+            return None
+        return folder
     try:
         if fetched(model, "config.json") is not None:
             return None
         file = fetched(model, CONFIG)
         if file is None or fetched(model, f"{WEIGHTS}.safetensors") is None:
             return None
+        # Fetch the tokenizer into the same folder, if there is one.
         for more in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
             fetched(model, more)
     except ValueError as error:
@@ -151,52 +158,70 @@ _IGNORED_KEYS = [
     "auto_mapping",
     "peft_version",
     "fan_in_fan_out",
+    "runtime_config",
 ]
-_IGNORED_KEYS += ["runtime_config"]
 """peft keys that do not change the adapters"""
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "init_lora_weights": (True, "gaussian", "orthogonal"),
+    "megatron_core": ("megatron.core",),
+    "qalora_group_size": (16,),
 }
-_ALLOWED_VALUES |= {"megatron_core": ("megatron.core",), "qalora_group_size": (16,)}
+"""values of other peft keys that do not change the adapters; false, null and empty never do"""
 
 
 def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
+    """Return the base model and the settings of saved adapters. Raise ValueError."""
     from safetensors import SafetensorError, safe_open
 
+    # Read the config, and the names of the tensors.
     try:
         config = dict(json.loads((folder / CONFIG).read_text()))
         with safe_open(folder / f"{WEIGHTS}.safetensors", "pt") as file:
             names = list(file.keys())
     except (OSError, ValueError, TypeError, SafetensorError) as error:
         raise ValueError(f"task.model {model!r}: its adapters cannot be read ({error})") from error
-    unsupported = [
-        f"{key} {value}"
-        for key, value in config.items()
-        if key not in (*_USED_KEYS, *_IGNORED_KEYS)
-        and value
-        and value not in _ALLOWED_VALUES.get(key, ())
-    ]
+
+    # Reject settings that would change what the adapters compute.
+    unsupported = list[str]()
+    for key, value in config.items():
+        if key in _USED_KEYS or key in _IGNORED_KEYS:
+            continue
+        if value and value not in _ALLOWED_VALUES.get(key, ()):
+            unsupported.append(f"{key} {value}")
     if unsupported or config.get("peft_type") != "LORA":
         kind = ", ".join(unsupported) or f"peft_type {config.get('peft_type')}"
         raise ValueError(f"task.model {model!r}: unsupported adapter settings ({kind})")
-    base, rank, alpha = (config.get(key) for key in ("base_model_name_or_path", "r", "lora_alpha"))
+    base = config.get("base_model_name_or_path")
+    rank = config.get("r")
+    alpha = config.get("lora_alpha")
     if not base or not isinstance(rank, int) or not isinstance(alpha, int | float):
-        needs = f"must set base_model_name_or_path, r and lora_alpha; found {base}, {rank}, {alpha}"
-        raise ValueError(f"task.model {model!r}: its {CONFIG} {needs}")
+        raise ValueError(
+            f"task.model {model!r}: its {CONFIG} must set base_model_name_or_path, r and "
+            f"lora_alpha; found {base}, {rank}, {alpha}"
+        )
+
+    # A name that is not a folder with a model is one on the hub, unless it looks like a path.
     path = str(base)
     if not (Path(path).expanduser() / "config.json").is_file():
         if Path(path).is_absolute() or path.count("/") > 1:
             raise ValueError(
                 f"task.model {model!r}: its adapters are for {path}, which is missing; restore it"
             )
-        path = f"{HUB}{path}" + (f"@{config['revision']}" if config.get("revision") else "")
-    layers = {
-        name.removeprefix(PEFT_PREFIX).partition(".lora_")[0] for name in names if ".lora_" in name
-    }
-    options: dict[str, Any] = {
-        "rslora": bool(config.get("use_rslora")),
-        "dropout": config.get("lora_dropout") or 0.0,
-    }
-    settings = LoRA(rank=rank, alpha=alpha, targets=sorted(layers), **options)
+        path = f"{HUB}{path}"
+        if config.get("revision"):
+            path += f"@{config['revision']}"
+
+    # Take the layers from the tensors: target_modules may be a pattern.
+    layers = set[str]()
+    for name in names:
+        if ".lora_" in name:
+            layers.add(name.removeprefix(PEFT_PREFIX).partition(".lora_")[0])
+    settings = LoRA(
+        rank=rank,
+        alpha=alpha,
+        rslora=bool(config.get("use_rslora")),
+        dropout=config.get("lora_dropout") or 0.0,
+        targets=sorted(layers),
+    )
     return path, settings
