@@ -1,5 +1,4 @@
-"""Base class of the language tasks: the loss over target tokens, metrics and the parts of the
-report."""
+"""Base class of the language tasks: the loss over target tokens, metrics, parts of the report."""
 
 from collections.abc import Sequence
 from copy import deepcopy
@@ -98,10 +97,24 @@ class LanguageModel(Task):
         lora: LoRA = LoRA(),
     ) -> None:
         self.shape = Shape(
-            architecture, layers, heads, width, length, dropout, kv_heads, mlp, tied, padded_vocab
+            architecture=architecture,
+            layers=layers,
+            heads=heads,
+            width=width,
+            length=length,
+            dropout=dropout,
+            kv_heads=kv_heads,
+            mlp=mlp,
+            tied=tied,
+            padded_vocab=padded_vocab,
         )
-        self.fused_loss, self.packed, self.router_loss = fused_loss, packed, router_loss
-        self.weights = {"pretrained": pretrained, "trust_remote_code": trust_remote_code}
+        self.packed = packed
+        self.fused_loss = fused_loss
+        self.router_loss = router_loss
+
+        # The model to load; with adapters, ``model`` may be their folder.
+        self.pretrained = pretrained
+        self.trust_remote_code = trust_remote_code
         self.adapters = adapters(model, lora, pretrained=pretrained)
         self.name = model if self.adapters is None else self.adapters.base
         if self.name is not None and not is_transformers(self.name):
@@ -109,17 +122,27 @@ class LanguageModel(Task):
                 f"task.model {self.name!r} is not a folder saved by transformers; give one, or "
                 "hf:ID"
             )
-        self.notes, self._data_notes = list[str](), list[str]()
+
+        # Lines for the log: all, and those about the data.
+        self.notes = list[str]()
+        self._data_notes = list[str]()
+
+        # Set by ``model``.
         self.origin: BaseModel | None = None
-        self._can_fuse, self._masked = False, False
+        self._can_fuse = False
+        self._masked = False
 
     def model(self) -> nn.Module:
-        before = None if self.adapters is None else file_stats(self.adapters.base)
-        model = self.bare_model()
-        if self.adapters is not None:
+        if self.adapters is None:
+            model = self.bare_model()
+        else:
+            before = file_stats(self.adapters.base)
+            model = self.bare_model()
             self.origin, added = add_adapters(model, self.adapters, stats=before)
             self.notes = [*self.notes, added]
         self._masked = prepare_attention(model, packed=self.packed, router_loss=self.router_loss)
+
+        # Prepare the fused loss also for auto, which decides by the size of each micro-batch.
         if self.fused_loss is not False:
             try:
                 without_logits(model, ignore=IGNORE)
@@ -132,17 +155,26 @@ class LanguageModel(Task):
     def known_tokenizer(self) -> Any:
         """Return the tokenizer of the model, or of the adapters if their folder has one."""
         assert self.name is not None
-        source = self.name if self.adapters is None else self.adapters.tokenizer
-        return tokenizer_of(source, trust_remote_code=self.weights["trust_remote_code"])
+        source = self.name
+        if self.adapters is not None:
+            source = self.adapters.tokenizer
+        return tokenizer_of(source, trust_remote_code=self.trust_remote_code)
 
     def bare_model(self) -> nn.Module:
         """Build or load the model, without adapters."""
         if self.name is None:
             return from_scratch(self.shape, entries=self.entries, begin=self.begin, end=self.end)
-        lora = None if self.adapters is None else self.adapters.settings
-        length = self.shape.length, self.length_key
+        lora = None
+        if self.adapters is not None:
+            lora = self.adapters.settings
         model, added = load_model(
-            self.name, entries=self.entries, length=length, lora=lora, **self.weights
+            self.name,
+            entries=self.entries,
+            length=self.shape.length,
+            length_key=self.length_key,
+            pretrained=self.pretrained,
+            trust_remote_code=self.trust_remote_code,
+            lora=lora,
         )
         self.notes = [*self._data_notes, *added]
         return model
@@ -153,33 +185,40 @@ class LanguageModel(Task):
     def _model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         inputs: dict[str, Any] = {"input_ids": batch["input"], "use_cache": False}
         if "document" in batch:
-            mask = borders(batch["document"], batch["cuts"])
-            return inputs | {"position_ids": batch["position"], "attention_mask": mask}
-        return inputs | ({"attention_mask": causal(batch["input"].device)} if self._masked else {})
+            inputs["attention_mask"] = borders(batch["document"], batch["cuts"])
+            inputs["position_ids"] = batch["position"]
+        elif self._masked:
+            inputs["attention_mask"] = causal(batch["input"].device)
+        return inputs
 
     def _uses_fused_loss(self, tokens: Tensor, entries: int) -> bool:
-        if self.fused_loss == "auto":
-            fp16 = (
-                torch.is_autocast_enabled("cuda")
-                and torch.get_autocast_dtype("cuda") is torch.float16
-            )
-            many = on_gpu(tokens) and tokens.numel() * entries > MANY_LOGITS
-            return self._can_fuse and many and not fp16
-        return self._can_fuse
+        if self.fused_loss != "auto":
+            return self._can_fuse
+        many = on_gpu(tokens) and tokens.numel() * entries > MANY_LOGITS
+        if not many or not self._can_fuse:
+            return False
+        # The fused loss rejects fp16.
+        autocast = torch.is_autocast_enabled("cuda")
+        return not (autocast and torch.get_autocast_dtype("cuda") is torch.float16)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         target = batch["target"]
+        outputs = dict[str, Tensor]()
         if self._uses_fused_loss(target, self.shape.padded_vocab or self.entries):
             total, each, right = model(**self._model_inputs(batch), target=target)
+            outputs["loss"] = each
+            outputs["right"] = right
         else:
             logits = model(**self._model_inputs(batch)).logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            flat = F.cross_entropy(
+            each = F.cross_entropy(
                 logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
             )
-            total, each = flat.sum(), flat.detach().view_as(target)
-            right = None if torch.is_grad_enabled() else logits.argmax(-1) == target
-        outputs = {"loss": each} | ({} if right is None else {"right": right})
+            total = each.sum()
+            outputs["loss"] = each.detach().view_as(target)
+            # In training nobody reads it.
+            if not torch.is_grad_enabled():
+                outputs["right"] = logits.argmax(-1) == target
         if model.training and "padding" in batch:
             outputs["padding"] = batch["padding"]
         return total, outputs
@@ -200,15 +239,18 @@ class LanguageModel(Task):
     def update(
         self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> None:
-        target, size = batch["target"], self.token_bytes
+        target = batch["target"]
         is_target = target != IGNORE
-        right = (outputs["right"] & is_target).sum()
-        text = (
-            None
-            if size is None
-            else (size.to(target.device)[target.clamp(min=0)] * is_target).sum()
-        )
-        metrics.update(outputs["loss"].double().sum(), is_target.sum(), right=right, text=text)
+        right = outputs["right"] & is_target
+
+        # Count the bytes of the target tokens, for bits per byte.
+        text = None
+        size = self.token_bytes
+        if size is not None:
+            each = size.to(target.device)[target.clamp(min=0)]
+            text = (each * is_target).sum()
+        loss = outputs["loss"].double().sum()
+        metrics.update(loss, is_target.sum(), right=right.sum(), text=text)
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
@@ -223,19 +265,27 @@ class LanguageModel(Task):
     def pieces(
         self, tokens: list[int], losses: list[float], trained: list[bool]
     ) -> list[tuple[str, float | None]]:
-        """Return each token as text with its loss; the loss is None if the token is not trained."""
-        return [
-            (self.decode([token]), loss if counts else None)
-            for token, loss, counts in zip(tokens, [0.0, *losses], [False, *trained], strict=True)
-        ]
+        """Return each token as text with its loss; the loss is None if the token is not trained.
+
+        Args:
+            tokens: token ids of a sample.
+            losses: loss of each token except the first, in nats.
+            trained: whether each token except the first is trained.
+        """
+        pieces = list[tuple[str, float | None]]()
+        for token, loss, counts in zip(tokens, [0.0, *losses], [False, *trained], strict=True):
+            pieces.append((self.decode([token]), loss if counts else None))
+        return pieces
 
     def decode(self, tokens: list[int]) -> str:
         """Return tokens as text."""
         raise NotImplementedError
 
     def merge(self, model: nn.Module) -> nn.Module:
-        """Merge the adapters into the model's weights, in place. Raise ValueError if it has no
-        adapters."""
+        """Merge the adapters into the model's weights, in place.
+
+        Raise ValueError if there are no adapters.
+        """
         if self.origin is None:
             raise ValueError(
                 "--merged: the run trained no adapters; its weights are whole as they are"
@@ -244,20 +294,28 @@ class LanguageModel(Task):
         return merged(model)
 
     def save_model(self, model: nn.Module, folder: Path, *, ends: Sequence[int] = ()) -> None:
-        """Write the configs with which transformers loads the weights and generates (``ends``: more
-        end tokens), or with which peft loads the adapters."""
+        """Write the configs with which transformers or, for adapters, peft loads the weights.
+
+        Args:
+            model: the trained model.
+            folder: where the weights are written.
+            ends: end tokens, at which transformers should stop in addition to the model's.
+        """
         if self.origin is not None:
             save_config(model, folder)
             return
         model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
-        if (config := deepcopy(getattr(model, "generation_config", None))) is not None:
-            config_ends = (
-                config.eos_token_id
-                if isinstance(config.eos_token_id, list)
-                else [config.eos_token_id]
-            )
-            all_ends = list(
-                dict.fromkeys([*(end for end in config_ends if end is not None), *ends])
-            )
-            config.eos_token_id = all_ends[0] if len(all_ends) == 1 else all_ends or None
-            (folder / "generation_config.json").write_text(config.to_json_string())
+        config = deepcopy(getattr(model, "generation_config", None))
+        if config is None:
+            return
+
+        # Add the end tokens; transformers stores a number if there is one, and else a list.
+        own_ends = config.eos_token_id
+        if not isinstance(own_ends, list):
+            own_ends = [own_ends]
+        all_ends = [end for end in dict.fromkeys([*own_ends, *ends]) if end is not None]
+        if len(all_ends) == 1:
+            config.eos_token_id = all_ends[0]
+        else:
+            config.eos_token_id = all_ends or None
+        (folder / "generation_config.json").write_text(config.to_json_string())

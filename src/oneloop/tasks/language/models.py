@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from oneloop.basics.base_models import fetched
@@ -13,33 +14,45 @@ from oneloop.tasks.language.attention import attend_within_documents
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.transformers_models import auto_model
 
-FourBits = Literal["nf4", "fp4"]
 
+def _loading_options(lora: LoRA | None) -> dict[str, Any]:
+    """Return keyword arguments of from_pretrained: the dtype, and 4 bits for linear layers.
 
-def four_bit_options(kind: FourBits, *, double_quant: bool) -> dict[str, Any]:
-    """Return options of from_pretrained for linear layers, but the output layer, in 4 bits. Raise
-    ValueError."""
+    The output layer is not quantized. Raise ValueError if bitsandbytes is missing.
+    """
+    if lora is None:
+        return {"dtype": torch.float32}
+    if lora.quantize is None:
+        return {"dtype": "auto"}
     if not import_quietly():
-        raise ValueError(f"task.lora.quantize {kind} needs bitsandbytes (pip install bitsandbytes)")
+        raise ValueError(
+            f"task.lora.quantize {lora.quantize} needs bitsandbytes (pip install bitsandbytes)"
+        )
     from transformers import BitsAndBytesConfig
 
-    config = BitsAndBytesConfig(
-        load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double_quant
+    quantization = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=lora.quantize,
+        bnb_4bit_use_double_quant=lora.double_quant,
     )
-    return {"quantization_config": config, "device_map": {"": "cpu"}}
+    return {"dtype": "auto", "quantization_config": quantization, "device_map": {"": "cpu"}}
 
 
 def import_quietly() -> bool:
-    """Import bitsandbytes without ``kernels``, through which it would download and run compiled
-    code from the hub. Call this before importing peft, which imports it too. Return whether
-    bitsandbytes is installed."""
+    """Import bitsandbytes without ``kernels``; return whether bitsandbytes is installed.
+
+    Through ``kernels`` it would download and run compiled code from the hub. Call this before
+    importing peft, which imports bitsandbytes, too.
+    """
     if "bitsandbytes" in sys.modules:
         return True
+
+    # None makes the import of kernels fail; hide the warning about it.
     before = sys.modules.get("kernels")
+    sys.modules["kernels"] = None  # type: ignore[assignment]
     logger = logging.getLogger("bitsandbytes")
     level = logger.level
-    sys.modules["kernels"] = None  # type: ignore[assignment]
-    logger.setLevel(logging.ERROR)  # hide the warning about missing kernels
+    logger.setLevel(logging.ERROR)
     try:
         import bitsandbytes  # noqa: F401
     except ImportError:
@@ -53,16 +66,18 @@ def import_quietly() -> bool:
 
 
 def configure_four_bits(model: Any) -> None:
-    """Make 4-bit layers compute in the model's dtype, also in evaluation, and allow moving the
-    model to a device."""
+    """Make 4-bit layers compute in the model's dtype, and allow moving the model to a device."""
     for module in model.modules():
         if type(module).__name__ == "Linear4bit":
-            module.compute_dtype, module.compute_type_is_set = model.dtype, True
+            module.compute_dtype = model.dtype
+            module.compute_type_is_set = True
             # In evaluation on a CPU with AVX-512 it would repack its weights in place for another
             # kernel.
             module.support_avx512bf16_for_cpu = False
+
+    # Accelerate refuses to move a model that has a device map.
     if hasattr(model, "hf_device_map"):
-        del model.hf_device_map  # Accelerate refuses to move a model that has it
+        del model.hf_device_map
 
 
 def quantized(module: nn.Module) -> bool:
@@ -77,22 +92,21 @@ def plain_layer(layer: Any, model: nn.Module) -> Any:
     from bitsandbytes.functional import dequantize_4bit
 
     plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None)
-    plain.weight.data = dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(model.dtype)  # type: ignore[arg-type]
+    weight: Any = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    plain.weight.data = weight.to(model.dtype)
     if layer.bias is not None:
         plain.bias.data = layer.bias.data
     return plain
 
 
 def to_source_class(plain: Any, layer: Any) -> nn.Module:
-    """Convert a result of :func:`plain_layer` to the class of ``layer`` before quantization (Conv1D
-    in GPT-2)."""
-    if (
-        not quantized(layer)
-        or getattr(getattr(layer, "source_cls", None), "__name__", "") != "Conv1D"
-    ):
+    """Convert a result of :func:`plain_layer` to the class of ``layer`` before quantization."""
+    source = getattr(layer, "source_cls", None)
+    if not quantized(layer) or getattr(source, "__name__", "") != "Conv1D":
         return plain  # type: ignore[no-any-return]
     from transformers.pytorch_utils import Conv1D
 
+    # GPT-2's linear layers store the transposed weight.
     transposed = Conv1D(plain.out_features, plain.in_features)
     transposed.weight.data = plain.weight.data.T.contiguous()
     if plain.bias is not None:
@@ -128,17 +142,32 @@ class Shape:
             )
 
 
-SCRATCH = dict.fromkeys(
-    ("architecture", "layers", "heads", "width", "mlp", "tied", "padded_vocab"), "model=null"
-)
-SCRATCH |= {"kv_heads": "model=null architecture=llama"}
+SCRATCH = {
+    "architecture": "model=null",
+    "layers": "model=null",
+    "heads": "model=null",
+    "width": "model=null",
+    "mlp": "model=null",
+    "tied": "model=null",
+    "padded_vocab": "model=null",
+    "kv_heads": "model=null architecture=llama",
+}
 """task arguments that apply only to a model from scratch (Task.needs)"""
 
 
 def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> nn.Module:
-    """Build a GPT-2 or Llama (MLP width 8/3 x width, rounded up to a multiple of 32) with random
-    weights. ``begin`` and ``end`` are token ids. Raise ValueError if the vocabulary of ``entries``
-    tokens exceeds ``padded_vocab``."""
+    """Build a GPT-2 or Llama with random weights.
+
+    Args:
+        shape: architecture and sizes. Without ``mlp`` Llama's MLP has the width 8/3 x ``width``,
+            rounded up to a multiple of 32.
+        entries: vocabulary size of the tokenizer.
+        begin: id of the token that begins a text (None: there is none).
+        end: id of the token that ends a text.
+
+    Raises:
+        ValueError: the vocabulary exceeds ``padded_vocab``.
+    """
     import transformers
 
     if 0 < shape.padded_vocab < entries:
@@ -146,73 +175,107 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
             f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of "
             f"{entries:,} tokens"
         )
-    common: dict[str, Any] = {"vocab_size": shape.padded_vocab or entries, "use_cache": False}
-    common |= {"bos_token_id": begin, "eos_token_id": end}
-    common |= {} if shape.tied is None else {"tie_word_embeddings": shape.tied}
+    tied = shape.tied
+    if tied is None:
+        tied = shape.architecture == "gpt2"
     if shape.architecture == "gpt2":
-        dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), shape.dropout)
-        sizes: dict[str, Any] = {
-            "n_embd": shape.width,
-            "n_layer": shape.layers,
-            "n_head": shape.heads,
-            "n_positions": shape.length,
-        }
-        sizes |= {"n_inner": shape.mlp}
-        model: Any = transformers.GPT2LMHeadModel(
-            transformers.GPT2Config(**common, **sizes, **dropout)
+        gpt2 = transformers.GPT2Config(
+            vocab_size=shape.padded_vocab or entries,
+            bos_token_id=begin,
+            eos_token_id=end,
+            tie_word_embeddings=tied,
+            use_cache=False,
+            n_embd=shape.width,
+            n_layer=shape.layers,
+            n_head=shape.heads,
+            n_positions=shape.length,
+            n_inner=shape.mlp,
+            resid_pdrop=shape.dropout,
+            embd_pdrop=shape.dropout,
+            attn_pdrop=shape.dropout,
         )
-    else:
-        config = transformers.LlamaConfig(
-            **common,
-            hidden_size=shape.width,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            intermediate_size=shape.mlp or int(8 * shape.width / 3 / 32 + 1) * 32,
-            max_position_embeddings=shape.length,
-        )
-        model = transformers.LlamaForCausalLM(config)
-    return model  # type: ignore[no-any-return]
+        return transformers.GPT2LMHeadModel(gpt2)  # type: ignore[no-any-return]
+    llama = transformers.LlamaConfig(
+        vocab_size=shape.padded_vocab or entries,
+        bos_token_id=begin,
+        eos_token_id=end,
+        tie_word_embeddings=tied,
+        use_cache=False,
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        intermediate_size=shape.mlp or int(8 * shape.width / 3 / 32 + 1) * 32,
+        max_position_embeddings=shape.length,
+    )
+    return transformers.LlamaForCausalLM(llama)  # type: ignore[no-any-return]
 
 
 def load_model(
-    name: str, *, entries: int, length: tuple[int, str], lora: LoRA | None = None, **weights: bool
+    name: str,
+    *,
+    entries: int,
+    length: int,
+    length_key: str,
+    pretrained: bool = True,
+    trust_remote_code: bool = False,
+    lora: LoRA | None = None,
 ) -> tuple[nn.Module, list[str]]:
-    """Load a model of transformers; return it and lines for the log. ``entries`` is the tokenizer's
-    vocabulary size, ``length`` the sample length and its task key. With ``lora`` the model keeps
-    its dtype or is quantized. Raise ValueError if the sizes do not fit."""
-    options: dict[str, Any] = {} if lora is None else {"dtype": "auto"}
+    """Load a model of transformers; return it and lines for the log.
+
+    Args:
+        name: a folder, or hf:ID[@REVISION].
+        entries: vocabulary size of the tokenizer.
+        length: tokens per sample.
+        length_key: task key of ``length``, for messages.
+        pretrained: load the weights (False: use only the configuration).
+        trust_remote_code: run Python code stored with the weights.
+        lora: settings of adapters; with them the model keeps its dtype, or is quantized.
+
+    Raises:
+        ValueError: the model cannot be loaded, or its sizes do not fit.
+    """
     reject_quantized(name, lora)
-    if lora is not None and lora.quantize is not None:
-        options |= four_bit_options(lora.quantize, double_quant=lora.double_quant)
-    model, notes = auto_model("AutoModelForCausalLM", name, None, **weights, **options)
+    model, notes = auto_model(
+        "AutoModelForCausalLM",
+        name,
+        None,
+        pretrained=pretrained,
+        trust_remote_code=trust_remote_code,
+        **_loading_options(lora),
+    )
     configure_four_bits(model)
+
+    # Compare its sizes with those of the samples and of the tokenizer.
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     longest = getattr(config, "max_position_embeddings", None)
-    if longest and length[0] > longest:
+    if longest and length > longest:
         raise ValueError(
-            f"task.{length[1]} {length[0]} exceeds the {longest} positions of {name}; lower it"
+            f"task.{length_key} {length} exceeds the {longest} positions of {name}; lower it"
         )
     if entries > config.vocab_size:
-        sizes = f"its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}"
         raise ValueError(
-            f"{name}: {sizes}; it belongs to another model, or the embeddings were not resized"
+            f"{name}: its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}; "
+            "it belongs to another model, or the embeddings were not resized"
         )
     return model, notes
 
 
 def reject_quantized(name: str, lora: LoRA | None) -> None:
-    """Raise ValueError unless a quantized model is bitsandbytes' 4-bit, with adapters, and not
-    quantized again."""
+    """Raise ValueError if a model is quantized, and cannot be trained or get adapters.
+
+    A 4-bit model of bitsandbytes can get adapters, unless ``lora`` would quantize it again.
+    """
     file = fetched(name, "config.json")
     config = json.loads(file.read_text()).get("quantization_config") if file else None
     if not config:
         return
     kind = config.get("bnb_4bit_quant_type") if config.get("load_in_4bit") else None
     if kind is None:
-        method = config.get("quant_method")
-        advice = "only 4-bit models of bitsandbytes can get adapters; use the unquantized model"
-        raise ValueError(f"task.model {name!r} is quantized ({method}), and {advice}")
+        raise ValueError(
+            f"task.model {name!r} is quantized ({config.get('quant_method')}), and only 4-bit "
+            "models of bitsandbytes can get adapters; use the unquantized model"
+        )
     if lora is None:
         raise ValueError(
             f"task.model {name!r} is in 4 bits ({kind}), which cannot be trained; give "
@@ -225,15 +288,24 @@ def reject_quantized(name: str, lora: LoRA | None) -> None:
 
 
 def prepare_attention(model: nn.Module, *, packed: bool, router_loss: str) -> bool:
-    """Give the model attention within documents if possible; return whether it is. Raise ValueError
-    if it is not and samples are ``packed``, or if the routers have an auxiliary loss."""
+    """Give the model attention within documents if possible; return whether it is.
+
+    Args:
+        model: a model of transformers.
+        packed: whether a sample has several documents, which need this attention.
+        router_loss: refuse an auxiliary loss of the routers, or none: train without it.
+
+    Raises:
+        ValueError: the model does not support it and samples are packed, or its routers have an
+            auxiliary loss.
+    """
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     coefficient = getattr(config, "router_aux_loss_coef", None)
     if coefficient and router_loss == "refuse":
-        loss = f"an auxiliary loss over the micro-batch (router_aux_loss_coef {coefficient})"
-        why = "another parallel layout would train a different model"
         raise ValueError(
-            f"{type(model).__name__} balances experts by {loss}: {why}; set task.router_loss none"
+            f"{type(model).__name__} balances experts by an auxiliary loss over the micro-batch "
+            f"(router_aux_loss_coef {coefficient}): another parallel layout would train a "
+            "different model; set task.router_loss none"
         )
     try:
         attend_within_documents(model, packed=packed)
