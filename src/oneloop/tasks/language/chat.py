@@ -25,8 +25,7 @@ _HINT = (
     "--task.chat_template FILE"
 )
 DAY = "2025-01-01"
-"""fixed date for templates that insert the current date, so that tokens do not depend on the day of
-training"""
+"""date for templates that insert the current date, so that tokens do not depend on today's date"""
 _PROBE: list[dict[str, Any]] = [
     {"role": "user", "content": "first question"},
     {"role": "assistant", "content": "first answer", "reasoning_content": "thoughts"},
@@ -38,12 +37,14 @@ _PROBE: list[dict[str, Any]] = [
 class Chat:
     """A tokenizer's chat template for training.
 
-    Args: ``tokenizer``: a tokenizer of transformers. ``template``: Jinja template to use instead of
-    the tokenizer's template. ``day``: date (YYYY-MM-DD) for a template that inserts the current
-    date.
+    Args:
+        tokenizer: a tokenizer of transformers.
+        template: Jinja template to use instead of the tokenizer's template.
+        day: date (YYYY-MM-DD) for a template that inserts the current date.
 
-    Raises ValueError: the template is missing, its tags do not enclose the answers, or the day is
-    not a date.
+    Raises:
+        ValueError: the template is missing, its tags do not enclose the answers, or the day is not
+            a date.
     """
 
     def __init__(self, tokenizer: Any, template: str | None = None, *, day: str = DAY) -> None:
@@ -52,31 +53,40 @@ class Chat:
             self._day = datetime.fromisoformat(day)
         except ValueError as error:
             raise ValueError(f"task.day must be a date such as 2025-01-31, got {day!r}") from error
+
+        # Choose the template: a given one, or the tokenizer's default one of several.
         default: Any = tokenizer.chat_template
-        default = default.get("default") if isinstance(default, Mapping) else default
+        if isinstance(default, Mapping):
+            default = default.get("default")
         if not (template or default):
             raise ValueError(
                 "the tokenizer has no chat template; give a Jinja file with "
                 "--task.chat_template FILE"
             )
         self.template: str = template or default
-        self.note = "the template's {% generation %} tags mark the assistant's tokens"
+
+        # Collect the special tokens; some tokenizers list them only as added tokens.
         self.special = {tokenizer.eos_token_id, *tokenizer.all_special_ids}
-        self.special |= {
-            number for number, token in tokenizer.added_tokens_decoder.items() if token.special
-        }
+        for number, token in tokenizer.added_tokens_decoder.items():
+            if token.special:
+                self.special.add(number)
+
+        # Decide how the assistant's tokens are found; prefixes need a template that keeps them.
         if self.marked:
+            self.note = "the template's {% generation %} tags mark the assistant's tokens"
             self._check_marks()
-        else:
+            return
+        self.note = (
+            "the assistant's tokens are found by comparing prefixes of the rendered template"
+        )
+        if self._keeps_prefixes():
+            return
+        trl_template = _trl_template(tokenizer, template)
+        if trl_template:
+            self.template = trl_template
             self.note = (
-                "the assistant's tokens are found by comparing prefixes of the rendered template"
+                "the chat template changes a turn when more follows: TRL's is used to train with"
             )
-            if not self._keeps_prefixes() and (trl_template := _trl_template(tokenizer, template)):
-                self.template = trl_template
-                self.note = (
-                    "the chat template changes a turn when more follows: TRL's is used to train "
-                    "with"
-                )
 
     @property
     def marked(self) -> bool:
@@ -84,8 +94,13 @@ class Chat:
         return _MARKED.search(self.template) is not None
 
     def render(self, messages: Sequence[Any], tools: Any = None, *, prompt: bool = False) -> str:
-        """Return the conversation as text; if it is a ``prompt``, with the start of the assistant's
-        next turn."""
+        """Return a conversation as text.
+
+        Args:
+            messages: messages with role and content, in transformers' format.
+            tools: JSON schemas for the template.
+            prompt: add the start of the assistant's next turn.
+        """
         return self._rendered(messages, tools, prompt=prompt)[0]
 
     def prompt(self, messages: Sequence[Any], tools: Any = None) -> list[int]:
@@ -98,22 +113,28 @@ class Chat:
     ) -> NDArray[np.int32]:
         """Return the tokens of a conversation; untrained tokens are stored as bitwise complements.
 
-        Args: ``messages``: messages with role and content, in transformers' format. ``tools``: JSON
-        schemas for the template. ``given``: number of leading messages that are a prompt and not
-        trained.
+        Args:
+            messages: messages with role and content, in transformers' format.
+            tools: JSON schemas for the template.
+            given: number of leading messages that are a prompt and not trained.
 
-        Raises ValueError: the template raises, does not show what is trained, or ends a turn
-        without a special token.
+        Raises:
+            ValueError: the template raises, does not show what is trained, or ends a turn without
+                a special token.
         """
+        # Find the character ranges that are trained.
         text, spans = self._rendered(messages, tools, marks=self.marked)
         if not self.marked:
             spans = self._prefix_ranges(text, messages, tools, given)
         elif given:
             spans = self._after_prompt(text, spans, messages, tools, given)
+
+        # Mark their tokens; a token that spans a border counts as inside.
         tokens, offsets = with_offsets(self.tokenizer, text, add_special_tokens=False)
         trained = np.zeros(len(tokens), dtype=bool)
         for start, stop in spans:
-            first, last = first_ending_after(offsets, start), first_starting_at(offsets, stop)
+            first = first_ending_after(offsets, start)
+            last = first_starting_at(offsets, stop)
             if first < last and offsets[first, 0] < start and tokens[first] in self.special:
                 first += 1  # a header token that includes the blanks after it
             trained[first : self._end_of_turn(tokens, first, last)] = True
@@ -123,8 +144,7 @@ class Chat:
     def _rendered(
         self, messages: Sequence[Any], tools: Any, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the character ranges that the template's tags mark as the
-        assistant's."""
+        """Return the text, and the character ranges that the template's tags mark."""
         import jinja2
         from transformers.utils.chat_template_utils import (
             _compile_jinja_template,
@@ -144,15 +164,17 @@ class Chat:
                 **self.tokenizer.special_tokens_map,
             )
         except Exception as error:  # a template can raise anything
-            kind = (
-                f"{type(error).__name__}: " if not isinstance(error, jinja2.TemplateError) else ""
-            )
-            raise ValueError(
-                f"the chat template raised an error: {kind}{' '.join(str(error).split())}"
-            ) from error
+            why = " ".join(str(error).split())
+            if not isinstance(error, jinja2.TemplateError):
+                why = f"{type(error).__name__}: {why}"
+            raise ValueError(f"the chat template raised an error: {why}") from error
+        if not marks:
+            return texts[0], []
+
+        # Join adjacent ranges: a turn may have two tags.
         answers = list[tuple[int, int]]()
-        for start, stop in spans[0] if marks else ():
-            if answers and answers[-1][1] == start:  # a turn with two tags
+        for start, stop in spans[0]:
+            if answers and answers[-1][1] == start:
                 start = answers.pop()[0]
             answers.append((int(start), int(stop)))
         return texts[0], answers
@@ -160,35 +182,35 @@ class Chat:
     def _prefix_ranges(
         self, text: str, messages: Sequence[Any], tools: Any, given: int
     ) -> list[tuple[int, int]]:
-        """Return the character ranges of the assistant's turns: what each adds to the rendered
-        prefix."""
+        """Return the character ranges of the assistant's turns.
+
+        A turn is what its message adds to the text of the messages before it. Raise ValueError if
+        the template changes that text.
+        """
         spans = []
         for index, message in enumerate(messages):
             if index < given or message["role"] != "assistant":
                 continue
             if not index:
-                why = "message 0 is from the assistant, so the start of its turn is unknown"
-                raise ValueError(f"{why}; put a message before it, or drop it")
-            before = self.render(messages[:index], tools, prompt=True)
-            through = (
-                text if index == len(messages) - 1 else self.render(messages[: index + 1], tools)
-            )
-            if not (text.startswith(through) and through.startswith(before)):
-                why = (
-                    "the template renders earlier turns differently when more follow, and has no "
-                    "marks"
-                )
-                has = find_spec("trl")
-                known = (
-                    "TRL has no training template for it"
-                    if has
-                    else "install trl for its training templates"
-                )
                 raise ValueError(
-                    f"cannot find the assistant's tokens of message {index}: {why}; {known}; "
-                    f"{_HINT}"
+                    "message 0 is from the assistant, so the start of its turn is unknown; put a "
+                    "message before it, or drop it"
                 )
-            spans.append((len(before), len(through)))
+            before = self.render(messages[:index], tools, prompt=True)
+            through = text
+            if index < len(messages) - 1:
+                through = self.render(messages[: index + 1], tools)
+            if text.startswith(through) and through.startswith(before):
+                spans.append((len(before), len(through)))
+                continue
+            advice = "install trl for its training templates"
+            if find_spec("trl"):
+                advice = "TRL has no training template for it"
+            raise ValueError(
+                f"cannot find the assistant's tokens of message {index}: the template renders "
+                "earlier turns differently when more follow, and has no marks; "
+                f"{advice}; {_HINT}"
+            )
         return spans
 
     def _after_prompt(
@@ -199,12 +221,18 @@ class Chat:
         tools: Any,
         given: int,
     ) -> list[tuple[int, int]]:
-        """Return the marked ranges after a prompt of ``given`` messages. Raise ValueError if there
-        are too few."""
-        begin = len(commonprefix([text, self.render(messages[:given], tools)]))  # noqa: RUF071 by characters
+        """Return the marked ranges after a prompt of ``given`` messages.
+
+        Raise ValueError if there are too few.
+        """
+        # The prompt ends where its text and that of the conversation differ.
+        prompt = self.render(messages[:given], tools)
+        begin = len(commonprefix([text, prompt]))  # noqa: RUF071 by characters
         kept = [(start, stop) for start, stop in spans if start >= begin]
-        turns = [message["role"] == "assistant" for message in messages]
-        if len(kept) < sum(turns[given:]) or len(spans) - len(kept) < sum(turns[:given]):
+
+        # Each turn of the assistant must have a mark, in the prompt and after it.
+        left = len(spans) - len(kept)
+        if left < _turns(messages[:given]) or len(kept) < _turns(messages[given:]):
             raise ValueError(f"the chat template does not mark the end of the prompt; {_HINT}")
         return kept
 
@@ -215,9 +243,9 @@ class Chat:
             return  # the template does not support this test conversation
         for answer in ("first answer", "second answer"):
             if not any(answer in text[start:stop] for start, stop in spans):
-                why = f"{answer!r} is outside; a tag inside {{% set %}} gets wrong offsets"
                 raise ValueError(
-                    f"the {{% generation %}} tags do not enclose the answers ({why}); move them"
+                    f"the {{% generation %}} tags do not enclose the answers ({answer!r} is "
+                    "outside; a tag inside {% set %} gets wrong offsets); move them"
                 )
 
     def _keeps_prefixes(self) -> bool:
@@ -228,38 +256,49 @@ class Chat:
         return True
 
     def _end_of_turn(self, tokens: Sequence[int], first: int, last: int) -> int:
-        """Return the end of a turn: after its end token, before a line break. Raise ValueError
-        without an end token."""
+        """Return the end of a turn's tokens: after its end token, before a line break.
+
+        Raise ValueError if it has no end token, or if it is empty.
+        """
         answer = self.tokenizer.decode(tokens[first:last])
-        ends = [position for position in range(first, last) if tokens[position] in self.special]
-        end = ends[-1] + 1 if ends else first
-        if not ends or self.tokenizer.decode(tokens[end:last]).strip():
-            advice = (
-                "put it before {% endgeneration %}" if self.marked else "end each turn with one"
-            )
-            hint = (
-                f" (this tokenizer's is {self.tokenizer.eos_token!r})"
-                if self.tokenizer.eos_token
-                else ""
-            )
-            why = (
+
+        # The end token is the last special token; only blanks may follow it.
+        end = first
+        for position in range(first, last):
+            if tokens[position] in self.special:
+                end = position + 1
+        if end == first or self.tokenizer.decode(tokens[end:last]).strip():
+            advice = "end each turn with one"
+            if self.marked:
+                advice = "put it before {% endgeneration %}"
+            if self.tokenizer.eos_token:
+                advice += f" (this tokenizer's is {self.tokenizer.eos_token!r})"
+            raise ValueError(
                 f"no special token ends the answer ({answer[-40:]!r}), so the model would not "
-                "learn to stop"
+                f"learn to stop; {advice} in --task.chat_template FILE"
             )
-            raise ValueError(f"{why}; {advice}{hint} in --task.chat_template FILE")
         content = [token for token in tokens[first:end] if token not in self.special]
         if not self.tokenizer.decode(content).strip():
-            why = (
+            raise ValueError(
                 f"the chat template does not write the assistant's answer ({answer!r}: only tool "
-                "calls or thoughts?)"
+                "calls or thoughts?); use a template that writes them, or remove the row"
             )
-            raise ValueError(f"{why}; use a template that writes them, or remove the row")
         return last if self.marked else end
 
 
+def _turns(messages: Sequence[Any]) -> int:
+    """Return the number of the assistant's messages."""
+    turns = 0
+    for message in messages:
+        turns += message["role"] == "assistant"
+    return turns
+
+
 def template_of(file: str) -> str:
-    """Return the text of a template file. Raise ValueError if it cannot be read, or is not a Jinja
-    template."""
+    """Return the text of a template file.
+
+    Raise ValueError if it cannot be read, or is not a Jinja template.
+    """
     import jinja2
     from transformers.utils.chat_template_utils import _compile_jinja_template
 
@@ -274,8 +313,7 @@ def template_of(file: str) -> str:
 
 
 def _trl_template(tokenizer: Any, template: str | None) -> str | None:
-    """Return TRL's training template if TRL is installed and knows the tokenizer's template, else
-    None."""
+    """Return TRL's training template for the tokenizer's template; None if there is none."""
     if template is not None or not find_spec("trl"):
         return None
     from trl.chat_template_utils import get_training_chat_template
