@@ -1,6 +1,6 @@
-"""Supervised fine-tuning of a language model, on conversations or on completions."""
+"""Supervised fine-tuning of a language model on the assistant's messages, or on completions."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -24,7 +24,7 @@ from oneloop.data.rows.open_data import (
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, end_token_notes, ends_in
-from oneloop.tasks.language.conversations import encoded, encoded_prompt, is_text
+from oneloop.tasks.language.conversations import encoded, encoded_prompt, first_value, is_text
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.models import SCRATCH, Architecture
@@ -36,6 +36,7 @@ from oneloop.tasks.language.sequences import (
     Prompts,
     collated,
     spans,
+    token_ids,
 )
 from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
@@ -99,7 +100,6 @@ class SFT(LanguageModel):
         )
         if answer < 1:
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
-        # Keep the settings.
         self.length = length
         self.answer = answer
         self.overlong = overlong
@@ -111,41 +111,31 @@ class SFT(LanguageModel):
             "tools": tools,
         }
 
-        # Take the tokenizer of the model, or learn one from the synthetic conversations.
-        self._template = None if chat_template is None else template_of(chat_template)
+        # The chat template is used, and checked, only if a source has conversations.
+        self._template: str | None = None
+        if chat_template is not None:
+            self._template = template_of(chat_template)
+        self._day = day
+        self._chat: Chat | None = None
         if self.name:
             self.tokenizer = self.known_tokenizer()
         else:
-            self.tokenizer = chat_tokenizer(_texts(SyntheticChats("train")), vocab)
+            self.tokenizer = chat_tokenizer(SyntheticChats("train").texts(), vocab)
         self.end = self.tokenizer.eos_token_id
-        self._day = day
-        # The first data set that needs the chat template makes it.
-        self._chat: Chat | None = None
-        self._skip_unreadable = unreadable == "skip"
-        self.skipped_rows = list[str]()
         self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self._template]
 
-        # Read the data.
-        self._read(self._sources(data, held_out))
-        self.notes = self._data_notes
-
-    writes = True
-
-    def _read(self, sources: Sequence[Source]) -> None:
-        """Encode the sources, and make the data sets of all splits."""
-        # Encode the rows of all splits.
+        # Tokenize all splits of all sources.
+        self._skip_unreadable = unreadable == "skip"
+        self.skipped_rows = list[str]()
+        sources = self._sources(data, held_out)
         texts = []
         for source in sources:
-            parts = source.parts.items()
-            texts.append({split: self._encoded(source, rows) for split, rows in parts})
+            splits = {split: self._encoded(source, rows) for split, rows in source.parts.items()}
+            texts.append(splits)
         self._data_notes += notes_of(sources)
-        if self.skipped_rows:
-            self._data_notes.append(
-                f"{len(self.skipped_rows):,} rows were skipped and listed in environment.json; "
-                f"the first: {self.skipped_rows[0]}"
-            )
+        self._note_skipped_rows()
 
-        # Cut them into samples.
+        # Cut and pack them.
         samples = []
         for splits in texts:
             samples.append({split: self._samples(*text, split) for split, text in splits.items()})
@@ -156,23 +146,25 @@ class SFT(LanguageModel):
                 "a mixture defines its own order: samples are not sorted by length (more padding)"
             )
 
-        # Find the tokens that end an answer.
-        special = {self.tokenizer.eos_token_id} if self._chat is None else self._chat.special
+        # Generation stops at the tokens that end answers in the training data.
         ends = set[int]()
         for splits in texts:
-            trained, _ = splits["train"]
-            ends |= ends_in(trained, special, self.tokenizer)
+            ends |= self._ends_in(splits["train"][0])
         self._ends = sorted(ends)
         self._data_notes += end_token_notes(self._ends, self.tokenizer)
         self._data_notes.append(self._preview(samples[0]["train"].spans[0]))
+        self.notes = self._data_notes
+
+    writes = True
 
     def _sources(self, data: str | list[dict[str, Any]], held_out: float) -> list[Source]:
+        """Open the data sets that ``task.data`` names."""
         if data == "lessons":
             columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
             parts = {split: SyntheticChats(split) for split in LESSONS}
             return [Source("lessons", columns, parts=parts)]
         open_ = partial(opened, held_out=held_out, window=self.window)
-        sources = []
+        sources = list[Source]()
         for source in named_sources(data, self.columns):
             choices = self._column_choices(source.columns)
             sources.append(first_columns(source, choices, open_))
@@ -182,9 +174,8 @@ class SFT(LanguageModel):
     def _column_choices(
         columns: Mapping[str, str], *, labelled: bool = True
     ) -> list[dict[str, str]]:
-        """Return the sets of columns that a source may have, the preferred ones first."""
-        none = dict.fromkeys(columns, "")
-        kinds = [
+        """Return the columns that a source may have, the most complete choice first."""
+        kinds: list[tuple[str, ...]] = [
             ("messages", "tools"),
             ("messages",),
             ("prompt", "completion", "tools"),
@@ -192,79 +183,100 @@ class SFT(LanguageModel):
         ]
         if not labelled:
             kinds += [("prompt", "tools"), ("prompt",)]
-        return [none | {key: columns[key] for key in kind} for kind in kinds]
+        choices = list[dict[str, str]]()
+        for kind in kinds:
+            choice = dict.fromkeys(columns, "")
+            for key in kind:
+                choice[key] = columns[key]
+            choices.append(choice)
+        return choices
 
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
-        """Return the tokens of each row (cached), and what they depend on."""
-        # Use the chat template, except for prompts that are texts.
+        """Return the tokens of the rows of one split, and a key of their content."""
+        # Use the chat template unless the first prompt is a text.
         columns = source.columns
-        prompt = columns["prompt"] or columns["messages"]
-        prompts = (rows[index][prompt] for index in range(len(rows)))
-        first_prompt = next((value for value in prompts if value), None)
-        chat = None
-        if not (columns["prompt"] and is_text(first_prompt)):
-            if self._chat is None:
-                self._chat = Chat(self.tokenizer, self._template, day=self._day)
-                self._data_notes.append(self._chat.note)
-            chat = self._chat
-        else:
+        first_prompt = first_value(rows, columns["prompt"] or columns["messages"])
+        chat: Chat | None = None
+        if columns["prompt"] and is_text(first_prompt):
             end_of(self.tokenizer)  # raises ValueError if there is none
             note = "prompts and completions are concatenated unchanged"
             if self.tokenizer.chat_template:
                 note += ", without the chat template: for turns give messages"
             if note not in self._data_notes:
                 self._data_notes.append(note)
+        else:
+            if self._chat is None:
+                self._chat = Chat(self.tokenizer, self._template, day=self._day)
+                self._data_notes.append(self._chat.note)
+            chat = self._chat
 
-        # Name what the tokens depend on.
+        # The cache key names all that the tokens of a row depend on.
         cache_key = [*self._cache_key, chat and chat.template, dict(columns), labelled]
         if chat and "strftime_now" in chat.template:
             cache_key.append(self._day)
         content = {**rows.fingerprint(), "made by": key_of(cache_key)}
-
-        # Encode the rows, or read them from the cache.
         encode = partial(
             encoded if labelled else encoded_prompt,
             columns=columns,
             tokenizer=self.tokenizer,
             chat=chat,
         )
+
+        # Do not skip rows of ``oneloop predict``: each row needs its answer.
         skip = self._skip_unreadable and source.parts.keys() != {"all"}
         texts = ragged(
             rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip
         )
         if texts.skipped:
-            content["skipped"] = key_of([index for index, _ in texts.skipped])
-            self.skipped_rows += [f"{rows.where(index)}: {why}" for index, why in texts.skipped]
+            indices = list[int]()
+            for index, why in texts.skipped:
+                indices.append(index)
+                self.skipped_rows.append(f"{rows.where(index)}: {why}")
+            content["skipped"] = key_of(indices)
         return texts, content
 
+    def _note_skipped_rows(self) -> None:
+        if self.skipped_rows:
+            self._data_notes.append(
+                f"{len(self.skipped_rows):,} rows were skipped and listed in environment.json; "
+                f"the first: {self.skipped_rows[0]}"
+            )
+
+    def _ends_in(self, texts: Ragged) -> set[int]:
+        special = {self.end}
+        if self._chat is not None:
+            special = self._chat.special
+        return ends_in(texts, special, self.tokenizer)
+
     def _samples(self, texts: Ragged, content: Any, split: str) -> Padded | Packed:
+        """Return the samples of one split; only training samples are packed."""
         try:
             samples = spans(texts, self.length, self.overlong)
         except ValueError as error:
             raise ValueError(f"{split}: {error} (task.length)") from error
-        self._data_notes += [f"{split}: {line}" for line in samples.about(self.overlong)]
+        for line in samples.about(self.overlong):
+            self._data_notes.append(f"{split}: {line}")
         if self.packed and split == "train":
             return Packed(samples, content)
         return Padded(samples, content)
 
     def _preview(self, sample: NDArray[np.int32]) -> str:
-        """Return the line for the log that shows a sample, with the trained text in «»."""
-        pieces = list[str]()
-        before = False  # whether the token before was trained
-        tokens = sample.tolist()
-        for token in [*tokens, None]:
-            # The complement of a token is not trained, and the first token is never a target.
-            trained = token is not None and token >= 0 and bool(pieces)
-            if trained != before:
-                pieces.append("«" if trained else "»")
-            before = trained
-            if token is not None:
-                pieces.append(self.decode([token if token >= 0 else ~token]))
-        share = sum(token >= 0 for token in tokens[1:]) / (len(tokens) - 1)
-        return (
-            f"a sample, with the trained text in «» ({100 * share:.0f} % of it): "
-            f"{''.join(pieces)!r}"
-        )
+        """Return a log line with the text of a sample, trained parts in «»."""
+        text = ""
+        trained_tokens = 0
+        inside = False
+        for index, token in enumerate(token_ids(sample).tolist()):
+            # The first token is only an input.
+            trained = index > 0 and bool(sample[index] >= 0)
+            if trained != inside:
+                text += "«" if trained else "»"
+            inside = trained
+            trained_tokens += trained
+            text += self.decode([token])
+        if inside:
+            text += "»"
+        share = trained_tokens / (len(sample) - 1)
+        return f"a sample, with the trained text in «» ({100 * share:.0f} % of it): {text!r}"
 
     def train_set(self) -> Any:
         return self._sets["train"]
@@ -277,16 +289,14 @@ class SFT(LanguageModel):
         open_ = partial(whole, window=self.window)
         source = first_columns(Source(data, self.columns), choices, open_)
         texts, content = self._encoded(source, source.parts["all"], labelled=labelled)
-        if not labelled:
-            return Prompts(texts, self.length, content)
-        return cast(Padded, self._samples(texts, content, "all"))
+        if labelled:
+            return cast(Padded, self._samples(texts, content, "all"))
+        return Prompts(texts, self.length, content)
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        return collated(
-            samples,
-            width=self.length if isinstance(samples[0], list) else 0,
-            most=self._max_documents,
-        )
+        # All packed rows have the same width.
+        width = self.length if isinstance(samples[0], list) else 0
+        return collated(samples, width=width, most=self._max_documents)
 
     @property
     def entries(self) -> int:
@@ -307,25 +317,23 @@ class SFT(LanguageModel):
         is_target = batch["target"] != IGNORE
         right = outputs["right"] & is_target
         exact = (right | ~is_target).all(1)
-        metrics.update(
-            outputs["loss"].double().sum(), is_target.sum(), right=right.sum(), whole=exact
-        )
+        loss = outputs["loss"].double().sum()
+        metrics.update(loss, is_target.sum(), right=right.sum(), whole=exact)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the greedy answer to the tokens before each sample's first target.
 
         All answers have the same length.
         """
-        # Take the tokens up to the first target; all, if there is none.
         is_target = batch["target"] != IGNORE
-        first = is_target.int().argmax(1)
-        lengths = torch.where(is_target.any(1), first + 1, batch["length"])
+        first_target = is_target.int().argmax(1)
+        lengths = torch.where(is_target.any(1), first_target + 1, batch["length"])
 
-        # Leave room for the answer: of a longer prompt only the end is kept.
+        # Keep the end of a prompt if prompt and answer exceed the model's positions.
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         limit = getattr(config, "max_position_embeddings", None) or self.length + self.answer
         count = max(1, min(self.answer, limit // 2))
-        prompts = []
+        prompts = list[Tensor]()
         for row, length in zip(batch["input"], lengths.tolist(), strict=True):
             prompts.append(row[:length][count - limit :])
         return {"written": written(model, prompts, count, ends=self._ends), "prompt": lengths}
@@ -333,24 +341,31 @@ class SFT(LanguageModel):
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
     ) -> dict[str, list[Any]]:
-        """Return each sample's prompt and the model's answer.
+        """Return each sample's prompt, the model's answer and the reference answer.
 
-        If they are known, add the reference answer and its metrics.
+        A sample with a reference answer also has metrics.
         """
-        # A sample without a reference answer has no metrics.
         metrics = super().predicted(batch, outputs)
-        has_target = [tokens > 0 for tokens in metrics["tokens"]]
-        for name, values in metrics.items():
-            known = zip(values, has_target, strict=True)
-            metrics[name] = [value if present else None for value, present in known]
+        known = list(metrics["tokens"])
+        for values in metrics.values():
+            for index, tokens in enumerate(known):
+                if not tokens:
+                    values[index] = None
 
-        # Decode the texts.
-        lengths = outputs["prompt"].tolist()
-        prompts = []
-        for tokens, length in zip(batch["input"].tolist(), lengths, strict=True):
+        rows = zip(
+            batch["input"].tolist(),
+            batch["target"].tolist(),
+            outputs["prompt"].tolist(),
+            outputs["written"].tolist(),
+            strict=True,
+        )
+        prompts = list[str]()
+        answers = list[str]()
+        targets = list[str | None]()
+        for tokens, target, length, answer in rows:
             prompts.append(self.decode(tokens[:length]))
-        answers = [self._answer(tokens) for tokens in outputs["written"].tolist()]
-        targets = [self._first_answer(target) for target in batch["target"].tolist()]
+            answers.append(self._answer(answer))
+            targets.append(self._first_answer(target))
         return {"prompt": prompts, "answer": answers, "target": targets, **metrics}
 
     def _first_answer(self, target: list[int]) -> str | None:
@@ -361,14 +376,16 @@ class SFT(LanguageModel):
                 answer_tokens.append(token)
             elif answer_tokens:
                 break
-        return self._answer(answer_tokens) if answer_tokens else None
+        if not answer_tokens:
+            return None
+        return self._answer(answer_tokens)
 
     def _answer(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
 
     def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
         trained = (sample[1:] >= 0).tolist()
-        tokens = np.where(sample < 0, ~sample, sample).tolist()
+        tokens = token_ids(sample).tolist()
         losses = outputs["loss"][: len(trained)].tolist()
         shown: dict[str, Any] = {"tokens": self.pieces(tokens, losses, trained)}
         if "written" in outputs:
@@ -378,7 +395,3 @@ class SFT(LanguageModel):
 
     def decode(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens))
-
-
-def _texts(chats: SyntheticChats) -> list[str]:
-    return [message["content"] for messages in chats.conversations for message in messages]

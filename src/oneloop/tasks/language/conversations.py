@@ -76,6 +76,15 @@ def _chat(chat: Chat | None) -> Chat:
     return chat
 
 
+def first_value(rows: Any, column: str) -> Any:
+    """Return the first value of a column that is not empty; None if all are."""
+    for index in range(len(rows)):
+        value = rows[index][column]
+        if value:
+            return value
+    return None
+
+
 def is_text(value: Any) -> bool:
     """Whether a prompt or completion is a text, and not messages as JSON."""
     return isinstance(value, str) and not any(

@@ -273,6 +273,11 @@ class Packed:
         )
 
 
+def token_ids(span: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Return the token ids of a span, also of tokens that are not targets."""
+    return np.where(span < 0, ~span, span)
+
+
 def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:
     """Return one batch of spans, or of packed rows (lists of spans).
 
@@ -307,10 +312,8 @@ def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[s
                 continue
             columns = slice(start, start + size)
             if span is not None:
-                given = span[:-1]
-                wanted = span[1:]
-                inputs[number, columns] = np.where(given < 0, ~given, given)
-                target[number, columns] = np.where(wanted < 0, IGNORE, wanted)
+                inputs[number, columns] = token_ids(span[:-1])
+                target[number, columns] = np.where(span[1:] < 0, IGNORE, span[1:])
                 real_tokens += size
             position[number, columns] = np.arange(size)
             document[number, columns] = len(cuts)

@@ -1,12 +1,11 @@
-"""Synthetic chat data: generated conversations on days, months, numbers and opposites; no download
-is needed.
+"""Synthetic chat data: conversations on days, months, numbers and opposites, without a download.
 
 A later question may be short ("And july?"), so that its meaning depends on the previous question.
 """
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from oneloop.data.rows.cache import key_of
 
@@ -34,9 +33,11 @@ _OPPOSITES = _words(
 
 
 def _neighbour(step: int) -> Callable[[str], str]:
-    neighbours = {
-        row[index]: row[(index + step) % len(row)] for row in _CYCLES for index in range(len(row))
-    }
+    """Return a function from a word to the word ``step`` later in its cycle."""
+    neighbours = dict[str, str]()
+    for row in _CYCLES:
+        for index, name in enumerate(row):
+            neighbours[name] = row[(index + step) % len(row)]
     return neighbours.__getitem__
 
 
@@ -46,43 +47,61 @@ def _sum(text: str) -> str:
 
 
 def _opposite(word: str) -> str:
+    # Words with even and odd indices are pairs.
     return _OPPOSITES[_OPPOSITES.index(word) ^ 1]
 
 
 _NAMES = [name for row in _CYCLES for name in row]
 _SUMS = [f"{one} plus {other}" for one in range(9) for other in range(9)]
-_RULES: list[tuple[Sequence[str], Sequence[str], Callable[[str], str]]] = [
-    (_NAMES, ("What comes after {}?", "After {} comes what?"), _neighbour(1)),
-    (_NAMES, ("What comes before {}?", "Before {} comes what?"), _neighbour(-1)),
-    (_SUMS, ("What is {}?", "How much is {}?"), _sum),
-    (
+
+
+class _Rule(NamedTuple):
+    subjects: Sequence[str]
+    questions: Sequence[str]
+    answer: Callable[[str], str]  # of a subject
+
+
+_RULES = [
+    _Rule(_NAMES, ("What comes after {}?", "After {} comes what?"), _neighbour(1)),
+    _Rule(_NAMES, ("What comes before {}?", "Before {} comes what?"), _neighbour(-1)),
+    _Rule(_SUMS, ("What is {}?", "How much is {}?"), _sum),
+    _Rule(
         [*map(str, range(17))],
         ("How is {} written?", "Write {} as a word."),
         lambda text: _NUMBERS[int(text)],
     ),
-    (_OPPOSITES, ("What is the opposite of {}?", "Say the opposite of {}."), _opposite),
+    _Rule(_OPPOSITES, ("What is the opposite of {}?", "Say the opposite of {}."), _opposite),
 ]
 _FOLLOW_UPS = ("And {}?", "The same for {}.")
 LESSONS = {"train": 4000, "validation": 200, "test": 200}
+"""number of conversations of each split"""
 
 
 class SyntheticChats:
-    """Conversations of one to three questions and answers; ``part`` is train, validation or
-    test."""
+    """Conversations of one to three questions and answers."""
 
     def __init__(self, part: str) -> None:
+        """Generate the conversations of ``part``: train, validation or test."""
+        # Generate all splits with one generator, so that they differ.
         generator = random.Random(17)
-        chats = {
-            name: [_conversation(generator) for _ in range(count)]
-            for name, count in LESSONS.items()
-        }
-        self.part, self.conversations = part, chats[part]
+        chats = dict[str, list[list[Message]]]()
+        for name, count in LESSONS.items():
+            chats[name] = [_conversation(generator) for _ in range(count)]
+        self.part = part
+        self.conversations = chats[part]
 
     def __len__(self) -> int:
         return len(self.conversations)
 
     def __getitem__(self, index: int) -> dict[str, list[Message]]:
         return {"messages": self.conversations[index]}
+
+    def texts(self) -> list[str]:
+        """Return the contents of all messages."""
+        texts = list[str]()
+        for messages in self.conversations:
+            texts += [message["content"] for message in messages]
+        return texts
 
     def where(self, index: int) -> str:
         """Return the name of a row for messages."""
@@ -94,19 +113,21 @@ class SyntheticChats:
 
 
 def _conversation(draw: random.Random) -> list[Message]:
-    messages = [{"role": "system", "content": draw.choice(_SYSTEMS)}] if draw.random() < 0.3 else []
-    asked, rule = False, draw.choice(_RULES)
+    messages = list[Message]()
+    if draw.random() < 0.3:
+        messages.append({"role": "system", "content": draw.choice(_SYSTEMS)})
+    asked = False
+    rule = draw.choice(_RULES)
     for _ in range(draw.randint(1, 3)):
-        again = asked and draw.random() < 0.5
-        rule = rule if again else draw.choice(_RULES)
-        subjects, questions, answer = rule
-        subject = draw.choice(subjects)
-        messages.append(
-            {
-                "role": "user",
-                "content": draw.choice(_FOLLOW_UPS if again else questions).format(subject),
-            }
-        )
-        messages.append({"role": "assistant", "content": answer(subject)})
+        # Ask a short question with the same rule, or a whole one.
+        if asked and draw.random() < 0.5:
+            questions = _FOLLOW_UPS
+        else:
+            rule = draw.choice(_RULES)
+            questions = rule.questions
+        subject = draw.choice(rule.subjects)
+        question = draw.choice(questions).format(subject)
+        messages.append({"role": "user", "content": question})
+        messages.append({"role": "assistant", "content": rule.answer(subject)})
         asked = True
     return messages
