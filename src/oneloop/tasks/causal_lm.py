@@ -1,7 +1,6 @@
-"""Causal language modelling.
+"""Causal language modelling, from scratch or with a model of transformers and its tokenizer.
 
-The model is GPT-2 or Llama from scratch, on bytes or on a BPE that is trained first; or a model of
-transformers with its tokenizer.
+From scratch a GPT-2 or Llama is trained, on bytes or on a BPE that is trained first.
 """
 
 from itertools import chain
@@ -45,8 +44,11 @@ class CausalLM(LanguageModel):
     """
 
     length_key = "block"
-    needs = SCRATCH | {"tokenizer": "model=null", "vocab": "model=null tokenizer=bpe"}
-    needs |= {"dropout": "model=null architecture=gpt2"}
+    needs = SCRATCH | {
+        "tokenizer": "model=null",
+        "vocab": "model=null tokenizer=bpe",
+        "dropout": "model=null architecture=gpt2",
+    }
 
     def __init__(
         self,
@@ -60,21 +62,20 @@ class CausalLM(LanguageModel):
         pack: Literal["concat", "packed", "padded"] = "concat",
         **model: Any,
     ) -> None:
-        super().__init__(
-            packed=is_packed(pack, "concat", "packed", "padded"), length=block, **model
-        )
+        packed = is_packed(pack, "concat", "packed", "padded")
+        super().__init__(packed=packed, length=block, **model)
         self.column = column
         self.window = window
         self.pack = pack
         self.block = block
 
-        # Open the texts.
+        # Open the texts, by source and split.
         sources = named_sources(data, {"column": column})
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
-        trained = [splits["train"] for splits in texts]
 
-        # Take the tokenizer of the model, or learn one from all training texts.
+        # Choose the tokenizer; the cache key of the tokens names all that the tokenizer depends on.
         self.tokenizer: Any
+        self._cache_key: list[Any]
         if self.name is not None:
             self.tokenizer = Vocabulary(self.known_tokenizer(), self.name)
             self._cache_key = [self.tokenizer.content]
@@ -82,6 +83,7 @@ class CausalLM(LanguageModel):
             self.tokenizer = Bytes()
             self._cache_key = [tokenizer]
         else:
+            trained = [splits["train"] for splits in texts]
             fingerprints = [split.fingerprint() for split in trained]
             content = None if None in fingerprints else fingerprints
             self.tokenizer = BPE(chain.from_iterable(trained), vocab, cache_key=content)
@@ -89,14 +91,17 @@ class CausalLM(LanguageModel):
         self.begin = self.end = self.tokenizer.separator
         self._token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
 
-        # Cut the texts of all splits into samples.
-        each = []
+        # Tokenize, and cut or pack.
+        samples = []
         for splits in texts:
-            each.append({name: self._samples(split, name) for name, split in splits.items()})
-        self._sets = combined(sources, each)
-        self._max_documents = max(getattr(sets["train"], "most", 1) for sets in each)
-        self.sample_weight = float(block) if pack == "concat" else None
+            samples.append({name: self._samples(split, name) for name, split in splits.items()})
+        self._sets = combined(sources, samples)
+        self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
+
+        # All concatenated samples have ``block`` targets.
+        self.sample_weight = None
         if pack == "concat":
+            self.sample_weight = float(block)
             self._data_notes.append(
                 "texts are concatenated and cut: each text attends to the earlier ones in its "
                 "sample; see task.pack"
@@ -108,6 +113,7 @@ class CausalLM(LanguageModel):
         self.notes = self._data_notes
 
     def _samples(self, part: Texts, name: str) -> Any:
+        """Return the samples of one split; only training samples are packed."""
         tokens = part.tokens(
             self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}"
         )
@@ -135,23 +141,18 @@ class CausalLM(LanguageModel):
         return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
-        texts = all_texts(Source(data, {"column": self.column}), window=self.window)
-        return self._samples(texts, "texts")
+        source = Source(data, {"column": self.column})
+        return self._samples(all_texts(source, window=self.window), "texts")
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return samples of ``block + 1`` tokens as one batch.
-
-        Padding of shorter samples is no target.
-        """
+        """Return samples of at most ``block + 1`` tokens as one batch; padding is no target."""
         if self.pack == "concat":
             batch = collated(samples)
             del batch["padding"]
             return batch
-        return collated(
-            samples,
-            width=self.block if isinstance(samples[0], list) else 0,
-            most=self._max_documents,
-        )
+        # All packed rows have the same width.
+        width = self.block if isinstance(samples[0], list) else 0
+        return collated(samples, width=width, most=self._max_documents)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Continue the first half of each text at temperature 0.8, with a fixed seed."""
@@ -159,15 +160,15 @@ class CausalLM(LanguageModel):
         generator = torch.Generator().manual_seed(0)
 
         def choose(logits: Tensor) -> Tensor:
-            # The generator is on the host.
-            scaled = (logits / _TEMPERATURE).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
-            probabilities = scaled.softmax(-1).cpu()
-            drawn = torch.multinomial(probabilities, 1, generator=generator)
-            return drawn[:, 0].to(logits.device)
+            # Draw on the CPU, with one generator for all devices; a diverged model has NaN logits.
+            finite = (logits / _TEMPERATURE).nan_to_num(nan=0.0, posinf=1e9, neginf=-1e9)
+            probabilities = finite.softmax(-1).cpu()
+            return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
-        prompts = []
-        for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True):
-            prompts.append(row[:length])
+        prompts = [
+            row[:length]
+            for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True)
+        ]
         count = max(1, min(_MAX_NEW_TOKENS, self.block // 2))
         return {"written": written(model, prompts, count, choose=choose), "prompt": prompt_lengths}
 

@@ -164,7 +164,7 @@ class SFT(LanguageModel):
             parts = {split: SyntheticChats(split) for split in LESSONS}
             return [Source("lessons", columns, parts=parts)]
         open_ = partial(opened, held_out=held_out, window=self.window)
-        sources = list[Source]()
+        sources = []
         for source in named_sources(data, self.columns):
             choices = self._column_choices(source.columns)
             sources.append(first_columns(source, choices, open_))
@@ -183,7 +183,7 @@ class SFT(LanguageModel):
         ]
         if not labelled:
             kinds += [("prompt", "tools"), ("prompt",)]
-        choices = list[dict[str, str]]()
+        choices = []
         for kind in kinds:
             choice = dict.fromkeys(columns, "")
             for key in kind:
@@ -228,7 +228,7 @@ class SFT(LanguageModel):
             rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip
         )
         if texts.skipped:
-            indices = list[int]()
+            indices = []
             for index, why in texts.skipped:
                 indices.append(index)
                 self.skipped_rows.append(f"{rows.where(index)}: {why}")
@@ -333,7 +333,7 @@ class SFT(LanguageModel):
         config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
         limit = getattr(config, "max_position_embeddings", None) or self.length + self.answer
         count = max(1, min(self.answer, limit // 2))
-        prompts = list[Tensor]()
+        prompts = []
         for row, length in zip(batch["input"], lengths.tolist(), strict=True):
             prompts.append(row[:length][count - limit :])
         return {"written": written(model, prompts, count, ends=self._ends), "prompt": lengths}
@@ -359,8 +359,8 @@ class SFT(LanguageModel):
             outputs["written"].tolist(),
             strict=True,
         )
-        prompts = list[str]()
-        answers = list[str]()
+        prompts = []
+        answers = []
         targets = list[str | None]()
         for tokens, target, length, answer in rows:
             prompts.append(self.decode(tokens[:length]))
@@ -370,7 +370,7 @@ class SFT(LanguageModel):
 
     def _first_answer(self, target: list[int]) -> str | None:
         """Return the first trained answer of a sample as text; None if there is none."""
-        answer_tokens = list[int]()
+        answer_tokens = []
         for token in target:
             if token != IGNORE:
                 answer_tokens.append(token)

@@ -1,5 +1,4 @@
-"""Attention within documents of a packed row, for any model that uses transformers' attention
-interface.
+"""Attention within documents of a packed row, for models with transformers' attention interface.
 
 >>> attend_within_documents(model)
 >>> model(input_ids=…, position_ids=…, attention_mask=borders(documents, cuts), use_cache=False)
@@ -9,6 +8,7 @@ mask. The masks are 4-D, because transformers passes a 4-D ``attention_mask`` on
 on the host (no sync). Padding masks and None work as in transformers' SDPA.
 """
 
+from collections.abc import Container
 from inspect import signature
 from typing import Any
 
@@ -21,9 +21,17 @@ _Mask = Tensor | None
 
 
 def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
-    """Make the model accept the masks of :func:`causal`, and if ``packed`` of :func:`borders`, in
-    place; test it. Raise ValueError if the model does not support it; it is then unchanged."""
-    if reason := _unsupported(model):
+    """Make the model accept the masks of this module, in place, and test it.
+
+    Args:
+        model: a model of transformers.
+        packed: accept the masks of :func:`borders`, too, and not only that of :func:`causal`.
+
+    Raises:
+        ValueError: the model does not support it; it is then unchanged.
+    """
+    reason = _unsupported(model)
+    if reason:
         raise ValueError(f"{type(model).__name__}: {reason}")
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -31,9 +39,11 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)  # otherwise padding masks would be ignored
     before = model.config._attn_implementation  # type: ignore[union-attr]
-    own_logits = (
-        _logits(model, _tokens(model)) if next(model.parameters()).device.type != "meta" else None
-    )
+
+    # Compare with the model's own attention; on meta there are no logits.
+    own_logits = None
+    if next(model.parameters()).device.type != "meta":
+        own_logits = _logits(model, _tokens(model))
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     try:
         if own_logits is not None:
@@ -46,12 +56,12 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
 
 
 def _unsupported(model: nn.Module) -> str | None:
+    """Return why the model cannot attend within documents; None if nothing is known."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     if getattr(model, "_is_stateful", False):
         return "its layers carry a state from token to token (linear attention, a state space)"
-    if not getattr(model, "_supports_attention_backend", False) or not getattr(
-        model, "_supports_sdpa", False
-    ):
+    backend = getattr(model, "_supports_attention_backend", False)
+    if not backend or not getattr(model, "_supports_sdpa", False):
         return "it does not use transformers' attention interface with SDPA"
     if getattr(config, "attn_logit_softcapping", None):
         return "its attention caps its logits, which SDPA cannot"
@@ -66,16 +76,19 @@ def causal(device: torch.device) -> Tensor:
 def borders(documents: Tensor, cuts: Tensor) -> Tensor:
     """Return a mask for causal attention within documents.
 
-    Args: ``documents``: (rows, positions), the document number of each position; padding is a
-        separate document.
-    ``cuts``: int32, the starts of the documents in all rows concatenated; the rest is filled with
-        the total length.
+    Args:
+        documents: the document number of each position, shape (rows, positions); padding is a
+            separate document.
+        cuts: int32, 1-D, the starts of the documents in all rows concatenated; the rest is filled
+            with the total length.
     """
+    # The kernel for CUDA reads the starts, SDPA a boolean mask.
     if cuts.device.type == "cuda":
         return cuts[None, None, None]
     length = documents.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
-    return ((documents[:, :, None] == documents[:, None, :]) & before)[:, None].view(torch.uint8)
+    same = documents[:, :, None] == documents[:, None, :]
+    return (same & before)[:, None].view(torch.uint8)
 
 
 def _attend(
@@ -89,8 +102,11 @@ def _attend(
     sliding_window: int | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Attention function for transformers: (rows, heads, positions, width) -> (rows, positions,
-    heads, width)."""
+    """Compute attention, as a function of transformers' interface.
+
+    ``query``, ``key`` and ``value`` have the shape (rows, heads, positions, width), the result
+    (rows, positions, heads, width).
+    """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
@@ -99,21 +115,15 @@ def _attend(
             f"{type(module).__name__} uses options that SDPA does not support "
             f"({', '.join(unknown)})"
         )
+
+    # Convert the masks of this module; transformers' masks are boolean or floating point.
     if attention_mask is not None and attention_mask.dtype in (torch.uint8, torch.int32):
         window = _window(module, query.shape[2], sliding_window)
         if attention_mask.dtype is torch.int32:
-            if (
-                query.dtype in (torch.float16, torch.bfloat16)
-                and query.is_cuda
-                and not dropout
-                and query.shape[3] <= 256
-            ):
-                return _of_different_lengths(
-                    query, key, value, attention_mask.flatten(), scaling, window
-                ), None
-            attention_mask = borders(
-                _document_numbers(query, attention_mask.flatten()), torch.empty(0)
-            )
+            cuts = attention_mask.flatten()
+            if not dropout and _varlen_supports(query):
+                return _of_different_lengths(query, key, value, cuts, scaling, window), None
+            attention_mask = borders(_document_numbers(query, cuts), torch.empty(0))
         attention_mask = _mask(query, attention_mask, window)
     output: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
@@ -121,20 +131,25 @@ def _attend(
     return output
 
 
+def _varlen_supports(query: Tensor) -> bool:
+    half = query.dtype in (torch.float16, torch.bfloat16)
+    return half and query.is_cuda and query.shape[3] <= 256
+
+
 def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
-    """Return the sliding-window size of a layer, None for full attention. Raise ValueError for
-    other patterns."""
+    """Return the sliding-window size of a layer, None for full attention.
+
+    Raise ValueError for other patterns.
+    """
     config: Any = getattr(module, "config", None)
-    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
-    kind = (
-        kinds[layer]
-        if kinds and isinstance(layer, int) and layer < len(kinds)
-        else "full_attention"
-    )
-    chunk = getattr(config, "attention_chunk_size", None)
-    if (kind == "sliding_attention" and sliding is None) or (
-        kind == "chunked_attention" and (chunk or 0) < length
-    ):
+    kinds = getattr(config, "layer_types", None)
+    layer = getattr(module, "layer_idx", None)
+    kind = "full_attention"
+    if kinds and isinstance(layer, int) and layer < len(kinds):
+        kind = kinds[layer]
+    chunk = getattr(config, "attention_chunk_size", None) or 0
+    no_window = kind == "sliding_attention" and sliding is None
+    if no_window or (kind == "chunked_attention" and chunk < length):
         raise ValueError(
             f"{type(module).__name__}: {kind} at positions that differ from its sliding_window"
         )
@@ -142,16 +157,20 @@ def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
 
 
 def _mask(query: Tensor, mask: Tensor, window: int | None) -> _Mask:
-    """Return a boolean mask for a mask of :func:`causal` or :func:`borders`; None: use SDPA's
-    causal kernel."""
-    length = query.shape[2]
+    """Return a boolean mask for a mask of :func:`causal` or :func:`borders`.
+
+    None: use SDPA's causal kernel.
+    """
     if not mask.numel() and window is None:
         return None
-    positions = torch.arange(length, device=query.device)
-    visible = (
-        mask.view(torch.bool) if mask.numel() else (positions[:, None] >= positions)[None, None]
-    )
-    return visible if window is None else visible & (positions[:, None] - positions < window)
+    positions = torch.arange(query.shape[2], device=query.device)
+    if mask.numel():
+        visible = mask.view(torch.bool)
+    else:
+        visible = (positions[:, None] >= positions)[None, None]
+    if window is None:
+        return visible
+    return visible & (positions[:, None] - positions < window)
 
 
 def _document_numbers(query: Tensor, cuts: Tensor) -> Tensor:
@@ -169,31 +188,49 @@ def _of_different_lengths(
     scaling: float | None,
     window: int | None,
 ) -> Tensor:
-    """Call torch's variable-length kernel; its results do not depend on the other documents of a
-    row."""
+    """Call torch's variable-length kernel; no other document of a row changes its results."""
     from torch.nn.attention.varlen import varlen_attn
 
+    # The kernel takes all rows concatenated: (positions of all rows, heads, width).
     rows, _, length, _ = query.shape
-    query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    options: dict[str, Any] = {
-        "window_size": (-1 if window is None else window - 1, 0),
-        "scale": scaling,
-    }
-    supported, groups = signature(varlen_attn).parameters, query.shape[1] // key.shape[1]
-    if "num_splits" in supported:  # newer torch
+    query = query.transpose(1, 2).flatten(0, 1)
+    key = key.transpose(1, 2).flatten(0, 1)
+    value = value.transpose(1, 2).flatten(0, 1)
+    groups = query.shape[1] // key.shape[1]
+    supported = signature(varlen_attn).parameters
+    if "enable_gqa" not in supported:
+        key = key.repeat_interleave(groups, dim=1)
+        value = value.repeat_interleave(groups, dim=1)
+    output: Any = varlen_attn(
+        query,
+        key,
+        value,
+        cuts,
+        cuts,
+        length,
+        length,
+        window_size=(-1 if window is None else window - 1, 0),
+        scale=scaling,
+        **_newer_options(supported, groups),
+    )
+    return output.unflatten(0, (rows, length))  # type: ignore[no-any-return]
+
+
+def _newer_options(supported: Container[str], groups: int) -> dict[str, Any]:
+    """Return arguments that only newer versions of torch have."""
+    options = dict[str, Any]()
+    if "num_splits" in supported:
         options["num_splits"] = 1
     if "enable_gqa" in supported:
         options["enable_gqa"] = groups > 1
-    else:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    output: Any = varlen_attn(query, key, value, cuts, cuts, length, length, **options)
-    return output.unflatten(0, (rows, length))  # type: ignore[no-any-return]
+    return options
 
 
 _TEST_TOKENS = 12  # maximum number of tokens
 
 
 def _tokens(model: nn.Module) -> Tensor:
+    """Return one row of different tokens for the test."""
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     length = min(_TEST_TOKENS, getattr(config, "max_position_embeddings", None) or _TEST_TOKENS)
     entries: int = config.vocab_size
@@ -205,32 +242,46 @@ def _logits(model: nn.Module, tokens: Tensor, **inputs: Any) -> Tensor:
     model.eval()
     try:
         with torch.no_grad():
-            return model(input_ids=tokens, use_cache=False, **inputs).logits  # type: ignore[no-any-return]
+            logits: Tensor = model(input_ids=tokens, use_cache=False, **inputs).logits
+            return logits
     finally:
         model.train(training)
 
 
 def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
-    """Run two documents in one row. Raise ValueError if the logits differ from those of the model's
-    ``own`` attention, or if the logits of the second document depend on the first."""
-    name, tokens = type(model).__name__, _tokens(model)
-    first, length, device = tokens.shape[1] // 2, tokens.shape[1], tokens.device
-    second = tokens[:, first:]
+    """Run two documents in one row.
+
+    Raise ValueError if the logits differ from those of the model's ``own`` attention, or if the
+    logits of the second document depend on the first.
+    """
+    name = type(model).__name__
+    tokens = _tokens(model)
+    length = tokens.shape[1]
+    device = tokens.device
     if not _near(_logits(model, tokens, attention_mask=causal(device)), own):
         raise ValueError(f"{name} does not attend to exactly the tokens before each token")
     if not packed:
         return
-    documents = torch.tensor([[0] * first + [1] * (length - first)], device=device)
-    positions = torch.tensor([[*range(first), *range(length - first)]], device=device)
-    cuts = torch.tensor([0, first, length], dtype=torch.int32, device=device)
-    inputs = {"position_ids": positions, "attention_mask": borders(documents, cuts)}
-    after = _logits(model, tokens, **inputs)[:, first:]
-    after_other = _logits(model, torch.cat([tokens[:, :first].flip(1), second], dim=1), **inputs)[
-        :, first:
-    ]
-    if not _near(after, after_other, 2e-6):
-        kinds = "linear attention, a state space, a convolution"
-        raise ValueError(f"{name}: its layers carry state from one document to the next ({kinds})")
+
+    # Run the second document after two different first ones.
+    start = length // 2
+    first = tokens[:, :start]
+    second = tokens[:, start:]
+    documents = torch.tensor([[0] * start + [1] * (length - start)], device=device)
+    positions = torch.tensor([[*range(start), *range(length - start)]], device=device)
+    cuts = torch.tensor([0, start, length], dtype=torch.int32, device=device)
+    mask = borders(documents, cuts)
+
+    def logits_after(first: Tensor) -> Tensor:
+        row = torch.cat([first, second], dim=1)
+        return _logits(model, row, position_ids=positions, attention_mask=mask)[:, start:]
+
+    after = logits_after(first)
+    if not _near(after, logits_after(first.flip(1)), 2e-6):
+        raise ValueError(
+            f"{name}: its layers carry state from one document to the next (linear attention, a "
+            "state space, a convolution)"
+        )
     if not _near(after, _logits(model, second, attention_mask=causal(device))):
         raise ValueError(
             f"{name}: the logits of a packed document depend on the document before it"

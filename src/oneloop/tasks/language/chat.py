@@ -228,11 +228,15 @@ class Chat:
         # The prompt ends where its text and that of the conversation differ.
         prompt = self.render(messages[:given], tools)
         begin = len(commonprefix([text, prompt]))  # noqa: RUF071 by characters
-        kept = [(start, stop) for start, stop in spans if start >= begin]
+        kept = []
+        for start, stop in spans:
+            if start >= begin:
+                kept.append((start, stop))
 
         # Each turn of the assistant must have a mark, in the prompt and after it.
+        turns = [message["role"] == "assistant" for message in messages]
         left = len(spans) - len(kept)
-        if left < _turns(messages[:given]) or len(kept) < _turns(messages[given:]):
+        if left < sum(turns[:given]) or len(kept) < sum(turns[given:]):
             raise ValueError(f"the chat template does not mark the end of the prompt; {_HINT}")
         return kept
 
@@ -284,14 +288,6 @@ class Chat:
                 "calls or thoughts?); use a template that writes them, or remove the row"
             )
         return last if self.marked else end
-
-
-def _turns(messages: Sequence[Any]) -> int:
-    """Return the number of the assistant's messages."""
-    turns = 0
-    for message in messages:
-        turns += message["role"] == "assistant"
-    return turns
 
 
 def template_of(file: str) -> str:

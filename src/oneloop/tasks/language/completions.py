@@ -12,15 +12,15 @@ _INSPECTED = 100  # number of texts
 
 
 def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]:
-    """Return the tokens of a prompt (as complements) and its completion, with the end token. A
-    token that spans both is trained. Raise ValueError if the tokenizer has no end token, or the
-    prompt is empty."""
+    """Return the tokens of a prompt (as complements) and its completion, with the end token.
+
+    A token that spans both is trained. Raise ValueError if the tokenizer has no end token, or the
+    prompt is empty.
+    """
     end = end_of(tokenizer)
     tokens, offsets = _without_ends(tokenizer, prompt + completion)
-    array, border = (
-        np.array([*tokens, end], dtype=np.int32),
-        first_ending_after(offsets, len(prompt)),
-    )
+    array = np.array([*tokens, end], dtype=np.int32)
+    border = first_ending_after(offsets, len(prompt))
     if not border:
         raise ValueError(
             "the prompt is empty, so the completion's first token could not be trained; fill it"
@@ -31,9 +31,9 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
 def end_of(tokenizer: Any) -> int:
     """Return the tokenizer's end token. Raise ValueError if it has none."""
     if tokenizer.eos_token_id is None:
-        advice = "set eos_token in tokenizer_config.json"
         raise ValueError(
-            f"the tokenizer has no end token, so the model would not learn to stop; {advice}"
+            "the tokenizer has no end token, so the model would not learn to stop; set eos_token "
+            "in tokenizer_config.json"
         )
     return int(tokenizer.eos_token_id)
 
@@ -44,26 +44,28 @@ def prompted(tokenizer: Any, prompt: str) -> list[int]:
 
 
 def _without_ends(tokenizer: Any, text: str) -> tuple[list[int], NDArray[np.int64]]:
-    """Return tokens and offsets of a text, without tokens that the tokenizer appends, with at most
-    one BOS token."""
+    """Return tokens and offsets of a text, with at most one BOS token and no appended tokens."""
     tokens, offsets = with_offsets(tokenizer, text)
-    while len(tokens) > 1 and (
-        not offsets[len(tokens) - 1].any() or tokens[-1] == tokenizer.eos_token_id
-    ):
+
+    # Drop tokens that the tokenizer appends: they have no characters, or are the end token.
+    while len(tokens) > 1:
+        if offsets[len(tokens) - 1].any() and tokens[-1] != tokenizer.eos_token_id:
+            break
         tokens = tokens[:-1]
-    first, bos = 0, tokenizer.bos_token_id
-    # the text already had a BOS token
+
+    # Drop the tokenizer's BOS token if the text already has one.
+    first = 0
+    bos = tokenizer.bos_token_id
     while bos is not None and tokens[first : first + 2] == [bos, bos]:
         first += 1
     return tokens[first:], offsets[first : len(tokens)]
 
 
 def with_offsets(tokenizer: Any, text: str, **options: bool) -> tuple[list[int], NDArray[np.int64]]:
-    """Return the tokens of a text and their character offsets, (tokens, 2)."""
+    """Return the tokens of a text and their character offsets, shape (tokens, 2)."""
     encoding = tokenizer(text, return_offsets_mapping=True, verbose=False, **options)
-    return list(encoding["input_ids"]), np.array(
-        encoding["offset_mapping"], dtype=np.int64
-    ).reshape(-1, 2)
+    offsets = np.array(encoding["offset_mapping"], dtype=np.int64)
+    return list(encoding["input_ids"]), offsets.reshape(-1, 2)
 
 
 def first_ending_after(offsets: NDArray[np.int64], position: int) -> int:
@@ -78,29 +80,36 @@ def first_starting_at(offsets: NDArray[np.int64], position: int) -> int:
 
 
 def ends_in(texts: Ragged, special: Collection[int], tokenizer: Any) -> set[int]:
-    """Return the tokenizer's end token, and the ``special`` tokens that end trained turns of the
-    first texts (a line break may follow). Complements are not trained."""
-    ends, inside = {tokenizer.eos_token_id} - {None}, False
-    for token in reversed(
-        texts.values[: texts.ends[min(_INSPECTED, len(texts.ends)) - 1]].tolist()
-    ):
+    """Return the tokens that end answers: the tokenizer's end token, and some special tokens.
+
+    Args:
+        texts: tokens of each text; complements are not trained.
+        special: the special tokens. Those count that end a trained turn of the first 100 texts; a
+            line break may follow.
+        tokenizer: the tokenizer of the texts.
+    """
+    ends = {tokenizer.eos_token_id} - {None}
+    stop = texts.ends[min(_INSPECTED, len(texts.ends)) - 1]
+    # Read backwards: the first token of a trained turn that is not blank is its end.
+    inside = False
+    for token in reversed(texts.values[:stop].tolist()):
         if token in special and not inside:
             ends.add(token)
-        inside = token >= 0 and (
-            inside or token in special or not tokenizer.decode([token]).isspace()
-        )
+        if token < 0:
+            inside = False
+        elif not inside:
+            inside = token in special or not tokenizer.decode([token]).isspace()
     return ends
 
 
 def end_token_notes(ends: Collection[int], tokenizer: Any) -> list[str]:
     """Return a log line if answers end with tokens other than the tokenizer's end token."""
     others = [end for end in ends if end != tokenizer.eos_token_id]
+    if not others:
+        return []
     line = (
         f"answers end with {tokenizer.decode(others)!r}, and the tokenizer's end token is "
-        f"{tokenizer.eos_token!r}"
+        f"{tokenizer.eos_token!r}: generation_config.json in final/ contains both, so that "
+        "transformers stops at either"
     )
-    note = (
-        f"{line}: generation_config.json in final/ contains both, so that transformers stops at "
-        "either"
-    )
-    return [note] if others else []
+    return [line]

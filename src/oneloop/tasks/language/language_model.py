@@ -203,11 +203,9 @@ class LanguageModel(Task):
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         target = batch["target"]
-        outputs = dict[str, Tensor]()
         if self._uses_fused_loss(target, self.shape.padded_vocab or self.entries):
             total, each, right = model(**self._model_inputs(batch), target=target)
-            outputs["loss"] = each
-            outputs["right"] = right
+            outputs = {"loss": each, "right": right}
         else:
             logits = model(**self._model_inputs(batch)).logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -215,7 +213,7 @@ class LanguageModel(Task):
                 logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
             )
             total = each.sum()
-            outputs["loss"] = each.detach().view_as(target)
+            outputs = {"loss": each.detach().view_as(target)}
             # In training nobody reads it.
             if not torch.is_grad_enabled():
                 outputs["right"] = logits.argmax(-1) == target

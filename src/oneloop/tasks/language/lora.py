@@ -54,6 +54,8 @@ def add_adapters(
     alpha: Any = settings.alpha
     if alpha == int(alpha):
         alpha = int(alpha)  # peft's type, so that adapter_config.json has 32 and not 32.0
+    # GPT-2's layers store the transposed weight.
+    transposed = all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers)
     config = LoraConfig(
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
@@ -63,7 +65,7 @@ def add_adapters(
         use_rslora=settings.rslora,
         lora_dropout=settings.dropout,
         target_modules=_target_names(layers, model),
-        fan_in_fan_out=_all_conv1d(model, layers),
+        fan_in_fan_out=transposed,
     )
 
     # peft also freezes all other parameters.
@@ -137,18 +139,13 @@ def _quantization(settings: LoRA) -> str:
 def _linear_layers(model: nn.Module) -> list[str]:
     """Return the names of all linear layers except the output layer."""
     head = model.get_output_embeddings()  # type: ignore[operator]
-    layers = list[str]()
+    layers = []
     for name, module in model.named_modules():
         if module is head:
             continue
         if isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "Linear4bit"):
             layers.append(name)
     return layers
-
-
-def _all_conv1d(model: nn.Module, layers: Iterable[str]) -> bool:
-    """Return whether the weights of all layers are transposed (GPT-2)."""
-    return all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers)
 
 
 def _last_parts(layers: Iterable[str]) -> list[str]:
@@ -158,7 +155,7 @@ def _last_parts(layers: Iterable[str]) -> list[str]:
 
 def _matching(names: Iterable[str], ends: Collection[str]) -> list[str]:
     """Return the names that are one of ``ends``, or end with a dot and one of them."""
-    matching = list[str]()
+    matching = []
     for name in names:
         if any(f".{name}".endswith(f".{end}") for end in ends):
             matching.append(name)

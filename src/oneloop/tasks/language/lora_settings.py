@@ -183,7 +183,7 @@ def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
         raise ValueError(f"task.model {model!r}: its adapters cannot be read ({error})") from error
 
     # Reject settings that would change what the adapters compute.
-    unsupported = list[str]()
+    unsupported = []
     for key, value in config.items():
         if key in _USED_KEYS or key in _IGNORED_KEYS:
             continue

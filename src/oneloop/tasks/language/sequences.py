@@ -52,7 +52,7 @@ class Spans:
 
     def about(self, overlong: Overlong) -> list[str]:
         """Return log lines about texts that are too long or have no target."""
-        lines = list[str]()
+        lines = []
         if self.overlong:
             lines.append(
                 f"{self.overlong:,} of {self.whole:,} texts are longer than {self.length:,} tokens "

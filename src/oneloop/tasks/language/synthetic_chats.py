@@ -57,7 +57,7 @@ _SUMS = [f"{one} plus {other}" for one in range(9) for other in range(9)]
 
 class _Rule(NamedTuple):
     subjects: Sequence[str]
-    questions: Sequence[str]
+    questions: tuple[str, str]
     answer: Callable[[str], str]  # of a subject
 
 
@@ -98,7 +98,7 @@ class SyntheticChats:
 
     def texts(self) -> list[str]:
         """Return the contents of all messages."""
-        texts = list[str]()
+        texts = []
         for messages in self.conversations:
             texts += [message["content"] for message in messages]
         return texts

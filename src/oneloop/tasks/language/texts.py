@@ -1,5 +1,4 @@
-"""Texts for language models: files, columns of rows, and the source of Python's standard
-library."""
+"""Texts for language models: files, columns of rows, and Python's standard library."""
 
 import sysconfig
 import zlib
@@ -51,12 +50,15 @@ def stdlib() -> list[Document]:
 
 
 def documents(files: Iterable[Path], root: Path) -> list[Document]:
-    """Return a document for each text file, named relative to the root. Raise ValueError for other
-    files."""
+    """Return a document for each text file, named relative to the root.
+
+    Raise ValueError for other files.
+    """
     made = []
     for file in files:
         try:
-            text = file.read_text(encoding="utf-8-sig")  # some programs write a byte order mark
+            # Some programs write a byte order mark.
+            text = file.read_text(encoding="utf-8-sig")
         except UnicodeDecodeError as error:
             raise ValueError(
                 f"{file} is not UTF-8 text: {error}; convert it, or move it away"
@@ -68,8 +70,13 @@ def documents(files: Iterable[Path], root: Path) -> list[Document]:
 
 
 def divided(parts: dict[str, list[Document]], *, percent: float = 5) -> dict[str, list[Document]]:
-    """Return the splits train, validation and test; missing splits are taken from the training
-    texts."""
+    """Return the splits train, validation and test.
+
+    Args:
+        parts: documents by split; all under "" if the data has no splits. Missing splits are
+            taken from the training documents.
+        percent: share of the documents for each missing split.
+    """
     if set(parts) == {""}:
         return held_out(parts[""], percent=percent)
     if "validation" in parts:
@@ -77,6 +84,7 @@ def divided(parts: dict[str, list[Document]], *, percent: float = 5) -> dict[str
     splits = held_out(parts["train"], percent=percent)
     if "test" not in parts:
         return splits
+    # Only validation is missing, so it gets both shares.
     return {
         "train": splits["train"],
         "validation": splits["validation"] + splits["test"],
@@ -85,21 +93,31 @@ def divided(parts: dict[str, list[Document]], *, percent: float = 5) -> dict[str
 
 
 def held_out(documents: list[Document], *, percent: float = 5) -> dict[str, list[Document]]:
-    """Split documents into train, validation and test by a checksum of their names: the same on
-    every machine."""
+    """Split documents into train, validation and test; ``percent`` for each of the last two.
+
+    A checksum of the name decides, so that the splits are the same on every machine.
+    """
     splits: dict[str, list[Document]] = {"train": [], "validation": [], "test": []}
     for document in documents:
-        bucket = zlib.crc32(document.name.encode()) % 100
-        splits[
-            "validation" if bucket < percent else "test" if bucket < 2 * percent else "train"
-        ].append(document)
+        bucket = _checksum(document) % 100
+        if bucket < percent:
+            splits["validation"].append(document)
+        elif bucket < 2 * percent:
+            splits["test"].append(document)
+        else:
+            splits["train"].append(document)
+
+    # Few documents: move the one with the smallest checksum into an empty split.
     for split in ("validation", "test"):
-        if not splits[split] and len(splits["train"]) > 1:  # few texts: take the smallest checksum
-            splits[split].append(
-                min(splits["train"], key=lambda document: zlib.crc32(document.name.encode()))
-            )
-            splits["train"].remove(splits[split][0])
+        if not splits[split] and len(splits["train"]) > 1:
+            smallest = min(splits["train"], key=_checksum)
+            splits[split].append(smallest)
+            splits["train"].remove(smallest)
     return splits
+
+
+def _checksum(document: Document) -> int:
+    return zlib.crc32(document.name.encode())
 
 
 _IN_MEMORY = 64 << 20  # bytes of files; larger data are converted once and memory-mapped
@@ -125,7 +143,8 @@ class InMemory:
     """Documents in memory, with a content key of their files."""
 
     def __init__(self, documents: list[Document], content: dict[str, Any] | None = None) -> None:
-        self.documents, self.content = documents, content
+        self.documents = documents
+        self.content = content
 
     def __iter__(self) -> Iterator[str]:
         return (document.text for document in self.documents)
@@ -145,7 +164,8 @@ class InRows:
     """A text column of rows; its tokens are cached and memory-mapped."""
 
     def __init__(self, rows: Any, column: str) -> None:
-        self.rows, self.column = rows, column
+        self.rows = rows
+        self.column = column
 
     def __iter__(self) -> Iterator[str]:
         for array in self.rows.values(self.column):
@@ -161,12 +181,23 @@ class InRows:
 
 
 def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
-    """Return the texts of an unopened source by split; missing splits get a ``share`` of the rows.
-    ``window`` is in megabytes. Raise ValueError if the source is unusable."""
+    """Return the texts of a source by split.
+
+    Args:
+        source: an unopened source.
+        share: share of the texts for each missing split.
+        window: megabytes of parquet rows in memory.
+
+    Raises:
+        ValueError: the source cannot be used.
+    """
     checked(share, window)
-    where, column = source.where, source.columns["column"]
+    where = source.where
+    column = source.columns["column"]
     if where == "stdlib":
         return {name: InMemory(split) for name, split in held_out(stdlib()).items()}
+
+    # A column of a table, or many text files: the tokens are memory-mapped.
     files_found = None if where.startswith("hf:") else _find(where)
     if files_found is None or files_found.kind != "text" or _large(files_found):
         opened(
@@ -177,6 +208,8 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
             check=lambda it: check_texts(it, "column"),
         )
         return {name: InRows(rows, column) for name, rows in source.parts.items()}
+
+    # Few text files: keep them in memory, and divide very few for a validation split.
     splits = {
         split: documents(files, files_found.root) for split, files in files_found.parts.items()
     }
@@ -193,8 +226,10 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
 
 
 def all_texts(source: Source, *, window: int) -> Texts:
-    """Return all texts of an unopened source, in file order. Raise ValueError if the source is
-    unusable."""
+    """Return all texts of an unopened source, in file order; ``window`` is in megabytes.
+
+    Raise ValueError if the source cannot be used.
+    """
     if source.where == "stdlib":
         return InMemory(stdlib())
     files_found = None if source.where.startswith("hf:") else _find(source.where, whole=True)
@@ -208,6 +243,7 @@ def all_texts(source: Source, *, window: int) -> Texts:
 
 
 def _large(files_found: Found) -> bool:
+    """Return whether text files are too large to keep in memory."""
     return sum(file.stat().st_size for file in files_found.files) > _IN_MEMORY
 
 
@@ -219,14 +255,12 @@ def _find(where: str, *, whole: bool = False) -> Found:
 
 
 def _pieces(documents: list[Document]) -> list[Document]:
-    """Split texts into pieces of whole lines, if there are too few texts for a validation split of
-    whole texts."""
+    """Split documents into pieces of whole lines, about a hundred in total."""
     pieces = []
     for document in documents:
         lines = document.text.splitlines(keepends=True)
         length = max(1, len(lines) * len(documents) // 100)
         for start in range(0, len(lines), length):
-            pieces.append(
-                Document(f"{document.name}#{start}", "".join(lines[start : start + length]))
-            )
+            text = "".join(lines[start : start + length])
+            pieces.append(Document(f"{document.name}#{start}", text))
     return pieces

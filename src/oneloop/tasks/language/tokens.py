@@ -12,13 +12,14 @@ from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.cached_arrays import Ragged
 
+# ChatML template with {% generation %} tags
 _CHATML = (
     "{%- for message in messages %}{{- '<|im_start|>' + message['role'] + '\n' }}"
     "{%- if message['role'] == 'assistant' %}"
     "{% generation %}{{- message['content'] + '<|im_end|>' }}{% endgeneration %}"
     "{%- else %}{{- message['content'] + '<|im_end|>' }}{%- endif %}{{- '\n' }}{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
-)  # ChatML template with {% generation %} tags
+)
 
 
 class Bytes:
@@ -47,8 +48,16 @@ class BPE:
     separator = 0
 
     def __init__(self, texts: Iterable[str], vocab: int, *, cache_key: Any = None) -> None:
-        """Train on texts; ``cache_key``: JSON that identifies them. Raise ValueError if ``vocab``
-        is below 257."""
+        """Train the tokenizer, or load it from the cache.
+
+        Args:
+            texts: training texts.
+            vocab: vocabulary size.
+            cache_key: JSON that identifies the texts (None: do not cache).
+
+        Raises:
+            ValueError: ``vocab`` is below 257.
+        """
         from tokenizers import Tokenizer
 
         if vocab < 257:
@@ -63,10 +72,11 @@ class BPE:
                     with replacing(path) as draft:
                         self._train(texts, vocab).save(str(draft))
                 self.model = Tokenizer.from_file(str(path))
+
+        # A byte-level token has one character per byte; the first one separates texts.
         lengths = [
             len(self.model.id_to_token(token)) for token in range(self.model.get_vocab_size())
         ]
-        # a byte-level token has one character per byte
         self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)
 
     @staticmethod
@@ -76,7 +86,10 @@ class BPE:
         model = ByteLevelBPETokenizer()
         with Working("training the tokenizer"):
             model.train_from_iterator(
-                texts, vocab_size=vocab, show_progress=False, special_tokens=["<|endoftext|>"]
+                texts,
+                vocab_size=vocab,
+                show_progress=False,
+                special_tokens=["<|endoftext|>"],
             )
         return model
 
@@ -95,26 +108,28 @@ class BPE:
 
 
 def tokenizer_key(model: Any) -> str:
-    """Return a cache key of a tokenizer of transformers, with its special tokens, which are not in
-    its file."""
+    """Return a cache key of a tokenizer of transformers."""
+    # The special tokens are not in the tokenizer's file.
     settings = {
-        name: getattr(model, name, None)
-        for name in ("eos_token_id", "bos_token_id", "add_bos_token")
-    }
-    settings |= {
+        "eos_token_id": getattr(model, "eos_token_id", None),
+        "bos_token_id": getattr(model, "bos_token_id", None),
+        "add_bos_token": getattr(model, "add_bos_token", None),
         "add_eos_token": getattr(model, "add_eos_token", None),
         "special": sorted(model.all_special_ids),
     }
     return key_of(
-        type(model).__name__, model.backend_tokenizer.to_str(), settings, model.special_tokens_map
+        type(model).__name__,
+        model.backend_tokenizer.to_str(),
+        settings,
+        model.special_tokens_map,
     )
 
 
 class Vocabulary:
-    """A tokenizer of transformers with its own special tokens, one of which ends each text (else
-    ValueError)."""
+    """A tokenizer of transformers with its own special tokens, one of which ends each text."""
 
     def __init__(self, model: Any, name: str) -> None:
+        """Use a tokenizer. Raise ValueError with the model's ``name`` if it has no end token."""
         self.model = model
         if self.model.eos_token_id is None:
             raise ValueError(
@@ -122,6 +137,8 @@ class Vocabulary:
             )
         self.separator: int = self.model.eos_token_id
         self.content = tokenizer_key(self.model)
+
+        # A byte-level token has one character per byte; the bytes of other tokens are unknown.
         tokens = self.model.convert_ids_to_tokens(range(len(self.model)))
         special = set(self.model.all_special_ids)
         by_bytes = "ByteLevel" in type(self.model.backend_tokenizer.decoder).__name__
@@ -129,15 +146,14 @@ class Vocabulary:
             len(token) if by_bytes and token_id not in special else 0
             for token_id, token in enumerate(tokens)
         ]
-        # a byte-level token has one character per byte
         self.token_bytes = np.array(lengths, dtype=np.int64)
 
     def encode(self, text: str) -> NDArray[np.int32]:
         tokens = self.model(text, verbose=False)["input_ids"]
-        return np.array(
-            [*tokens, *([] if tokens[-1:] == [self.separator] else [self.separator])],
-            dtype=np.int32,
-        )
+        # Some tokenizers end a text themselves.
+        if tokens[-1:] != [self.separator]:
+            tokens = [*tokens, self.separator]
+        return np.array(tokens, dtype=np.int32)
 
     def decode(self, tokens: Sequence[int]) -> str:
         return str(self.model.decode(list(tokens)))
@@ -147,16 +163,21 @@ class Vocabulary:
 
 
 def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
-    """Train a byte-level BPE; return a tokenizer with a ChatML template. Raise ValueError if
-    ``vocab`` is below 258."""
+    """Train a byte-level BPE; return a tokenizer of transformers with a ChatML template.
+
+    Raise ValueError if ``vocab``, the vocabulary size, is below 258.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet, special = pre_tokenizers.ByteLevel.alphabet(), ["<|im_start|>", "<|im_end|>"]
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    special = ["<|im_start|>", "<|im_end|>"]
     if vocab < len(alphabet) + len(special):
         raise ValueError(
             f"task.vocab {vocab} is too small: a byte-level BPE for chats needs at least 258"
         )
+
+    # Divide numbers into digits, so that sums can be learned.
     bpe: Any = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -165,12 +186,15 @@ def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
         ]
     )
     bpe.decoder = decoders.ByteLevel()
-    options: dict[str, Any] = {
-        "vocab_size": vocab,
-        "special_tokens": special,
-        "initial_alphabet": alphabet,
-    }
-    bpe.train_from_iterator(texts, trainers.BpeTrainer(**options, show_progress=False))
+    trainer: Any = trainers.BpeTrainer(
+        vocab_size=vocab,
+        special_tokens=special,
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+
+    # A turn ends with <|im_end|>, which is also the end token.
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=special[1], pad_token=special[1]
     )
@@ -180,13 +204,25 @@ def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
 
 
 class Blocks:
-    """Samples of ``block + 1`` tokens, cut from the concatenated texts. They overlap by one token,
-    so that every token except the first is a target once. ``whole`` drops a shorter last sample."""
+    """Samples of ``block + 1`` tokens, cut from the concatenated texts.
+
+    They overlap by one token, so that every token except the first is a target once.
+    """
 
     def __init__(
         self, texts: Ragged, block: int, *, whole: bool, content: dict[str, Any] | None
     ) -> None:
-        self.tokens, self.block, self.content = texts.values, block, content
+        """Cut the texts.
+
+        Args:
+            texts: tokens of each text.
+            block: targets per sample.
+            whole: drop a shorter last sample.
+            content: a key of the texts' content (None: unknown).
+        """
+        self.tokens = texts.values
+        self.block = block
+        self.content = content
         targets = max(0, len(texts.values) - 1)
         self._length = targets // block if whole else -(-targets // block)
 
