@@ -279,8 +279,8 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
     def losses(*args: Any, target: Tensor | None = None, **kwargs: Any) -> Any:
         if target is None:
             return model_forward(*args, **kwargs)
-        base: Any = model.base_model
-        return head(base(*args, **kwargs).last_hidden_state, target)
+        output = model.base_model(*args, **kwargs)  # type: ignore[operator]
+        return head(output.last_hidden_state, target)
 
     head.forward = chunked_head  # type: ignore[method-assign,assignment]
     model.forward = losses  # type: ignore[method-assign]
@@ -334,8 +334,8 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     # Run the model with the ramp, and scale its own logits to the same size.
     with _eval_mode(model):
         try:
-            base: Any = model.base_model
-            hidden = base(input_ids=tokens, use_cache=False).last_hidden_state
+            output = model.base_model(input_ids=tokens, use_cache=False)  # type: ignore[operator]
+            hidden = output.last_hidden_state
             largest = forward(hidden).abs().max()
             boost = torch.where(largest > 0, 50 / largest, 0.0).to(head.weight.dtype)
             head.forward = ramped  # type: ignore[method-assign,assignment]

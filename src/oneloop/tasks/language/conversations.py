@@ -16,42 +16,58 @@ from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed, prompted
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "observation": "tool",
-    **{role: role for role in ROLES},
-}
-# keys of an answer
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
+# An answer needs a value of one of these keys.
 _ANSWER_KEYS = ("content", "tool_calls", "reasoning_content", "thinking", "reasoning")
 
 
 def encoded(
     row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None
 ) -> NDArray[np.int32]:
-    """Return the tokens of a row; untrained tokens are complements. ``columns`` maps task keys to
-    column names ("": no column). Raise ValueError if the row is malformed."""
+    """Return the tokens of a row; untrained tokens are complements.
+
+    Args:
+        row: values by column.
+        columns: column name of each of the task's keys ("": no column).
+        tokenizer: a tokenizer of transformers.
+        chat: the chat template (None: all rows are texts).
+
+    Raises:
+        ValueError: the row is malformed.
+    """
+    # A conversation.
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     if columns["messages"]:
         return _chat(chat).encode(conversation(row[columns["messages"]]), tools)
-    prompt, completion = row[columns["prompt"]], row[columns["completion"]]
+
+    # A prompt and a completion, as texts.
+    prompt = row[columns["prompt"]]
+    completion = row[columns["completion"]]
     if is_text(prompt) != is_text(completion):
-        kinds = f"the prompt is {_brief(prompt)}, and the completion {_brief(completion)}"
-        raise ValueError(f"{kinds}; both must be texts, or both messages")
+        raise ValueError(
+            f"the prompt is {_brief(prompt)}, and the completion {_brief(completion)}; both must "
+            "be texts, or both messages"
+        )
     if is_text(prompt):
         if not completion:
             raise ValueError("the completion is empty; fill it, or remove the row")
         return completed(tokenizer, prompt, completion)
-    template, before, after = _chat(chat), conversation(prompt), conversation(completion)
+
+    # A prompt and a completion, as messages.
+    template = _chat(chat)
+    before = conversation(prompt)
+    after = conversation(completion)
     return template.encode([*before, *after], tools, given=len(before))
 
 
 def encoded_prompt(
     row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None
 ) -> NDArray[np.int32]:
-    """Return the tokens of a prompt as complements, and one unused token. If the row has the
-    answer, return :func:`encoded` tokens, with only the answer as target. Raise ValueError if the
-    row is malformed."""
+    """Return the tokens of a prompt as complements, and one unused token.
+
+    If the row has the answer, return :func:`encoded` tokens, with only the answer as target. The
+    arguments are those of :func:`encoded`. Raise ValueError if the row is malformed.
+    """
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     prompt = row[columns["messages"] or columns["prompt"]]
     if columns["completion"] and row[columns["completion"]]:
@@ -60,15 +76,18 @@ def encoded_prompt(
         tokens = prompted(tokenizer, prompt)
     else:
         messages = conversation(prompt)
+        # The last message may be the answer.
         if messages[-1]["role"] == "assistant" and len(messages) > 1:
             return _chat(chat).encode(messages, tools, given=len(messages) - 1)
         tokens = _chat(chat).prompt(messages, tools)
     if not tokens:
         raise ValueError("the prompt is empty; fill it, or remove the row")
+    # The last token of a sample is not an input.
     return ~np.array([*tokens, 0], dtype=np.int32)
 
 
 def _chat(chat: Chat | None) -> Chat:
+    """Return the chat template. Raise ValueError if there is none: the first row is a text."""
     if chat is None:
         raise ValueError(
             "this row is a conversation, but others are texts; put them in separate data sets"
@@ -93,25 +112,36 @@ def is_text(value: Any) -> bool:
 
 
 def conversation(value: Any) -> list[dict[str, Any]]:
-    """Return the messages of a conversation. Raise ValueError with the index of a malformed
-    message."""
-    messages = read(value) if isinstance(value, str) else value
+    """Return the messages of a conversation, from a list or its JSON.
+
+    Raise ValueError with the index of a malformed message.
+    """
+    is_json = isinstance(value, str)
+    messages = read(value) if is_json else value
     if not isinstance(messages, Sequence) or not len(messages):
         raise ValueError(f"expected a list of messages, got {_brief(value)}")
-    return [
-        _message(message, number, exact=isinstance(value, str))
-        for number, message in enumerate(messages)
-    ]
+    return [_message(message, number, exact=is_json) for number, message in enumerate(messages)]
 
 
 def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
+    """Return a message with role and content. Raise ValueError if it is malformed.
+
+    ``exact``: keep null values inside of other values, because the user wrote them (in JSON).
+    """
     if not isinstance(given, Mapping):
         raise ValueError(f"message {number} must have role and content, got {_brief(given)}")
     message: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-    message = message if exact else _without_nulls(message)  # in JSON, the user wrote the null
+    if not exact:
+        message = _without_nulls(message)
+
+    # Convert ShareGPT's keys and roles.
     if "from" in message and "role" not in message:
-        content = {"content": message["value"]} if "value" in message else {}
-        message = {"role": _SHAREGPT_ROLES.get(message["from"], message["from"]), **content}
+        source = message
+        message = {"role": _SHAREGPT_ROLES.get(source["from"], source["from"])}
+        if "value" in source:
+            message["content"] = source["value"]
+
+    # Check the role, and that an answer says something.
     role = message.get("role")
     if role is None:
         raise ValueError(f"message {number} has no role; it has {', '.join(message) or 'nothing'}")
@@ -125,6 +155,8 @@ def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
             raise ValueError(
                 f"message {number}: the assistant's answer is empty; fill it, or remove the row"
             )
+
+    # Check and convert the content.
     if "content" not in message:
         raise ValueError(f"message {number} has no content; it has {', '.join(given)}")
     message["content"] = _text(message["content"], number)
@@ -134,21 +166,23 @@ def _message(given: Any, number: int, *, exact: bool) -> dict[str, Any]:
 
 
 def _text(content: Any, number: int) -> str:
+    """Return the content of a message as text. Raise ValueError if it is not only text."""
     if isinstance(content, str):
         return content
-    for part in content if isinstance(content, list) else [content]:
-        if not isinstance(content, list):
-            raise ValueError(f"message {number}: its content is {_brief(content)}; text is needed")
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
+    if not isinstance(content, list):
+        raise ValueError(f"message {number}: its content is {_brief(content)}; text is needed")
+    texts = []
+    for part in content:
+        text = None
+        if isinstance(part, Mapping) and part.get("type") == "text":
+            text = part.get("text")
+        if not isinstance(text, str):
             raise ValueError(
                 f"message {number} holds more than text ({_brief(part)}); this task supports "
                 "only text"
             )
-    return "".join(part["text"] for part in content)
+        texts.append(text)
+    return "".join(texts)
 
 
 def _calls(calls: Any, number: int) -> list[Any]:
@@ -158,14 +192,14 @@ def _calls(calls: Any, number: int) -> list[Any]:
             f"message {number}: its tool_calls are {_brief(calls)}; a list of objects is needed"
         )
     for call in calls:
-        if isinstance(function := call.get("function"), dict) and isinstance(
-            function.get("arguments"), str
-        ):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             function["arguments"] = _parsed_object(function["arguments"])
     return calls
 
 
 def _tools(value: Any) -> list[Any] | None:
+    """Return the tools of a row, from a list or its JSON. Raise ValueError if it is neither."""
     if value is None or (isinstance(value, str) and not value.strip()):
         return None
     tools = read(value) if isinstance(value, str) else value
@@ -183,10 +217,12 @@ def read(text: str) -> list[Any] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        entries = json.loads(text)
+        entries: list[Any] = json.loads(text)
     except ValueError:
         return None
-    return entries if entries and all(isinstance(entry, dict) for entry in entries) else None
+    if entries and all(isinstance(entry, dict) for entry in entries):
+        return entries
+    return None
 
 
 def _parsed_object(text: str) -> Any:
@@ -202,7 +238,9 @@ def _without_nulls(value: Any) -> Any:
     """Remove null values, recursively: a table gives every row the keys of all rows."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_without_nulls(inner) for inner in value]
+    return value
 
 
 def _brief(value: Any) -> str:

@@ -270,7 +270,7 @@ class LanguageModel(Task):
             losses: loss of each token except the first, in nats.
             trained: whether each token except the first is trained.
         """
-        pieces = list[tuple[str, float | None]]()
+        pieces = []
         for token, loss, counts in zip(tokens, [0.0, *losses], [False, *trained], strict=True):
             pieces.append((self.decode([token]), loss if counts else None))
         return pieces

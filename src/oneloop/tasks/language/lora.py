@@ -115,7 +115,7 @@ def _log_line(model: nn.Module, settings: LoRA, layers: Sequence[str], before: s
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    trained = dict[str, nn.Parameter]()
+    trained = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             trained[name] = parameter
@@ -223,7 +223,7 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
         )
 
     # Compare names and shapes before anything is changed.
-    own = dict[str, nn.Parameter]()
+    own = {}
     for name, parameter in _trained(model).items():
         own[origin.outside(name)] = parameter
     wrong = sorted(own.keys() ^ saved.keys())

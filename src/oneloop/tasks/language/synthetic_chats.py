@@ -34,7 +34,7 @@ _OPPOSITES = _words(
 
 def _neighbour(step: int) -> Callable[[str], str]:
     """Return a function from a word to the word ``step`` later in its cycle."""
-    neighbours = dict[str, str]()
+    neighbours = {}
     for row in _CYCLES:
         for index, name in enumerate(row):
             neighbours[name] = row[(index + step) % len(row)]
@@ -84,7 +84,7 @@ class SyntheticChats:
         """Generate the conversations of ``part``: train, validation or test."""
         # Generate all splits with one generator, so that they differ.
         generator = random.Random(17)
-        chats = dict[str, list[list[Message]]]()
+        chats = {}
         for name, count in LESSONS.items():
             chats[name] = [_conversation(generator) for _ in range(count)]
         self.part = part
