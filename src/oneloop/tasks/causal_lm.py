@@ -165,6 +165,7 @@ class CausalLM(LanguageModel):
             probabilities = finite.softmax(-1).cpu()
             return torch.multinomial(probabilities, 1, generator=generator)[:, 0].to(logits.device)
 
+        # Prompts differ in length; the answers have the same one.
         prompts = [
             row[:length]
             for row, length in zip(batch["input"], prompt_lengths.tolist(), strict=True)

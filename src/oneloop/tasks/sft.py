@@ -45,8 +45,10 @@ _CACHE_VERSION = 1  # increase it if the tokens of a row change
 
 
 class SFT(LanguageModel):
-    """Fine-tuning on conversations, or on prompts and completions. The weight of a sample is its
-    number of trained tokens: the assistant's answers with their end tokens, or the completion.
+    """Fine-tuning on conversations, or on prompts and completions.
+
+    The weight of a sample is its number of trained tokens: the assistant's answers with their end
+    tokens, or the completion.
 
     Args:
         data: lessons (synthetic conversations); a file or folder of json lines, parquet or arrow;
@@ -345,6 +347,7 @@ class SFT(LanguageModel):
 
         A sample with a reference answer also has metrics.
         """
+        # Without a reference answer there are no metrics.
         metrics = super().predicted(batch, outputs)
         known = list(metrics["tokens"])
         for values in metrics.values():

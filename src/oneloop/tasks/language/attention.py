@@ -36,8 +36,9 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
+    # Register the function; without a mask function transformers would ignore padding masks.
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)  # otherwise padding masks would be ignored
+    AttentionMaskInterface.register(NAME, sdpa_mask)
     before = model.config._attn_implementation  # type: ignore[union-attr]
 
     # Compare with the model's own attention; on meta there are no logits.
@@ -109,6 +110,7 @@ def _attend(
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    # SDPA would ignore these options of some models.
     unknown = [name for name in ("softcap", "s_aux") if options.get(name) is not None]
     if unknown:
         raise ValueError(
@@ -121,6 +123,7 @@ def _attend(
         window = _window(module, query.shape[2], sliding_window)
         if attention_mask.dtype is torch.int32:
             cuts = attention_mask.flatten()
+            # The kernel for half precision skips the work between documents; SDPA masks it.
             if not dropout and _varlen_supports(query):
                 return _of_different_lengths(query, key, value, cuts, scaling, window), None
             attention_mask = borders(_document_numbers(query, cuts), torch.empty(0))
@@ -147,6 +150,8 @@ def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
     kind = "full_attention"
     if kinds and isinstance(layer, int) and layer < len(kinds):
         kind = kinds[layer]
+
+    # A chunk that is longer than the row changes nothing.
     chunk = getattr(config, "attention_chunk_size", None) or 0
     no_window = kind == "sliding_attention" and sliding is None
     if no_window or (kind == "chunked_attention" and chunk < length):
@@ -198,6 +203,7 @@ def _of_different_lengths(
     value = value.transpose(1, 2).flatten(0, 1)
     groups = query.shape[1] // key.shape[1]
     supported = signature(varlen_attn).parameters
+    # Several query heads may share a key head, which older versions do not know.
     if "enable_gqa" not in supported:
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
@@ -219,6 +225,7 @@ def _of_different_lengths(
 def _newer_options(supported: Container[str], groups: int) -> dict[str, Any]:
     """Return arguments that only newer versions of torch have."""
     options = dict[str, Any]()
+    # One split, so that the order of sums does not depend on the other documents.
     if "num_splits" in supported:
         options["num_splits"] = 1
     if "enable_gqa" in supported:
@@ -258,6 +265,8 @@ def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
     tokens = _tokens(model)
     length = tokens.shape[1]
     device = tokens.device
+
+    # Compare causal attention with the model's own.
     if not _near(_logits(model, tokens, attention_mask=causal(device)), own):
         raise ValueError(f"{name} does not attend to exactly the tokens before each token")
     if not packed:
@@ -282,6 +291,8 @@ def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
             f"{name}: its layers carry state from one document to the next (linear attention, a "
             "state space, a convolution)"
         )
+
+    # Run the second document alone.
     if not _near(after, _logits(model, second, attention_mask=causal(device))):
         raise ValueError(
             f"{name}: the logits of a packed document depend on the document before it"

@@ -71,16 +71,20 @@ class Chat:
             if token.special:
                 self.special.add(number)
 
-        # Decide how the assistant's tokens are found; prefixes need a template that keeps them.
+        # Tags say exactly which tokens are the assistant's.
         if self.marked:
             self.note = "the template's {% generation %} tags mark the assistant's tokens"
             self._check_marks()
             return
+
+        # Without tags compare prefixes, if the template renders the beginning always the same.
         self.note = (
             "the assistant's tokens are found by comparing prefixes of the rendered template"
         )
         if self._keeps_prefixes():
             return
+
+        # If it does not, TRL may have a version of it with tags.
         trl_template = _trl_template(tokenizer, template)
         if trl_template:
             self.template = trl_template
@@ -151,8 +155,9 @@ class Chat:
             render_jinja_template,
         )
 
+        # Render; a template can raise anything.
         try:
-            # transformers' strftime_now uses today's date and has no argument
+            # transformers' strftime_now uses today's date and has no argument.
             if "strftime_now" in self.template:
                 _compile_jinja_template(self.template).globals["strftime_now"] = self._day.strftime
             texts, spans = render_jinja_template(
@@ -163,7 +168,7 @@ class Chat:
                 return_assistant_tokens_mask=marks,
                 **self.tokenizer.special_tokens_map,
             )
-        except Exception as error:  # a template can raise anything
+        except Exception as error:
             why = " ".join(str(error).split())
             if not isinstance(error, jinja2.TemplateError):
                 why = f"{type(error).__name__}: {why}"
@@ -196,6 +201,8 @@ class Chat:
                     "message 0 is from the assistant, so the start of its turn is unknown; put a "
                     "message before it, or drop it"
                 )
+
+            # Compare the text before the turn, the text through it, and the whole text.
             before = self.render(messages[:index], tools, prompt=True)
             through = text
             if index < len(messages) - 1:
@@ -203,13 +210,16 @@ class Chat:
             if text.startswith(through) and through.startswith(before):
                 spans.append((len(before), len(through)))
                 continue
-            advice = "install trl for its training templates"
             if find_spec("trl"):
-                advice = "TRL has no training template for it"
+                raise ValueError(
+                    f"cannot find the assistant's tokens of message {index}: the template renders "
+                    "earlier turns differently when more follow, and has no marks; TRL has no "
+                    f"training template for it; {_HINT}"
+                )
             raise ValueError(
                 f"cannot find the assistant's tokens of message {index}: the template renders "
-                "earlier turns differently when more follow, and has no marks; "
-                f"{advice}; {_HINT}"
+                "earlier turns differently when more follow, and has no marks; install trl for "
+                f"its training templates; {_HINT}"
             )
         return spans
 
@@ -241,6 +251,7 @@ class Chat:
         return kept
 
     def _check_marks(self) -> None:
+        """Raise ValueError if the template's tags are not around the answers."""
         try:
             text, spans = self._rendered(_PROBE, None, marks=True)
         except ValueError:
@@ -253,6 +264,7 @@ class Chat:
                 )
 
     def _keeps_prefixes(self) -> bool:
+        """Return whether the template renders the beginning the same, whatever follows."""
         try:
             self._prefix_ranges(self.render(_PROBE), _PROBE, None, 0)
         except ValueError:
@@ -281,12 +293,15 @@ class Chat:
                 f"no special token ends the answer ({answer[-40:]!r}), so the model would not "
                 f"learn to stop; {advice} in --task.chat_template FILE"
             )
+
+        # Some templates leave an answer out.
         content = [token for token in tokens[first:end] if token not in self.special]
         if not self.tokenizer.decode(content).strip():
             raise ValueError(
                 f"the chat template does not write the assistant's answer ({answer!r}: only tool "
                 "calls or thoughts?); use a template that writes them, or remove the row"
             )
+        # With tags the template decides whether the line break after the end token is trained.
         return last if self.marked else end
 
 

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 Change = Callable[[Tensor], Tensor]  # what a model applies to the logits of its output layer
 
+# Names in configs of transformers of what a model does to its logits.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
@@ -94,10 +95,11 @@ class _Chunked(torch.autograd.Function):
         entries: int,
         differentiable: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
+        # Decide which gradients are needed, and in which precision they are computed and summed.
         needs = [differentiable and need for need in ctx.needs_input_grad[:3]]
         needs_hidden, needs_weight, needs_bias = needs
         dtype = _product_dtype(hidden)
-        exact = torch.promote_types(dtype, torch.float32)  # for losses and sums over chunks
+        exact = torch.promote_types(dtype, torch.float32)
 
         # Allocate the results, and the gradients that are needed.
         each = torch.empty(target.shape, dtype=exact, device=hidden.device)
@@ -122,7 +124,9 @@ class _Chunked(torch.autograd.Function):
             if _autocast(hidden)
             else nullcontext()
         )
-        size = max(1, entries // len(weight))  # tokens of a chunk
+
+        # Compute the loss of one chunk of tokens after the other.
+        size = max(1, entries // len(weight))
         with autocast_off:
             # torch.compile guards on this count, not on the tokens.
             for number in range(-(-len(hidden) // size)):
@@ -209,6 +213,7 @@ def _chunk(
         largest = logits.argmax(-1)
         return F.cross_entropy(logits, target, reduction="none", ignore_index=ignore), largest
 
+    # ``change`` is any function: let autograd differentiate it, while these logits exist.
     slope: Tensor | None = None
     if slopes:
         each, backward, largest = torch.func.vjp(losses, logits, has_aux=True)  # type: ignore[misc]
@@ -298,6 +303,7 @@ def _change(model: nn.Module) -> Change | None:
             if isinstance(value, int | float):
                 yield float(value)
 
+    # Multiply all factors; some models divide by the value of the same key.
     factor = 1.0
     for value in values_of(_FACTORS):
         factor *= value
@@ -307,6 +313,7 @@ def _change(model: nn.Module) -> Change | None:
         else:
             factor /= value
 
+    # A cap follows after the factors.
     cap = next(values_of(_CAPS), None)
     if cap is not None:
         return lambda logits: torch.tanh(logits * (factor / cap)) * cap
@@ -328,6 +335,7 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     tokens = torch.arange(min(8, entries), device=device)[None]
     ramp = torch.linspace(-50, 50, entries, device=device, dtype=head.weight.dtype)
 
+    # ``boost`` is set below, when the size of the model's logits is known.
     def ramped(hidden: Tensor) -> Tensor:
         return forward(hidden) * boost + ramp
 
@@ -352,6 +360,7 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
     logits = ramped(hidden).double()
     if change is not None:
         logits = change(logits)
+    # The two ways may round differently, in the dtype of the weights.
     bound = 1e-4 if torch.finfo(head.weight.dtype).bits >= 32 else 2e-2
     worst = float("inf")
     if own.shape == logits.shape:

@@ -133,6 +133,7 @@ class LanguageModel(Task):
         self._masked = False
 
     def model(self) -> nn.Module:
+        # Take the stats before the model is read: its files may change meanwhile.
         if self.adapters is None:
             model = self.bare_model()
         else:
@@ -183,6 +184,7 @@ class LanguageModel(Task):
         return (batch["target"] != IGNORE).sum()
 
     def _model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        # The masks are 4-D: transformers would read a 2-D mask on the host (sync).
         inputs: dict[str, Any] = {"input_ids": batch["input"], "use_cache": False}
         if "document" in batch:
             inputs["attention_mask"] = borders(batch["document"], batch["cuts"])
@@ -204,9 +206,11 @@ class LanguageModel(Task):
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         target = batch["target"]
         if self._uses_fused_loss(target, self.shape.padded_vocab or self.entries):
+            # The output layer returns the losses in place of logits.
             total, each, right = model(**self._model_inputs(batch), target=target)
             outputs = {"loss": each, "right": right}
         else:
+            # Half-precision logits are too coarse for the loss.
             logits = model(**self._model_inputs(batch)).logits
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             each = F.cross_entropy(

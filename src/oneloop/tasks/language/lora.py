@@ -68,7 +68,7 @@ def add_adapters(
         fan_in_fan_out=transposed,
     )
 
-    # peft also freezes all other parameters.
+    # Add the adapters, in float32; peft also freezes all other parameters.
     inject_adapter_in_model(config, model, adapter_name=_NAME)
     for parameter in _trained(model).values():
         parameter.data = parameter.data.float()
@@ -89,8 +89,11 @@ def add_adapters(
         },
         seen=lambda: file_stats(wanted.base),
     )
+    # ``origin`` identifies the files as they are now, which must be those that were loaded.
     if stats not in (None, file_stats(wanted.base)):
         raise ValueError(f"task.model {wanted.base!r} was changed while it was loaded; start again")
+
+    # Continue with existing adapters.
     before = None
     if wanted.given is not None:
         before = _load_adapters(model, wanted.given, origin)
@@ -169,6 +172,8 @@ def _targets(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
         return linear
     known = ", ".join(_last_parts(linear))
     modules = dict(model.named_modules())
+
+    # Each target must have a layer.
     for end in targets:
         if _matching(linear, [end]):
             continue

@@ -175,6 +175,8 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
             f"task.padded_vocab {shape.padded_vocab} is smaller than the vocabulary of "
             f"{entries:,} tokens"
         )
+
+    # The defaults of transformers.
     tied = shape.tied
     if tied is None:
         tied = shape.architecture == "gpt2"
@@ -236,6 +238,8 @@ def load_model(
         ValueError: the model cannot be loaded, or its sizes do not fit.
     """
     reject_quantized(name, lora)
+
+    # Load it in float32; for adapters in the dtype of its file, or in 4 bits.
     model, notes = auto_model(
         "AutoModelForCausalLM",
         name,

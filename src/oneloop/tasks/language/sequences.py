@@ -90,6 +90,8 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
         number = np.arange(len(text)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
         starts = starts[text] + number * length
         stops = np.minimum(starts + length + 1, stops[text])
+
+    # Keep the samples that have a target.
     keep = _targets(texts.values, starts, stops) > 0
     made = Spans(
         tokens=texts.values,
@@ -240,7 +242,7 @@ class Packed:
         self.spans = spans
         self.content = content
         self.bins = packed(spans.lengths, spans.length)
-        # maximum number of documents per row
+        # The maximum number of documents per row.
         self.most = int(np.diff(self.bins.ends, prepend=0).max())
 
     def __len__(self) -> int:
@@ -292,6 +294,7 @@ def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[s
         of each token, and ``cuts``, int32: document starts in all rows concatenated. Padding is a
         separate document.
     """
+    # Allocate the arrays; a row of one span is a list of one.
     rows = [sample if isinstance(sample, list) else [sample] for sample in samples]
     if not width:
         width = max(sum(map(len, row)) - len(row) for row in rows)
@@ -301,9 +304,12 @@ def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[s
     document = np.zeros((len(rows), width), dtype=np.int32)
     cuts = list[int]()
     real_tokens = 0
+
+    # Write one document after the other.
     for number, row in enumerate(rows):
         start = 0
-        for span in [*row, None]:  # None: the padding
+        for span in [*row, None]:
+            # None stands for the padding, which is a document of its own.
             if span is None:
                 size = width - start
             else:

@@ -232,6 +232,7 @@ def all_texts(source: Source, *, window: int) -> Texts:
     """
     if source.where == "stdlib":
         return InMemory(stdlib())
+    # The same cases as in ``texts_of``.
     files_found = None if source.where.startswith("hf:") else _find(source.where, whole=True)
     if files_found is None or files_found.kind != "text" or _large(files_found):
         check_texts([whole(source, window=window, kinds=_KINDS)], "column")
