@@ -6,7 +6,7 @@ holds both kinds.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -104,7 +104,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
         whole=len(long),
     )
     if not len(made):
-        _reject_empty(texts, made, overlong)
+        raise ValueError(_why_empty(texts, made, overlong))
     return made
 
 
@@ -114,16 +114,16 @@ def _ranges(texts: Ragged) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     return np.concatenate([np.zeros(1, np.int64), stops])[:-1], stops
 
 
-def _reject_empty(texts: Ragged, made: Spans, overlong: Overlong) -> NoReturn:
-    """Raise ValueError with the reason why no sample is left."""
+def _why_empty(texts: Ragged, made: Spans, overlong: Overlong) -> str:
+    """Return the error message if no sample is left."""
     trained = np.flatnonzero(np.asarray(texts.values) >= 0)
     if not len(trained):
-        raise ValueError(
+        return (
             f"none of {made.whole:,} texts has a token to train on: no assistant message, no "
             "completion"
         )
     if overlong == "drop" and made.overlong == made.whole:
-        raise ValueError(
+        return (
             f"all {made.whole:,} texts are longer than {made.length:,} tokens; increase the "
             "length, or truncate them"
         )
@@ -131,7 +131,7 @@ def _reject_empty(texts: Ragged, made: Spans, overlong: Overlong) -> NoReturn:
     starts, stops = _ranges(texts)
     text = np.searchsorted(stops, trained, side="right")
     first = int((trained - starts[text]).min())
-    raise ValueError(
+    return (
         f"none of {made.whole:,} texts has a token to train on within {made.length:,} tokens; "
         f"the first one is token {first:,}: raise the length"
     )
