@@ -23,8 +23,6 @@ WORDS = [
     "0.001",
     "--schedule.name",
     "constant",
-]
-WORDS += [
     "--schedule.warmup",
     "0",
     "--batch.size",
@@ -35,32 +33,31 @@ WORDS += [
     "0",
     "--log.every",
     "1",
+    "--eval.samples",
+    "0",
+    "--run.dir",
+    "run",
 ]
-WORDS += ["--eval.samples", "0", "--run.dir", "run"]
 
 
 def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Save a small Llama with a tokenizer, like transformers; its matrices fill whole bitsandbytes
-    blocks."""
+    """Save a small Llama with a tokenizer, like transformers.
+
+    Its matrices fill whole blocks of bitsandbytes.
+    """
     from oneloop.tasks.language.synthetic_chats import SyntheticChats
     from oneloop.tasks.language.tokens import chat_tokenizer
 
-    texts = [
-        message["content"]
-        for one in SyntheticChats("validation").conversations[:200]
-        for message in one
-    ]
-    tokenizer = chat_tokenizer(texts, 320)
+    tokenizer = chat_tokenizer(SyntheticChats("validation").texts(), 320)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    sizes = {
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-    }
     config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), max_position_embeddings=128, **sizes
+        vocab_size=len(tokenizer),
+        max_position_embeddings=128,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
     return folder
@@ -77,6 +74,8 @@ def adapters_of(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of two adapters, as a share of the largest weight."""
     assert one.keys() == other.keys()
     scale = max(tensor.abs().max().item() for tensor in other.values())
-    return max((one[name] - other[name]).abs().max().item() for name in one) / scale
+    largest = max((one[name] - other[name]).abs().max().item() for name in one)
+    return largest / scale

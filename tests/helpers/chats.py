@@ -54,11 +54,10 @@ def call_with_both(messages: Messages) -> bool:
     )
 
 
-PREFIXES, MARKS, TRLS = (
-    "found by comparing prefixes",
-    "the template's {% generation %} tags mark the assistant's tokens",
-    "TRL's is used",
-)
+# what the log says about the template
+PREFIXES = "found by comparing prefixes"
+MARKS = "the template's {% generation %} tags mark the assistant's tokens"
+TRLS = "TRL's is used"
 
 
 CHATML = ("<|im_start|>", "<|im_end|>")
@@ -157,8 +156,9 @@ def tokenizer_with(
     made.train_from_iterator(
         TEXTS * 5, trainers.BpeTrainer(vocab_size=320, initial_alphabet=alphabet)
     )
-    known = {"eos_token": special[-1]} | ({} if begin is None else {"bos_token": begin})
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **known)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, bos_token=begin, eos_token=special[-1]
+    )
     added = [AddedToken(token, special=True, normalized=False, **how) for token in special]
     tokenizer.add_special_tokens({"additional_special_tokens": added})
     tokenizer.chat_template = template

@@ -113,7 +113,7 @@ class SFT(LanguageModel):
             "tools": tools,
         }
 
-        # The chat template is used, and checked, only if a source has conversations.
+        # Read the template; it is used only if a source has conversations.
         self._template: str | None = None
         if chat_template is not None:
             self._template = template_of(chat_template)
