@@ -1,5 +1,7 @@
-"""The loop. ``accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train
-digits``"""
+"""The training loop.
+
+accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train digits
+"""
 
 if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
     from oneloop.launch import before_imports
@@ -26,7 +28,7 @@ from oneloop.run.folder import Folder
 from oneloop.run.gradients import Gradients
 from oneloop.run.start_lines import start_lines
 from oneloop.run.steps import NO_WEIGHT, Steps
-from oneloop.run.training_state import State
+from oneloop.run.training_state import State, open_run
 from oneloop.run.upkeep import Upkeep
 
 
@@ -41,25 +43,39 @@ def accumulate(
     position: int,
     measured: bool,
 ) -> Sums:
-    """Accumulate the gradients of a step's summed loss, divided by the total weight of the global
-    batch (all ranks). Return this rank's sums. ``position``: of the first sample; ``measured``: a
-    log line follows."""
-    accelerator, model, clock, sums = (
-        run.accelerator,
-        gradients.model,
-        meter.clock,
-        gradients.sums(),
-    )
-    # the factor undoes accelerate's mean over the micro-batches
+    """Accumulate the gradients of a step: of its summed loss, divided by its total weight.
+
+    Args:
+        job: what the recipe describes.
+        run: this process, with its rank and accelerator.
+        gradients: seeds, checks and sums the gradients.
+        group: this rank's micro-batches, their weights, and the total weight of all ranks.
+        meter: its clock measures the phases of the step.
+        position: index of the step's first sample in the order of all samples.
+        measured: whether a log line follows.
+
+    Returns:
+        The sums of this rank's losses and metrics, on the device.
+    """
+    accelerator = run.accelerator
+    model = gradients.model
+    clock = meter.clock
+    sums = gradients.sums()
+
+    # Divide the summed loss by the total weight of the global batch. The factor undoes accelerate's
+    # mean over the micro-batches; DDP and FSDP2 are set to sum over the ranks
+    # (machine/reduction.py).
     scale = gradients.factor / group.total
+
     with gradients.step(position, measured=measured):
-        # a whole-batch loss has two
+        # A loss over the whole batch makes a first pass over all micro-batches here.
         loss_of, batches = gradients.passes(clock.over("transfer", group.batches))
+
+        # Accumulate gradients. After the last micro-batch, .grad is the sum over all ranks.
         for batch, weight in zip(batches, group.weights, strict=False):
-            # .grad: sum over all ranks
             with accelerator.accumulate(model), gradients.micro_batch(weight):
                 loss, outputs = loss_of(model, batch)
-                # a NaN loss makes the norm NaN on all ranks
+                # A NaN loss on one rank makes the gradient norm NaN on all ranks.
                 accelerator.backward(contagious(loss, scale))
             sums.add(loss, outputs, weight)
             clock.mark("compute")
@@ -69,18 +85,31 @@ def accumulate(
 def update(
     gradients: Gradients, guard: Guard, sums: Sums, *, lr: float, clip: float, weight: float
 ) -> None:
-    """Update the weights. The device leaves them unchanged if the gradients are bad. The step is
-    then pending."""
+    """Update the weights, which the device leaves unchanged if the gradients are bad.
+
+    The step is then pending.
+
+    Args:
+        gradients: the gradients of the step.
+        guard: updates the weights, or detects that the step is bad.
+        sums: what :func:`accumulate` returned.
+        lr: learning rate.
+        clip: largest global norm of the gradients (0: no limit).
+        weight: total weight of the global batch.
+    """
+    # Clip by the norm over all ranks, after fp16's loss scale is divided out.
     guard.unscale()
     norm = gradients.norm()
     clip_(gradients.parameters, clip, norm)
+
+    # Queue the update. With a fused optimizer, the host does not wait to learn of bad gradients.
     set_lr(guard.optimizer, lr)
     guard.step(norm, loss=sums.loss, weight=weight, metrics=sums.metrics)
     clear_gradients(gradients.parameters)
 
 
 def accept(step: Step, meter: Meter, emas: Sequence[EMA], samples: int) -> None:
-    """Record a step that was not bad, and average the weights."""
+    """Record a step of ``samples`` samples that was not bad, and update the EMA weights."""
     meter.step(
         loss=step.loss, metrics=step.metrics, norm=step.norm, weight=step.weight, samples=samples
     )
@@ -89,8 +118,12 @@ def accept(step: Step, meter: Meter, emas: Sequence[EMA], samples: int) -> None:
 
 
 def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
-    """Train ``job`` on the processes of ``run``, into ``folder``; return the summary. Collective:
-    call on every rank.
+    """Train ``job`` and return the summary (summary.json). Collective: call on every rank.
+
+    Args:
+        job: what the recipe describes: task, data, model, optimizer and intervals.
+        run: this process, with its rank, device and accelerator.
+        folder: the run folder.
 
     Raises:
         BadInput: the folder's checkpoints are damaged, or belong to another model.
@@ -100,15 +133,19 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         ValueError: the total weight of a global batch is 0.
         OSError: too many saves in a row have failed, or the last one before a stop.
     """
-    # The model on its processes (one, DDP or FSDP2), and its optimizer and EMA weights.
-    recipe, layout, intervals, accelerator = job.recipe, job.layout, job.intervals, run.accelerator
+    clip = job.recipe.optimizer.clip  # largest norm of the gradients
+    layout = job.layout  # global batch = ranks x accumulated micro-batches x micro-batch
+    intervals = job.intervals
+    accelerator = run.accelerator
+
+    # Prepare the model (one process, DDP or FSDP2), its optimizer and its EMA weights.
     accelerator.gradient_accumulation_steps = layout.accumulate
     model = run.prepare(job.model, blocks=job.built.blocks)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with run.setting_up():  # an error of one rank ends all of them
         optimizer = job.make_optimizer(model)
         emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
-        seen = preflight(job, run, model)  # preflight check: a few samples through task and model
+        seen = preflight(job, run, model)  # tries task and model on a few samples
     gradients = Gradients(job, run, model, parameters, seen)
     guard = Guard(
         optimizer,
@@ -118,25 +155,20 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         total=gradients.total,
     )
 
-    # The state that a checkpoint holds. Until begin(), nothing is written; after it, a resumed run
-    # is where it was.
+    # Resume from a checkpoint, if there is one. Nothing is written before open_run().
     state = State(job, run, folder, model, optimizer, emas, guard, seen)
     run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
-    run_log = state.begin(job, run, folder, graph=seen.graph)
-    count, meter, clock, checkpoints = (
-        state.count,
-        state.meter,
-        state.meter.clock,
-        state.checkpoints,
-    )
+    run_log = open_run(job, run, folder, state, graph=seen.graph)
+    count, meter, checkpoints = state.count, state.meter, state.checkpoints
+    clock = meter.clock
     steps = Steps(job, run, count, checkpoints, gradients.checks)
     upkeep = Upkeep(job, run, state, run_log, gradients, steps, emas)
 
     def resolve() -> Outcome | None:
-        """Return the outcome of the pending step, or None if no step is pending. See "The pending
-        step" below."""
+        """Return the outcome of the pending step (see below), or None if no step is pending."""
         steps.confirm()  # FSDP2: all ranks ran the same units
-        if (step := guard.resolve()) is None:
+        step = guard.resolve()
+        if step is None:
             return None
         if step.fault is not Fault.NONE:
             return upkeep.bad_step(step)  # skip, rewind, or raise Diverged
@@ -146,15 +178,17 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         return Outcome.ACCEPTED
 
     def save() -> None:
-        """Start a checkpoint; training waits only for a copy to host memory. No step may be
-        pending."""
+        """Start a checkpoint, which waits for a copy to host memory. No step may be pending."""
         run_log.event("save")
-        state.save(checkpoints, count.step, **upkeep.kept())
+        state.save(checkpoints, count.step, about=upkeep.best_so_far(), keep=upkeep.kept())
         upkeep.bad.saved()
         clock.mark("save")
 
+    # Save a first checkpoint, if bad steps rewind to one.
     if job.policy.rewinds and not run_log.resumed:
-        save()  # so that there is a checkpoint to rewind to
+        save()
+
+    # Make up for an evaluation that a stop prevented. Another stop may prevent it again.
     stopped = count.evaluation_due and not upkeep.validate()
     clock.restart()
     with (
@@ -164,56 +198,71 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         # The pending step. guard.step() queues an update, which the device skips if its gradients
         # are bad. The step is then pending: the host does not yet know which. It queues the next
         # backward first, and then calls resolve():
-        # backward n | update n | backward n+1 | resolve n | update n+1 | backward n+2 | resolve n+1
-        # | ... So the device always has work queued, and the host waits at most for work that is
-        # older. Only if something is due (a log line, an evaluation, a save, a stop, the end) does
-        # it resolve step n right after update n.
+        #     backward n | update n | backward n+1 | resolve n | update n+1 | backward n+2 | ...
+        # So the device always has work queued, and the host waits at most for older work. Only if
+        # something is due (a log line, an evaluation, a save, a stop, the end) does it resolve
+        # step n right after update n.
+        #
+        # A group has this rank's micro-batches of one step. While the previous step trained, all
+        # ranks agreed on its total weight, on a stop, and on a save.
         for group in clock.over("data", () if stopped or upkeep.over() else steps):
-            number = count.step + guard.pending + 1  # of this step, if the pending one is accepted
-            profiling.step(number)
+            expected = count.step + guard.pending + 1  # its number, if the pending step is accepted
+            profiling.step(expected)
             clock.mark("other")
             if group.total == 0:
                 resolve()
                 raise ValueError(f"step {count.step + 1}: {NO_WEIGHT}")
 
-            measured = intervals.is_due("log", number)
+            # Accumulate gradients.
+            measured = intervals.is_due("log", expected)
             sums = accumulate(
                 job, run, gradients, group, meter, position=count.position, measured=measured
             )
-            # the previous step: these gradients belong to weights that are gone
+
+            # Resolve the previous step. After a rewind, its weights and these gradients are void.
             if resolve() is Outcome.REWOUND:
                 continue
+            number = count.step + 1
 
-            meter.before_update(intervals.is_due("log", count.step + 1))
+            # Update weights.
+            meter.before_update(intervals.is_due("log", number))
             lr = job.rate(count.step, reductions=count.reductions)
-            update(gradients, guard, sums, lr=lr, clip=recipe.optimizer.clip, weight=group.total)
+            update(gradients, guard, sums, lr=lr, clip=clip, weight=group.total)
             count.position += layout.size
 
-            # stop: a request on any rank
-            due, stopped = intervals.due(count.step + 1, save=group.save), group.stop
+            # Is anything due? If not, leave this step pending.
+            due = intervals.due(number, save=group.save)
+            stopped = group.stop  # a stop request on any rank
             outcome = resolve() if due or stopped else None
             clock.step("update")
-            if outcome is Outcome.REWOUND or (outcome is not Outcome.ACCEPTED and not stopped):
-                # skipped or still pending: nothing to do; after a rewind, a stop is heard at the
-                # next step
-                continue
+            if outcome is Outcome.REWOUND:
+                continue  # a stop request is heard at the next step
+            if outcome is not Outcome.ACCEPTED and not stopped:
+                continue  # pending or skipped
 
-            # Rare work: log, compare replicas, collect garbage, evaluate; save. A skipped step
-            # saves only at a stop.
-            due = due if outcome is Outcome.ACCEPTED else []
-            stopped = not upkeep.work(due, lr, group.total) or stopped
-            if "save" in due or stopped or upkeep.over() or upkeep.is_best():
+            # Do the rare work: log, compare replicas, collect garbage, evaluate.
+            if outcome is not Outcome.ACCEPTED:
+                due = []  # a skipped step only saves, because of the stop
+            completed = upkeep.work(due, lr, group.total)
+            stopped = stopped or not completed
+
+            # Save a checkpoint.
+            over = upkeep.over()
+            if "save" in due or stopped or over or upkeep.is_best():
                 save()
-            if stopped or upkeep.over():
+
+            # Done?
+            if stopped or over:
                 break
     # --8<-- [end:loop]
 
-    # The end: the last checkpoint, the best weights if the recipe asks for them, final/, the test
-    # set.
+    # Write the last checkpoint and final/ (the best weights if the recipe asks for them).
     failed = checkpoints.finish()
     final = upkeep.final_weights(stopped=stopped)
     checkpoints.close()
     upkeep.write_final(folder.path / "final", final)
+
+    # Evaluate on the test set, unless the run was stopped. A stop also ends this evaluation.
     stopped = stopped or not upkeep.last_evaluation(final)
     if failed and stopped:  # the run is not done, and cannot be resumed from where it was
         raise OSError("the run was stopped, but the last checkpoint could not be written")
@@ -221,8 +270,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Train the recipe that the command line names, and end the process with oneloop's exit
-    code."""
+    """Train the recipe that the command line names; exit with oneloop's exit code."""
     entry.main(train, sys.argv[1:] if argv is None else argv)
 
 

@@ -13,17 +13,25 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import BadInput
-from oneloop.checkpoint.mirror import complete
 from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
 from oneloop.checkpoint.state_dict import load_tensors
-from oneloop.checkpoint.store import MANIFEST, Store, header, problems, read_manifest, vouch
+from oneloop.checkpoint.store import MANIFEST, header, read_manifest, vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights
-from oneloop.ema import EMA, gamma, post_hoc
+from oneloop.ema import EMA
 from oneloop.machine.frozen_dtype import rounded
+from oneloop.run.power_emas import load_power_ema
 from oneloop.show.model_card import model_card
 from oneloop.tasks.protocol import Task
 
 TASK = "task"  # name of the task's state in a checkpoint, and of task.json in ``final/``
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+"""floating-point dtypes by their names in safetensors"""
 
 
 def write_final(
@@ -34,30 +42,49 @@ def write_final(
     *,
     about: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
-    """Write ``model.safetensors``, a file for each EMA, and the task's files. Collective: call on
-    every rank.
+    """Write ``model.safetensors``, a file for each EMA, and the task's files.
 
-    Call ``task.save`` on rank 0, with a model of whole tensors; with an ``origin`` (base model),
-    the model as it is. ``about`` goes into MANIFEST.json, which also holds the size and checksum of
-    every file."""
+    Collective: call on every rank. On rank 0, ``task.save`` gets a model of whole tensors; with an
+    ``origin`` (base model), the model as it is.
+
+    Args:
+        folder: written into; created if it is missing.
+        model: as prepared for training, or not.
+        task: its state, and its files if it has ``save``.
+        emas: EMAs of the weights.
+        about: entries of MANIFEST.json, which also holds the size and checksum of every file.
+    """
     origin: BaseModel | None = getattr(task, "origin", None)
+
+    # Gather the weights on rank 0. A manifest from before would vouch for files that change now.
     weights = gathered_weights(model, origin)
-    if weights:  # on rank 0
+    if weights:
         (folder / MANIFEST).unlink(missing_ok=True)
     write_weights(folder / f"{_file(origin)}.safetensors", weights)
     for ema in emas:
         with ema.swapped():
             write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model, origin))
-    if weights:
-        if hasattr(task, "state_dict"):
-            (folder / f"{TASK}.json").write_text(json.dumps(task.state_dict()))
-        if hasattr(task, "save"):
-            task.save(_whole(model, task, weights) if origin is None else bare(model), folder)
-        vouch(folder, {**about, **({} if origin is None else {"base": origin.description})})
+    if not weights:
+        return
+
+    # On rank 0, write the task's files, and the manifest last.
+    if hasattr(task, "state_dict"):
+        (folder / f"{TASK}.json").write_text(json.dumps(task.state_dict()))
+    if hasattr(task, "save"):
+        if origin is None:
+            task.save(_whole(model, task, weights), folder)
+        else:
+            task.save(bare(model), folder)
+    manifest = dict(about)
+    if origin is not None:
+        manifest["base"] = origin.description
+    vouch(folder, manifest)
 
 
 def _file(origin: BaseModel | None) -> str:
-    return "model" if origin is None else origin.file
+    if origin is None:
+        return "model"
+    return origin.file
 
 
 def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
@@ -84,37 +111,43 @@ def export_checkpoint(
     """Write the weights of a checkpoint, or of ``final/``, as :func:`write_final` writes those of a
     run.
 
-    ``weights`` is ``raw``, the name of an EMA, or ``power:SIGMA``: the power-function EMA of that
-    width, combined from the EMAs in this checkpoint and in earlier ones of the run. ``merge`` adds
-    adapters to their base model, whose matrices had ``base_dtype`` in the run. Raise ValueError if
-    the checkpoint is of another model or base model, if the EMA does not exist, or if there is
-    nothing to merge."""
+    Args:
+        checkpoint: a checkpoint's folder, or ``final/``.
+        folder: written into; created if it is missing.
+        task: of the run.
+        weights: ``raw``, the name of an EMA, or ``power:SIGMA``: the power-function EMA of that
+            width, combined from the EMAs in this checkpoint and in earlier ones of the run.
+        merge: add adapters to their base model.
+        base_dtype: dtype that the matrices of the base model had in the run.
+
+    Raises:
+        ValueError: the checkpoint is of another model or base model, the EMA does not exist, there
+            is nothing to merge, or the folder has files that would be replaced.
+    """
     load_task_state(task, checkpoint)
     model = task.model()
     origin: BaseModel | None = getattr(task, "origin", None)
+
+    # Reject a folder with other files, and a checkpoint of another base model.
     _reject_both(folder, adapters=origin is not None and not merge)
-    there = [
-        name
-        for name in ("README.md", "config.json", "preprocessor_config.json")
-        if (folder / name).exists()
-    ]
-    if there and not (folder / MANIFEST).exists():  # files of the user
-        raise ValueError(
-            f"--to {folder} holds {there[0]}, which an export would replace; use another folder"
-        )
+    _reject_own_files(folder)
     reject_other_origin(checkpoint, origin)
+
+    # Load the weights in the dtypes that they were saved in.
     about = {"weights": weights, "checkpoint": checkpoint.name}
     if checkpoint.name == FINAL:
         _in_types(model, _types_of(checkpoint / f"{_file(origin)}.safetensors"), origin)
         load_weights(model, str(checkpoint), weights, origin=origin)
         about = read_manifest(checkpoint)["about"] | {"weights": weights}
         about.pop("base", None)
+    elif weights.startswith("power:"):
+        _as_saved(model, checkpoint)
+        load_power_ema(checkpoint, model, weights)
     else:
         _as_saved(model, checkpoint)
-        if weights.startswith("power:"):
-            _mix(checkpoint, model, weights)
-        else:
-            load_tensors(checkpoint, model, weights=weights)
+        load_tensors(checkpoint, model, weights=weights)
+
+    # Merge adapters, with the base model rounded as it was in the run.
     if merge:
         if not hasattr(task, "merge"):
             raise ValueError(
@@ -127,28 +160,44 @@ def export_checkpoint(
 
 def _reject_both(folder: Path, *, adapters: bool) -> None:
     """Raise ValueError if the folder would hold both adapters and a whole model."""
-    other = "config.json" if adapters else "adapter_config.json"
-    if (folder / other).exists():
-        one, there = ("adapters", "a whole model") if adapters else ("a whole model", "adapters")
+    if adapters and (folder / "config.json").exists():
         raise ValueError(
-            f"--to {folder} holds {there}, and {one} would be read together with it; use "
+            f"--to {folder} holds a whole model, and adapters would be read together with it; use "
             "another folder"
         )
+    if not adapters and (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"--to {folder} holds adapters, and a whole model would be read together with it; use "
+            "another folder"
+        )
+
+
+def _reject_own_files(folder: Path) -> None:
+    """Raise ValueError if the folder has files of the user that an export would replace."""
+    if (folder / MANIFEST).exists():  # an earlier export
+        return
+    for name in ("README.md", "config.json", "preprocessor_config.json"):
+        if (folder / name).exists():
+            raise ValueError(
+                f"--to {folder} holds {name}, which an export would replace; use another folder"
+            )
 
 
 def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
     """Raise ValueError if a checkpoint, or ``final/``, was trained on another base model than
     ``origin``."""
-    there = (
-        read_manifest(folder)["about"].get("base")
-        if folder.name == FINAL
-        else base_model_of(folder)
-    )
+    if folder.name == FINAL:
+        there = read_manifest(folder)["about"].get("base")
+    else:
+        there = base_model_of(folder)
     if (origin is None) != (there is None):
         raise ValueError(
             f"{folder} is of another model: only one of the two has a separate base model"
         )
-    if origin is not None and (other := origin.difference(there or {})):
+    if origin is None:
+        return
+    other = origin.difference(there or {})
+    if other:
         raise ValueError(
             f"{folder} needs the base model {other}; restore it at the path in task.model"
         )
@@ -158,94 +207,51 @@ def load_task_state(task: Task, folder: Path) -> None:
     """Restore the task's state from a checkpoint, or from ``final/``, if it was saved."""
     if not hasattr(task, "load_state_dict"):
         return
+
+    # ``final/`` has it in a file of its own, a checkpoint among the other components.
     file = folder / f"{TASK}.json"
     if file.is_file():
         task.load_state_dict(json.loads(file.read_text()))
-    elif (folder / "state.json").is_file() and TASK in (
-        state := json.loads((folder / "state.json").read_text())
-    ):
-        task.load_state_dict(state[TASK])
+    elif (folder / "state.json").is_file():
+        state = json.loads((folder / "state.json").read_text())
+        if TASK in state:
+            task.load_state_dict(state[TASK])
 
 
 def _as_saved(model: nn.Module, checkpoint: Path) -> None:
     """Convert floating-point tensors to the dtypes in the checkpoint (machine.dtype,
     machine.base_dtype)."""
-    saved = {name: kind for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items()}
-    if (base := base_of(checkpoint)) and base_model_of(checkpoint) is None:
+    saved: dict[str, str] = {}
+    for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items():
+        saved[name] = kind
+
+    # Frozen weights of a run without a separate base model are in base/.
+    base = base_of(checkpoint)
+    if base and base_model_of(checkpoint) is None:
         saved |= _types_of(base[0] / FILE)
-    _in_types(
-        model,
-        {
-            name.removeprefix("model."): kind
-            for name, kind in saved.items()
-            if name.startswith("model.")
-        },
-    )
+
+    kinds: dict[str, str] = {}
+    for name, kind in saved.items():
+        if name.startswith("model."):
+            kinds[name.removeprefix("model.")] = kind
+    _in_types(model, kinds)
 
 
 def _types_of(file: Path) -> dict[str, str]:
+    """Return the dtypes of the tensors in a safetensors file."""
     return {name: about["dtype"] for name, about in header(file).items() if name != "__metadata__"}
 
 
 def _in_types(model: nn.Module, saved: Mapping[str, str], origin: BaseModel | None = None) -> None:
-    if origin is not None:
-        saved = {
-            name: saved.get(origin.outside(name), "")
-            for name in model.state_dict()
-            if name not in origin.names
-        }
-    kinds = {
-        "F64": torch.float64,
-        "F32": torch.float32,
-        "F16": torch.float16,
-        "BF16": torch.bfloat16,
-    }
+    """Convert floating-point tensors to the ``saved`` dtypes; those of a base model keep theirs."""
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point() and saved.get(name) in kinds:
-            tensor.data = tensor.data.to(kinds[saved[name]])
-
-
-@torch.no_grad()
-def _mix(checkpoint: Path, model: nn.Module, wanted: str) -> None:
-    try:
-        sigma_rel = float(wanted.removeprefix("power:"))
-        gamma(sigma_rel)
-    except ValueError as error:
-        raise ValueError(f"--weights {wanted}: {error}") from error
-    saved: list[tuple[Path, str, float, float]] = []
-    for folder in (
-        other for other in Store(checkpoint.parent).sealed() if other.name <= checkpoint.name
-    ):
-        complete(folder)
-        if problems(folder):
-            continue
-        state = json.loads((folder / "state.json").read_text())
-        for name, part in state.items():
-            if name.startswith("ema-power-") and part["seen"] > 0:
-                saved.append((folder, name, part["seen"], float(name.removeprefix("ema-power-"))))
-    if not saved:
-        raise ValueError(
-            f"--weights {wanted}: no power-function EMA is saved; train with --ema.power [0.05,0.1]"
-        )
-    last = max(seen for *_, seen, _ in saved)
-    factors = post_hoc([(seen, sigma) for *_, seen, sigma in saved], (last, sigma_rel))
-    wide = {False: torch.float64, True: torch.complex128}
-    available = set.intersection(*({*read_manifest(folder)["tensors"]} for folder, *_ in saved))
-    held = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if all(f"ema.{average}.{name}" in available for _, average, *_ in saved)
-    }
-    total = {
-        name: torch.zeros_like(held[name], dtype=wide[held[name].is_complex()]) for name in held
-    }
-    for (folder, average, _, _), factor in zip(saved, factors, strict=True):
-        load_tensors(folder, model, weights=average)
-        for name, parameter in held.items():
-            total[name] += factor * parameter
-    load_tensors(checkpoint, model)  # buffers and frozen parameters
-    for name, parameter in held.items():
-        parameter.copy_(total[name])
+        kind = saved.get(name)
+        if origin is not None and name in origin.names:
+            kind = None
+        elif origin is not None:
+            kind = saved.get(origin.outside(name))
+        if kind in _DTYPES and tensor.is_floating_point():
+            tensor.data = tensor.data.to(_DTYPES[kind])
 
 
 _REPLACED = (".safetensors", ".json", ".jinja", "recipe.yaml")
@@ -253,12 +259,25 @@ _REPLACED = (".safetensors", ".json", ".jinja", "recipe.yaml")
 
 
 def write_card(run: Path, folder: Path, name: str, *, licence: str | None = None) -> str:
-    """Write the model card of an export to its README.md; return it."""
-    config, adapters = folder / "config.json", folder / "adapter_config.json"
-    loadable = adapters.is_file() or (config.is_file() and b'"model_type"' in config.read_bytes())
-    card = model_card(
-        run, name, read_manifest(folder)["about"], licence=licence, language_model=loadable
-    )
+    """Write the model card of an export to its README.md.
+
+    Args:
+        run: the run folder.
+        folder: the export.
+        name: of the repository (ORG/NAME).
+        licence: its identifier on the hub.
+
+    Returns:
+        The card.
+    """
+    # Does transformers load it: adapters, or a model with a type that transformers knows?
+    config = folder / "config.json"
+    loadable = (folder / "adapter_config.json").is_file()
+    if not loadable and config.is_file():
+        loadable = b'"model_type"' in config.read_bytes()
+
+    about = read_manifest(folder)["about"]
+    card = model_card(run, name, about, licence=licence, language_model=loadable)
     (folder / "README.md").write_text(card)
     return card
 
@@ -280,31 +299,48 @@ def check_push(name: str) -> None:
 
 
 def push(run: Path, folder: Path, name: str, *, licence: str | None, public: bool) -> str:
-    """Commit what ``oneloop export`` wrote to ``folder`` to the repository ORG/NAME, which is
-    created if it is missing.
+    """Commit what ``oneloop export`` wrote to a repository, which is created if it is missing.
 
-    Return a line with the commit's address. Raise BadInput if the hub rejects the push, or cannot
-    be reached."""
+    Args:
+        run: the run folder.
+        folder: the export.
+        name: of the repository (ORG/NAME).
+        licence: its identifier on the hub.
+        public: whether a repository that is created here is public.
+
+    Returns:
+        A line with the commit's address.
+
+    Raises:
+        BadInput: the hub rejects the push, or cannot be reached.
+    """
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
+    # Collect the files of the export, with the model card and the recipe.
     manifest = read_manifest(folder)
     card = write_card(run, folder, name, licence=licence)
-    files: dict[str, Any] = {file: folder / file for file in (*manifest["files"], MANIFEST)}
-    files |= {"README.md": card.encode(), "recipe.yaml": run / "recipe.yaml"}
+    files: dict[str, Any] = {}
+    for file in (*manifest["files"], MANIFEST):
+        files[file] = folder / file
+    files["README.md"] = card.encode()
+    files["recipe.yaml"] = run / "recipe.yaml"
+
+    # Describe the weights in the commit message.
+    about = manifest["about"]
+    what = about.get("checkpoint") or f"step {about.get('step')}"
+    if about.get("weights") not in ("raw", None):
+        what += f", {about['weights']}"
+
+    # Replace the files of an earlier push in one commit.
     api = HfApi()
     with _hub_errors(name):
         api.create_repo(name, private=not public, exist_ok=True)
-        there = api.list_repo_files(name)
-        stale = [
-            file
-            for file in there
-            if file.endswith(_REPLACED) and "/" not in file and file not in files
-        ]
-        operations: list[Any] = [CommitOperationDelete(file) for file in stale]
-        operations += [CommitOperationAdd(file, content) for file, content in files.items()]
-        about = manifest["about"]
-        what = about.get("checkpoint") or f"step {about.get('step')}"
-        what += "" if about.get("weights") in ("raw", None) else f", {about['weights']}"
+        operations: list[Any] = []
+        for file in api.list_repo_files(name):
+            if file.endswith(_REPLACED) and "/" not in file and file not in files:
+                operations.append(CommitOperationDelete(file))
+        for file, content in files.items():
+            operations.append(CommitOperationAdd(file, content))
         done = api.create_commit(name, operations, commit_message=f"oneloop: {run.name}, {what}")
     return f"{name}: {done.commit_url}"
 

@@ -1,6 +1,6 @@
-"""The state of a training run: what a checkpoint holds, from the first step on."""
+"""The state of a training run: what a checkpoint holds. A run opens its folder and restores it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -35,7 +35,18 @@ _SMALL = 1 << 19  # approximate bytes of a checkpoint without tensors: manifests
 
 class State(RunState):
     """All that a run saves and resumes. Everything else is derived from it, except the number of
-    bad steps in a row."""
+    bad steps in a row.
+
+    Args:
+        job: what the recipe describes.
+        run: this process.
+        folder: the run folder; nothing is written to it here.
+        model: the prepared model.
+        optimizer: the optimizer of its trained parameters.
+        emas: EMAs of its weights.
+        guard: the bad-step guard, whose window of losses and norms is saved.
+        seen: what the preflight check found out: names of metrics, and FLOPs per sample.
+    """
 
     def __init__(
         self,
@@ -48,125 +59,232 @@ class State(RunState):
         guard: Guard,
         seen: Preflight,
     ) -> None:
-        recipe, task, save = job.recipe, job.task, job.recipe.save
-        self.count, self.best, self.results, self.noise = (
-            Counters(),
-            Best(),
-            Results(),
-            NoiseScale(),
+        recipe = job.recipe
+        task = job.task
+        self.count = Counters()
+        self.best = Best()
+        self.results = Results()
+        self.noise = NoiseScale()
+        self.meter = _meter(job, run, model, seen)
+        self.checkpoints = Checkpoints(
+            folder.path / "checkpoints",
+            run.accelerator,
+            origin=getattr(task, "origin", None),
+            sync=recipe.save.sync,
+            max_failures=recipe.save.max_failures,
+            patience=recipe.machine.patience,
+            say=run.display.say,
         )
-        about: dict[str, Any] = {
-            "flops": seen.flops,
-            "peak": run.peak_flops(),
-            "tokens": job.unit == "tokens",
-        }
-        if job.exact:
-            about |= {"leaf": job.layout.leaf, "leaves": job.layout.accumulate}
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.meter = Meter(run.accelerator, trained, **about, metrics=seen.metrics)
-        how: dict[str, Any] = {
-            "sync": save.sync,
-            "max_failures": save.max_failures,
-            "say": run.display.say,
-        }
-        how |= {"origin": getattr(task, "origin", None), "patience": recipe.machine.patience}
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", run.accelerator, **how)
-        # with several, a failed one exits at once: its shard never arrives
+
+        # One process waits for its save when it ends. Of several, one that fails exits at once:
+        # its shard of the checkpoint never arrives.
         if run.ranks == 1 and not recipe.mirror:
             run.closing.callback(self.checkpoints.close)
+
+        # Fingerprint data and model on rank 0, which loads samples and may fail.
+        inputs: dict[str, Any] = {}
         with run.setting_up():
-            known = inputs_of(job, run, optimizer) if run.main else {}
+            if run.main:
+                inputs = inputs_of(job, run, optimizer)
         same = InputCheck(
-            run.from_main(known), accept_changes=recipe.run.accept_changes, say=run.display.say
+            run.from_main(inputs), accept_changes=recipe.run.accept_changes, say=run.display.say
         )
-        parts: dict[str, Any] = {"counters": self.count, "best": self.best, "meter": self.meter}
-        parts |= {"results": self.results, "noise": self.noise, "guard": guard, "identity": same}
+
+        # Name the components. A resume restores them in this order.
+        parts: dict[str, Any] = {
+            "counters": self.count,
+            "best": self.best,
+            "meter": self.meter,
+            "results": self.results,
+            "noise": self.noise,
+            "guard": guard,
+            "identity": same,
+        }
         if hasattr(task, "progress"):
             task.progress = Progress(lambda: self.count.position, job.layout.size, job.steps)
-        parts |= {TASK: task} if hasattr(task, "state_dict") else {}
-        parts |= {ema.name: ema for ema in emas}
-        parts |= {"scaler": run.accelerator.scaler} if run.accelerator.scaler else {}
+        if hasattr(task, "state_dict"):
+            parts[TASK] = task
+        for ema in emas:
+            parts[ema.name] = ema
+        if run.accelerator.scaler:
+            parts["scaler"] = run.accelerator.scaler
+
         super().__init__(
             model, optimizer, emas=emas, parts=parts, own=["tracking"], check=same.check
         )
 
-    def begin(self, job: Job, run: Run, folder: Folder, *, graph: Any = None) -> RunLog:
-        """Lock the folder, resume as the recipe says, write the recipe and the environment; return
-        the log.
 
-        Raise BadInput on all ranks if the folder is in use or too full, or its checkpoints are
-        damaged or do not fit. Collective: call on every rank."""
-        recipe, say = job.recipe, run.display.say
-        self._hold(job, run, folder)
-        with run.setting_up():
-            saved = self.resume(self.checkpoints, recipe.run.resume, say=say)
-        with run.setting_up():
-            starts: dict[str, float] = {}
-            run.stopping.early = False  # from here on, a stop saves a checkpoint
-            if run.main:
-                data = {
-                    name: content
-                    for name, part in job.sets.items()
-                    if (content := fingerprint_of(part))
-                }
-                about: dict[str, Any] = {
-                    "device": str(run.device),
-                    "processes": run.ranks,
-                    "data": data,
-                }
-                about["eval_micro"] = recipe.eval.micro or job.layout.each
-                if file := source("task", recipe.task.name):
-                    about["task"] = str(file)
-                if recipe.task.name in CHOICES["task"] and hasattr(job.task, "recorded"):
-                    about["recorded"] = {"task": recipe.task.name, **job.task.recorded}
-                if skipped := getattr(job.task, "skipped_rows", None):
-                    about["skipped_rows"] = skipped
-                starts = about["starts"] = folder.starts(run.began, self.count.seconds)
-                folder.begin(recipe.yaml(), environment(command=[*run.command], **about))
-        CHANNEL.folder = folder.path.absolute()
-        CHANNEL.send(folder=str(CHANNEL.folder))
-        self.count.begin(run.from_main(starts))
-        how: dict[str, Any] = {
-            "project": recipe.name,
-            "config": recipe.resolved,
-            "resumed": saved.get("tracking"),
-        }
-        how |= {"step": self.count.step, "graph": graph, "say": say}
-        tracking = self.parts["tracking"] = Tracking(run.accelerator, folder.path, **how)
-        run.closing.callback(tracking.close)
-        run_log = RunLog(
-            self.count,
-            self.results,
-            tracking,
-            run.display,
-            unit=job.unit,
-            resumed="tracking" in saved,
-        )
-        if saved:
-            run_log.event("resume")
-        run.display.begin(lambda: self.count.step, total=job.steps)
-        return run_log
+def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:
+    # With batch.grain, the meter keeps one row per leaf, so that sums do not depend on the layout.
+    leaf: Callable[[int, int], int] | None = None
+    leaves = 1
+    if job.exact:
+        leaf = job.layout.leaf
+        leaves = job.layout.accumulate
 
-    def _hold(self, job: Job, run: Run, folder: Folder) -> None:
-        recipe = job.recipe
-        # collective under FSDP2
-        once, each = self.size(job.optimizer_share, getattr(job.task, "origin", None))
-        with run.setting_up():
-            if run.main:
-                there = len(Store(folder.path / "checkpoints").sealed())
-                each = 0 if is_address(recipe.run.dir) else each + _SMALL
-                folder.hold(need=max(0, job.checkpoints_kept - there) * each + once + _SMALL)
-        patience, address = recipe.machine.patience, recipe.mirror
-        scratch = is_address(recipe.run.dir) or not in_one_folder(
-            folder.path, run, patience, required=address is None
-        )
-        if isinstance(folder, MirroredFolder) and address is not None:
-            lease = run.from_main(
-                (folder.lease.number, folder.lease.about) if folder.lease is not None else None
-            )
-            self.checkpoints.mirror(
-                address, lease=lease, counts=scratch, limit=1e6 * recipe.save.upload_limit
-            )
-            folder.uploads = self.checkpoints.saving if run.main else None
-            counts = "a checkpoint counts when it is there; hosts need no shared disk"
-            run.display.say(f"mirror: {address} ({counts if scratch else 'copies of run.dir'})")
+    return Meter(
+        run.accelerator,
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        flops=seen.flops,
+        peak=run.peak_flops(),
+        tokens=job.unit == "tokens",
+        metrics=seen.metrics,
+        leaf=leaf,
+        leaves=leaves,
+    )
+
+
+def open_run(job: Job, run: Run, folder: Folder, state: State, *, graph: Any = None) -> RunLog:
+    """Lock the folder, resume as the recipe says, write the recipe and the environment.
+
+    Collective: call on every rank.
+
+    Args:
+        job: what the recipe describes.
+        run: this process.
+        folder: the run folder; rank 0 locks and writes it.
+        state: restored in place from a checkpoint, if there is one.
+        graph: the model's graph for TensorBoard, a ``GraphDef``.
+
+    Returns:
+        The log of the run.
+
+    Raises:
+        BadInput: the folder is in use or too full, or its checkpoints are damaged or do not fit;
+            raised on all ranks.
+    """
+    recipe = job.recipe
+    say = run.display.say
+
+    # Lock the folder and the mirror before reading them: another start might still write there.
+    _lock(job, run, folder, state)
+    alone = _only_mirrored(job, run, folder)
+    if isinstance(folder, MirroredFolder) and recipe.mirror is not None:
+        _mirror(job, run, folder, state, alone=alone)
+
+    # Resume.
+    with run.setting_up():
+        saved = state.resume(state.checkpoints, recipe.run.resume, say=say)
+
+    # Write the recipe and the environment. From here on, a stop saves a checkpoint.
+    starts: dict[str, float] = {}
+    with run.setting_up():
+        run.stopping.early = False
+        if run.main:
+            starts = _begin_folder(job, run, folder, state)
+
+    # Tell the supervisor where the run is, and start the clock.
+    CHANNEL.folder = folder.path.absolute()
+    CHANNEL.send(folder=str(CHANNEL.folder))
+    state.count.begin(run.from_main(starts))
+
+    # Begin the log. Its state is saved, too: a resume deletes the lines of lost steps.
+    tracking = Tracking(
+        run.accelerator,
+        folder.path,
+        project=recipe.name,
+        config=recipe.resolved,
+        resumed=saved.get("tracking"),
+        step=state.count.step,
+        graph=graph,
+        say=say,
+    )
+    state.parts["tracking"] = tracking
+    run.closing.callback(tracking.close)
+    run_log = RunLog(
+        state.count,
+        state.results,
+        tracking,
+        run.display,
+        unit=job.unit,
+        resumed="tracking" in saved,
+    )
+    if saved:
+        run_log.event("resume")
+    run.display.begin(lambda: state.count.step, total=job.steps)
+    return run_log
+
+
+def _lock(job: Job, run: Run, folder: Folder, state: State) -> None:
+    """Lock the folder on rank 0, if its disk has room for the run. Collective: call on every
+    rank."""
+    # Estimate the bytes still to write. Under FSDP2, the estimate is collective.
+    origin = getattr(job.task, "origin", None)
+    once, each = state.size(job.optimizer_share, origin)
+    if is_address(job.recipe.run.dir):
+        each = 0  # only the mirror keeps checkpoints
+    else:
+        each += _SMALL
+
+    with run.setting_up():
+        if run.main:
+            there = len(Store(folder.path / "checkpoints").sealed())
+            missing = max(0, job.checkpoints_kept - there)
+            folder.hold(need=missing * each + once + _SMALL)
+
+
+def _only_mirrored(job: Job, run: Run, folder: Folder) -> bool:
+    """Return whether only the mirror keeps the checkpoints: the ranks do not share the folder, or
+    ``run.dir`` is an address. Collective: call on every rank."""
+    recipe = job.recipe
+    if is_address(recipe.run.dir):
+        return True
+    required = recipe.mirror is None
+    return not in_one_folder(folder.path, run, recipe.machine.patience, required=required)
+
+
+def _mirror(job: Job, run: Run, folder: MirroredFolder, state: State, *, alone: bool) -> None:
+    """Write checkpoints to the mirror from now on. Collective: call on every rank."""
+    address = job.recipe.mirror
+    assert address is not None
+
+    # Rank 0 has the lease; the other ranks write to the mirror under it.
+    lease = None
+    if folder.lease is not None:
+        lease = (folder.lease.number, folder.lease.about)
+    lease = run.from_main(lease)
+
+    limit = 1e6 * job.recipe.save.upload_limit  # from MB/s to bytes per second
+    state.checkpoints.mirror(address, lease=lease, counts=alone, limit=limit)
+    if run.main:
+        folder.uploads = state.checkpoints.saving
+
+    if alone:
+        how = "a checkpoint counts when it is there; hosts need no shared disk"
+    else:
+        how = "copies of run.dir"
+    run.display.say(f"mirror: {address} ({how})")
+
+
+def _begin_folder(job: Job, run: Run, folder: Folder, state: State) -> dict[str, float]:
+    """Write the recipe and environment.json; return the times of all starts."""
+    recipe = job.recipe
+
+    # Name the data by content, where it is known.
+    data: dict[str, Any] = {}
+    for name, part in job.sets.items():
+        content = fingerprint_of(part)
+        if content:
+            data[name] = content
+
+    # Describe the run. Keys that do not apply are left out of the file.
+    about = environment(
+        command=[*run.command],
+        device=str(run.device),
+        processes=run.ranks,
+        data=data,
+        eval_micro=recipe.eval.micro or job.layout.each,
+    )
+    file = source("task", recipe.task.name)
+    if file:
+        about["task"] = str(file)
+    if recipe.task.name in CHOICES["task"] and hasattr(job.task, "recorded"):
+        about["recorded"] = {"task": recipe.task.name, **job.task.recorded}
+    skipped = getattr(job.task, "skipped_rows", None)
+    if skipped:
+        about["skipped_rows"] = skipped
+
+    starts = folder.starts(run.began, state.count.seconds)
+    about["starts"] = starts
+    folder.begin(recipe.yaml(), about)
+    return starts

@@ -1,11 +1,11 @@
-"""Rare work between steps: log, evaluate, handle bad steps; at the end, final weights and
-summary."""
+"""Rare work between steps: log, evaluate, handle bad steps; at the end, weights and summary."""
 
 import gc
 import os
 import socket
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +36,37 @@ from oneloop.run.training_state import State
 from oneloop.show.examples import Examples
 
 
+@dataclass(frozen=True)
+class FinalWeights:
+    """Which weights ``final/`` holds."""
+
+    weights: str  # last or best
+    step: int  # that they are from
+    end: int  # last step of the run
+    metric: str | None = None  # of the best weights: eval.best
+    value: float | None = None  # of the best weights: that metric
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for summary.json and MANIFEST.json; the last weights have no metric."""
+        if self.weights == "last":
+            return {"weights": self.weights, "step": self.step, "end": self.end}
+        return asdict(self)
+
+
 class Upkeep:
-    """What a run does between steps, while no step is pending. All methods are collective: call
-    them on every rank."""
+    """What a run does between steps, while no step is pending.
+
+    All methods are collective: call them on every rank.
+
+    Args:
+        job: what the recipe describes.
+        run: this process.
+        state: what a checkpoint holds.
+        run_log: metrics.jsonl, the trackers and the terminal.
+        gradients: measure device time and noise scale of a log step.
+        steps: load the micro-batches.
+        emas: EMAs of the weights.
+    """
 
     def __init__(
         self,
@@ -50,27 +78,48 @@ class Upkeep:
         steps: Steps,
         emas: Sequence[EMA],
     ) -> None:
-        self._job, self._run, self._state, self._run_log = job, run, state, run_log
-        self._gradients, self._steps, self._emas = gradients, steps, emas
+        self._job = job
+        self._run = run
+        self._state = state
+        self._run_log = run_log
+        self._gradients = gradients
+        self._steps = steps
+        self._emas = emas
         self.bad = BadSteps(job.policy, job.recipe.guard.patience)
-        every = job.intervals.every
-        about = {"eval_every": every["eval"], "save_every": every["save"], "steps": job.steps}
-        # a CPU's cores train
-        cores = run.cores if run.device.type != "cpu" and not in_memory(job.train_set) else 0
+
+        # Advise more workers only if there are cores for them. The cores of a CPU train, and data
+        # in memory needs none.
+        cores = run.cores
+        if run.device.type == "cpu" or in_memory(job.train_set):
+            cores = 0
         self._workers = run.workers(job.recipe.machine.workers)
-        self._advice = Advice(workers=self._workers, cores=cores, **about)
+        self._advice = Advice(
+            workers=self._workers,
+            cores=cores,
+            steps=job.steps,
+            eval_every=job.intervals.every["eval"],
+            save_every=job.intervals.every["save"],
+        )
         self._stragglers = Stragglers(run.gathered(os.environ.get(HOST) or socket.gethostname()))
 
     def over(self) -> bool:
         """Return whether the run has reached its last step, or stops early (``stop.patience``)."""
-        state, job = self._state, self._job
-        return state.count.step >= job.steps or 0 < job.recipe.stop.patience <= state.best.since
+        if self._state.count.step >= self._job.steps:
+            return True
+        patience = self._job.recipe.stop.patience  # in evaluations; 0: no early stop
+        return 0 < patience <= self._state.best.since
 
     def work(self, due: Collection[str], lr: float, total: float) -> bool:
-        """Do what is ``due`` after a step, except saving; return False if a stop was requested
-        before the evaluation.
+        """Do what is due after a step, except saving.
 
-        ``lr`` is the step's learning rate, ``total`` the weight of its global batch."""
+        Args:
+            due: names of intervals: log, check, collect, eval.
+            lr: learning rate of the step.
+            total: weight of the step's global batch.
+
+        Returns:
+            False if a stop was requested before the evaluation was complete.
+        """
         state = self._state
         if "log" in due:
             self._log(lr, total)
@@ -82,180 +131,262 @@ class Upkeep:
         return "eval" not in due or self.validate()
 
     def _log(self, lr: float, total: float) -> None:
-        job, state, gradients = self._job, self._state, self._gradients
-        epoch = state.count.samples / len(job.train_set)
-        own = [
-            self._steps.data_wait(),
-            *(gradients.device_time.read() if self._run.ranks > 1 else (0.0, 0.0, 0.0)),
-        ]
-        metrics = {"train/lr": lr, **state.meter.read(own), "train/epoch": epoch}
-        state.count.measured(state.meter.clock.spent())
-        step_seconds = metrics.get("speed/step_seconds", 0.0)
-        for _, why in self._stragglers.judge(
-            state.meter.own, step_seconds=step_seconds, now=time.monotonic()
-        ):
+        job = self._job
+        run = self._run
+        state = self._state
+        gradients = self._gradients
+
+        # Read the meter (host sync, collective): metrics, and what each rank measured alone.
+        wait = self._steps.data_wait()
+        device_times = (0.0, 0.0, 0.0)
+        if run.ranks > 1:
+            device_times = gradients.device_time.read()
+        metrics = {
+            "train/lr": lr,
+            **state.meter.read([wait, *device_times]),
+            "train/epoch": state.count.samples / len(job.train_set),
+        }
+        clock = state.meter.clock
+        state.count.measured(clock.spent())
+
+        # Report a rank that slows down the others.
+        found = self._stragglers.judge(
+            state.meter.own,
+            step_seconds=metrics.get("speed/step_seconds", 0.0),
+            now=time.monotonic(),
+        )
+        for _, why in found:
             self._run_log.write(self._run_log.line(event="straggler", why=why))
-            self._run.display.say(f"{why} (oneloop doctor)")
+            run.display.say(f"{why} (oneloop doctor)")
+
+        # Add the noise scale. Reading it is collective.
         if job.noise_scale:
             state.noise.add(*gradients.noise(total), norm=metrics["train/grad_norm"])
             metrics |= state.noise.metrics()
-        remarks = self._advice(state.meter.clock.overall)
-        self._run_log.log(metrics, remarks, **gradients.fingerprint(state.optimizer, self._emas))
+
+        # Log. With batch.grain, hashes of all tensors show where two runs differ.
+        remarks = self._advice(clock.overall)
+        hashes = gradients.fingerprint(state.optimizer, self._emas)
+        self._run_log.log(metrics, remarks, **hashes)
 
     def validate(self) -> bool:
-        """Evaluate on the validation sets and judge the result; False if a stop was requested
-        first."""
-        state, job = self._state, self._job
+        """Evaluate on the validation sets and compare with the best evaluation so far.
+
+        Returns:
+            False if a stop was requested before the evaluation was complete.
+        """
+        state = self._state
+        job = self._job
         sets = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
         if not sets:
             return True
+
+        # Evaluate. If a stop prevents it, the checkpoint records that it is still due.
         state.count.evaluation_due = True
         if not self._evaluate(sets):
             return False
         state.count.evaluation_due = False
-        better = state.best.update(
-            state.results[job.recipe.eval.best], state.count.step, higher_is_better=job.upward
-        )
+
+        # Judge the result, for early stopping, the best checkpoint and the plateau schedule.
+        value = state.results[job.recipe.eval.best]
+        better = state.best.update(value, state.count.step, higher_is_better=job.upward)
         state.count.evaluated(better, patience=job.rate.patience)
         return True
 
-    def _evaluate(self, sets: dict[str, Any], of: int | None = None) -> bool:
-        """Evaluate weights and EMA weights, at the end those ``of`` an earlier step; False if a
-        stop was requested."""
-        job, run, state, recipe = self._job, self._run, self._state, self._job.recipe
-        examples = (
-            Examples(fixed=recipe.eval.samples, worst=recipe.eval.samples)
-            if sets.keys() - {"test"}
-            else None
-        )
+    def _evaluate(self, sets: Mapping[str, Any], of: int | None = None) -> bool:
+        """Evaluate weights and EMA weights; False if a stop was requested first.
+
+        ``of``: the earlier step that the weights are from, at the end of a run.
+        """
+        job = self._job
+        run = self._run
+        state = self._state
+        config = job.recipe.eval
+
+        # Collect examples of predictions, except of the test set alone.
+        examples = None
+        if sets.keys() - {"test"}:
+            examples = Examples(fixed=config.samples, worst=config.samples)
+
         with BEATS.phase(EVALUATION):
-            how: dict[str, Any] = {
-                "micro": recipe.eval.micro or job.layout.each,
-                "workers": self._workers,
-            }
-            how |= {
-                "dtype": job.dtype,
-                "seed": recipe.seed,
-                "exact": job.exact,
-                "interrupted": run.stop_wanted,
-            }
-            how["window"] = job.layout.size
-            what = {"emas": self._emas, "examples": examples, "accelerator": run.accelerator}
-            metrics = evaluate_all(job.task, state.model, sets, **what, **how)
+            metrics = evaluate_all(
+                job.task,
+                state.model,
+                sets,
+                emas=self._emas,
+                examples=examples,
+                accelerator=run.accelerator,
+                micro=config.micro or job.layout.each,
+                workers=self._workers,
+                dtype=job.dtype,
+                seed=job.recipe.seed,
+                exact=job.exact,
+                interrupted=run.stop_wanted,
+                window=job.layout.size,
+            )
         if metrics is None:
             return False
         self._run_log.evaluated(metrics, examples, of=of)
-        if recipe.eval.micro not in (None, job.layout.each):
-            release_cache()  # memory cached for shapes that only the evaluation has
+
+        # Release memory that was cached for shapes that only the evaluation has.
+        if config.micro not in (None, job.layout.each):
+            release_cache()
         state.meter.clock.mark("evaluate")
         return True
 
-    def kept(self) -> dict[str, Any]:
-        """Arguments of :meth:`State.save`: what the manifest records, and which checkpoints
-        stay."""
-        recipe, best = self._job.recipe, self._state.best
-        keep = Keep(
-            recipe.save.keep, self._job.intervals.forever, best.step if recipe.save.best else None
-        )
-        return {"about": {"metric": recipe.eval.best, **best.state_dict()}, "keep": keep}
+    def best_so_far(self) -> dict[str, Any]:
+        """Return the best evaluation so far, as the manifest of a checkpoint records it."""
+        return {"metric": self._job.recipe.eval.best, **self._state.best.state_dict()}
+
+    def kept(self) -> Keep:
+        """Return which older checkpoints a save keeps."""
+        save = self._job.recipe.save
+        best: int | None = None
+        if save.best:
+            best = self._state.best.step
+        return Keep(newest=save.keep, every=self._job.intervals.forever, best=best)
 
     def is_best(self) -> bool:
         """Return whether this step has the best evaluation so far, and the recipe saves it."""
         return self._job.recipe.save.best and self._state.best.step == self._state.count.step
 
     def bad_step(self, step: Step) -> Outcome:
-        """Skip a bad step, which changed nothing; or restore the last checkpoint; or end the
-        run."""
+        """Skip a bad step, which changed nothing; or restore the last checkpoint; or end the run.
+
+        Raises:
+            Diverged: the recipe says to stop, or there is no checkpoint to rewind to.
+        """
         self._steps.save_later()
         if step.fault is Fault.RESCALED:  # fp16: the next step has a smaller loss scale
             return Outcome.SKIPPED
-        job, run, state, run_log = self._job, self._run, self._state, self._run_log
-        count, say = state.count, run.display.say
+        state = self._state
+        count = state.count
+        say = self._run.display.say
+
+        # Decide, and report the samples of the step. The position is already after them.
         action, why = self.bad.answer(step.fault)
-        # the position is after the samples of the bad step
-        number, after = count.step + 1, count.position
-        ids = job.order[after - job.layout.size : after][1].tolist()
-        run_log.write(run_log.line(step=number, event=action, why=why, ids=ids))
+        number = count.step + 1
+        after = count.position
+        ids = self._job.order[after - self._job.layout.size : after][1].tolist()
+        self._run_log.write(self._run_log.line(step=number, event=action, why=why, ids=ids))
         say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
-        state.checkpoints.finish()  # the last good checkpoint is sealed first
+
+        # Complete the last good checkpoint, whatever follows.
+        state.checkpoints.finish()
         if action == "stop":
             raise Diverged(f"step {number}: {why}; the weights are those from before it")
         if action == "skip":
             return Outcome.SKIPPED
+
+        # Rewind, but continue after the bad samples: those since the checkpoint are not trained on.
         if not state.resume(state.checkpoints, "auto", say=say):
             raise Diverged(f"step {number}: {why}; no checkpoint to rewind to")
-        count.position = after  # the samples since the checkpoint are not trained on
+        count.position = after
         clear_gradients(state.model.parameters())
         self._steps.begin_afresh()
+
+        # Evaluate now, if a stop prevented the evaluation of the checkpoint's step.
         if count.evaluation_due:
             self.validate()
         return Outcome.REWOUND
 
     def profiling(self, folder: Path) -> Profiling:
         """Return the profiler for the steps in the recipe; it records on rank 0, to ``folder``."""
-        watch, run_log, run = self._job.recipe.watch, self._run_log, self._run
-        which = (
-            {"profile": watch.profile, "memory": watch.memory}
-            if run.main
-            else dict.fromkeys(("profile", "memory"))
-        )
-        log = lambda metrics: run_log.write(run_log.line(**metrics))  # noqa: E731
-        return Profiling(folder, run.device, **which, say=run.display.say, log=log)
+        run = self._run
+        watch = self._job.recipe.watch
 
-    def final_weights(self, *, stopped: bool) -> dict[str, Any]:
+        def log(metrics: dict[str, float]) -> None:
+            self._run_log.write(self._run_log.line(**metrics))
+
+        if not run.main:
+            return Profiling(folder, run.device)
+        return Profiling(
+            folder,
+            run.device,
+            profile=watch.profile,
+            memory=watch.memory,
+            say=run.display.say,
+            log=log,
+        )
+
+    def final_weights(self, *, stopped: bool) -> FinalWeights:
         """Restore the weights of the best evaluation if the recipe asks for them and they are
-        intact; return which weights the model has. No save may be in progress."""
+        intact. No save may be in progress.
+
+        Args:
+            stopped: whether a stop ended the run, which then keeps the last weights.
+
+        Returns:
+            Which weights the model has.
+        """
         BEATS.enter(ENDING)
-        state, recipe, best = self._state, self._job.recipe, self._state.best
-        step, checkpoints = state.count.step, state.checkpoints
-        wanted, folder = recipe.save.final == "best" and best.step and not stopped, None
-        if wanted and best.step != step:
-            folder = checkpoints.whole(best.step, "final/ gets the last weights", state.needs)
-        if not wanted or (best.step != step and folder is None):
-            return {"weights": "last", "step": step, "end": step}
-        if folder is not None:
+        state = self._state
+        recipe = self._job.recipe
+        best = state.best
+        step = state.count.step
+        last = FinalWeights("last", step=step, end=step)
+        if recipe.save.final != "best" or not best.step or stopped:
+            return last
+
+        # Load the weights of an earlier step, if its checkpoint is intact.
+        if best.step != step:
+            folder = state.checkpoints.whole(best.step, "final/ gets the last weights", state.needs)
+            if folder is None:
+                return last
             state.take(folder)
             load_task_state(self._job.task, folder)
-        return {
-            "weights": "best",
-            "step": best.step,
-            "end": step,
-            "metric": recipe.eval.best,
-            "value": best.value,
-        }
-
-    def last_evaluation(self, final: dict[str, Any]) -> bool:
-        """Evaluate on the test set; on all sets if the weights of an earlier step were restored, so
-        that the summary describes the weights in ``final/``. False if a stop was requested
-        first."""
-        again = final["step"] != final["end"]
-        sets = {name: part for name, part in self._job.eval_sets.items() if again or name == "test"}
-        return not sets or self._evaluate(sets, of=final["step"])
-
-    def write_final(self, folder: Path, final: dict[str, Any]) -> None:
-        """Write the weights and the EMA weights, which ``final`` describes, for inference."""
-        write_final(folder, self._state.model, self._job.task, self._emas, about=final)
-
-    def summary(self, final: dict[str, Any], *, stopped: bool) -> dict[str, Any]:
-        """Return the summary (summary.json) of a run that is done or stopped."""
-        job, state, metric = self._job, self._state, self._job.recipe.eval.best
-        count, best = state.count, state.best
-        early = (
-            f"early stop: {metric} was best at step {best.step}"
-            if count.step < job.steps
-            else "done"
+        return FinalWeights(
+            "best",
+            step=best.step,
+            end=step,
+            metric=recipe.eval.best,
+            value=best.value,
         )
+
+    def last_evaluation(self, final: FinalWeights) -> bool:
+        """Evaluate on the test set; on all sets if the weights of an earlier step were restored.
+
+        So the summary describes the weights in ``final/``.
+
+        Returns:
+            False if a stop was requested before the evaluation was complete.
+        """
+        sets = self._job.eval_sets
+        if final.step == final.end:
+            sets = {name: dataset for name, dataset in sets.items() if name == "test"}
+        return not sets or self._evaluate(sets, of=final.step)
+
+    def write_final(self, folder: Path, final: FinalWeights) -> None:
+        """Write the weights and the EMA weights, which ``final`` describes, for inference."""
+        write_final(folder, self._state.model, self._job.task, self._emas, about=final.as_json())
+
+    def summary(self, final: FinalWeights, *, stopped: bool) -> dict[str, Any]:
+        """Return the summary (summary.json) of a run that is done or stopped."""
+        job = self._job
+        state = self._state
+        metric = job.recipe.eval.best
+        count = state.count
+        best = state.best
+
+        # Say why the run ended.
+        code = exit_codes.DONE
+        if stopped:
+            reason = f"stopped by {self._run.stopping.by or 'a signal to another rank'}"
+            code = exit_codes.STOPPED
+        elif count.step < job.steps:
+            reason = f"early stop: {metric} was best at step {best.step}"
+        else:
+            reason = "done"
+
         return {
-            "exit_reason": f"stopped by {self._run.stopping.by or 'a signal to another rank'}"
-            if stopped
-            else early,
-            "exit_code": exit_codes.STOPPED if stopped else exit_codes.DONE,
+            "exit_reason": reason,
+            "exit_code": code,
             **count.as_metrics(job.unit),
             "passed_over": count.passed_over,
             "seconds": count.elapsed(),
             **state.results,
             "best": {"metric": metric, "value": best.value, "step": best.step},
-            "final": final,
+            "final": final.as_json(),
             "noise_scale": meaning(state.noise.value, job.layout.size, job.no_noise_scale),
             "time": self._advice.sentence(state.meter.clock.overall()),
             "goodput": count.goodput(time.time()),

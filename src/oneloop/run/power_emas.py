@@ -1,0 +1,91 @@
+"""Load a power-function EMA of any width from the EMAs in the checkpoints of a run."""
+
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from oneloop.checkpoint.mirror import complete
+from oneloop.checkpoint.state_dict import load_tensors
+from oneloop.checkpoint.store import Store, problems, read_manifest
+from oneloop.ema import gamma, post_hoc
+
+
+class _PowerEma(NamedTuple):
+    """A power-function EMA in a checkpoint."""
+
+    folder: Path
+    name: str
+    samples: float  # trained on until this checkpoint
+    sigma_rel: float  # its width, relative to that time
+
+
+def _power_emas(checkpoint: Path) -> list[_PowerEma]:
+    """Return the power-function EMAs in this checkpoint and in earlier intact ones of the run."""
+    saved: list[_PowerEma] = []
+    for folder in Store(checkpoint.parent).sealed():
+        if folder.name > checkpoint.name:
+            continue
+        complete(folder)  # fetches what is only in the mirror
+        if problems(folder):
+            continue
+        state = json.loads((folder / "state.json").read_text())
+        for name, part in state.items():
+            if name.startswith("ema-power-") and part["seen"] > 0:
+                sigma_rel = float(name.removeprefix("ema-power-"))
+                saved.append(_PowerEma(folder, name, part["seen"], sigma_rel))
+    return saved
+
+
+@torch.no_grad()
+def load_power_ema(checkpoint: Path, model: nn.Module, wanted: str) -> None:
+    """Load a power-function EMA of any width, combined from those that were saved.
+
+    Args:
+        checkpoint: the EMA is that of this step; earlier checkpoints of the run are read, too.
+        model: loaded in place, not wrapped for training.
+        wanted: ``power:SIGMA``, with the width that is wanted.
+
+    Raises:
+        ValueError: the width is too large, or no power-function EMA was saved.
+    """
+    try:
+        sigma_rel = float(wanted.removeprefix("power:"))
+        gamma(sigma_rel)
+    except ValueError as error:
+        raise ValueError(f"--weights {wanted}: {error}") from error
+    saved = _power_emas(checkpoint)
+    if not saved:
+        raise ValueError(
+            f"--weights {wanted}: no power-function EMA is saved; train with --ema.power [0.05,0.1]"
+        )
+
+    # Find the factor of each saved EMA by least squares (Karras et al. 2024).
+    last = max(ema.samples for ema in saved)
+    factors = post_hoc([(ema.samples, ema.sigma_rel) for ema in saved], (last, sigma_rel))
+
+    # Average the parameters that every saved EMA has. The sums are in double precision: factors
+    # are large and of both signs.
+    averaged = dict(model.named_parameters())
+    for ema in saved:
+        tensors = read_manifest(ema.folder)["tensors"]
+        for name in list(averaged):
+            if f"ema.{ema.name}.{name}" not in tensors:
+                del averaged[name]
+    total: dict[str, Tensor] = {}
+    for name, parameter in averaged.items():
+        wide = torch.complex128 if parameter.is_complex() else torch.float64
+        total[name] = torch.zeros_like(parameter, dtype=wide)
+
+    # Load one EMA after the other into the model, and add it.
+    for ema, factor in zip(saved, factors, strict=True):
+        load_tensors(ema.folder, model, weights=ema.name)
+        for name, parameter in averaged.items():
+            total[name] += factor * parameter
+
+    # Load buffers and frozen parameters from the checkpoint, then set the averaged parameters.
+    load_tensors(checkpoint, model)
+    for name, parameter in averaged.items():
+        parameter.copy_(total[name])
