@@ -1,5 +1,6 @@
 """The counters of a run, and its log, in which each line starts with the counters."""
 
+import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -9,6 +10,14 @@ from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.examples import Examples
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import Tracking
+
+_CAUSES = {
+    "start": "starts",
+    "repeated": "repeated steps",
+    "data": "waiting for data",
+    "save": "saving",
+}
+"""causes of lost time, and how a sentence names them"""
 
 
 @dataclass
@@ -33,11 +42,16 @@ class Counters:
         return self.position - self.samples
 
     def begin(self, starts: Mapping[str, float]) -> None:
-        """Start the clock of :meth:`elapsed`; a rewind does not reset it. ``starts``: of
-        :meth:`Folder.starts`."""
-        self._began, self._starts = time.perf_counter() - self.seconds, starts
-        # else of another folder
-        self.lost = self._lost = self.lost if self.seconds > starts["before"] else {}
+        """Start the clock of :meth:`elapsed`, which a rewind does not reset.
+
+        ``starts`` are the times of all starts, by :meth:`Folder.starts`."""
+        self._began = time.perf_counter() - self.seconds
+        self._starts = starts
+
+        # Time before the first start of this folder belongs to a run in another folder.
+        if self.seconds <= starts["before"]:
+            self.lost = {}
+        self._lost = self.lost
 
     def elapsed(self) -> float:
         """Return the seconds spent on the run, over all starts."""
@@ -51,30 +65,35 @@ class Counters:
 
     def measured(self, spent: Mapping[str, float]) -> None:
         """Store the seconds of this start in which the run waited for data or saved."""
-        self.lost = {name: self._lost.get(name, 0.0) + spent[name] for name in ("data", "save")}
+        lost = {}
+        for cause in ("data", "save"):
+            lost[cause] = self._lost.get(cause, 0.0) + spent[cause]
+        self.lost = lost
 
     def goodput(self, now: float) -> dict[str, Any]:
         """Return the share of the time since the first start that went into kept steps and
-        evaluations, and the seconds lost to each cause. ``now`` is in seconds since 1970. Time
-        after the last log line of a killed start counts as start."""
-        starts, kept = self._starts, self.elapsed() - self._starts["before"]
-        seconds = max(now - starts["first"], kept + starts["repeated"], 1e-9)
-        lost = {
-            "start": seconds - kept - starts["repeated"],
-            "repeated": starts["repeated"],
-            **self.lost,
-        }
-        names = {
-            "start": "starts",
-            "repeated": "repeated steps",
-            "data": "waiting for data",
-            "save": "saving",
-        }
-        causes = ", ".join(f"{value / seconds:.1%} {names[cause]}" for cause, value in lost.items())
+        evaluations, and the seconds lost to each cause.
+
+        Time after the last log line of a killed start counts as start.
+
+        Args:
+            now: seconds since 1970.
+
+        Returns:
+            ``share``, ``seconds`` (since the first start), ``lost`` (seconds by cause), and
+            ``about``, a sentence; for summary.json.
+        """
+        starts = self._starts
+        repeated = starts["repeated"]
+        kept = self.elapsed() - starts["before"]
+        seconds = max(now - starts["first"], kept + repeated, 1e-9)
+        lost = {"start": seconds - kept - repeated, "repeated": repeated, **self.lost}
         share = 1 - sum(lost.values()) / seconds
+
+        causes = [f"{value / seconds:.1%} {_CAUSES[cause]}" for cause, value in lost.items()]
         about = (
             f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} "
-            f"starts; lost: {causes}"
+            f"starts; lost: {', '.join(causes)}"
         )
         return {"share": share, "seconds": seconds, "lost": lost, "about": about.replace("%", " %")}
 
@@ -85,17 +104,25 @@ class Counters:
         self.weight += weight
 
     def evaluated(self, better: bool, *, patience: int) -> None:
-        """Count an evaluation; after ``patience`` of them without improvement the plateau schedule
-        reduces the rate."""
-        self.waited = 0 if better else self.waited + 1
+        """Count an evaluation, which may make the plateau schedule reduce the learning rate.
+
+        Args:
+            better: whether it is the best so far.
+            patience: evaluations without improvement before a reduction (0: no reductions).
+        """
+        self.waited += 1
+        if better:
+            self.waited = 0
         if patience and self.waited >= patience:
             self.reductions += 1
             self.waited = 0
 
     def as_metrics(self, unit: str) -> dict[str, int]:
         """Return the counters for the start of a log line."""
-        tokens = {"tokens": int(self.weight)} if unit == "tokens" else {}
-        return {"step": self.step, "samples": self.samples, **tokens}
+        metrics = {"step": self.step, "samples": self.samples}
+        if unit == "tokens":
+            metrics["tokens"] = int(self.weight)
+        return metrics
 
 
 class Results(dict[str, float]):
@@ -104,11 +131,11 @@ class Results(dict[str, float]):
 
     def take(self, metrics: Mapping[str, float], weights: str) -> None:
         """Store the metrics of an evaluation of ``weights`` (``raw``, or the name of an EMA)."""
-        self.update(
-            metrics
-            if weights == "raw"
-            else {f"{weights}/{name}": value for name, value in metrics.items()}
-        )
+        prefix = ""
+        if weights != "raw":
+            prefix = f"{weights}/"
+        for name, value in metrics.items():
+            self[prefix + name] = value
 
     def __missing__(self, name: str) -> float:
         raise ValueError(
@@ -137,21 +164,45 @@ class Best:
         self.__dict__.update(state)
 
     def update(self, value: float, step: int, *, higher_is_better: bool) -> bool:
-        """Compare one result; return True if it is the best so far, which NaN never is."""
-        better = value == value and (
-            self.value is None or (value > self.value if higher_is_better else value < self.value)
-        )
+        """Compare the result of an evaluation with the best one so far.
+
+        Args:
+            value: the metric.
+            step: that was evaluated.
+            higher_is_better: whether a larger metric is better.
+
+        Returns:
+            Whether it is the best so far, which NaN never is.
+        """
+        if math.isnan(value):
+            better = False
+        elif self.value is None:
+            better = True
+        elif higher_is_better:
+            better = value > self.value
+        else:
+            better = value < self.value
+
         if better:
-            self.value, self.step, self.since = value, step, 0
+            self.value = value
+            self.step = step
+            self.since = 0
         else:
             self.since += 1
         return better
 
 
 class RunLog:
-    """Writes metrics.jsonl, the trackers and the terminal. ``unit`` is what the weight counts:
-    samples or tokens. ``resumed``: whether the run continues from a checkpoint of its own
-    folder."""
+    """Writes metrics.jsonl, the trackers and the terminal.
+
+    Args:
+        count: the counters, with which each line starts.
+        results: gets the latest metrics.
+        tracking: metrics.jsonl and the trackers.
+        display: the terminal.
+        unit: what the weight counts: samples or tokens.
+        resumed: whether the run continues from a checkpoint of its own folder.
+    """
 
     def __init__(
         self,
@@ -163,13 +214,12 @@ class RunLog:
         unit: str = "samples",
         resumed: bool = False,
     ) -> None:
-        self._count, self._results, self._tracking, self._display = (
-            count,
-            results,
-            tracking,
-            display,
-        )
-        self._unit, self.resumed = unit, resumed
+        self._count = count
+        self._results = results
+        self._tracking = tracking
+        self._display = display
+        self._unit = unit
+        self.resumed = resumed
 
     def line(self, **metrics: Any) -> dict[str, Any]:
         """Return a line: the counters, then these metrics, which may override counters."""
@@ -184,7 +234,13 @@ class RunLog:
         self.write(self.line(event=name))
 
     def log(self, metrics: Mapping[str, float], remarks: Iterable[str], **more: str) -> None:
-        """Log training metrics, and print them with ``remarks``; ``more`` is only logged."""
+        """Log training metrics, and print them.
+
+        Args:
+            metrics: by name.
+            remarks: printed below the metrics.
+            more: only logged.
+        """
         self._results["train/loss"] = metrics["train/loss"]
         self.write(self.line(time=self._count.elapsed(), **metrics, **more))
         named = [name for name in metrics if name.startswith("train/") and name not in OWN_METRICS]
@@ -197,19 +253,25 @@ class RunLog:
         *,
         of: int | None = None,
     ) -> None:
-        """Log the results of an evaluation by weights (``raw``, or the name of an EMA). If they are
-        ``of`` an earlier step, the best one, log only test metrics: the others were logged at that
-        step."""
-        step = self._count.step if of is None else of
+        """Log the results of an evaluation.
+
+        Args:
+            by_weights: metrics by weights (``raw``, or the name of an EMA).
+            examples: predictions for the trackers.
+            of: the earlier step, the best one, that the weights are from. Then only test metrics
+                are logged: the others were logged at that step.
+        """
+        step = self._count.step
+        if of is not None:
+            step = of
         if examples is not None:
             self._tracking.show(step, examples)
+
         for weights, metrics in by_weights.items():
             self._results.take(metrics, weights)
-            new = {
-                name: value
-                for name, value in metrics.items()
-                if of is None or name.startswith("test/")
-            }
+            new = dict(metrics)
+            if of is not None:
+                new = {n: value for n, value in metrics.items() if n.startswith("test/")}
             if new:
-                self.write(self.line(step=step, **new, weights=weights))
+                self.write({**self.line(step=step), **new, "weights": weights})
             self._display.results(step, metrics, weights)
