@@ -6,6 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics import exit_codes
@@ -43,8 +44,12 @@ _WATCHED = 10.0  # seconds that the supervisor has to end a process that reporte
 
 
 def main(train: Train, argv: Sequence[str]) -> NoReturn:
-    """Read the recipe, train it, write summary.json, and end the process with oneloop's exit
-    code."""
+    """Read the recipe, train it, write summary.json, and exit with oneloop's exit code.
+
+    Args:
+        train: the training loop.
+        argv: the command line: recipe and keys.
+    """
     try:
         recipe = read_once(tuple(argv))
         run = start_run(recipe, command=["oneloop.train", *argv])
@@ -65,60 +70,90 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
 
 
 def start_run(recipe: Recipe, *, command: Sequence[str]) -> Run:
-    """Start the processes of a recipe's run, as the launcher configured them. Raise BadInput."""
+    """Start the processes of a recipe's run, as the launcher configured them.
+
+    Args:
+        recipe: its groups machine, batch and watch apply.
+        command: module, recipe and keys, for environment.json.
+
+    Raises:
+        BadInput: a tracker, the precision or the strategy is not supported.
+    """
     check_trackers(recipe.track)
     machine = recipe.machine
-    how: dict[str, Any] = {
-        "sync_each_batch": machine.sync_each_batch,
-        "exact": recipe.batch.grain is not None,
-    }
-    how |= {
-        "find_unused_parameters": machine.find_unused_parameters,
-        "deterministic": machine.deterministic,
-    }
-    run = start(**how, track=recipe.track, folder=recipe.folder)
+    run = start(
+        sync_each_batch=machine.sync_each_batch,
+        find_unused_parameters=machine.find_unused_parameters,
+        deterministic=machine.deterministic,
+        exact=recipe.batch.grain is not None,
+        track=recipe.track,
+        folder=recipe.folder,
+    )
     run.command = command
     run.display = Display(shown=run.main, quiet=recipe.watch.quiet, as_json=recipe.watch.json)
     return run
 
 
 def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> Ended:
-    """Train a recipe with the loop ``train`` on the processes of a run; return the summary (of a
-    finished run, the earlier one) and the exception that ended the run, if any. ``cli``: the
-    command line runs it, so print tracebacks. Raise BadInput before anything is written."""
+    """Train a recipe on the processes of a run.
+
+    Args:
+        train: the training loop.
+        recipe: what to train.
+        run: this process.
+        cli: whether the command line runs it: print tracebacks.
+
+    Returns:
+        The summary (of a finished run, the earlier one) and the exception that ended the run, or
+        None.
+
+    Raises:
+        BadInput: before anything is written.
+        StoppedEarly: a stop was requested before anything was written.
+    """
+    say = run.display.say
+    folder: Folder
+    if recipe.mirror:
+        folder = MirroredFolder(recipe.folder, recipe.mirror, say=say)
+    else:
+        folder = Folder(recipe.folder, say=say)
     job: Job | None = None
     fault: BaseException | None = None
-    say, mirror = run.display.say, recipe.mirror
-    folder = (
-        MirroredFolder(recipe.folder, mirror, say=say) if mirror else Folder(recipe.folder, say=say)
-    )
     try:
         with run.display, run.closing, _exits_are_errors():
             job = _prepared(recipe, run, folder, cli=cli)
             if job is None:
-                there = recipe.mirror if not folder.path.exists() else None
-                return {**run.from_main(folder.finished), "folder": str(there or folder.path)}, None
+                # The run is finished; its folder may be only in the mirror.
+                there: Path | str = folder.path
+                if recipe.mirror and not folder.path.exists():
+                    there = recipe.mirror
+                return {**run.from_main(folder.finished), "folder": str(there)}, None
             summary = train(job, run, folder)
     except (BadInput, StoppedEarly) as error:
+        # Nothing was written. If a stop was requested, the error may follow from it.
         folder.abandon()
-        raise (StoppedEarly() if run.stopping.early is None else error) from error.__cause__
+        if run.stopping.early is None:
+            raise StoppedEarly from error.__cause__
+        raise error from error.__cause__
     except Diverged as error:
-        fault, summary = (
-            error,
-            {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED},
-        )
+        fault = error
+        summary = {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED}
     except BaseException as error:
         if run.stopping.early is None:  # a library has turned StoppedEarly into its own error
             folder.abandon()
             raise StoppedEarly from error
-        # from Python: a second interrupt
+        # From Python, the caller gets a second interrupt.
         if job is None or (not cli and not isinstance(error, Exception)):
             folder.release()
             raise
-        fault, summary = error, _failed(error, job, run, folder, cli=cli)
+        fault = error
+        summary = _failed(error, job, run, folder, cli=cli)
+
+    # Write the summary on rank 0. An incomplete mirror turns a run that is done into an error.
     if run.main:
-        summary, before = _end(run, folder, summary, as_json=recipe.watch.json), summary
-        if summary["exit_code"] != before["exit_code"]:
+        code = summary["exit_code"]
+        summary = _end(run, folder, summary, as_json=recipe.watch.json)
+        if summary["exit_code"] != code:
             fault = OSError(summary["exit_reason"])
     return {**summary, "folder": str(folder.path)}, fault
 
@@ -131,7 +166,8 @@ def _failed(
     end_workers(error)
     reason = _words(error)
     if is_out_of_memory(error):
-        if run.device.type == "cuda" and folder.path.is_dir():  # rank 0 has begun the run
+        # Write a snapshot if rank 0 has begun the run.
+        if run.device.type == "cuda" and folder.path.is_dir():
             snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
             print(
                 f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)",
@@ -150,23 +186,29 @@ def _words(error: BaseException) -> str:
         text = str(error).encode(errors="backslashreplace").decode()
     except Exception as why:
         text = f"(its message cannot be printed: {type(why).__name__})"
+
+    # torch wraps an error of a data worker, with its traceback as text.
     if text.startswith("Caught ") and "\nOriginal Traceback" in text:
         kind, _, text = text.strip().splitlines()[-1].partition(": ")
         return f"{kind.rpartition('.')[2]}: {text}"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+    if not text:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text}"
 
 
 def _report_error(error: BaseException, reason: str) -> None:
     """Print the traceback. With several ranks, report it to the supervisor, which prints the first
     one and ends all."""
-    ours = (
-        isinstance(error, UnfitSample)
-        and error.__cause__ is not None
-        and not where(error.__cause__)
-    )
+    # Print only the message if it is enough: oneloop itself found what is wrong.
+    cause = error.__cause__
+    ours = isinstance(error, UnfitSample) and cause is not None and not where(cause)
     if ours or isinstance(error, exit_codes.Inexact):
-        error = error.with_traceback(None)  # the message is enough
-        error.__cause__, error.__suppress_context__ = None, True
+        error = error.with_traceback(None)
+        error.__cause__ = None
+        error.__suppress_context__ = True
+
+    # The supervisor prints the first error of all ranks, and ends this process while it waits.
     if CHANNEL.watched and ranks() > 1:
         CHANNEL.fault(error, f"rank {rank()}: {reason}")
         time.sleep(_WATCHED)
@@ -189,23 +231,37 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     if not folder.begun:
         folder.abandon()
         return summary
-    _write(folder, summary)  # before the upload, which may take long
+
+    # Write the summary before the upload, which may take long, and once more with its result.
+    _write(folder, summary)
     summary = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
     _write(folder, summary)
+
+    # Write the report. An error of the report does not fail the run.
     try:
         folder.write("report.html", report([folder.path]))
-    except Exception as error:  # an error of the report does not fail the run
+    except Exception as error:
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
-    if (now := folder.uploaded(summary, final=False)) != summary:
+
+    # Upload the report. If that fails, the summary says so.
+    now = folder.uploaded(summary, final=False)
+    if now != summary:
         _write(folder, now)
     summary = now
     folder.close()
+
+    # Print the result.
     run.display.summary(summary)
     run.display.lines(_remarks(summary))
-    resume = "; the same command continues the run" * (summary["exit_code"] == exit_codes.STOPPED)
-    there = f"; newest step in the mirror: {summary['mirrored']}" if "mirrored" in summary else ""
-    ended = printable(f"{summary['exit_reason']}; results in {folder.path}{there}{resume}")
-    print(dumps({**summary, "folder": str(folder.path)}) if as_json else ended, flush=True)
+    ended = f"{summary['exit_reason']}; results in {folder.path}"
+    if "mirrored" in summary:
+        ended += f"; newest step in the mirror: {summary['mirrored']}"
+    if summary["exit_code"] == exit_codes.STOPPED:
+        ended += "; the same command continues the run"
+    if as_json:
+        print(dumps({**summary, "folder": str(folder.path)}), flush=True)
+    else:
+        print(printable(ended), flush=True)
     return summary
 
 
@@ -220,55 +276,70 @@ def _write(folder: Folder, summary: dict[str, Any]) -> None:
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
     """Yield the lines below the summary: noise scale, time, and a best evaluation that ``final/``
     does not hold."""
-    yield from (
-        about
-        for name in ("noise_scale", "time")
-        if (about := summary.get(name)) and " n/a" not in about
-    )
-    goodput = summary.get("goodput") or {}
-    yield from [goodput["about"]] if " 1 starts" not in goodput.get("about", " 1 starts") else []
-    best, final = summary.get("best") or {}, summary.get("final") or {}
-    if final.get("weights") == "last" and 0 < (best.get("step") or 0) < 0.9 * final["step"]:
-        was = f"{best['metric']} was best at step {best['step']:,}: {metric(best['value'])}"
+    for name in ("noise_scale", "time"):
+        about = summary.get(name)
+        if about and " n/a" not in about:
+            yield about
+
+    # Goodput is of interest if the run was started more than once.
+    goodput = (summary.get("goodput") or {}).get("about")
+    if goodput is not None and " 1 starts" not in goodput:
+        yield goodput
+
+    # Report a best evaluation that is well before the end.
+    best = summary.get("best") or {}
+    final = summary.get("final") or {}
+    step = best.get("step") or 0
+    if final.get("weights") == "last" and 0 < step < 0.9 * final["step"]:
         yield (
-            f"{was}; final/ holds the last weights; --save.final best keeps those of the best "
-            "evaluation"
+            f"{best['metric']} was best at step {step:,}: {metric(best['value'])}; final/ holds "
+            "the last weights; --save.final best keeps those of the best evaluation"
         )
 
 
 def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:
     """Return the checked job, or None if the run in the folder is finished. Raise BadInput on every
     rank."""
+    # Look at the folder on rank 0: may this run be there?
+    finished: str | None = None
     with run.setting_up():
-        finished = (
-            folder.inspect(
+        if run.main:
+            finished = folder.inspect(
                 recipe.resolved, resume=recipe.run.resume, accept_changes=recipe.run.accept_changes
             )
-            if run.main
-            else None
-        )
-        if (
-            run.main
-            and not recipe.run.accept_changes
-            and (other := another_file(recipe, folder.path))
-        ):
-            raise BadInput(
-                f"run.dir {folder.path} {other}; choose another run.dir, or "
-                "--run.accept_changes true"
-            )
-    if finished := run.from_main(finished):
+            other = ""
+            if not recipe.run.accept_changes:
+                other = another_file(recipe, folder.path)
+            if other:
+                raise BadInput(
+                    f"run.dir {folder.path} {other}; choose another run.dir, or "
+                    "--run.accept_changes true"
+                )
+
+    # Return if it is finished. From Python, that would be the result of another class if the source
+    # of the task has changed.
+    finished = run.from_main(finished)
+    if finished:
         other = source_changed(recipe, folder.path)
-        if other and not cli:  # from Python, it would return the result of another class
+        if other and not cli:
             raise BadInput(f"{finished.partition(':')[0]}, and {other}")
-        run.display.say(f"{finished}; {other}" if other else finished)
+        if other:
+            finished = f"{finished}; {other}"
+        run.display.say(finished)
         return None
+
+    def build(micro: int | None) -> Job:
+        return build_job(
+            recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
+        )
+
+    # Build the job. A search for the micro-batch size takes long: find other errors before it.
     float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
-    how: dict[str, Any] = {"ranks": run.ranks, "sharded": run.sharded, "device": run.device.type}
-    if isinstance(recipe.batch.micro, str):  # find other errors before the search
+    if isinstance(recipe.batch.micro, str):
         with run.setting_up():
-            build_job(recipe, micro=1, **how)
+            build(1)
     with run.setting_up():
-        job = build_job(recipe, micro=find_micro(recipe, run), **how)
+        job = build(find_micro(recipe, run))
     reject_other_jobs(job, run)
     run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
     return job
