@@ -1,9 +1,9 @@
-"""The inputs of a run (data, model, precision, recipe), which checkpoints store and a resume
-compares."""
+"""The inputs of a run (data, model, recipe), which checkpoints store and a resume compares."""
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,14 +29,29 @@ SAMPLES = 16  # samples of each data set that a resume compares, evenly spaced
 FIRST = 2  # first samples of each data set that all ranks compare
 
 
+_COMPARED = {
+    "trained": "trained parameters",
+    "precision": "precision",
+    "rates": "learning rates",
+}
+"""entries of :func:`inputs_of` that are compared as a whole, and their names in messages"""
+
+
 class InputCheck:
-    """The inputs of a run (see :func:`inputs_of`), which its checkpoints store and a resume
-    checks."""
+    """The inputs of a run, which its checkpoints store and a resume checks.
+
+    Args:
+        about: the inputs, by :func:`inputs_of`.
+        accept_changes: report changes instead of raising an error.
+        say: reports to the user.
+    """
 
     def __init__(
         self, about: Mapping[str, Any], *, accept_changes: bool, say: Callable[[str], object]
     ) -> None:
-        self.about, self._accept, self._say = about, accept_changes, say
+        self.about = about
+        self._accept = accept_changes
+        self._say = say
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.about)
@@ -44,7 +59,8 @@ class InputCheck:
     def check(self, saved: Mapping[str, Any]) -> None:
         """Raise ValueError if a checkpoint's inputs differ from the current inputs, unless changes
         are accepted."""
-        if not (there := saved.get("identity")):
+        there = saved.get("identity")
+        if not there:
             self._say(
                 "the checkpoint has no fingerprints of data and model (older oneloop): nothing "
                 "to compare"
@@ -52,11 +68,16 @@ class InputCheck:
             return
         changed = differences(there, self.about)
         if changed and not self._accept:
-            ways = "restore it, choose another run.dir, or continue with --run.accept_changes true"
-            raise ValueError(f"inputs of the run have changed: {'; '.join(changed)}; {ways}")
+            raise ValueError(
+                f"inputs of the run have changed: {'; '.join(changed)}; restore it, choose another "
+                "run.dir, or continue with --run.accept_changes true"
+            )
         for line in changed:
             self._say(f"accepted: {line}")
-        before, now = there.get("source") or {}, self.about.get("source") or {}
+
+        # Another source of the task is no error: the user may have corrected it.
+        before = there.get("source") or {}
+        now = self.about.get("source") or {}
         if before.get("checksum") != now.get("checksum"):
             self._say(
                 f"the source of the task has changed ({now.get('file')}): the run continues "
@@ -67,18 +88,19 @@ class InputCheck:
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the differences between the inputs of two runs, one line for each."""
     found = data_differences(before, now)
+
+    # The model: report the first line of its structure that differs.
     if before["model"] != now["model"]:
+        line = "it has more or fewer data sets"
         pairs = zip(before["model"].splitlines(), now["model"].splitlines(), strict=False)
-        one = next(
-            (f"{a.strip()!r} -> {b.strip()!r}" for a, b in pairs if a != b),
-            "it has more or fewer data sets",
-        )
-        found.append(f"the model's structure: {one}")
-    for key, what in (
-        ("trained", "trained parameters"),
-        ("precision", "precision"),
-        ("rates", "learning rates"),
-    ):
+        for there, here in pairs:
+            if there != here:
+                line = f"{there.strip()!r} -> {here.strip()!r}"
+                break
+        found.append(f"the model's structure: {line}")
+
+    # What is trained, and along which steps.
+    for key, what in _COMPARED.items():
         if before[key] != now[key]:
             found.append(f"{what}: {before[key]} -> {now[key]}")
     if "follows" in before and "follows" in now and before["follows"] != now["follows"]:
@@ -86,54 +108,73 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             f"the steps of the run, along which the loss changes: {before['follows']} -> "
             f"{now['follows']}"
         )
-    computed = before.get("computed") or {}, now.get("computed") or {}
-    for key in dict.fromkeys(key for each in computed if all(computed) for key in each):
-        there, here = (each.get(key) for each in computed)
-        if there != here:
-            found.append(
-                "batch.grain promises bit-identical results, but "
-                f"{_computed_otherwise(key, there, here)}"
-            )
+
+    # With batch.grain in both: device and versions.
+    computed_before = before.get("computed") or {}
+    computed_now = now.get("computed") or {}
+    if computed_before and computed_now:
+        for key in {**computed_before, **computed_now}:
+            there = computed_before.get(key)
+            here = computed_now.get(key)
+            if there != here:
+                found.append(
+                    "batch.grain promises bit-identical results, but "
+                    f"{_computed_otherwise(key, there, here)}"
+                )
     return found
 
 
 def _computed_otherwise(key: str, there: Any, here: Any) -> str:
     if not isinstance(there, Mapping) or not isinstance(here, Mapping):
         return f"{key}: {there} -> {here}"
-    names = [name for name in {**there, **here} if there.get(name) != here.get(name)]
-    return f"{key}: {', '.join(f'{name} {there.get(name)} -> {here.get(name)}' for name in names)}"
+    differ = []
+    for name in {**there, **here}:
+        if there.get(name) != here.get(name):
+            differ.append(f"{name} {there.get(name)} -> {here.get(name)}")
+    return f"{key}: {', '.join(differ)}"
 
 
 def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the differences of the data; one that several sets share is listed once."""
-    reported: dict[str, list[str]] = {}
-    found, compared = [], True
+    found: list[str] = []
+    reported: dict[str, list[str]] = {}  # names of data sets by difference of their content
+    compared = True
     for name in dict.fromkeys([*before["data"], *now["data"]]):
-        there, here = before["data"].get(name), now["data"].get(name)
-        if there is None or here is None:
-            found.append(f"the {name} set is {'new' if there is None else 'missing'}")
+        there = before["data"].get(name)
+        here = now["data"].get(name)
+        if there is None:
+            found.append(f"the {name} set is new")
+        elif here is None:
+            found.append(f"the {name} set is missing")
         elif there.get("content") and here.get("content"):
             for line in changes(there["content"], here["content"]):
                 reported.setdefault(line, []).append(name)
         else:
             compared = False
-            if there["length"] != here["length"]:
-                found.append(
-                    f"the {name} set has {here['length']:,} samples; before: {there['length']:,}"
-                )
-            elif (
-                there.get("checksum") != here.get("checksum")
-                and there.get("checksum")
-                and here.get("checksum")
-            ):
-                found.append(
-                    f"the {name} set has as many samples, but some of {SAMPLES} compared ones "
-                    "differ"
-                )
+            found += _sample_differences(name, there, here)
+
+    # If the content of some set is not known, another path may hold other data.
     if not compared and not found and not same_data_path(before["recipe"], now["recipe"]):
-        before_, now_ = (one["recipe"]["task"]["data"] for one in (before, now))
-        found.append(f"task.data: {before_!r} -> {now_!r}, and its content is not known")
-    return found + [f"data ({', '.join(names)}): {line}" for line, names in reported.items()]
+        path_before = before["recipe"]["task"]["data"]
+        path_now = now["recipe"]["task"]["data"]
+        found.append(f"task.data: {path_before!r} -> {path_now!r}, and its content is not known")
+
+    for line, names in reported.items():
+        found.append(f"data ({', '.join(names)}): {line}")
+    return found
+
+
+def _sample_differences(
+    name: str, there: Mapping[str, Any], here: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield how a data set differs whose content is known only from some samples."""
+    if there["length"] != here["length"]:
+        yield f"the {name} set has {here['length']:,} samples; before: {there['length']:,}"
+        return
+    before = there.get("checksum")
+    now = here.get("checksum")
+    if before and now and before != now:
+        yield f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ"
 
 
 def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
@@ -143,9 +184,11 @@ def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
     named = [(bare_name(name), parameter) for name, parameter in job.model.named_parameters()]
     trained = [name for name, parameter in named if parameter.requires_grad]
     structure = job.built.structure
+    if len(structure) >= 1 << 15:
+        structure = _digest(structure)
     return {
         "data": data_of(job.task, job.sets, seed=job.recipe.seed),
-        "model": structure if len(structure) < 1 << 15 else _digest(structure),
+        "model": structure,
         "trained": f"{len(trained)} of {len(named)}, {_digest(' '.join(trained))}",
         "precision": f"{run.accelerator.mixed_precision}, weights in {job.recipe.machine.dtype}",
         "rates": [group.get(LR_FACTOR, 1.0) for group in optimizer.param_groups],
@@ -166,41 +209,46 @@ def data_of(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
     return {name: _of_set(task, name, dataset, seed) for name, dataset in sets.items()}
 
 
+def _member(name: str) -> str:
+    """Return the method of the task that returned the data set of this name."""
+    return "train_set()" if name == "train" else "eval_sets()"
+
+
 def _of_set(task: Any, name: str, dataset: Any, seed: int) -> dict[str, Any]:
-    keyed, number = SeededSamples(dataset, seed=seed), len(dataset)
-    member = "train_set()" if name == "train" else "eval_sets()"
+    keyed = SeededSamples(dataset, seed=seed)
+    number = len(dataset)
     indices = sorted({k * number // SAMPLES for k in range(SAMPLES)})
 
+    # Load the first sample twice: samples may differ each time.
     def load() -> str | None:
         first = checksum([keyed[0, indices[0]]])
         whole = checksum(keyed[0, index] for index in indices)
         return whole if checksum([keyed[0, indices[0]]]) == first else None
 
-    if content := theirs(task, member, lambda: fingerprint_of(dataset)):
+    content = theirs(task, _member(name), lambda: fingerprint_of(dataset))
+    if content:
         return {"length": number, "content": content}
-    return {"length": number, "checksum": theirs(task, member, load)}
+    return {"length": number, "checksum": theirs(task, _member(name), load)}
 
 
 def first_samples(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
-    """Return the length of each set, and a checksum of its first samples; None if they are
-    random."""
+    """Return the length of each set, and a checksum of its first samples.
 
-    def load(dataset: Any) -> str | None:
-        keyed, indices = SeededSamples(dataset, seed=seed), range(min(FIRST, len(dataset)))
-        first, second = (checksum(keyed[0, index] for index in indices) for _ in range(2))
-        return first if first == second else None
+    The checksum is None if the samples are random.
+    """
+    found = {}
+    for name, dataset in sets.items():
+        content = theirs(task, _member(name), partial(_first_checksum, dataset, seed))
+        found[name] = {"length": len(dataset), "content": content}
+    return found
 
-    return {
-        name: {
-            "length": len(dataset),
-            "content": theirs(
-                task,
-                "train_set()" if name == "train" else "eval_sets()",
-                lambda: load(dataset),  # noqa: B023
-            ),
-        }
-        for name, dataset in sets.items()
-    }
+
+def _first_checksum(dataset: Any, seed: int) -> str | None:
+    keyed = SeededSamples(dataset, seed=seed)
+    indices = range(min(FIRST, len(dataset)))
+    first = checksum(keyed[0, index] for index in indices)
+    second = checksum(keyed[0, index] for index in indices)
+    return first if first == second else None
 
 
 def checksum(values: Any) -> str:
@@ -212,21 +260,25 @@ def checksum(values: Any) -> str:
         state.update(type(value).__name__.encode())
         if depth > 8:  # objects may refer to each other
             return
+
+        # Tensors, arrays, texts and numbers.
         if isinstance(value, torch.Tensor):
             if value.layout is not torch.strided or value.is_nested:
                 return
             state.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            state.update(
-                value.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-            )
+            flat = value.detach().cpu().contiguous().flatten()
+            state.update(flat.view(torch.uint8).numpy().tobytes())
         elif isinstance(value, np.ndarray) and value.dtype != object:
-            state.update(
-                f"{value.dtype}{value.shape}".encode() + np.ascontiguousarray(value).tobytes()
-            )
-        elif isinstance(value, str | bytes):
-            state.update(value.encode(errors="surrogatepass") if isinstance(value, str) else value)
+            state.update(f"{value.dtype}{value.shape}".encode())
+            state.update(np.ascontiguousarray(value).tobytes())
+        elif isinstance(value, str):
+            state.update(value.encode(errors="surrogatepass"))
+        elif isinstance(value, bytes):
+            state.update(value)
         elif isinstance(value, int | float | complex | np.generic) or value is None:
             state.update(repr(value).encode())
+
+        # Containers and objects.
         elif isinstance(value, Mapping):
             for name in sorted(value, key=str):
                 take(str(name), depth + 1)
@@ -247,17 +299,16 @@ def checksum(values: Any) -> str:
 
 
 def another_file(recipe: Recipe, run: Path) -> str:
-    """Return a sentence if the run in this folder used a task from another file, which still
-    exists; else empty."""
+    """Return the end of a sentence if the run in this folder used a task from another file.
+
+    It is empty if that file is gone, or has the same content.
+    """
     file = source("task", recipe.task.name)
     try:
         there = Path(str(json.loads((run / "environment.json").read_text())["task"]))
-        if (
-            file is None
-            or there.suffix != ".py"
-            or there.samefile(file)
-            or there.read_bytes() == file.read_bytes()
-        ):
+        if file is None or there.suffix != ".py" or there.samefile(file):
+            return ""
+        if there.read_bytes() == file.read_bytes():
             return ""
     except (OSError, ValueError, KeyError, TypeError):
         return ""
@@ -265,9 +316,14 @@ def another_file(recipe: Recipe, run: Path) -> str:
 
 
 def source_changed(recipe: Recipe, run: Path) -> str:
-    """Return a sentence if the source of the user's task has changed since the last save in this
-    folder; else empty."""
-    if recipe.task.name in CHOICES["task"] or not (sealed := Store(run / "checkpoints").sealed()):
+    """Return the end of a sentence if the source of the user's task has changed.
+
+    It is empty if the source is that of the last checkpoint in this folder.
+    """
+    if recipe.task.name in CHOICES["task"]:
+        return ""
+    sealed = Store(run / "checkpoints").sealed()
+    if not sealed:
         return ""
     try:
         there = json.loads((sealed[-1] / "state.json").read_text())["identity"]["source"]
@@ -287,13 +343,12 @@ def source_of(kind: type) -> dict[str, str]:
     try:
         file = str(inspect.getsourcefile(kind))
         content = Path(file).read_bytes()
-    except (TypeError, OSError):  # no file: a notebook knows the source of functions
+    except (TypeError, OSError):
+        # No file: a notebook knows the source of functions.
         try:
             file = kind.__qualname__
-            own = [
-                inspect.getsource(part) for part in vars(kind).values() if inspect.isfunction(part)
-            ]
-            content = "".join(own).encode()
+            functions = [part for part in vars(kind).values() if inspect.isfunction(part)]
+            content = "".join(map(inspect.getsource, functions)).encode()
         except (TypeError, OSError):
             return {}
     return {"file": file, "checksum": xxh3_64_hexdigest(content)}

@@ -25,27 +25,42 @@ _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
 _WITHOUT_RECIPE = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
 """files of a run that was killed before it wrote its recipe"""
 
-
 _GROUPS = ("task", "batch", "schedule", "machine", "run")  # that every resolved recipe has
 _WITHOUT_CHECKPOINT = _WITHOUT_RECIPE | {
-    *(
-        "recipe.yaml",
-        "environment.json",
-        "metrics.jsonl",
-        "examples.json",
-        "summary.json",
-        "report.html",
-    ),
-    *("checkpoints", "base", "tensorboard", "profile", "stacks", "STOP", "wandb", "mlruns"),
-}  # files of a run that has not saved a checkpoint
+    "recipe.yaml",
+    "environment.json",
+    "metrics.jsonl",
+    "examples.json",
+    "summary.json",
+    "report.html",
+    "checkpoints",
+    "base",
+    "tensorboard",
+    "profile",
+    "stacks",
+    "STOP",
+    "wandb",
+    "mlruns",
+}
+"""files of a run that has not saved a checkpoint"""
 
 
 class Folder:
-    """The folder of one run; only rank 0 opens and writes it. Its methods raise BadInput if it is
-    in use, unfinished, of another recipe, too full, or not writable."""
+    """The folder of one run; only rank 0 opens and writes it.
+
+    Its methods raise BadInput if it is in use, unfinished, of another recipe, too full, or not
+    writable.
+
+    Args:
+        path: may not exist yet.
+        name: for messages (default: the path).
+        say: reports to the user.
+    """
 
     def __init__(self, path: Path, *, name: str = "", say: Callable[[str], object] = print) -> None:
-        self.path, self.say, self._name = path, say, name or f"run.dir {path}"
+        self.path = path
+        self.say = say
+        self._name = name or f"run.dir {path}"
         self.finished: dict[str, Any] = {}  # the summary, if it holds this run, finished
         self.begun = False  # whether the run has begun to write
         self._made: list[Path] = []
@@ -55,8 +70,16 @@ class Folder:
     def inspect(
         self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
     ) -> str | None:
-        """Check the folder without changing it; return a message if it holds the same run,
-        finished, else None."""
+        """Check the folder without changing it.
+
+        Args:
+            resolved: the recipe of this run.
+            resume: the key run.resume.
+            accept_changes: allow the run of another recipe.
+
+        Returns:
+            A message if the folder holds this run, finished; else None.
+        """
         if resume not in ("auto", "never"):
             _reject_resume_path(resume)
         try:
@@ -69,6 +92,7 @@ class Folder:
     def _inspected(
         self, resolved: Mapping[str, Any], resume: str, accept_changes: bool
     ) -> str | None:
+        # Is it a run folder that nobody uses?
         if not self.path.exists():
             return None
         if not self.path.is_dir():
@@ -83,43 +107,50 @@ class Folder:
                 f"{self._name} has files that do not belong to a oneloop run; choose another "
                 "run.dir"
             )
+
+        # Is there a run? One without a checkpoint may be overwritten.
         if not saved and not (self.path / "recipe.yaml").exists():
             return None
         if resume == "never":
             raise BadInput(
                 f"{self._name} holds a run, and run.resume is never; choose another run.dir"
             )
-        old = self._recipe() if saved else None  # a run without a checkpoint may be overwritten
+        if not saved:
+            return None
+        old = self._recipe()
         if old is None:
             return None
+
+        # Is it a run of this recipe? The user may have edited recipe.yaml.
         changed = difference(old, resolved)
-        if changed and (kept := self._saved_recipe()) and not difference(kept, resolved):
-            self.say(
-                f"{self.path}/recipe.yaml differs from the newest checkpoint; using the "
-                "checkpoint's recipe"
-            )
-            changed = []
+        if changed:
+            kept = self._saved_recipe()
+            if kept and not difference(kept, resolved):
+                self.say(
+                    f"{self.path}/recipe.yaml differs from the newest checkpoint; using the "
+                    "checkpoint's recipe"
+                )
+                changed = []
         if changed and not accept_changes and not only_extends(old, resolved):
-            apart = f"a run of another recipe ({'; '.join(changed)})"
-            ways = (
-                "choose another run.dir, use the same recipe, or continue with "
-                "--run.accept_changes true"
+            raise BadInput(
+                f"{self._name} holds a run of another recipe ({'; '.join(changed)}); choose "
+                "another run.dir, use the same recipe, or continue with --run.accept_changes true"
             )
-            raise BadInput(f"{self._name} holds {apart}; {ways}")
+
+        # Is it finished, with intact final weights?
         ended = self._read("summary.json", _summary)
-        done = str((ended or {}).get("exit_reason", "")).startswith(("done", "early stop"))
-        if (
-            not ended
-            or ended.get("exit_code") != 0
-            or not done
-            or changed
-            or not same_data_path(old, resolved)
-        ):
+        if not ended or ended.get("exit_code") != 0:
+            return None
+        if changed or not same_data_path(old, resolved):
+            return None
+        if not str(ended.get("exit_reason", "")).startswith(("done", "early stop")):
             return None
         final = self.path / "final"
-        if (final / MANIFEST).exists() and (wrong := problems_of_files(final)):
-            self.say(f"{final} is damaged ({'; '.join(wrong[:3])}); rewriting it")
-            return None
+        if (final / MANIFEST).exists():
+            wrong = problems_of_files(final)
+            if wrong:
+                self.say(f"{final} is damaged ({'; '.join(wrong[:3])}); rewriting it")
+                return None
         self.finished = {name: value for name, value in ended.items() if name != "checksum"}
         return (
             f"{self._name.rpartition(' ')[2]} holds this run, finished at step "
@@ -152,26 +183,17 @@ class Folder:
             return None
 
     def _recipe(self) -> dict[str, Any] | None:
-
-        def parsed(text: str) -> dict[str, Any]:
-            content = yaml.safe_load(text)
-            if not isinstance(content, dict) or not all(
-                isinstance(content.get(group), dict) for group in _GROUPS
-            ):
-                raise ValueError("no recipe")
-            return content
-
-        if recipe := self._read("recipe.yaml", parsed):
-            return recipe
-        return self._saved_recipe()
+        """Return the recipe of the run in the folder, else that of its newest checkpoint."""
+        return self._read("recipe.yaml", _resolved) or self._saved_recipe()
 
     def _saved_recipe(self) -> dict[str, Any] | None:
+        """Return the recipe in the newest intact checkpoint."""
         for path, wrong in self._store.newest_good():
-            if not wrong:
-                recipe = (
-                    json.loads((path / "state.json").read_text()).get("identity", {}).get("recipe")
-                )
-                return recipe if isinstance(recipe, dict) else None
+            if wrong:
+                continue
+            state = json.loads((path / "state.json").read_text())
+            recipe = state.get("identity", {}).get("recipe")
+            return recipe if isinstance(recipe, dict) else None
         return None
 
     def _in_use(self) -> bool:
@@ -191,10 +213,13 @@ class Folder:
             return "another process"
 
     def hold(self, *, need: int = 0) -> None:
-        """Create the folder and lock it; the operating system releases the lock when this process
-        ends.
+        """Create the folder and lock it.
 
-        ``need`` is the number of bytes that the run will still write."""
+        The operating system releases the lock when this process ends.
+
+        Args:
+            need: bytes that the run will still write.
+        """
         self._made = [parent for parent in (self.path, *self.path.parents) if not parent.exists()]
         with self._writing():
             self._reject_full_disk(need)
@@ -216,19 +241,31 @@ class Folder:
         self.begun = True
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
-        """Return the times of all starts. This one ``began`` at a time in seconds since 1970, and
-        continues from a checkpoint with this training time in ``seconds`` (0: there is none)."""
-        old = (self._read("environment.json", lambda text: dict(json.loads(text))) or {}).get(
-            "starts"
-        )
-        if not isinstance(old, dict) or not all(
-            isinstance(old.get(name), int | float) for name in _STARTS
-        ):
-            return {"first": began, "number": 1, "repeated": 0.0, "before": seconds}
+        """Return the times of all starts.
+
+        Args:
+            began: time of this start, in seconds since 1970.
+            seconds: training time of the checkpoint that it continues from (0: there is none).
+
+        Returns:
+            ``first``: time of the first start. ``number``: of starts. ``repeated``: seconds of
+            training that were lost and are done again. ``before``: training time before the first
+            start, in another folder.
+        """
+        new = {"first": began, "number": 1, "repeated": 0.0, "before": seconds}
+        about = self._read("environment.json", lambda text: dict(json.loads(text)))
+        old = (about or {}).get("starts")
+        if not isinstance(old, dict):
+            return new
+        if not all(isinstance(old.get(name), int | float) for name in _STARTS):
+            return new
+
+        # What was trained after the checkpoint is lost: the last log line says until when.
         with suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
             times = [line["time"] for line in parsed(file) if isinstance(line.get("time"), float)]
-            old["repeated"] += max(0.0, times[-1] - max(seconds, old["before"])) if times else 0.0
+            if times:
+                old["repeated"] += max(0.0, times[-1] - max(seconds, old["before"]))
         return old | {"number": old["number"] + 1, "before": min(old["before"], seconds)}
 
     @contextmanager
@@ -252,25 +289,22 @@ class Folder:
             self.close()
             if self._made:
                 (self.path / ".lock").unlink(missing_ok=True)
+        if self.begun:
+            return
         with suppress(OSError):
-            for folder in () if self.begun else self._made:
+            for folder in self._made:
                 folder.rmdir()  # only if it is empty
 
     def _reject_full_disk(self, need: int) -> None:
-        there = next(
-            folder for folder in (self.path, *self.path.absolute().parents) if folder.exists()
-        )
+        folders = (self.path, *self.path.absolute().parents)
+        there = next(folder for folder in folders if folder.exists())
         free = shutil.disk_usage(there).free
         if free < need:
-            sizes = (
-                f"the run needs about {need / 2**20:,.0f} MiB, and {free / 2**20:,.0f} MiB are "
-                "free on its disk"
+            raise BadInput(
+                f"run.dir {self.path}: the run needs about {need / 2**20:,.0f} MiB, and "
+                f"{free / 2**20:,.0f} MiB are free on its disk; make room, choose another run.dir, "
+                "or keep fewer (--save.keep 1, --save.best false)"
             )
-            ways = (
-                "make room, choose another run.dir, or keep fewer (--save.keep 1, --save.best "
-                "false)"
-            )
-            raise BadInput(f"run.dir {self.path}: {sizes}; {ways}")
 
     def _remove(self, name: str) -> None:
         path = self.path / name
@@ -304,6 +338,15 @@ class Folder:
         self.write(name, dumps(content, indent=2) + "\n")
 
 
+def _resolved(text: str) -> dict[str, Any]:
+    content = yaml.safe_load(text)
+    if not isinstance(content, dict):
+        raise ValueError("no recipe")
+    if not all(isinstance(content.get(group), dict) for group in _GROUPS):
+        raise ValueError("no recipe")
+    return content
+
+
 def _summary(text: str) -> dict[str, Any]:
     content = json.loads(text)
     if not isinstance(content, dict) or not intact(content):
@@ -314,17 +357,21 @@ def _summary(text: str) -> dict[str, Any]:
 def _reject_resume_path(resume: str) -> None:
     path = local_checkpoint(resume)
     if (path / "checkpoints").is_dir():
-        names = ", ".join(found.name for found in Store(path / "checkpoints").sealed())
+        names = [found.name for found in Store(path / "checkpoints").sealed()]
+        if not names:
+            raise BadInput(
+                f"run.resume {resume} is a run folder; name one of its checkpoints: it has none"
+            )
         raise BadInput(
-            f"run.resume {resume} is a run folder; name one of its checkpoints: "
-            f"{names or 'it has none'}"
+            f"run.resume {resume} is a run folder; name one of its checkpoints: {', '.join(names)}"
         )
     if not path.is_dir():
         raise BadInput(
             f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a "
             "…/step-… folder"
         )
-    if wrong := problems(path):
+    wrong = problems(path)
+    if wrong:
         raise BadInput(
             f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; choose "
             "another"

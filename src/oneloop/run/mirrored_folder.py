@@ -17,43 +17,53 @@ from oneloop.run.folder import Folder
 
 
 class MirroredFolder(Folder):
-    """A run folder whose mirror has this ``address``. The mirror must be reachable at the start:
-    only its lease proves that no other machine trains this run."""
+    """A run folder with a mirror in a bucket.
+
+    The mirror must be reachable at the start: only its lease proves that no other machine trains
+    this run.
+
+    Args:
+        path: of the folder; may not exist yet.
+        address: of the mirror.
+        say: reports to the user.
+    """
 
     lease: Lease | None = None
     uploads: SaveInProgress | None = None  # once they write to the mirror
 
     def __init__(self, path: Path, address: str, *, say: Callable[[str], object] = print) -> None:
         super().__init__(path, say=say)
-        self._address, self._newer_there, self._failed = address, False, False
+        self._address = address
+        self._newer_there = False  # whether the mirror has checkpoints that the folder lacks
+        self._failed = False  # whether an upload has failed
 
     def inspect(
         self, resolved: Mapping[str, Any], *, resume: str = "auto", accept_changes: bool = False
     ) -> str | None:
-        """:meth:`Folder.inspect`, of the folder and of its mirror. It is finished only if the
-        mirror is, too."""
+        """:meth:`Folder.inspect`, of the folder and of its mirror.
+
+        The run is finished only if the mirror is, too."""
         super().inspect(resolved, resume=resume, accept_changes=accept_changes)
         self.finished = {}
         try:
+            # Is it the mirror of a run?
             bucket = Bucket(self._address)
-            names = bucket.sizes("")
-            saved = [
-                name.rpartition("/")[0]
-                for name in names
-                if OURS.fullmatch(name) and name.endswith(MANIFEST)
-            ]
-            known = {
-                name
-                for name in names
-                if name in FILES or OURS.match(name) or name.startswith(("owner/", "."))
-            }
-            if not saved and (other := sorted(names.keys() - known)):
+            saved: list[str] = []  # folders of checkpoints
+            others: list[str] = []
+            for name in bucket.sizes(""):
+                if OURS.fullmatch(name) and name.endswith(MANIFEST):
+                    saved.append(name.rpartition("/")[0])
+                elif not _is_ours(name):
+                    others.append(name)
+            if not saved and others:
                 raise BadInput(
-                    f"{self._address} holds {other[0]}, which is not of oneloop; choose "
+                    f"{self._address} holds {min(others)}, which is not of oneloop; choose "
                     "another address"
                 )
             if not saved:
                 return None
+
+            # Inspect a folder with the same small files, and with empty checkpoints.
             with TemporaryDirectory(prefix="oneloop-") as scratch:
                 there = Folder(Path(scratch), name=f"the mirror {self._address}", say=self.say)
                 fetch_files(bucket, there.path)
@@ -65,27 +75,32 @@ class MirroredFolder(Folder):
                 f"the mirror cannot be read: {error}; check address, credentials and network"
             ) from error
         self.finished = there.finished
-        return found and f"{found}; oneloop export {self._address} --to DIR writes its weights"
+        if not found:
+            return found
+        return f"{found}; oneloop export {self._address} --to DIR writes its weights"
 
     def hold(self, *, need: int = 0) -> None:
-        """:meth:`Folder.hold`; also become the owner of the mirror. A later start in this folder
-        can do so at once."""
+        """:meth:`Folder.hold`; also become the owner of the mirror.
+
+        A later start in this folder can do so at once: it has the same token."""
         super().hold(need=need)
         try:
-            boot = Path("/proc/sys/kernel/random/boot_id")  # of this machine, since its start
-            token = (
-                f"{boot.read_text() if boot.exists() else uuid4()} {self.path.resolve()} "
-                f"{self.path.stat().st_ino}"
-            )
+            # The token identifies this folder on this machine since it was started.
+            boot = Path("/proc/sys/kernel/random/boot_id")
+            machine = boot.read_text() if boot.exists() else uuid4()
+            token = f"{machine} {self.path.resolve()} {self.path.stat().st_ino}"
             bucket = Bucket(self._address)
             self.lease = take(bucket, {**self.owner, "token": token}, self.say)
-            self._newer_there = steps_in(bucket)[-1:] > [
-                step_of(path) for path in self._store.sealed()[-1:]
-            ]
+
+            newest_there = steps_in(bucket)[-1:]
+            newest_here = [step_of(path) for path in self._store.sealed()[-1:]]
+            self._newer_there = newest_there > newest_here
+        except Taken as error:
+            self.abandon()
+            raise BadInput(str(error)) from error
         except OSError as error:
             self.abandon()
-            advice = "" if isinstance(error, Taken) else "; check address, credentials and network"
-            raise BadInput(f"{error}{advice}") from error
+            raise BadInput(f"{error}; check address, credentials and network") from error
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """:meth:`Folder.starts`, after fetching the files of a mirror with newer checkpoints."""
@@ -94,16 +109,27 @@ class MirroredFolder(Folder):
         return super().starts(began, seconds)
 
     def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
-        """Write to the mirror what it lacks, also the ``final`` weights; return the summary with
-        the newest step there. If that fails, a run that is done ends with an error."""
+        """Write to the mirror what it lacks.
+
+        If that fails, a run that is done ends with an error.
+
+        Args:
+            summary: of the run.
+            final: whether to write the weights in ``final/``, too.
+
+        Returns:
+            The summary, with the newest step in the mirror.
+        """
         if self.uploads is None or self._failed:
             return summary
         found = self.uploads.end_uploads(final=final)
         summary = {**summary, "mirrored": found.get("mirrored", 0)}
         self._failed = bool(found.get("error"))
         if self._failed and summary["exit_code"] == DONE:
-            why = f"error: the mirror is incomplete: {found['error']}; the same command tries again"
-            summary |= {"exit_reason": why, "exit_code": ERROR}
+            summary["exit_reason"] = (
+                f"error: the mirror is incomplete: {found['error']}; the same command tries again"
+            )
+            summary["exit_code"] = ERROR
         return summary
 
     def abandon(self) -> None:
@@ -122,3 +148,10 @@ class MirroredFolder(Folder):
                 self.lease.renew(released=True)
         self._store.sweep(".fetched")
         super().close()
+
+
+def _is_ours(name: str) -> bool:
+    """Return whether an object in a bucket may be part of a mirror."""
+    if name in FILES or OURS.match(name):
+        return True
+    return name.startswith(("owner/", "."))
