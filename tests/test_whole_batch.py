@@ -434,6 +434,73 @@ def test_batch_statistics_are_updated_once_and_a_private_generator_is_found():
     )
 
 
+SHAPES = {  # name: (result of embed in the second micro-batch, part of the message)
+    "another row": (
+        {"a": torch.zeros(8, 3), "scale": torch.ones(())},
+        (
+            "'a' is (8, 3) (torch.float32) for 8 samples, but rows of shape (2,) (torch.float32) "
+            "before; they must not depend on the batch"
+        ),
+    ),
+    "another dtype": (
+        {"a": torch.zeros(8, 2, dtype=torch.float64), "scale": torch.ones(())},
+        (
+            "'a' is (8, 2) (torch.float64) for 8 samples, but rows of shape (2,) (torch.float32) "
+            "before; they must not depend on the batch"
+        ),
+    ),
+    "rows in place of a scalar": (
+        {"a": torch.zeros(8, 2), "scale": torch.ones(8)},
+        (
+            "'scale' is (8,) (torch.float32) for 8 samples, but 0-dim (torch.float32) before; they "
+            "must not depend on the batch"
+        ),
+    ),
+    "fewer rows": (
+        {"a": torch.zeros(7, 2), "scale": torch.ones(())},
+        "'a' is (7, 2) (torch.float32) for 8 samples; give it one row per sample",
+    ),
+    "a new name": (
+        {"a": torch.zeros(8, 2), "scale": torch.ones(()), "b": torch.zeros(8)},
+        (
+            "the result of embed has 'b', which it did not have before; return the same names each "
+            "time"
+        ),
+    ),
+    "a missing name": (
+        {"a": torch.zeros(8, 2)},
+        "the result of embed lacks 'scale', which it had before; return the same names each time",
+    ),
+}
+
+
+def later_shapes(words: list[str]) -> dict[str, str]:
+    """Return the errors of results of embed that change after the preflight check."""
+    from oneloop.basics.exit_codes import Inexact
+    from oneloop.job.build import build_job
+    from oneloop.job.two_passes import TwoPasses
+    from oneloop.launch.processes import start
+    from oneloop.recipe.parse import read
+
+    there, found = start(), {}
+    for name, (changed, _) in SHAPES.items():
+        job = build_job(read(words), ranks=1)
+        results = iter([{"a": torch.zeros(8, 2), "scale": torch.ones(())}, changed])
+        job.task.embed = lambda model, batch, results=results: next(results)
+        passes = TwoPasses(job, there, there.prepare(job.model), lambda micro: None)
+        try:
+            passes.first([{"label": torch.zeros(8)}, {"label": torch.zeros(8)}])
+        except Inexact as error:
+            found[name] = str(error)
+    return found
+
+
+def test_rows_that_change_later_are_named():
+    words = [f"{whole_batches.__file__}:Contrast", "--duration", "2"]
+    (found,) = run(later_shapes, [*words, "--batch.size", "32", "--batch.micro", "8"]).ok()
+    assert found == {name: message for name, (_, message) in SHAPES.items()}
+
+
 def test_a_task_has_one_kind_of_loss():
     from oneloop.tasks.protocol import check
 

@@ -22,64 +22,96 @@ from oneloop.tasks.whole_batch import apart, columns_of
 
 
 class TwoPasses:
-    """The two passes of each step. ``seed`` seeds a micro-batch (None: the loss)."""
+    """The two passes of each step.
+
+    Args:
+        job: what the recipe describes; its task has ``embed`` and ``batch_loss``.
+        run: this process.
+        model: the prepared model.
+        seed: seeds the random numbers of a micro-batch, by its number in the step (None: of the
+            loss).
+    """
 
     def __init__(
         self, job: Job, run: Run, model: nn.Module, seed: Callable[[int | None], None]
     ) -> None:
-        self._job, self._run, self._model, self._seed = job, run, model, seed
+        self._job = job
+        self._run = run
+        self._model = model
+        self._seed = seed
         self._tolerance = tolerance_of(job, run, model)
-        self._shapes: dict[str, str] = {}  # of each part and column
+        self._rows: dict[str, str] = {}  # of the first micro-batch: shape and dtype of each tensor
         self._micro = 0  # number of the next micro-batch of the second pass
-        # of each micro-batch: the parts of the first pass
+
+        # Of each micro-batch: the parts of the first pass, and the loss's gradients of its parts.
         self._expected: list[dict[str, Tensor]] = []
-        # of each micro-batch: the loss's gradients of its parts
         self._gradients: list[dict[str, Tensor]] = []
         self._result: tuple[Tensor, dict[str, Tensor]] = torch.zeros(()), {}
 
     @torch.no_grad()
     def first(self, batches: Iterable[Batch]) -> list[Batch]:
-        """Make the first pass; return the micro-batches. Collective: call on every rank. Raise
-        Inexact if a tensor does not have the same shape in each micro-batch."""
-        task, batches = self._job.task, list(batches)
-        self._first_step = not self._shapes
-        self._micro, self._expected, columns = 0, [], list[dict[str, Tensor]]()
-        with restored_buffers(self._model):  # BatchNorm: only the second pass changes them
+        """Make the first pass. Collective: call on every rank.
+
+        Args:
+            batches: this rank's micro-batches of a step.
+
+        Returns:
+            The micro-batches.
+
+        Raises:
+            Inexact: embed or collate do not return the same rows in each micro-batch.
+        """
+        task = self._job.task
+        batches = list(batches)
+        columns: list[dict[str, Tensor]] = []
+        self._first_step = not self._rows
+        self._micro = 0
+        self._expected = []
+
+        # Embed all micro-batches. Only the second pass changes the statistics of BatchNorm.
+        with restored_buffers(self._model):
             for micro, batch in enumerate(batches):
                 self._seed(micro)
                 parts = task.embed(self._model, {**batch})  # type: ignore[attr-defined]
-                # CUDA graphs reuse it
+                # CUDA graphs write the next result into the same memory.
                 self._expected.append({name: part.clone() for name, part in parts.items()})
                 columns.append(columns_of(task, batch))
                 self._check_shapes(self._expected[-1] | columns[-1])
+
+        # Gather them on every rank, which all compute the same loss and gradients.
         self._differentiate(self._whole(self._expected), self._whole(columns))
         return batches
 
     def loss(self, model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return the micro-batch's share of the loss, whose gradient is exact, and outputs. Raise
-        Inexact if the parts differ from those of the first pass."""
-        expected, gradients = self._expected[self._micro], self._gradients[self._micro]
+        """Return the micro-batch's share of the loss, whose gradient is exact, and outputs.
+
+        Raises:
+            Inexact: the parts differ from those of the first pass.
+        """
+        expected = self._expected[self._micro]
+        gradients = self._gradients[self._micro]
         self._micro += 1
         parts = self._job.task.embed(model, {**batch})  # type: ignore[attr-defined]
-        differ = (
-            torch.stack([apart(parts[name].detach(), expected[name]) for name in parts])
-            > self._tolerance
-        )
-        if self._readable(differ) and differ.any():  # later on a GPU, the loss is NaN
+
+        # Compare with the first pass. If that cannot be read (later on a GPU), the loss is NaN.
+        distances = [apart(part.detach(), expected[name]) for name, part in parts.items()]
+        differ = torch.stack(distances) > self._tolerance
+        if self._readable(differ) and differ.any():
             names = ", ".join(name for name, one in zip(parts, differ.tolist(), strict=True) if one)
-            found = (
+            raise Inexact(
                 f"the method embed returned {names} with other values for the same micro-batch and "
-                "random numbers"
+                "random numbers; the model or embed keeps its own generator or counter: use "
+                "torch's global generator"
             )
-            fix = "use torch's global generator"
-            raise Inexact(f"{found}; the model or embed keeps its own generator or counter: {fix}")
-        known = {
-            name: part for name, part in parts.items() if part.requires_grad and name in gradients
-        }
-        value, outputs = torch.where(differ.any(), torch.nan, self._result[0]), self._result[1]
-        return _Continued.apply(
-            value, [gradients[name] for name in known], *known.values()
-        ), outputs
+        value, outputs = self._result
+        value = torch.where(differ.any(), torch.nan, value)
+
+        # Continue the gradients of the parts into the model.
+        known = [name for name, part in parts.items() if part.requires_grad and name in gradients]
+        value = _Continued.apply(
+            value, [gradients[name] for name in known], *(parts[name] for name in known)
+        )
+        return value, outputs
 
     def _readable(self, tensor: Tensor) -> bool:
         """Whether to read a value: on a GPU only in the first step, because it is a host sync. A
@@ -89,7 +121,10 @@ class TwoPasses:
     def _differentiate(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> None:
         """Compute the loss of the whole batch and its gradients of the parts, and divide them among
         micro-batches."""
-        layout, number = self._job.layout, self._run.ranks * self._job.layout.accumulate
+        layout = self._job.layout
+        number = self._run.ranks * layout.accumulate  # of micro-batches of all ranks
+
+        # Compute the loss, and its gradients of the parts that it uses.
         self._seed(None)
         with torch.enable_grad():
             leaves = {
@@ -98,40 +133,45 @@ class TwoPasses:
             loss, outputs = self._job.task.batch_loss(leaves, columns)  # type: ignore[attr-defined]
             wanted = [name for name, part in leaves.items() if part.requires_grad]
             found = torch.autograd.grad(loss, [leaves[name] for name in wanted], allow_unused=True)
-        known = {
-            name: gradient
-            for name, gradient in zip(wanted, found, strict=True)
-            if gradient is not None
-        }
+
+        # Each micro-batch has an equal share of the loss, and the values of 0-dim parts.
         scalars = {name: part.detach() for name, part in parts.items() if not part.ndim}
         self._expected = [one | scalars for one in self._expected]
         self._result = loss.detach() / number, {**scalars, **(outputs or {})}
-        rows = [
-            layout.leaf(self._run.rank, micro) * layout.each for micro in range(layout.accumulate)
-        ]
-        self._gradients = [
-            {
-                name: own[row : row + layout.each] if own.ndim else own / number
-                for name, own in known.items()
-            }
-            for row in rows
-        ]
+
+        # It has the gradients of its rows, and an equal share of those of 0-dim parts.
+        self._gradients = []
+        for micro in range(layout.accumulate):
+            row = layout.leaf(self._run.rank, micro) * layout.each
+            mine: dict[str, Tensor] = {}
+            for name, gradient in zip(wanted, found, strict=True):
+                if gradient is None:
+                    continue
+                if gradient.ndim:
+                    mine[name] = gradient[row : row + layout.each]
+                else:
+                    mine[name] = gradient / number
+            self._gradients.append(mine)
 
     def _whole(self, micro_batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors of the global batch, in the order of its samples."""
-        layout, whole = self._job.layout, {}
+        layout = self._job.layout
+        whole: dict[str, Tensor] = {}
         for name, first in micro_batches[0].items():
+            # Gather the rows of all ranks; of a 0-dim part, one value of each micro-batch.
             own = torch.cat([one[name] if first.ndim else one[name][None] for one in micro_batches])
             rows = self._run.accelerator.gather(own) if self._run.ranks > 1 else own
             if not first.ndim:
                 whole[name] = rows[0].clone()
-                if self._readable(differ := apart(rows, whole[name]) > self._tolerance) and differ:
-                    problem = (
-                        f"embed returned {name!r}, which is 0-dim and differs between micro-batches"
+                differ = apart(rows, whole[name]) > self._tolerance
+                if self._readable(differ) and differ:
+                    raise Inexact(
+                        f"the method embed returned {name!r}, which is 0-dim and differs between "
+                        "micro-batches; give it one row per sample"
                     )
-                    raise Inexact(f"the method {problem}; give it one row per sample")
                 continue
-            # neighbouring leaves are on other ranks
+
+            # Under FSDP2 with batch.grain, neighbouring leaves are on other ranks.
             if layout.leaf(0, layout.accumulate - 1) != layout.accumulate - 1:
                 by_rank = rows.unflatten(0, (self._run.ranks, layout.accumulate, layout.each))
                 rows = by_rank.transpose(0, 1).flatten(0, 2)
@@ -139,16 +179,38 @@ class TwoPasses:
         return whole
 
     def _check_shapes(self, tensors: dict[str, Tensor]) -> None:
-        shapes = {
-            name: f"{name} {tuple(part.shape)} {part.dtype}" for name, part in tensors.items()
-        }
-        self._shapes = self._shapes or self._run.from_main(shapes)
-        if shapes != self._shapes:
-            now, before = (", ".join(values.values()) for values in (shapes, self._shapes))
-            raise Inexact(
-                f"the results of embed and collate were {before}, and now {now}; let all rows "
-                "have one shape"
-            )
+        """Compare the tensors of a micro-batch with those of rank 0's first one."""
+        each = self._job.layout.each
+        found: dict[str, str] = {}
+        for name, part in tensors.items():
+            rows = f"rows of shape {tuple(part.shape[1:])}" if part.ndim else "0-dim"
+            found[name] = f"{rows} ({part.dtype})"
+
+        # Collective in the first micro-batch of all.
+        self._rows = self._rows or self._run.from_main(found)
+
+        for name, part in tensors.items():
+            if name not in self._rows:
+                raise Inexact(
+                    f"the result of embed has {name!r}, which it did not have before; return the "
+                    "same names each time"
+                )
+            if found[name] != self._rows[name]:
+                raise Inexact(
+                    f"{name!r} is {tuple(part.shape)} ({part.dtype}) for {each} samples, but "
+                    f"{self._rows[name]} before; they must not depend on the batch"
+                )
+            if part.ndim and len(part) != each:
+                raise Inexact(
+                    f"{name!r} is {tuple(part.shape)} ({part.dtype}) for {each} samples; give it "
+                    "one row per sample"
+                )
+        for name in self._rows:
+            if name not in found:
+                raise Inexact(
+                    f"the result of embed lacks {name!r}, which it had before; return the same "
+                    "names each time"
+                )
 
 
 class _Continued(torch.autograd.Function):
