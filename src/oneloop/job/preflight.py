@@ -1,14 +1,13 @@
-"""Preflight check: run a few real samples through task and model before anything is written, and
-report errors early.
+"""Preflight check: run a few real samples through task and model before anything is written.
 
-It also measures the FLOPs of a sample, and finds random draws and unused parameters. Afterwards it
-restores buffers, gradients and random states.
+It reports errors early, measures the FLOPs of a sample, and finds random draws and unused
+parameters. Afterwards it restores buffers, gradients and random states.
 """
 
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -61,34 +60,41 @@ class Preflight:
 
 
 def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
-    """Run the task on the first samples of the run, the same on all ranks. Raise BadInput if the
-    task is wrong.
+    """Run the task on the first samples of the run, the same on all ranks.
 
-    Collective: call on every rank."""
-    model, contract = bare(model), Contract(job.task)
+    Collective: call on every rank.
+
+    Args:
+        job: what the recipe describes.
+        run: this process.
+        model: the prepared model.
+
+    Returns:
+        What the run needs to know about task and model.
+
+    Raises:
+        BadInput: the task is wrong.
+    """
+    model = bare(model)
+    contract = Contract(job.task)
     if run.accelerator.scaler is not None:
         reject_half_parameters(model)
     if run.ranks > 1 and not run.sharded:
         model = Wrapped(model)
-    number = min(SAMPLED, max(job.layout.each, 2 if contract.whole else 1), len(job.train_set))
+
+    # Load the first samples. A loss over the whole batch needs two.
+    least = 2 if contract.whole else 1
+    number = min(SAMPLED, max(job.layout.each, least), len(job.train_set))
     epochs, indices = job.order.at(np.arange(number))
-    dataset = SeededSamples(job.train_set, seed=job.recipe.seed)
-
-    def load() -> list[tuple[int, Any]]:
-        positions = zip(epochs.tolist(), indices.tolist(), strict=True)
-        loaded: list[tuple[int, Any]] = theirs(
-            job.task, "train_set()", lambda: [dataset[position] for position in positions]
-        )
-        return loaded
-
+    positions = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
+    load = partial(_load, job, "train_set()", job.train_set, positions)
     samples = load()
+
+    # Compiled modules run eagerly: the samples here have other shapes than those of the run.
+    eager: AbstractContextManager[Any] = nullcontext()
+    if "torch._dynamo" in sys.modules:
+        eager = torch.compiler.set_stance("force_eager")
     try:
-        # Compiled modules run eagerly: the samples here have other shapes than those of the run.
-        eager = (
-            torch.compiler.set_stance("force_eager")
-            if "torch._dynamo" in sys.modules
-            else nullcontext()
-        )
         with restored(model, run.device), _task_state_restored(contract), eager:
             graph = _check_eval(contract, job, run, model, samples)
             return _check_training(contract, job, run, model, samples, load(), graph)
@@ -98,6 +104,13 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
                 f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model"
             ) from error
         raise
+
+
+def _load(job: Job, member: str, dataset: Any, positions: list[tuple[int, int]]) -> Samples:
+    """Load samples by epoch and index; an error names the task's method that returned them."""
+    keyed = SeededSamples(dataset, seed=job.recipe.seed)
+    loaded: Samples = theirs(job.task, member, lambda: [keyed[position] for position in positions])
+    return loaded
 
 
 def reject_half_parameters(model: nn.Module) -> None:
@@ -117,55 +130,59 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
     Return the graph."""
     first = samples[0]
     tolerance = tolerance_of(job, run, model)
+
+    # Check embeddings in eval mode, and without dropout also in training mode.
     if contract.whole:
-        dropouts = nn.ModuleList(
-            module for module in model.modules() if isinstance(module, DROPOUT)
-        )
-        # in eval mode; as in training
-        for quiet in (model, *([] if has_batch_statistics(model) else [dropouts])):
-            with evaluating(quiet):
+        dropouts = [module for module in model.modules() if isinstance(module, DROPOUT)]
+        with evaluating(model):
+            _check_parts(contract, job, run, model, samples)
+        if not has_batch_statistics(model):
+            with evaluating(nn.ModuleList(dropouts)):
                 _check_parts(contract, job, run, model, samples)
+
     with evaluating(model):
         one, weight = make_batch(contract, job, run, [first])
         two, twice = make_batch(contract, job, run, [first, first])
         if (contract.additive or contract.whole) and not contract.draws:
             contract.check_doubling("weight", weight, twice, 1e-6)
+
+        # Compute the loss of the sample, and of the sample twice.
         before = random_states(run.device)
-        draw_graph = run.main and "tensorboard" in job.recipe.track
-        inner = model.module if isinstance(model, Wrapped) else model
-        with Drawing(inner, one) if draw_graph else nullcontext() as graph_drawing:
+        drawing: AbstractContextManager[Drawing | None] = nullcontext()
+        if run.main and "tensorboard" in job.recipe.track:
+            drawing = Drawing(model.module if isinstance(model, Wrapped) else model, one)
+        with drawing as drawn:
             once = float(contract.loss(model, one)[0])
         both = float(contract.loss(model, two)[0])
         contract.draws = contract.draws or has_drawn(before, run.device)
-        if (
-            contract.additive
-            and not contract.draws
-            and not contract.is_double(once, both, tolerance)
-        ):
-            # a repeat that differs comes from a private generator
+
+        # The second must be twice the first. A repeat that differs comes from a private generator.
+        exact = contract.additive and not contract.draws
+        if exact and not contract.is_double(once, both, tolerance):
             again = float(contract.loss(model, one)[0])
             contract.draws = abs(again - once) > tolerance * abs(once)
             if not contract.draws:
                 contract.check_doubling("loss", once, both, tolerance)
-        for dataset in job.eval_sets.values():
-            evaluation_set = SeededSamples(dataset, seed=job.recipe.seed)
-            positions = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
-            evaluated = theirs(
-                job.task,
-                "eval_sets()",
-                lambda: [evaluation_set[position] for position in positions],  # noqa: B023
-            )
-            evaluation_contract = Contract(job.task)  # whose batches may have other keys
-            batch, _ = make_batch(evaluation_contract, job, run, evaluated, trained=False)
-            outputs = evaluation_contract.loss(model, batch)[1]
-            if contract.whole:  # an evaluation gives it nothing else
-                batch, outputs = (
-                    columns_of(job.task, batch),
-                    parts_of(contract, model, batch, len(evaluated)),
-                )
-            evaluation_contract.check_metrics(batch, outputs, run.device)
-            break
-    return graph_drawing.graph if graph_drawing is not None else None
+
+        # Check the metrics on the first evaluation set.
+        for dataset in [*job.eval_sets.values()][:1]:
+            _check_metrics(contract, job, run, model, dataset)
+    return drawn.graph if drawn is not None else None
+
+
+def _check_metrics(contract: Contract, job: Job, run: Run, model: nn.Module, dataset: Any) -> None:
+    """Check metrics on a few samples of an evaluation set, whose batches may have other keys."""
+    number = min(SAMPLED, job.layout.each, len(dataset))
+    samples = _load(job, "eval_sets()", dataset, [(0, index) for index in range(number)])
+    evaluation = Contract(job.task)
+    batch, _ = make_batch(evaluation, job, run, samples, trained=False)
+    outputs = evaluation.loss(model, batch)[1]
+
+    # With a loss over the whole batch, metrics get nothing but columns and parts.
+    if contract.whole:
+        outputs = parts_of(contract, model, batch, len(samples))
+        batch = columns_of(job.task, batch)
+    evaluation.check_metrics(batch, outputs, run.device)
 
 
 def _check_parts(
@@ -173,15 +190,19 @@ def _check_parts(
 ) -> None:
     """Check ``embed`` and ``batch_loss``: each sample alone, and all of them in both orders."""
     before = random_states(run.device)
-    first, *alone = (
+
+    # Embed the first sample twice, then each of the others.
+    again, *alone = [
         parts_of(contract, model, make_batch(contract, job, run, [one])[0], 1)
         for one in samples[:1] + samples
-    )
-    batches = [make_batch(contract, job, run, samples[::step])[0] for step in (1, -1)]
-    together, back = (parts_of(contract, model, batch, len(samples)) for batch in batches)
+    ]
+    batch, _ = make_batch(contract, job, run, samples)
+    reverse, _ = make_batch(contract, job, run, samples[::-1])
+    together = parts_of(contract, model, batch, len(samples))
+    back = parts_of(contract, model, reverse, len(samples))
     if not contract.draws and not has_drawn(before, run.device):
-        check_rows(contract, (together, back), alone, first, tolerance_of(job, run, model))
-    check_loss(contract, together, columns_of(job.task, batches[0]))
+        check_rows(contract, (together, back), alone, again, tolerance_of(job, run, model))
+    check_loss(contract, together, columns_of(job.task, batch))
 
 
 def _check_training(
@@ -195,73 +216,89 @@ def _check_training(
 ) -> Preflight:
     """Check in training mode: forward and backward of a batch, its halves and the batch again, with
     the same seeds."""
-    half, tolerance = len(samples) // 2, tolerance_of(job, run, model)
-    no_halves = (
-        not contract.additive or not half or has_batch_statistics(model) or has_dropout(model)
-    )
+    tolerance = tolerance_of(job, run, model)
+    half = len(samples) // 2
+    moved: list[str] = []
     checks = Checks(
         model,
         parameters=run.ranks > 1 or job.exact,
-        report=(moved := list[str]()).append,
+        report=moved.append,
         state=content,
     )
     run_pass = partial(one_pass, contract, job, run, model, checks)
+
+    # Run the batch, its halves (if they must add up to the batch), and the batch again.
     try:
-        first = run_pass(samples)
-        halves = [] if no_halves else [run_pass(samples[:half]), run_pass(samples[half:])]
-        last = run_pass(reloaded)
-        unit_error = other_units([one.units for one in (first, *halves, last)])
+        passes = [run_pass(samples)]
+        random = has_batch_statistics(model) or has_dropout(model)
+        if contract.additive and half and not random:
+            passes += [run_pass(samples[:half]), run_pass(samples[half:])]
+        passes.append(run_pass(reloaded))
+        unit_error = other_units([one.units for one in passes])
+
         # Which FSDP2 units run may depend on the sample.
-        if len(set(first.units)) > 1 and not has_batch_statistics(model):
-            unit_error = unit_error or other_units(
-                [run_pass([one], backward=False).units for one in samples]
+        several = len(set(passes[0].units)) > 1 and not has_batch_statistics(model)
+        if several and not unit_error:
+            unit_error = other_units(
+                [run_pass([sample], backward=False).units for sample in samples]
             )
     except Inexact as error:
         raise BadInput(str(error)) from None
     finally:
         checks.units.closing.close()
+    first, *halves, last = passes
+
+    # The batch again must have the same loss.
     stateful = not _near(first.loss, last.loss, 1e-3 * tolerance)
     _reject(job, run, last, moved, unit_error, (first.loss, last.loss) if stateful else None)
-    draws, linear = contract.draws or any(one.draws for one in (first, *halves, last)), True
+
+    # The halves must add up to the batch.
+    draws = contract.draws or any(one.draws for one in passes)
+    linear = True
     if halves and not draws and not stateful:
         contract.check_sum(first.loss, [one.loss for one in halves], tolerance)
-        # rounding, if a gradient is 0 (key biases)
-        noise = 1e-4 * sum(size for _, size in last.gradients.values())
-        linear = all(
-            _near(
-                total,
-                sum(one.gradients.get(name, (0.0, 0.0))[0] for one in halves),
-                10 * tolerance,
-                size + noise,
-            )
-            for name, (total, size) in last.gradients.items()
-        )
-    result: dict[str, Any] = {
-        "additive": contract.additive or contract.whole,
-        "draws": draws,
-        "stateful": stateful,
-        "linear": linear,
-    }
-    result |= {
-        "metrics": _metrics(contract, last.outputs),
-        "unused": last.unused,
-        "moved": moved[0] if moved else "",
-    }
-    return Preflight(flops=last.flops / len(samples), graph=graph, **result)
+        linear = _is_linear(halves, last, 10 * tolerance)
+
+    return Preflight(
+        flops=last.flops / len(samples),
+        additive=contract.additive or contract.whole,
+        draws=draws,
+        metrics=_metrics(contract, last.outputs),
+        unused=last.unused,
+        moved=moved[0] if moved else "",
+        stateful=stateful,
+        linear=linear,
+        graph=graph,
+    )
+
+
+def _is_linear(halves: list[Pass], whole: Pass, tolerance: float) -> bool:
+    """Return whether each gradient is the sum of the gradients of the halves."""
+    # Gradients that are 0 but for rounding (biases of keys) are compared with all the others.
+    noise = 1e-4 * sum(size for _, size in whole.gradients.values())
+    for name, (total, size) in whole.gradients.items():
+        summed = sum(one.gradients.get(name, (0.0, 0.0))[0] for one in halves)
+        if not _near(total, summed, tolerance, size + noise):
+            return False
+    return True
 
 
 def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bool:
     """Whether a and b are equal up to ``tolerance``, relative to ``size`` (default: a). True if one
     is not finite."""
-    return not math.isfinite(a + b) or abs(a - b) <= tolerance * (abs(a) if size is None else size)
+    if not math.isfinite(a + b):
+        return True
+    return abs(a - b) <= tolerance * (abs(a) if size is None else size)
 
 
 def _reject(
     job: Job, run: Run, last: Pass, moved: list[str], units: str, losses: tuple[float, float] | None
 ) -> None:
-    """Raise BadInput for a model whose training would depend on the parallel layout. ``moved``:
-    buffers that a forward changed; ``units``: an FSDP2 error; ``losses``: two different losses of
-    the same samples and seeds."""
+    """Raise BadInput for a model whose training would depend on the parallel layout.
+
+    ``last``: a pass over a batch. ``moved``: buffers that a forward changed. ``units``: an FSDP2
+    error. ``losses``: two different losses of the same samples and seeds.
+    """
     if units:
         raise BadInput(units)
     if job.exact and moved:
@@ -269,45 +306,37 @@ def _reject(
             f"batch.grain requires the same buffers on every process, but {changed(moved[0])}"
         )
     if job.exact and losses:
-        values = f"got {losses[0]:.9g} and {losses[1]:.9g}"
-        why = "the data set, the model or the loss keeps its own generator or counter"
-        requirement = (
-            "batch.grain requires that the same samples with the same seeds give the same loss"
-        )
         raise BadInput(
-            f"{requirement}; {values}: {why}. Use torch's global generator, or remove batch.grain"
+            "batch.grain requires that the same samples with the same seeds give the same loss; "
+            f"got {losses[0]:.9g} and {losses[1]:.9g}: the data set, the model or the loss keeps "
+            "its own generator or counter. Use torch's global generator, or remove batch.grain"
         )
     if last.sparse:
         raise BadInput(
             f"the gradient of {last.sparse[0]} is sparse, which is not supported; set sparse=False"
         )
-    unused = last.unused
-    if (
-        unused
-        and run.ranks > 1
-        and not run.sharded
-        and not job.recipe.machine.find_unused_parameters
-    ):
-        names = (
-            f"{', '.join(unused[:3])}{f' and {len(unused) - 3} more' if len(unused) > 3 else ''}"
-        )
-        advice = (
-            "freeze them (requires_grad_(False) in model()), or set "
-            "--machine.find_unused_parameters true"
-        )
+
+    # FSDP2 needs no gradient of each parameter, and machine.find_unused_parameters has DDP search.
+    waits = run.ranks > 1 and not run.sharded and not job.recipe.machine.find_unused_parameters
+    if last.unused and waits:
+        names = ", ".join(last.unused[:3])
+        if len(last.unused) > 3:
+            names += f" and {len(last.unused) - 3} more"
         raise BadInput(
-            f"the loss does not use {names}, so DDP would wait for their gradients; {advice}"
+            f"the loss does not use {names}, so DDP would wait for their gradients; freeze them "
+            "(requires_grad_(False) in model()), or set --machine.find_unused_parameters true"
         )
 
 
 def metric_names(outputs: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of the real 0-dim outputs, which are logged as metrics, without ``loss``."""
-    numbers = {
-        name: value for name, value in outputs.items() if torch.is_tensor(value) and not value.ndim
-    }
-    return tuple(
-        name for name, value in numbers.items() if name != "loss" and not value.is_complex()
-    )
+    names = []
+    for name, value in outputs.items():
+        if name == "loss" or not torch.is_tensor(value):
+            continue
+        if not value.ndim and not value.is_complex():
+            names.append(name)
+    return tuple(names)
 
 
 def _metrics(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:

@@ -1,5 +1,7 @@
-"""One forward and backward over a few samples before a run; gradients, buffers and random states
-are restored."""
+"""One forward and backward over a few samples before a run.
+
+Gradients, buffers and random states are restored.
+"""
 
 import random
 from collections.abc import Iterator
@@ -37,16 +39,24 @@ class Wrapped(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            why = f"under DDP the model is wrapped, and has no {name!r}"
             raise AttributeError(
-                f"{why}: call model(...), and do what you need in its forward"
+                f"under DDP the model is wrapped, and has no {name!r}: call model(...), and do "
+                "what you need in its forward"
             ) from None
 
 
 def make_batch(
     contract: Contract, job: Job, run: Run, samples: Samples, *, trained: bool = True
 ) -> tuple[Any, float]:
-    """Collate samples; return the batch on the device and its weight."""
+    """Collate samples; return the batch on the device and its weight.
+
+    Args:
+        contract: checks the task, and records whether it draws random numbers.
+        job: its collate completes the batch.
+        run: this process.
+        samples: pairs of index and sample.
+        trained: whether the batch is for training.
+    """
     before = random_states(run.device)
     collated = contract.collated([sample for _, sample in samples])
     contract.draws = contract.draws or has_drawn(before, run.device)
@@ -79,30 +89,66 @@ def one_pass(
     *,
     backward: bool = True,
 ) -> Pass:
-    """Run forward and backward over samples, with the same seeds each time."""
+    """Run forward and backward over samples, with the same seeds each time.
+
+    Args:
+        contract: checks the task.
+        job: what the recipe describes.
+        run: this process.
+        model: not wrapped by DDP.
+        checks: around the micro-batch.
+        samples: pairs of index and sample.
+        backward: whether to compute gradients.
+
+    Returns:
+        What was computed, and which parts of the model ran.
+    """
     with restored(model, run.device), Operations(modules=run.sharded) as operations:
         reseed(run.device, job.recipe.seed, 0, others=True)
         batch, _ = make_batch(contract, job, run, samples)
+
+        # Forward and backward.
         before = random_states(run.device)
         checks.begin()
         loss, outputs = contract.loss(model, batch)
         draws = has_drawn(before, run.device)
         operations.backward = True
-        raw = theirs(job.task, "loss", lambda: _gradients(loss, model)) if backward else {}
+        raw: dict[str, torch.Tensor | None] = {}
+        if backward:
+            raw = theirs(job.task, "loss", lambda: _gradients(loss, model))
         checks.end()
-        gradients = {
-            name: local(gradient) for name, gradient in raw.items() if gradient is not None
-        }
-        sparse = [name for name, gradient in gradients.items() if gradient.is_sparse]
-        sums = {name: _sums(gradient) for name, gradient in gradients.items()}
-    units, checks.units.calls = checks.units.calls, []
-    unused = [name for name in raw if name not in gradients]
-    return Pass(float(loss.detach()), outputs, draws, operations.total, units, unused, sparse, sums)
+
+        # Sum the gradients before they are dropped.
+        unused: list[str] = []
+        sparse: list[str] = []
+        sums: dict[str, tuple[float, float]] = {}
+        for name, gradient in raw.items():
+            if gradient is None:
+                unused.append(name)
+                continue
+            mine = local(gradient)
+            if mine.is_sparse:
+                sparse.append(name)
+            sums[name] = _sums(mine)
+    units = checks.units.calls
+    checks.units.calls = []
+    return Pass(
+        loss=float(loss.detach()),
+        outputs=outputs,
+        draws=draws,
+        flops=operations.total,
+        units=units,
+        unused=unused,
+        sparse=sparse,
+        gradients=sums,
+    )
 
 
 def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return the gradients of trained parameters; bypass DDP's hooks, which would count this
-    backward as a step's."""
+    """Return the gradients of trained parameters.
+
+    Bypass DDP's hooks, which would count this backward as a step's.
+    """
 
     def named() -> Iterator[tuple[str, nn.Parameter]]:
         return ((bare_name(name), p) for name, p in model.named_parameters() if p.requires_grad)
@@ -122,7 +168,9 @@ def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor |
 
 
 def _sums(gradient: torch.Tensor) -> tuple[float, float]:
-    values = as_real((gradient.coalesce().values() if gradient.is_sparse else gradient).detach())
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    values = as_real(gradient.detach())
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     return float(values.sum(dtype=wide)), float(torch.linalg.vector_norm(values, 1, dtype=wide))
 
@@ -134,7 +182,9 @@ def random_states(device: torch.device) -> list[Any]:
         random.getstate(),
         np.random.get_state()[1].tobytes(),  # type: ignore[index,union-attr]
     ]
-    return states + ([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
 
 
 def has_drawn(before: list[Any], device: torch.device) -> bool:
@@ -146,7 +196,8 @@ def has_drawn(before: list[Any], device: torch.device) -> bool:
 @contextmanager
 def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore gradients (None), buffers and random states on exit."""
-    states, numpy_state = random_states(device), np.random.get_state()
+    states = random_states(device)
+    numpy_state = np.random.get_state()
     try:
         with restored_buffers(model):
             yield
@@ -164,11 +215,10 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Restore buffers on exit."""
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module.named_buffers(recurse=False)
-    ]
+    buffers = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.clone()))
     try:
         yield
     finally:
