@@ -41,10 +41,14 @@ class Intervals:
     forever: int = 0  # steps between checkpoints that are never deleted (0: none)
 
     def due(self, step: int, *, save: bool = False) -> list[str]:
-        """Return the actions that are due after this step, in execution order; ``save``: the time
-        for one has come."""
-        times = {name: is_time(step, every, self.total) for name, every in self.every.items()}
-        return [name for name, due in times.items() if due or (save and name == "save")]
+        """Return the actions that are due after this step, in execution order.
+
+        ``save``: whether the time for a save has come."""
+        actions = []
+        for name, every in self.every.items():
+            if is_time(step, every, self.total) or (save and name == "save"):
+                actions.append(name)
+        return actions
 
     def is_due(self, name: str, step: int) -> bool:
         return is_time(step, self.every[name], self.total)
@@ -92,7 +96,9 @@ class Job:
     def checkpoints_kept(self) -> int:
         """Largest number of checkpoints at once, without those of ``save.forever``."""
         save = self.recipe.save
-        every = self.intervals.every["save"] or (self.steps if save.every.unit != "seconds" else 1)
+        every = self.intervals.every["save"]  # in steps
+        if not every:
+            every = 1 if save.every.unit == "seconds" else self.steps
         return min(save.keep + save.best + 1, 1 + self.steps // max(1, every))
 
     @property
@@ -129,29 +135,48 @@ def build_job(
     micro: Any = None,
     on_meta: bool = False,
 ) -> Job:
-    """Build the job; ``micro`` is the result of ``batch.micro auto``. ``on_meta``: without memory
-    for the weights, if the task can build its model so. Raise ValueError for bad input."""
+    """Build the job of a recipe.
+
+    Args:
+        recipe: what to train.
+        ranks: number of processes.
+        sharded: whether FSDP2 shards the model.
+        device: type of the device.
+        micro: micro-batch size if ``batch.micro`` is not a number, but auto or fastest.
+        on_meta: build without memory for the weights, if the task can build its model so.
+
+    Raises:
+        ValueError: bad input.
+    """
+    # Divide the batch among ranks and micro-batches.
     if sharded:
         reject_if_sharded(resolve("optimizer", recipe.optimizer.name))
-    micro = recipe.batch.micro if isinstance(recipe.batch.micro, int) else micro
+    if isinstance(recipe.batch.micro, int):
+        micro = recipe.batch.micro
     layout = BatchLayout(recipe.batch.size, ranks, micro, grain=recipe.batch.grain, sharded=sharded)
+
+    # Create the task and its data sets.
     task = make_task(recipe)
-    train_set, eval_sets = (
-        theirs(task, member, getattr(task, member)) for member in ("train_set", "eval_sets")
-    )
+    train_set = theirs(task, "train_set", task.train_set)
+    eval_sets = theirs(task, "eval_sets", task.eval_sets)
     check_sets(train_set, eval_sets)
     if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
         raise ValueError("save.final best requires a validation set; the task has none")
     if recipe.debug.overfit:
         train_set = Subset(train_set, range(min(recipe.debug.overfit, len(train_set))))
+
+    # Convert durations to steps. Those in tokens need samples of equal weight.
     sample_weight = getattr(task, "sample_weight", None)
-    tokens = sample_weight if getattr(task, "unit", "samples") == "tokens" else None
+    in_tokens = getattr(task, "unit", "samples") == "tokens"
+    tokens = sample_weight if in_tokens else None
     scale = Scale(layout.size, len(train_set), tokens)
     total = recipe.duration.steps(scale)
     emas = _emas(recipe, scale, total)
     upward = _larger_is_better(recipe.eval.best, task, eval_sets, [ema["name"] for ema in emas])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")
+
+    # Build the model, and try the optimizer on a small one.
     collate = CollateWithWeight(
         task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe)
     )
@@ -172,10 +197,16 @@ def build_job(
         intervals=_intervals(recipe, scale, total),
         rate=_learning_rate(recipe, scale, total),
         upward=upward,
-        no_noise_scale="its formula needs a loss that is a sum over samples"
-        if is_whole_batch(task)
-        else Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain),
+        no_noise_scale=_why_no_noise_scale(task, layout, ranks, sharded=sharded),
     )
+
+
+def _why_no_noise_scale(
+    task: Task, layout: BatchLayout, ranks: int, *, sharded: bool
+) -> str | None:
+    if is_whole_batch(task):
+        return "its formula needs a loss that is a sum over samples"
+    return Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain)
 
 
 def _make_optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Optimizer:
@@ -198,36 +229,44 @@ def _make_optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Opti
 
 def make_task(recipe: Recipe) -> Task:
     """Create the recipe's task. Raise ValueError if that fails, or if the object is not a task."""
-    kind = resolve("task", recipe.task.name)
+    name = recipe.task.name
+    kind = resolve("task", name)
     try:
         task: Task = kind(**recipe.task.options)
     except (ValueError, ImportError, MemoryError):
         raise  # these messages are for the user already
     except Exception as error:
-        why = f"{type(error).__name__}: {error}{where(error)}"
-        raise ValueError(f"task.name {recipe.task.name}: __init__ failed: {why}") from error
+        raise ValueError(
+            f"task.name {name}: __init__ failed: {type(error).__name__}: {error}{where(error)}"
+        ) from error
     check(task)
+
+    # A loss over the whole batch is also a loss of one batch alone.
     if is_whole_batch(task):
         task.loss = partial(loss_alone, task)  # type: ignore[method-assign]
+
+    # Set its progress, until the run does.
     if hasattr(task, "progress"):
         try:
-            task.progress = Progress(lambda: 0, 1, 1)  # until the run sets it
+            task.progress = Progress(lambda: 0, 1, 1)
         except (AttributeError, TypeError) as error:
-            why = f"its progress cannot be set ({error})"
             raise ValueError(
-                f"task.name {recipe.task.name}: {why}; write progress = None in the class"
+                f"task.name {name}: its progress cannot be set ({error}); write progress = None in "
+                "the class"
             ) from error
     return task
 
 
 def _larger_is_better(best: str, task: Task, eval_sets: Iterable[str], emas: Iterable[str]) -> bool:
-    """Return whether a larger ``eval.best`` is better. Raise ValueError if no evaluation computes
-    this metric."""
-    metrics, names = (
-        sorted(directions(task).items()),
-        [prefix(name) for name in eval_sets if name != "test"],
-    )
-    known = {f"{name}/{metric}": upward for name in names for metric, upward in metrics}
+    """Return whether a larger ``eval.best`` is better.
+
+    Raise ValueError if no evaluation computes this metric.
+    """
+    known: dict[str, bool] = {}
+    metrics = sorted(directions(task).items())
+    for name in eval_sets:
+        if name != "test":
+            known |= {f"{prefix(name)}/{metric}": upward for metric, upward in metrics}
     known |= {f"{ema}/{metric}": upward for ema in emas for metric, upward in known.items()}
     if known and best not in known:
         raise ValueError(
@@ -240,22 +279,25 @@ def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
     def steps(every: Duration, key: str) -> int:
         return every.steps(scale, total=total, key=key)
 
-    machine = recipe.machine
+    save = recipe.save.every
+    seconds = float("inf")
     every = {
         "log": max(1, steps(recipe.log.every, "log.every")),
         "eval": steps(recipe.eval.every, "eval.every"),
+        "save": 0,
     }
-    timed = recipe.save.every.unit == "seconds"
-    seconds = (
-        float(recipe.save.every.amount) if timed and recipe.save.every.amount else float("inf")
-    )
-    every |= {"save": 0 if timed else steps(recipe.save.every, "save.every")}
-    if machine.check_every.amount:
-        every["check"] = steps(machine.check_every, "machine.check_every")
-    if machine.gc_every.amount:
-        every["collect"] = steps(machine.gc_every, "machine.gc_every")
-    forever = recipe.save.forever.steps(scale, total=total, key="save.forever")
-    return Intervals(every, 1 if recipe.debug.dry_run else total, seconds, forever)
+    if save.unit != "seconds":
+        every["save"] = steps(save, "save.every")
+    elif save.amount:
+        seconds = float(save.amount)
+    if recipe.machine.check_every.amount:
+        every["check"] = steps(recipe.machine.check_every, "machine.check_every")
+    if recipe.machine.gc_every.amount:
+        every["collect"] = steps(recipe.machine.gc_every, "machine.gc_every")
+    forever = steps(recipe.save.forever, "save.forever")
+    if recipe.debug.dry_run:
+        total = 1
+    return Intervals(every, total, seconds, forever)
 
 
 def _learning_rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
@@ -272,8 +314,10 @@ def _learning_rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
 
 
 def peak(optimizer: OptimizerConfig, batch: int) -> float:
-    """Return the peak learning rate for a batch: linear (Goyal et al. 2017) or sqrt rule (Malladi
-    et al. 2022)."""
+    """Return the peak learning rate for a batch size.
+
+    It grows linearly with the batch (Goyal et al. 2017), or with its square root (Malladi et al.
+    2022)."""
     if not optimizer.lr_at_batch:
         return optimizer.lr
     power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
@@ -281,20 +325,21 @@ def peak(optimizer: OptimizerConfig, batch: int) -> float:
 
 
 def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
+    """Return the arguments of each EMA, except model and optimizer."""
+    # Name each EMA by its width, and a single one "ema".
     ema = recipe.ema
-    emas: list[dict[str, Any]] = [
-        {
-            "half_life": half_life.samples(scale, total=total, key="ema.half_life"),
-            "name": f"ema-{half_life.text}",
-        }
-        for half_life in ema.half_lives
-    ]
-    emas += [{"decay": ema.decay, "name": f"ema-{ema.decay}"}] if ema.decay else []
-    emas += [{"power": width, "name": f"ema-power-{width}"} for width in ema.power]
+    emas: list[dict[str, Any]] = []
+    for half_life in ema.half_lives:
+        samples = half_life.samples(scale, total=total, key="ema.half_life")
+        emas.append({"half_life": samples, "name": f"ema-{half_life.text}"})
+    if ema.decay:
+        emas.append({"decay": ema.decay, "name": f"ema-{ema.decay}"})
     for width in ema.power:
         gamma(width)  # rejects a width that is too large
+        emas.append({"power": width, "name": f"ema-power-{width}"})
     if len(emas) == 1 and not ema.power:
         emas[0]["name"] = "ema"
+
     names = [arguments["name"].replace(" ", "") for arguments in emas]
     if len(set(names)) < len(names):
         raise ValueError(f"ema: duplicate EMAs in {', '.join(names)}; remove one")

@@ -57,16 +57,32 @@ def build_model(
     device: str,
     on_meta: bool = False,
 ) -> BuiltModel:
-    """Build the task's model by the recipe. Raise ValueError if weights, layout or batch.grain do
-    not fit it."""
-    model, notes = (
-        (_on_meta(recipe, task), []) if on_meta else _make_model(recipe, task, sharded=sharded)
-    )
+    """Build the task's model as the recipe says.
+
+    Args:
+        recipe: its groups init, optimizer and machine apply.
+        task: builds the model.
+        layout: of the batch.
+        sharded: whether FSDP2 will shard it.
+        device: type of the device.
+        on_meta: build it without memory for the weights, if the task can.
+
+    Raises:
+        ValueError: weights, layout or batch.grain do not fit the model.
+    """
+    # Let the task build it.
+    notes: list[str] = []
+    if on_meta:
+        model = _on_meta(recipe, task)
+    else:
+        model, notes = _make_model(recipe, task, sharded=sharded)
     if not isinstance(model, nn.Module):
         raise ValueError(
             f"{named(task, 'model')} returned a {type(model).__name__}; a torch.nn.Module is needed"
         )
     _reject_unfit(model, task, sharded=sharded)
+
+    # Load initial weights, in the dtype of the run.
     origin: BaseModel | None = getattr(task, "origin", None)
     structure = re.sub(r" at 0x[0-9a-f]+", "", repr(model))  # addresses of functions
     in_dtype(model, torch_dtype(recipe))
@@ -75,22 +91,23 @@ def build_model(
         left_out = load_weights(
             model, recipe.init.source, init.weights, leave_out=init.leave_out, origin=origin
         )
-        notes += (
-            [f"init.leave_out: {len(left_out)} tensors keep the task's initial values"]
-            if left_out
-            else []
-        )
+        if left_out:
+            notes.append(f"init.leave_out: {len(left_out)} tensors keep the task's initial values")
+
+    # Set up parameters, recomputation and compilation. FSDP2 shards no 0-dim tensors.
     if sharded:
         one_element(model)
     modules = blocks(model, recipe.machine.blocks)
     settings, setting_notes = _parameters(model, recipe, modules, origin, sharded=sharded)
     names = class_names(modules)
     notes += setting_notes + _adapt_to_machine(model, recipe, names, sharded=sharded, device=device)
+
+    # Reject what would not be exact.
     _reject_inexact(recipe, model, layout)
-    if device == "cuda" and (layout.grain or recipe.machine.deterministic):
-        reject_not_deterministic(
-            model, "batch.grain" if layout.grain else "machine.deterministic true"
-        )
+    if device == "cuda" and layout.grain:
+        reject_not_deterministic(model, "batch.grain")
+    elif device == "cuda" and recipe.machine.deterministic:
+        reject_not_deterministic(model, "machine.deterministic true")
     return BuiltModel(model, names, notes, structure, settings, sum(map(count, model.parameters())))
 
 
@@ -103,21 +120,23 @@ def _on_meta(recipe: Recipe, task: Task) -> Any:
 
 
 def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list[str]]:
+    """Return the task's model, with the random numbers of the seed, and lines for the log."""
 
     def make() -> Any:
         torch.manual_seed(key(recipe.seed))
         return theirs(task, "model", task.model)
 
-    before, processes = anonymous_memory(), local_processes()
+    processes = local_processes()
+    before = anonymous_memory()
     model = in_turn(make) if recipe.machine.in_turn else make()
     size = anonymous_memory() - before
     if recipe.machine.in_turn or not sharded or size * processes < _NOTABLE:
         return model, []
-    each = (
+    note = (
         f"{processes} processes of this host each allocated {size / 1e9:.1f} GB of weights before "
-        "sharding"
+        "sharding; --machine.in_turn true has one copy at a time in memory"
     )
-    return model, [f"{each}; --machine.in_turn true has one copy at a time in memory"]
+    return model, [note]
 
 
 def _parameters(
@@ -132,17 +151,15 @@ def _parameters(
 
     Raise ValueError if a pattern matches no parameter, two patterns conflict, or no parameter is
     trainable."""
+    # Freeze what optimizer.groups says.
     optimizer = recipe.optimizer
-    settings, matched = chosen(
-        model, {pattern: rule.settings for pattern, rule in optimizer.groups.items()}
-    )
+    patterns = {pattern: rule.settings for pattern, rule in optimizer.groups.items()}
+    settings, matched = chosen(model, patterns)
     freeze(model, [name for name, setting in settings.items() if setting.get("freeze")])
     sizes = {name: count(parameter) for name, parameter in model.named_parameters()}
     notes = []
     for pattern, names in matched.items():
-        pairs = ", ".join(
-            f"{key} {value}" for key, value in optimizer.groups[pattern].settings.items()
-        )
+        pairs = ", ".join(f"{key} {value}" for key, value in patterns[pattern].items())
         notes.append(
             f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} "
             f"tensors: {pairs}"
@@ -151,27 +168,30 @@ def _parameters(
         raise ValueError(
             "optimizer.groups freezes all parameters of the model; keep some of them trainable"
         )
+
+    # Store frozen parameters in fewer bytes.
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     machine = recipe.machine
     notes += hold_frozen(model, machine.base_dtype, sharded=sharded, stored=machine.quant_storage)
     if frozen:
         size = sum(parameter.numel() * parameter.element_size() for parameter in frozen) / 1e6
-        share = f"{sum(map(count, frozen)):,} of {sum(sizes.values()):,} parameters"
-        location = (
-            "saved once, in base/" if origin is None else f"not saved, but read from {origin.place}"
-        )
+        location = "saved once, in base/"
+        if origin is not None:
+            location = f"not saved, but read from {origin.place}"
         notes.append(
-            f"frozen: {share} ({size:,.1f} MB), {location}; without optimizer state and EMA weights"
+            f"frozen: {sum(map(count, frozen)):,} of {sum(sizes.values()):,} parameters "
+            f"({size:,.1f} MB), {location}; without optimizer state and EMA weights"
         )
+
+    # Lower the learning rates of early layers.
     if optimizer.layer_decay != 1:
         factors = layer_decay(model, modules, optimizer.layer_decay)
         for name, factor in factors.items():
             setting = settings.setdefault(name, {})
             setting[LR_FACTOR] = setting.get(LR_FACTOR, 1.0) * factor
-        smallest = min(factors.values())
         notes.append(
             f"layer-wise decay over {len(modules)} blocks: learning-rate factors from "
-            f"{smallest:.3g} to 1"
+            f"{min(factors.values()):.3g} to 1"
         )
     return settings, notes
 
@@ -184,48 +204,50 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
+    """Raise ValueError if the model cannot be trained, sharded or saved."""
+    source = named(task, "model")
     parameters = dict(model.named_parameters())
-    if lazy := [name for name, parameter in parameters.items() if is_lazy(parameter)]:
-        advice = "put a batch through it in model() first, or state the shape"
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+
+    # Can it be trained?
+    lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
+    if lazy:
         raise ValueError(
-            f"{named(task, 'model')} returned a lazy module: {lazy[0]} has no shape yet; {advice}"
+            f"{source} returned a lazy module: {lazy[0]} has no shape yet; put a batch through it "
+            "in model() first, or state the shape"
         )
-    if not any(parameter.requires_grad for parameter in parameters.values()):
-        none = (
-            f"{len(parameters)} parameters of which none is trained (requires_grad is False in all "
-            "of them)"
-        )
+    if not trained:
         raise ValueError(
-            f"{named(task, 'model')} returned a model with {none}; keep some of them trainable"
+            f"{source} returned a model with {len(parameters)} parameters of which none is trained "
+            "(requires_grad is False in all of them); keep some of them trainable"
         )
-    tables = nn.Embedding | nn.EmbeddingBag
-    if sparse := [
-        name for name, table in model.named_modules() if isinstance(table, tables) and table.sparse
-    ]:
-        raise ValueError(
-            f"the gradient of {sparse[0]}.weight is sparse, which is not supported; set "
-            "sparse=False"
-        )
-    trained = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained})
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse:
+            raise ValueError(
+                f"the gradient of {name}.weight is sparse, which is not supported; set sparse=False"
+            )
+
+    # Can it be sharded?
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()})
     if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
-        kinds_ = " and ".join(kinds)
         raise ValueError(
-            f"{named(task, 'model')} trains {kinds_} parameters; FSDP2 needs one real dtype: "
-            "use ddp.yaml"
+            f"{source} trains {' and '.join(kinds)} parameters; FSDP2 needs one real dtype: use "
+            "ddp.yaml"
         )
     for name, parameter in parameters.items():
         if parameter.requires_grad and not dense(parameter):
-            gaps = f"has gaps between its elements (strides {parameter.stride()})"
             raise ValueError(
-                f"{named(task, 'model')}: the parameter {name} {gaps}; call .contiguous() on it"
+                f"{source}: the parameter {name} has gaps between its elements (strides "
+                f"{parameter.stride()}); call .contiguous() on it"
             )
-        if sharded and (fault := _unshardable(parameter)):
-            raise ValueError(
-                f"{named(task, 'model')}: the parameter {name} {fault}, or run it with ddp.yaml"
-            )
-    if wrong := unsavable(model):
-        raise ValueError(f"{named(task, 'model')} cannot be saved: {wrong}")
+        fault = _unshardable(parameter) if sharded else ""
+        if fault:
+            raise ValueError(f"{source}: the parameter {name} {fault}, or run it with ddp.yaml")
+
+    # Can it be saved?
+    wrong = unsavable(model)
+    if wrong:
+        raise ValueError(f"{source} cannot be saved: {wrong}")
 
 
 def _unshardable(parameter: nn.Parameter) -> str:
@@ -247,69 +269,86 @@ def _unshardable(parameter: nn.Parameter) -> str:
 def _adapt_to_machine(
     model: nn.Module, recipe: Recipe, names: list[str], *, sharded: bool, device: str
 ) -> list[str]:
-    machine, notes = recipe.machine, []
+    """Apply the settings of ``machine`` to the model, in place; return lines for the log."""
+    machine = recipe.machine
+    notes = []
     kind, share = parsed(machine.recompute)
     if machine.offload and device == "cpu":
         raise ValueError(
             "machine.offload requires a GPU; on a CPU, activations are in host memory already"
         )
-    # auto would differ under FSDP2
+
+    # Memory format. With batch.grain, auto would differ under FSDP2.
     layout_setting = False if recipe.batch.grain else machine.channels_last
     if channels_last(model, layout_setting, device=device, sharded=sharded):
         notes.append("convolutions run channels last")
-    if count := recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload):
-        notes.append(f"recompute {machine.recompute}: {count} blocks of {', '.join(names)}")
+
+    # Activation checkpointing.
+    number = recompute(model, machine.recompute, names=machine.blocks, offload=machine.offload)
+    if number:
+        notes.append(f"recompute {machine.recompute}: {number} blocks of {', '.join(names)}")
+    budget = None
     if kind == "budget":
-        hint = "a smaller share may have a higher peak (pytorch #197838), so measure several"
-        notes.append(f"recompute {machine.recompute} sets torch's activation_memory_budget; {hint}")
-    if count := compile_(
+        budget = share
+        notes.append(
+            f"recompute {machine.recompute} sets torch's activation_memory_budget; a smaller share "
+            "may have a higher peak (pytorch #197838), so measure several"
+        )
+
+    # Compilation.
+    number = compile_(
         model,
         machine.compile,
         mode=machine.compile_mode,
         names=machine.blocks,
         sharded=sharded,
-        budget=share if kind == "budget" else None,
-    ):
+        budget=budget,
+    )
+    if number:
         unit = "blocks" if machine.compile == "regional" else "model"
-        notes.append(f"compile {machine.compile}: {count} {unit}; the first step waits for it")
+        notes.append(f"compile {machine.compile}: {number} {unit}; the first step waits for it")
     return notes
 
 
 def _reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout) -> None:
-    if layout.grain and any(
-        parameter.is_complex() for parameter in model.parameters() if parameter.requires_grad
-    ):
-        why = "sums of complex gradients are not known to be exact"
+    """Raise ValueError if training would depend on the parallel layout, or on bad batches."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    batch_statistics = has_batch_statistics(model)
+
+    # On the parallel layout?
+    if layout.grain and any(parameter.is_complex() for _, parameter in trained):
         raise ValueError(
-            f"batch.grain {layout.grain} requires real parameters: {why}; or remove batch.grain"
+            f"batch.grain {layout.grain} requires real parameters: sums of complex gradients are "
+            "not known to be exact; or remove batch.grain"
         )
-    hooked = [
-        name
-        for name, p in model.named_parameters()
-        if p.requires_grad and p._post_accumulate_grad_hooks
-    ]
+    hooked = [name for name, parameter in trained if parameter._post_accumulate_grad_hooks]
     if hooked and not layout.grain:
-        why = "has a post-accumulate gradient hook, so the weights would depend on batch.micro"
-        raise ValueError(f"the parameter {hooked[0]} {why}; use register_hook, or set batch.grain")
-    if layout.grain and has_batch_statistics(model):
-        why = (
-            "the running statistics of BatchNorm would depend on the micro-batches of each process"
+        raise ValueError(
+            f"the parameter {hooked[0]} has a post-accumulate gradient hook, so the weights would "
+            "depend on batch.micro; use register_hook, or set batch.grain"
         )
-        ways = "use GroupNorm or LayerNorm, or freeze it in eval mode"
-        raise ValueError(f"batch.grain {layout.grain} does not work with BatchNorm: {why}; {ways}")
-    skips = "skip" in (recipe.guard.nonfinite, recipe.guard.spike if recipe.guard.sigma else "")
-    if skips and has_batch_statistics(model):
-        why = "its running statistics are updated by a bad batch before it is detected"
-        raise ValueError(f"guard skip does not work with BatchNorm: {why}; set rewind or stop")
+    if layout.grain and batch_statistics:
+        raise ValueError(
+            f"batch.grain {layout.grain} does not work with BatchNorm: the running statistics of "
+            "BatchNorm would depend on the micro-batches of each process; use GroupNorm or "
+            "LayerNorm, or freeze it in eval mode"
+        )
+
+    # On a bad batch, whose step is skipped?
+    guard = recipe.guard
+    skips = guard.nonfinite == "skip" or (guard.sigma and guard.spike == "skip")
+    if skips and batch_statistics:
+        raise ValueError(
+            "guard skip does not work with BatchNorm: its running statistics are updated by a bad "
+            "batch before it is detected; set rewind or stop"
+        )
+
+    # On gradients that a CUDA graph overwrites?
     mode = recipe.machine.compile_mode
     graphs = recipe.machine.compile != "none" and mode in ("reduce-overhead", "max-autotune")
     if graphs and layout.accumulate > 1:
-        why = (
-            f"with {layout.accumulate} micro-batches a step, because CUDA graphs reuse the memory "
-            "of gradients"
+        raise ValueError(
+            f"machine.compile_mode {mode} does not work with {layout.accumulate} micro-batches a "
+            "step, because CUDA graphs reuse the memory of gradients; set "
+            "max-autotune-no-cudagraphs or default, or batch.micro to the whole share of a process"
         )
-        ways = (
-            "set max-autotune-no-cudagraphs or default, or batch.micro to the whole share of a "
-            "process"
-        )
-        raise ValueError(f"machine.compile_mode {mode} does not work {why}; {ways}")
