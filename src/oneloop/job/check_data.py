@@ -19,13 +19,21 @@ _PIXEL_LIMIT = 89_478_485  # default of task.pixel_limit
 
 
 def check_data(source: str, words: Sequence[str] = ()) -> Findings:
-    """Read the data set ``source`` (a path, or ``hf:NAME``), or all data of the recipe ``source``
-    with the keys ``words``; return what cannot be used. Raise BadInput for an unknown recipe, or
-    for keys after a data set."""
+    """Read a data set, or all data of a recipe.
+
+    Args:
+        source: a path or ``hf:NAME``, or a recipe.
+        words: keys of the recipe.
+
+    Returns:
+        What cannot be used.
+
+    Raises:
+        BadInput: the recipe is unknown, or keys come after a data set.
+    """
     path = Path(source).expanduser()
-    is_data = source.startswith("hf:") or (
-        path.exists() and path.suffix not in (".yaml", ".yml", ".py")
-    )
+    is_recipe = path.suffix in (".yaml", ".yml", ".py") or not path.exists()
+    is_data = source.startswith("hf:") or not is_recipe
     if is_data and words:
         raise BadInput(
             f"oneloop check {source} is a data set and takes no keys ({words[0]}); check a "
@@ -52,27 +60,32 @@ def as_lines(source: str, found: Findings) -> list[str]:
     lines = [f"{where}: {why}" for where, why in found.unusable]
     lines += [f"{folder}: a class folder without images" for folder in found.empty]
     if found.converted:
-        lines.append(
-            "converted to RGB: "
-            f"{', '.join(f'{count:,} {kind}' for kind, count in found.converted.items())}"
-        )
+        kinds = [f"{count:,} {kind}" for kind, count in found.converted.items()]
+        lines.append(f"converted to RGB: {', '.join(kinds)}")
     if not found.values:
         lines.append("the rows can be read; check a recipe to check the values of its columns, too")
     return [*lines, f"{source}: {found.rows:,} rows, {len(found.unusable):,} cannot be used"]
 
 
 def as_json(found: Findings) -> dict[str, Any]:
-    """Return the findings as plain values: ``path``, ``row`` and ``reason`` of each row that cannot
-    be used."""
+    """Return the findings as plain values.
+
+    They are ``path``, ``row`` and ``reason`` of each row that cannot be used, and the counts."""
     unusable = []
     for where, why in found.unusable:
         path, _, row = where.rpartition(", ")
         unusable.append({"path": path or where, "row": row if path else None, "reason": why})
-    counts = {"rows": found.rows, "values_checked": found.values}
-    return {**counts, "unusable": unusable, "converted": found.converted, "empty": found.empty}
+    return {
+        "rows": found.rows,
+        "values_checked": found.values,
+        "unusable": unusable,
+        "converted": found.converted,
+        "empty": found.empty,
+    }
 
 
 def _check_source(source: str, findings: Findings) -> None:
+    """Read a data set: images or texts by the columns that it has, else only its rows."""
     for columns in ({"image": "image"}, {"text": "text"}, {"messages": "messages"}, {}):
         try:
             opened = whole(Source(source, columns), window=1 << 20)
@@ -83,7 +96,8 @@ def _check_source(source: str, findings: Findings) -> None:
         if "image" in columns:
             check_images([opened], limit=_PIXEL_LIMIT, skipped=None)
         else:
-            findings.rows, findings.values = len(opened.parts["all"]), False
+            findings.rows = len(opened.parts["all"])
+            findings.values = False
         return
 
 
@@ -93,10 +107,13 @@ def _check_task(words: Sequence[str], findings: Findings) -> None:
 
     task = make_task(read(words))
     sets: Mapping[str, Any] = {"train": task.train_set(), **task.eval_sets()}
-    # it has checked its rows; images are not decoded twice
+
+    # A packaged task has checked its rows. Its images are not decoded twice.
     if type(task).__module__.startswith("oneloop."):
         findings.rows = findings.rows or sum(map(len, sets.values()))
         return
+
+    # Load all samples of the user's task.
     for name, dataset in sets.items():
         findings.rows += len(dataset)
         findings.unusable += _unusable_samples(name, dataset)
@@ -112,11 +129,9 @@ def _unusable_samples(name: str, dataset: Any) -> Iterator[tuple[str, str]]:
             raise ValueError(f"{type(error).__name__}: {error}") from error
         return np.zeros(0, dtype=np.int32)
 
-    shards = [
-        range(start, min(start + _SAMPLES, len(dataset)))
-        for start in range(0, len(dataset), _SAMPLES)
-    ]
-    for _, wrong in tracked(
-        in_order(range(len(dataset)), load, shards), f"checking {name}", total=len(shards)
-    ):
-        yield from ((f"{name}, sample {index}", why) for index, why in wrong)
+    indices = range(len(dataset))
+    shards = [indices[start : start + _SAMPLES] for start in indices[::_SAMPLES]]
+    loaded = in_order(indices, load, shards)
+    for _, wrong in tracked(loaded, f"checking {name}", total=len(shards)):
+        for index, why in wrong:
+            yield f"{name}, sample {index}", why

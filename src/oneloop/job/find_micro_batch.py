@@ -1,5 +1,7 @@
-"""``batch.micro auto``: try micro-batch sizes with the real job on all ranks before the run, and
-cache the result."""
+"""``batch.micro auto``: try micro-batch sizes with the real job on all ranks before the run.
+
+The result is cached.
+"""
 
 import hashlib
 import json
@@ -30,8 +32,18 @@ from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe.schema import Recipe
 from oneloop.tasks.whole_batch import is_whole_batch
 
-_RANK_VARS = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK"]
-_RANK_VARS += ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID"]
+_RANK_VARS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "TORCHELASTIC_RUN_ID",
+)
+"""environment variables of the launcher, which a process that trains alone must not see"""
 
 
 @dataclass(frozen=True)
@@ -41,15 +53,22 @@ class Trial:
     recipe: Recipe
 
     def __call__(self) -> Steps:
+        # Set up the process as for the run.
         machine = self.recipe.machine
         run = start(sync_each_batch=machine.sync_each_batch, deterministic=machine.deterministic)
         float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
         if run.device.type == "cuda":
-            # leave room for buffers of DDP and NCCL
+            # Leave room for buffers of DDP and NCCL.
             torch.cuda.set_per_process_memory_fraction(0.95)
-        micro = max(1, self.recipe.batch.size // run.ranks)
+
+        # Build the job, and find its largest samples.
+        share = self.recipe.batch.size // run.ranks  # samples of a step on this process
         job = build_job(
-            self.recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
+            self.recipe,
+            ranks=run.ranks,
+            sharded=run.sharded,
+            device=run.device.type,
+            micro=max(1, share),
         )
         model = run.prepare(job.model, blocks=job.built.blocks)
         optimizer = job.make_optimizer(model)
@@ -58,28 +77,35 @@ class Trial:
         largest = by_size(job)
 
         def steps(micro: int) -> None:
-            # Two micro-batches if possible, so that gradients are kept and accumulated.
-            accumulate = min(2, max(1, self.recipe.batch.size // run.ranks // micro))
+            # Two micro-batches if possible, so that gradients are kept and accumulated. A loss over
+            # the whole batch keeps the inputs of all micro-batches.
+            accumulate = min(2, max(1, share // micro))
+            whole = is_whole_batch(job.task)
+            number = share // micro if whole else accumulate
             keys = [(0, largest[position % len(largest)]) for position in range(micro)]
             dataset = SeededSamples(job.train_set, seed=self.recipe.seed)
             samples = [dataset[key] for key in keys]
-            run.accelerator.gradient_accumulation_steps = accumulate
-            whole = is_whole_batch(job.task)  # it keeps the inputs of all micro-batches
-            loss_of, share = job.task.loss, self.recipe.batch.size // run.ranks
-            collated = [
-                job.collate(samples) for _ in range(share // micro if whole else accumulate)
-            ]
+            collated = [job.collate(samples) for _ in range(number)]
             batches = [*transferred((batch for batch, _ in collated), run.device, pinned=False)]
+
+            # A loss over the whole batch makes its first pass.
+            loss_of = job.task.loss
             if whole:
                 again = replace(job, layout=BatchLayout(self.recipe.batch.size, run.ranks, micro))
                 passes = TwoPasses(
                     again, run, model, lambda _: reseed(run.device, self.recipe.seed, others=True)
                 )
-                loss_of, batches = passes.loss, passes.first(batches)
+                loss_of = passes.loss
+                batches = passes.first(batches)
+
+            # Accumulate gradients.
+            run.accelerator.gradient_accumulation_steps = accumulate
             for batch, (_, weight) in zip(batches[:accumulate], collated, strict=False):
                 with run.accelerator.accumulate(model):
                     loss, _ = loss_of(model, batch)
                     run.accelerator.backward(loss / max(weight, 1.0))
+
+            # Update weights and EMA weights.
             norm = global_norm(parameters)
             clip_(parameters, self.recipe.optimizer.clip, norm)
             optimizer.step()
@@ -93,30 +119,47 @@ class Trial:
 
 
 def by_size(job: Job, most: int | None = None) -> list[int]:
-    """Return indices of training samples, largest first; if all samples have one size, the first
-    4096. If they must be loaded to know their sizes, ``most`` limits their number."""
+    """Return indices of training samples, largest first; the first 4096 if all have one size.
+
+    Args:
+        job: its training set.
+        most: largest number of samples that are loaded to know their sizes.
+    """
     if job.collate.sample_weight is not None:
         return list(range(min(len(job.train_set), 4096)))
-    if (lengths := getattr(job.train_set, "lengths", None)) is not None:  # texts know their lengths
+
+    # Texts know their lengths.
+    lengths = getattr(job.train_set, "lengths", None)
+    if lengths is not None:
         longest: list[int] = np.argsort(-lengths, kind="stable")[:4096].tolist()
         return longest
+
+    # Load the samples.
     samples = SeededSamples(job.train_set, seed=job.recipe.seed)
 
     def size(index: int) -> int:
         batch, _ = job.collate([samples[0, index]])
         return sum(value.numel() for value in batch.values() if torch.is_tensor(value))
 
-    return sorted(
-        range(min(len(job.train_set), most or len(job.train_set))), key=size, reverse=True
-    )
+    number = len(job.train_set)
+    return sorted(range(min(number, most or number)), key=size, reverse=True)
 
 
 def find_micro(recipe: Recipe, run: Run) -> int | None:
-    """Find the micro-batch size for ``auto`` or ``fastest``; return None for a number. Collective:
-    call on every rank.
+    """Find the micro-batch size for ``auto`` or ``fastest``. Collective: call on every rank.
 
-    Raise ValueError if batch.size does not divide over the ranks, or if nothing fits."""
-    if (mode := recipe.batch.micro) not in ("auto", "fastest"):
+    Args:
+        recipe: the run.
+        run: this process.
+
+    Returns:
+        The size; None if ``batch.micro`` is a number.
+
+    Raises:
+        ValueError: batch.size does not divide over the ranks, or nothing fits.
+    """
+    mode = recipe.batch.micro
+    if mode not in ("auto", "fastest"):
         return None
     _reject_notebook(recipe)
     share, rest = divmod(recipe.batch.size, run.ranks)
@@ -126,61 +169,69 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
             f"batch.size {recipe.batch.size} cannot be split over {run.ranks} ranks; nearest: "
             f"{nearest}"
         )
+
+    # Use the result of an earlier search.
     cache = _Cache(recipe, run)
-    if (cached := run.from_main(cache.read())) is not None:
+    cached = run.from_main(cache.read())
+    if cached is not None:
         run.display.say(
             f"batch.micro {mode}: {cached} (from an earlier search on this machine: {cache.file})"
         )
         return int(cached)
-    environment: dict[str, str | None] = (
-        dict.fromkeys(_RANK_VARS) if not run.sharded else {"MASTER_PORT": _port(run)}
-    )
-    if run.device.type == "cuda" and not run.sharded:
-        environment["ACCELERATE_TORCH_DEVICE"] = str(run.device)
+
+    # Under FSDP2 the processes that try are connected, else each of them trains alone.
+    environment: dict[str, str | None] = {}
+    if run.sharded:
+        environment["MASTER_PORT"] = _port(run)
+    else:
+        environment |= dict.fromkeys(_RANK_VARS)
+        if run.device.type == "cuda":
+            environment["ACCELERATE_TORCH_DEVICE"] = str(run.device)
     environment["ONELOOP_EXIT_FILE"] = None
 
     with Child(Trial(recipe), environment=environment, wait=partial(_on_all_ranks, run)) as child:
-
-        def attempt(micro: int) -> Attempt:
-            if run.sharded and child.closed:
-                child.environment["MASTER_PORT"] = _port(run)
-            try:
-                with Working(f"trying micro-batch {micro}"):
-                    tried, fault = child.attempt(micro), None
-            except RuntimeError as error:
-                tried, fault = Attempt(micro, fits=False), str(error)
-            if faults := [reason for reason in run.gathered(fault) if reason]:
-                raise RuntimeError(faults[0])
-            seconds, peak = run.largest(tried.seconds, tried.peak)
-            tried = Attempt(micro, tried.fits, seconds, int(peak))
-            result = "does not fit"
-            if tried.fits:
-                result = (
-                    f"fits ({tried.peak / 2**30:.2f} GiB, {1 / tried.seconds:,.0f} samples/s on a "
-                    "process)"
-                )
-            run.display.say(f"batch.micro {mode}: {micro} {result}")
-            return tried
-
         try:
             sizes = [micro for micro in range(1, share + 1) if share % micro == 0]
-            best = search(sizes, attempt, fastest=mode == "fastest")
+            best = search(sizes, partial(_attempt, run, child, mode), fastest=mode == "fastest")
         except MemoryError as error:
-            advice = "set machine.recompute full, shard the model (fsdp2.yaml), or make it smaller"
-            raise ValueError(f"batch.micro {mode}: {error}; {advice}") from error
+            raise ValueError(
+                f"batch.micro {mode}: {error}; set machine.recompute full, shard the model "
+                "(fsdp2.yaml), or make it smaller"
+            ) from error
     if run.main:
         cache.write(best.micro)
     return best.micro
 
 
+def _attempt(run: Run, child: Child, mode: str, micro: int) -> Attempt:
+    """Try a size on all ranks; return the time and the memory of the slowest and largest rank."""
+    if run.sharded and child.closed:
+        child.environment["MASTER_PORT"] = _port(run)
+    fault: str | None = None
+    try:
+        with Working(f"trying micro-batch {micro}"):
+            tried = child.attempt(micro)
+    except RuntimeError as error:
+        tried = Attempt(micro, fits=False)
+        fault = str(error)
+
+    # All ranks raise the first error.
+    faults = [reason for reason in run.gathered(fault) if reason]
+    if faults:
+        raise RuntimeError(faults[0])
+    seconds, peak = run.largest(tried.seconds, tried.peak)
+    result = "does not fit"
+    if tried.fits:
+        result = f"fits ({peak / 2**30:.2f} GiB, {1 / seconds:,.0f} samples/s on a process)"
+    run.display.say(f"batch.micro {mode}: {micro} {result}")
+    return Attempt(micro, tried.fits, seconds, int(peak))
+
+
 def _reject_notebook(recipe: Recipe) -> None:
     if recipe.task.name.startswith("__main__."):
-        why = (
-            f"batch.micro {recipe.batch.micro} needs a second process, which cannot see a class of "
-            "a notebook"
-        )
         raise ValueError(
-            f"{why}; put it into a file (my_task.py:MyTask), or give batch.micro a number"
+            f"batch.micro {recipe.batch.micro} needs a second process, which cannot see a class of "
+            "a notebook; put it into a file (my_task.py:MyTask), or give batch.micro a number"
         )
 
 
@@ -205,12 +256,10 @@ class _Cache:
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         self.file = root / "oneloop" / "batch_size.json"
         resolved = recipe.resolved
-        # these keys change neither memory nor speed of a step
-        ignored = ("workers", "check_every", "gc_every")
-        machine = {
-            name: value for name, value in resolved["machine"].items() if name not in ignored
-        }
-        about = {
+        machine = dict(resolved["machine"])
+        for name in ("workers", "check_every", "gc_every"):  # do not matter to memory and speed
+            machine.pop(name, None)
+        self.about = {
             "task": resolved["task"],
             "optimizer": resolved["optimizer"]["name"],
             "ema": resolved["ema"],
@@ -222,10 +271,8 @@ class _Cache:
             "devices": sorted(set(run.gathered(_describe_device(run.device)))),
             "torch": torch.__version__,
         }
-        self.key = hashlib.sha256(
-            json.dumps(about, sort_keys=True, default=str).encode()
-        ).hexdigest()[:16]
-        self.about = about
+        text = json.dumps(self.about, sort_keys=True, default=str)
+        self.key = hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def _entries(self) -> dict[str, Any]:
         """Return the file's entries; none if it cannot be read, so that it is rewritten."""
@@ -261,19 +308,17 @@ def _describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
         return f"{about.name}, {about.total_memory} bytes"
-    return (
-        f"{device.type}, {os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE')} bytes, "
-        f"{os.cpu_count()} cores"
-    )
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return f"{device.type}, {memory} bytes, {os.cpu_count()} cores"
 
 
 def explained(job: Job, run: Run) -> str:
     """Return the message for an out-of-memory error, with advice and sizes in GiB."""
-    each, memory = (
-        job.layout.each,
-        sum(p.numel() * p.element_size() for p in job.model.parameters()),
-    )
+    each = job.layout.each
     gib = 2.0**30
+    memory = sum(p.numel() * p.element_size() for p in job.model.parameters()) / gib
+
+    # What would need less memory?
     advice = []
     if each > 1:
         smaller = max(micro for micro in range(1, each) if each % micro == 0)
@@ -286,21 +331,20 @@ def explained(job: Job, run: Run) -> str:
             "--machine.recompute full (activations are computed again: about a third more time)"
         )
     if not run.sharded:
-        size = f"on this machine about {4 * memory / gib:.2f} GiB with AdamW"
         advice.append(
-            f"fsdp2.yaml (weights, gradients and optimizer, {size}, are divided among the "
-            "processes)"
+            "fsdp2.yaml (weights, gradients and optimizer, on this machine about "
+            f"{4 * memory:.2f} GiB with AdamW, are divided among the processes)"
         )
     else:
         advice.append(
-            f"more processes (each now holds {4 * memory / gib:.2f} GiB of weights, gradients "
-            "and optimizer)"
+            f"more processes (each now holds {4 * memory:.2f} GiB of weights, gradients and "
+            "optimizer)"
         )
+
     usage = ""
     if run.device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(run.device)
         total = torch.cuda.get_device_properties(run.device).total_memory
         usage = f" (peak {peak / gib:.2f} of {total / gib:.2f} GiB)"
-    return f"out of memory on {run.device}{usage} with a micro-batch of {each}; " + "; or ".join(
-        advice
-    )
+    choices = "; or ".join(advice)
+    return f"out of memory on {run.device}{usage} with a micro-batch of {each}; {choices}"
