@@ -44,11 +44,11 @@ class Intervals:
         """Return the actions that are due after this step, in execution order.
 
         ``save``: whether the time for a save has come."""
-        actions = []
-        for name, every in self.every.items():
-            if is_time(step, every, self.total) or (save and name == "save"):
-                actions.append(name)
-        return actions
+        return [
+            name
+            for name, every in self.every.items()
+            if is_time(step, every, self.total) or (save and name == "save")
+        ]
 
     def is_due(self, name: str, step: int) -> bool:
         return is_time(step, self.every[name], self.total)

@@ -7,7 +7,7 @@ parameters. Afterwards it restores buffers, gradients and random states.
 import math
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -91,9 +91,8 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     samples = load()
 
     # Compiled modules run eagerly: the samples here have other shapes than those of the run.
-    eager: AbstractContextManager[Any] = nullcontext()
-    if "torch._dynamo" in sys.modules:
-        eager = torch.compiler.set_stance("force_eager")
+    compiled = "torch._dynamo" in sys.modules
+    eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     try:
         with restored(model, run.device), _task_state_restored(contract), eager:
             graph = _check_eval(contract, job, run, model, samples)
@@ -148,10 +147,9 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
 
         # Compute the loss of the sample, and of the sample twice.
         before = random_states(run.device)
-        drawing: AbstractContextManager[Drawing | None] = nullcontext()
-        if run.main and "tensorboard" in job.recipe.track:
-            drawing = Drawing(model.module if isinstance(model, Wrapped) else model, one)
-        with drawing as drawn:
+        inner = model.module if isinstance(model, Wrapped) else model
+        draw = run.main and "tensorboard" in job.recipe.track
+        with Drawing(inner, one) if draw else nullcontext() as drawn:
             once = float(contract.loss(model, one)[0])
         both = float(contract.loss(model, two)[0])
         contract.draws = contract.draws or has_drawn(before, run.device)
@@ -330,13 +328,8 @@ def _reject(
 
 def metric_names(outputs: dict[str, Any]) -> tuple[str, ...]:
     """Return the names of the real 0-dim outputs, which are logged as metrics, without ``loss``."""
-    names = []
-    for name, value in outputs.items():
-        if name == "loss" or not torch.is_tensor(value):
-            continue
-        if not value.ndim and not value.is_complex():
-            names.append(name)
-    return tuple(names)
+    numbers = {n: value for n, value in outputs.items() if torch.is_tensor(value) and n != "loss"}
+    return tuple(n for n, value in numbers.items() if not value.ndim and not value.is_complex())
 
 
 def _metrics(contract: Contract, outputs: dict[str, Any]) -> tuple[str, ...]:

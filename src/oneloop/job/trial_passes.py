@@ -113,9 +113,7 @@ def one_pass(
         loss, outputs = contract.loss(model, batch)
         draws = has_drawn(before, run.device)
         operations.backward = True
-        raw: dict[str, torch.Tensor | None] = {}
-        if backward:
-            raw = theirs(job.task, "loss", lambda: _gradients(loss, model))
+        raw = theirs(job.task, "loss", lambda: _gradients(loss, model)) if backward else {}
         checks.end()
 
         # Sum the gradients before they are dropped.

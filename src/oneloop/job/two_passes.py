@@ -134,6 +134,8 @@ class TwoPasses:
             wanted = [name for name, part in leaves.items() if part.requires_grad]
             found = torch.autograd.grad(loss, [leaves[name] for name in wanted], allow_unused=True)
 
+        known = {name: own for name, own in zip(wanted, found, strict=True) if own is not None}
+
         # Each micro-batch has an equal share of the loss, and the values of 0-dim parts.
         scalars = {name: part.detach() for name, part in parts.items() if not part.ndim}
         self._expected = [one | scalars for one in self._expected]
@@ -143,14 +145,10 @@ class TwoPasses:
         self._gradients = []
         for micro in range(layout.accumulate):
             row = layout.leaf(self._run.rank, micro) * layout.each
-            mine: dict[str, Tensor] = {}
-            for name, gradient in zip(wanted, found, strict=True):
-                if gradient is None:
-                    continue
-                if gradient.ndim:
-                    mine[name] = gradient[row : row + layout.each]
-                else:
-                    mine[name] = gradient / number
+            mine = {
+                name: own[row : row + layout.each] if own.ndim else own / number
+                for name, own in known.items()
+            }
             self._gradients.append(mine)
 
     def _whole(self, micro_batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:

@@ -65,10 +65,8 @@ class Counters:
 
     def measured(self, spent: Mapping[str, float]) -> None:
         """Store the seconds of this start in which the run waited for data or saved."""
-        lost = {}
-        for cause in ("data", "save"):
-            lost[cause] = self._lost.get(cause, 0.0) + spent[cause]
-        self.lost = lost
+        before = self._lost
+        self.lost = {cause: before.get(cause, 0.0) + spent[cause] for cause in ("data", "save")}
 
     def goodput(self, now: float) -> dict[str, Any]:
         """Return the share of the time since the first start that went into kept steps and
@@ -131,9 +129,7 @@ class Results(dict[str, float]):
 
     def take(self, metrics: Mapping[str, float], weights: str) -> None:
         """Store the metrics of an evaluation of ``weights`` (``raw``, or the name of an EMA)."""
-        prefix = ""
-        if weights != "raw":
-            prefix = f"{weights}/"
+        prefix = "" if weights == "raw" else f"{weights}/"
         for name, value in metrics.items():
             self[prefix + name] = value
 
@@ -261,17 +257,13 @@ class RunLog:
             of: the earlier step, the best one, that the weights are from. Then only test metrics
                 are logged: the others were logged at that step.
         """
-        step = self._count.step
-        if of is not None:
-            step = of
+        step = self._count.step if of is None else of
         if examples is not None:
             self._tracking.show(step, examples)
 
         for weights, metrics in by_weights.items():
             self._results.take(metrics, weights)
-            new = dict(metrics)
-            if of is not None:
-                new = {n: value for n, value in metrics.items() if n.startswith("test/")}
+            new = {n: v for n, v in metrics.items() if of is None or n.startswith("test/")}
             if new:
                 self.write({**self.line(step=step), **new, "weights": weights})
             self._display.results(step, metrics, weights)

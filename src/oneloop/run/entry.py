@@ -6,7 +6,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, NoReturn
 
 from oneloop.basics import exit_codes
@@ -124,10 +123,9 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
             job = _prepared(recipe, run, folder, cli=cli)
             if job is None:
                 # The run is finished; its folder may be only in the mirror.
-                there: Path | str = folder.path
-                if recipe.mirror and not folder.path.exists():
-                    there = recipe.mirror
-                return {**run.from_main(folder.finished), "folder": str(there)}, None
+                there = None if folder.path.exists() else recipe.mirror
+                found = run.from_main(folder.finished)
+                return {**found, "folder": str(there or folder.path)}, None
             summary = train(job, run, folder)
     except (BadInput, StoppedEarly) as error:
         # Nothing was written. If a stop was requested, the error may follow from it.
@@ -307,14 +305,13 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | N
             finished = folder.inspect(
                 recipe.resolved, resume=recipe.run.resume, accept_changes=recipe.run.accept_changes
             )
-            other = ""
             if not recipe.run.accept_changes:
                 other = another_file(recipe, folder.path)
-            if other:
-                raise BadInput(
-                    f"run.dir {folder.path} {other}; choose another run.dir, or "
-                    "--run.accept_changes true"
-                )
+                if other:
+                    raise BadInput(
+                        f"run.dir {folder.path} {other}; choose another run.dir, or "
+                        "--run.accept_changes true"
+                    )
 
     # Return if it is finished. From Python, that would be the result of another class if the source
     # of the task has changed.

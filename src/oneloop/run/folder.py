@@ -340,11 +340,10 @@ class Folder:
 
 def _resolved(text: str) -> dict[str, Any]:
     content = yaml.safe_load(text)
-    if not isinstance(content, dict):
+    groups = content if isinstance(content, dict) else {}
+    if not all(isinstance(groups.get(group), dict) for group in _GROUPS):
         raise ValueError("no recipe")
-    if not all(isinstance(content.get(group), dict) for group in _GROUPS):
-        raise ValueError("no recipe")
-    return content
+    return groups
 
 
 def _summary(text: str) -> dict[str, Any]:

@@ -78,9 +78,8 @@ class Gradients:
         self._metrics = tuple(seen.metrics)
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
         self.checks = _checks(job, run, model, seen)
-        self._two_passes: TwoPasses | None = None
-        if is_whole_batch(job.task):
-            self._two_passes = TwoPasses(job, run, model, self._seed)
+        whole = is_whole_batch(job.task)
+        self._two_passes = TwoPasses(job, run, model, self._seed) if whole else None
 
         # Sum as torch does, or with batch.grain in one tree over the leaves (micro-batches that
         # hold the same samples on every parallel layout).

@@ -42,10 +42,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     reports: list[_Report] = run.gathered(mine)
 
     # All ranks compare the same reports, so all of them raise the same error.
-    names: dict[str, None] = {}
-    for report in reports:
-        names |= dict.fromkeys(report.sets)
-    for name in names:
+    for name in dict.fromkeys(name for report in reports for name in report.sets):
         _compare(name, [report.sets.get(name) for report in reports])
     for rank, report in enumerate(reports):
         for key, value in report.computed.items():

@@ -57,7 +57,11 @@ def start_lines(
     if run.sharded:
         yield from _exchanged(job, run)
     yield from job.built.notes
-    ignored = list(_ignored())
+    ignored = [
+        f"{name}={os.environ[name]}"
+        for name, effective in _IGNORED.items()
+        if os.environ.get(name, effective[0]) not in effective
+    ]
     if ignored:
         yield (
             f"accelerate's {', '.join(ignored)} has no effect: oneloop has batch.micro, its own "
@@ -147,14 +151,6 @@ def _exchanged(job: Job, run: Run) -> Iterator[str]:
             f"each process keeps whole gradients between micro-batches: {held:,.1f} MiB; "
             f"machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step"
         )
-
-
-def _ignored() -> Iterator[str]:
-    """Yield accelerate's settings that are set, but have no effect."""
-    for name, effective in _IGNORED.items():
-        value = os.environ.get(name)
-        if value is not None and value not in effective:
-            yield f"{name}={value}"
 
 
 def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:

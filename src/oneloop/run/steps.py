@@ -71,10 +71,7 @@ class Steps:
         self._run = run
         self._count = count
         self._saves = saves
-        self._checks: Checks | None = None
-        if run.sharded:
-            self._checks = checks
-
+        self._checks = checks if run.sharded else None
         self._restart = False  # whether to drop the steps that were loaded ahead
         self._save_flag = False  # whether the time for a save has come after the current step
         self._saved_at = time.monotonic()
@@ -220,9 +217,7 @@ class Steps:
         # One rank agrees with itself.
         if self._run.host is None:
             for group in groups:
-                total = group.weight
-                if group.apart:
-                    total = rounded_sum(group.weights)
+                total = rounded_sum(group.weights) if group.apart else group.weight
                 yield _Agreed(group, total, requested(), due(), poll() is not None)
                 if self._restart:
                     break
@@ -232,9 +227,7 @@ class Steps:
         # one trains, so nobody waits for it.
         self._next = None
         for group in groups:
-            hashes: list[float] = []
-            if self._checks is not None:
-                hashes = self._checks.hashes()
+            hashes = [] if self._checks is None else self._checks.hashes()
             weights = self._weights(group)
             mine = torch.tensor(
                 [requested(), due(), poll() is not None, *weights, *hashes], dtype=torch.float64

@@ -1,6 +1,6 @@
 """The state of a training run: what a checkpoint holds. A run opens its folder and restores it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
@@ -116,12 +116,6 @@ class State(RunState):
 
 def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:
     # With batch.grain, the meter keeps one row per leaf, so that sums do not depend on the layout.
-    leaf: Callable[[int, int], int] | None = None
-    leaves = 1
-    if job.exact:
-        leaf = job.layout.leaf
-        leaves = job.layout.accumulate
-
     return Meter(
         run.accelerator,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
@@ -129,8 +123,8 @@ def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:
         peak=run.peak_flops(),
         tokens=job.unit == "tokens",
         metrics=seen.metrics,
-        leaf=leaf,
-        leaves=leaves,
+        leaf=job.layout.leaf if job.exact else None,
+        leaves=job.layout.accumulate,
     )
 
 
@@ -158,9 +152,6 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, *, graph: Any = N
 
     # Lock the folder and the mirror before reading them: another start might still write there.
     _lock(job, run, folder, state)
-    alone = _only_mirrored(job, run, folder)
-    if isinstance(folder, MirroredFolder) and recipe.mirror is not None:
-        _mirror(job, run, folder, state, alone=alone)
 
     # Resume.
     with run.setting_up():
@@ -206,54 +197,47 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, *, graph: Any = N
 
 
 def _lock(job: Job, run: Run, folder: Folder, state: State) -> None:
-    """Lock the folder on rank 0, if its disk has room for the run. Collective: call on every
-    rank."""
-    # Estimate the bytes still to write. Under FSDP2, the estimate is collective.
-    origin = getattr(job.task, "origin", None)
-    once, each = state.size(job.optimizer_share, origin)
-    if is_address(job.recipe.run.dir):
-        each = 0  # only the mirror keeps checkpoints
+    """Lock the folder, if its disk has room for the run, and begin to write to the mirror."""
+    # Estimate the bytes still to write. Under FSDP2, the estimate is collective. In a temporary
+    # folder of an address, checkpoints are not kept.
+    recipe = job.recipe
+    once, each = state.size(job.optimizer_share, getattr(job.task, "origin", None))
+    temporary = is_address(recipe.run.dir)
+    if temporary:
+        each = 0
     else:
         each += _SMALL
-
     with run.setting_up():
         if run.main:
             there = len(Store(folder.path / "checkpoints").sealed())
-            missing = max(0, job.checkpoints_kept - there)
-            folder.hold(need=missing * each + once + _SMALL)
+            folder.hold(need=max(0, job.checkpoints_kept - there) * each + once + _SMALL)
 
+    # Do the ranks share the folder? If not, only the mirror keeps the checkpoints.
+    address = recipe.mirror
+    shared = not temporary and in_one_folder(
+        folder.path, run, recipe.machine.patience, required=address is None
+    )
+    if not isinstance(folder, MirroredFolder) or address is None:
+        return
 
-def _only_mirrored(job: Job, run: Run, folder: Folder) -> bool:
-    """Return whether only the mirror keeps the checkpoints: the ranks do not share the folder, or
-    ``run.dir`` is an address. Collective: call on every rank."""
-    recipe = job.recipe
-    if is_address(recipe.run.dir):
-        return True
-    required = recipe.mirror is None
-    return not in_one_folder(folder.path, run, recipe.machine.patience, required=required)
-
-
-def _mirror(job: Job, run: Run, folder: MirroredFolder, state: State, *, alone: bool) -> None:
-    """Write checkpoints to the mirror from now on. Collective: call on every rank."""
-    address = job.recipe.mirror
-    assert address is not None
-
-    # Rank 0 has the lease; the other ranks write to the mirror under it.
+    # Rank 0 has the lease of the mirror; the other ranks write under it.
     lease = None
     if folder.lease is not None:
         lease = (folder.lease.number, folder.lease.about)
-    lease = run.from_main(lease)
-
-    limit = 1e6 * job.recipe.save.upload_limit  # from MB/s to bytes per second
-    state.checkpoints.mirror(address, lease=lease, counts=alone, limit=limit)
+    state.checkpoints.mirror(
+        address,
+        lease=run.from_main(lease),
+        counts=not shared,
+        limit=1e6 * recipe.save.upload_limit,  # bytes per second
+    )
     if run.main:
         folder.uploads = state.checkpoints.saving
-
-    if alone:
-        how = "a checkpoint counts when it is there; hosts need no shared disk"
+    if shared:
+        run.display.say(f"mirror: {address} (copies of run.dir)")
     else:
-        how = "copies of run.dir"
-    run.display.say(f"mirror: {address} ({how})")
+        run.display.say(
+            f"mirror: {address} (a checkpoint counts when it is there; hosts need no shared disk)"
+        )
 
 
 def _begin_folder(job: Job, run: Run, folder: Folder, state: State) -> dict[str, float]:

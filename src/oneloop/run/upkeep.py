@@ -48,9 +48,7 @@ class FinalWeights:
 
     def as_json(self) -> dict[str, Any]:
         """Return the fields for summary.json and MANIFEST.json; the last weights have no metric."""
-        if self.weights == "last":
-            return {"weights": self.weights, "step": self.step, "end": self.end}
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Upkeep:
@@ -106,8 +104,7 @@ class Upkeep:
         """Return whether the run has reached its last step, or stops early (``stop.patience``)."""
         if self._state.count.step >= self._job.steps:
             return True
-        patience = self._job.recipe.stop.patience  # in evaluations; 0: no early stop
-        return 0 < patience <= self._state.best.since
+        return 0 < self._job.recipe.stop.patience <= self._state.best.since
 
     def work(self, due: Collection[str], lr: float, total: float) -> bool:
         """Do what is due after a step, except saving.
@@ -138,9 +135,7 @@ class Upkeep:
 
         # Read the meter (host sync, collective): metrics, and what each rank measured alone.
         wait = self._steps.data_wait()
-        device_times = (0.0, 0.0, 0.0)
-        if run.ranks > 1:
-            device_times = gradients.device_time.read()
+        device_times = gradients.device_time.read() if run.ranks > 1 else (0.0, 0.0, 0.0)
         metrics = {
             "train/lr": lr,
             **state.meter.read([wait, *device_times]),
@@ -241,10 +236,11 @@ class Upkeep:
     def kept(self) -> Keep:
         """Return which older checkpoints a save keeps."""
         save = self._job.recipe.save
-        best: int | None = None
-        if save.best:
-            best = self._state.best.step
-        return Keep(newest=save.keep, every=self._job.intervals.forever, best=best)
+        return Keep(
+            newest=save.keep,
+            every=self._job.intervals.forever,
+            best=self._state.best.step if save.best else None,
+        )
 
     def is_best(self) -> bool:
         """Return whether this step has the best evaluation so far, and the recipe saves it."""
