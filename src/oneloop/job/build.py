@@ -329,9 +329,9 @@ def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
     # Name each EMA by its width, and a single one "ema".
     ema = recipe.ema
     emas: list[dict[str, Any]] = []
-    for half_life in ema.half_lives:
-        samples = half_life.samples(scale, total=total, key="ema.half_life")
-        emas.append({"half_life": samples, "name": f"ema-{half_life.text}"})
+    for duration in ema.half_lives:
+        half_life = duration.samples(scale, total=total, key="ema.half_life")
+        emas.append({"half_life": half_life, "name": f"ema-{duration.text}"})
     if ema.decay:
         emas.append({"decay": ema.decay, "name": f"ema-{ema.decay}"})
     for width in ema.power:

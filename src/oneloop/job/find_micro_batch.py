@@ -82,9 +82,8 @@ class Trial:
             accumulate = min(2, max(1, share // micro))
             whole = is_whole_batch(job.task)
             number = share // micro if whole else accumulate
-            keys = [(0, largest[position % len(largest)]) for position in range(micro)]
             dataset = SeededSamples(job.train_set, seed=self.recipe.seed)
-            samples = [dataset[key] for key in keys]
+            samples = [dataset[0, largest[n % len(largest)]] for n in range(micro)]
             collated = [job.collate(samples) for _ in range(number)]
             batches = [*transferred((batch for batch, _ in collated), run.device, pinned=False)]
 

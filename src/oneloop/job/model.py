@@ -164,13 +164,13 @@ def _parameters(
             f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} "
             f"tensors: {pairs}"
         )
-    if not any(parameter.requires_grad for parameter in model.parameters()):
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    if len(frozen) == len(sizes):
         raise ValueError(
             "optimizer.groups freezes all parameters of the model; keep some of them trainable"
         )
 
     # Store frozen parameters in fewer bytes.
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     machine = recipe.machine
     notes += hold_frozen(model, machine.base_dtype, sharded=sharded, stored=machine.quant_storage)
     if frozen:

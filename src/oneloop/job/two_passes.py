@@ -107,10 +107,8 @@ class TwoPasses:
         value = torch.where(differ.any(), torch.nan, value)
 
         # Continue the gradients of the parts into the model.
-        known = [name for name, part in parts.items() if part.requires_grad and name in gradients]
-        value = _Continued.apply(
-            value, [gradients[name] for name in known], *(parts[name] for name in known)
-        )
+        known = {n: part for n, part in parts.items() if part.requires_grad and n in gradients}
+        value = _Continued.apply(value, [gradients[name] for name in known], *known.values())
         return value, outputs
 
     def _readable(self, tensor: Tensor) -> bool:
