@@ -1,2 +1,4 @@
-"""Build what a recipe describes (task, model, optimizer, data order) and check it before anything
-is written."""
+"""Build what a recipe describes (task, model, optimizer, data order), and check it.
+
+All of it happens before anything is written.
+"""

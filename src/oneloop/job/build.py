@@ -32,8 +32,10 @@ from oneloop.tasks.whole_batch import is_whole_batch, loss_alone
 
 @dataclass(frozen=True)
 class Intervals:
-    """Intervals in steps of log, eval and save; of check (replicas) and collect (garbage) only if
-    they are enabled."""
+    """Intervals in steps of log, eval and save.
+
+    Those of check (replicas) and collect (garbage) are there only if they are enabled.
+    """
 
     every: Mapping[str, int]
     total: int  # steps of the run; everything is due at the last step

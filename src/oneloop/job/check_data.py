@@ -39,6 +39,8 @@ def check_data(source: str, words: Sequence[str] = ()) -> Findings:
             f"oneloop check {source} is a data set and takes no keys ({words[0]}); check a "
             "recipe with keys"
         )
+
+    # Readers of data report to FINDINGS what they find, in place of raising an error.
     findings = Findings()
     token = FINDINGS.set(findings)
     try:

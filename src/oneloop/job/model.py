@@ -32,8 +32,7 @@ _NOTABLE = 1e9  # bytes of host memory for which a note is worthwhile
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model before DDP or FSDP2 wraps it, with notes for the log and settings for the
-    optimizer."""
+    """A model before DDP or FSDP2 wraps it, with notes for the log and optimizer settings."""
 
     model: nn.Module
     blocks: list[str]  # class names of its blocks
@@ -197,8 +196,10 @@ def _parameters(
 
 
 def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert float32 parameters and buffers to ``dtype``, in place; other dtypes stay as they
-    are."""
+    """Convert float32 parameters and buffers to ``dtype``, in place.
+
+    Other dtypes stay as they are.
+    """
     if dtype is not torch.float32:
         model._apply(lambda tensor: tensor.to(dtype) if tensor.dtype is torch.float32 else tensor)
 

@@ -113,8 +113,10 @@ def _load(job: Job, member: str, dataset: Any, positions: list[tuple[int, int]])
 
 
 def reject_half_parameters(model: nn.Module) -> None:
-    """Raise BadInput if a trained parameter has a 16-bit dtype: fp16 loss scaling needs float32
-    gradients."""
+    """Raise BadInput if a trained parameter has a 16-bit dtype.
+
+    fp16 loss scaling needs float32 gradients.
+    """
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
             kind = str(parameter.dtype).removeprefix("torch.")
@@ -125,8 +127,10 @@ def reject_half_parameters(model: nn.Module) -> None:
 
 
 def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> Any:
-    """Check in eval mode: one sample, the same sample twice, and evaluation samples with metrics.
-    Return the graph."""
+    """Check in eval mode: one sample, the same sample twice, and evaluation samples.
+
+    Return the model graph for TensorBoard.
+    """
     first = samples[0]
     tolerance = tolerance_of(job, run, model)
 
@@ -212,8 +216,7 @@ def _check_training(
     reloaded: Samples,
     graph: Any,
 ) -> Preflight:
-    """Check in training mode: forward and backward of a batch, its halves and the batch again, with
-    the same seeds."""
+    """Check in training mode: a batch, its halves and the batch again, with the same seeds."""
     tolerance = tolerance_of(job, run, model)
     half = len(samples) // 2
     moved: list[str] = []
@@ -282,8 +285,10 @@ def _is_linear(halves: list[Pass], whole: Pass, tolerance: float) -> bool:
 
 
 def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bool:
-    """Whether a and b are equal up to ``tolerance``, relative to ``size`` (default: a). True if one
-    is not finite."""
+    """Whether a and b are equal up to ``tolerance``, relative to ``size`` (default: a).
+
+    True if one is not finite.
+    """
     if not math.isfinite(a + b):
         return True
     return abs(a - b) <= tolerance * (abs(a) if size is None else size)

@@ -112,13 +112,14 @@ class TwoPasses:
         return value, outputs
 
     def _readable(self, tensor: Tensor) -> bool:
-        """Whether to read a value: on a GPU only in the first step, because it is a host sync. A
-        plan has no values."""
+        """Whether to read a value: on a GPU only in the first step, because it is a host sync.
+
+        A plan has no values.
+        """
         return type(tensor) is Tensor and (self._first_step or not tensor.is_cuda)
 
     def _differentiate(self, parts: dict[str, Tensor], columns: dict[str, Tensor]) -> None:
-        """Compute the loss of the whole batch and its gradients of the parts, and divide them among
-        micro-batches."""
+        """Compute the loss of the whole batch, and divide its gradients among the micro-batches."""
         layout = self._job.layout
         number = self._run.ranks * layout.accumulate  # of micro-batches of all ranks
 

@@ -57,8 +57,11 @@ class InputCheck:
         return dict(self.about)
 
     def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise ValueError if a checkpoint's inputs differ from the current inputs, unless changes
-        are accepted."""
+        """Compare the inputs of a checkpoint with the current inputs.
+
+        Raises:
+            ValueError: they differ, and changes are not accepted.
+        """
         there = saved.get("identity")
         if not there:
             self._say(
@@ -204,8 +207,10 @@ def _digest(text: str) -> str:
 
 
 def data_of(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
-    """Return length and content of each data set by name, or a checksum of 16 samples if its
-    content is unknown."""
+    """Return length and content of each data set by name.
+
+    If the content is unknown, it is a checksum of 16 samples.
+    """
     return {name: _of_set(task, name, dataset, seed) for name, dataset in sets.items()}
 
 
@@ -252,8 +257,10 @@ def _first_checksum(dataset: Any, seed: int) -> str | None:
 
 
 def checksum(values: Any) -> str:
-    """Return the xxh3-64 of tensors, arrays, strings, numbers, containers and attributes; else of
-    the class name."""
+    """Return the xxh3-64 of tensors, arrays, strings, numbers, containers and attributes.
+
+    Other objects count by the name of their class.
+    """
     state = xxh3_64()
 
     def take(value: Any, depth: int = 0) -> None:

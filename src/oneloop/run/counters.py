@@ -22,8 +22,10 @@ _CAUSES = {
 
 @dataclass
 class Counters:
-    """Counters of a run. ``position`` and ``samples`` differ only by the samples of steps that were
-    not accepted."""
+    """Counters of a run.
+
+    ``position`` and ``samples`` differ only by the samples of steps that were not accepted.
+    """
 
     position: int = 0  # samples drawn from the order, with skipped steps; decides the next samples
     step: int = 0  # optimizer updates done
@@ -69,17 +71,17 @@ class Counters:
         self.lost = {cause: before.get(cause, 0.0) + spent[cause] for cause in ("data", "save")}
 
     def goodput(self, now: float) -> dict[str, Any]:
-        """Return the share of the time since the first start that went into kept steps and
-        evaluations, and the seconds lost to each cause.
+        """Return how much of the time since the first start was useful.
 
-        Time after the last log line of a killed start counts as start.
+        Useful is what went into kept steps and evaluations. Time after the last log line of a
+        killed start counts as start.
 
         Args:
             now: seconds since 1970.
 
         Returns:
-            ``share``, ``seconds`` (since the first start), ``lost`` (seconds by cause), and
-            ``about``, a sentence; for summary.json.
+            For summary.json: ``share``, ``seconds`` (since the first start), ``lost`` (seconds by
+            cause), and ``about`` (a sentence).
         """
         starts = self._starts
         repeated = starts["repeated"]
@@ -88,6 +90,7 @@ class Counters:
         lost = {"start": seconds - kept - repeated, "repeated": repeated, **self.lost}
         share = 1 - sum(lost.values()) / seconds
 
+        # Say it in a sentence.
         causes = [f"{value / seconds:.1%} {_CAUSES[cause]}" for cause, value in lost.items()]
         about = (
             f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} "
@@ -124,8 +127,10 @@ class Counters:
 
 
 class Results(dict[str, float]):
-    """The latest value of each metric; metrics of EMA weights are prefixed with the name of the
-    EMA."""
+    """The latest value of each metric.
+
+    Metrics of EMA weights are prefixed with the name of the EMA.
+    """
 
     def take(self, metrics: Mapping[str, float], weights: str) -> None:
         """Store the metrics of an evaluation of ``weights`` (``raw``, or the name of an EMA)."""
@@ -170,6 +175,7 @@ class Best:
         Returns:
             Whether it is the best so far, which NaN never is.
         """
+        # The first result is the best so far.
         if math.isnan(value):
             better = False
         elif self.value is None:

@@ -159,8 +159,10 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
 def _failed(
     error: BaseException, job: Job, run: Run, folder: Folder, *, cli: bool
 ) -> dict[str, Any]:
-    """Return the summary of a run that an error ended; if memory ran out, with advice and a memory
-    snapshot."""
+    """Return the summary of a run that an error ended.
+
+    If memory ran out, add advice and write a memory snapshot.
+    """
     end_workers(error)
     reason = _words(error)
     if is_out_of_memory(error):
@@ -178,8 +180,10 @@ def _failed(
 
 
 def _words(error: BaseException) -> str:
-    """Return type and message of an error; of a data worker's error, the last line of its
-    traceback."""
+    """Return type and message of an error.
+
+    Of a data worker's error, this is the last line of its traceback.
+    """
     try:
         text = str(error).encode(errors="backslashreplace").decode()
     except Exception as why:
@@ -196,8 +200,10 @@ def _words(error: BaseException) -> str:
 
 
 def _report_error(error: BaseException, reason: str) -> None:
-    """Print the traceback. With several ranks, report it to the supervisor, which prints the first
-    one and ends all."""
+    """Print the traceback.
+
+    With several ranks, report it to the supervisor, which prints the first one and ends all ranks.
+    """
     # Print only the message if it is enough: oneloop itself found what is wrong.
     cause = error.__cause__
     ours = isinstance(error, UnfitSample) and cause is not None and not where(cause)
@@ -216,8 +222,10 @@ def _report_error(error: BaseException, reason: str) -> None:
 
 @contextmanager
 def _exits_are_errors() -> Iterator[None]:
-    """Turn ``sys.exit`` in the user's code into RuntimeError, since its code would be taken for
-    oneloop's."""
+    """Turn ``sys.exit`` in the user's code into RuntimeError.
+
+    Its code would be taken for oneloop's.
+    """
     try:
         yield
     except SystemExit as error:
@@ -272,8 +280,7 @@ def _write(folder: Folder, summary: dict[str, Any]) -> None:
 
 
 def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines below the summary: noise scale, time, and a best evaluation that ``final/``
-    does not hold."""
+    """Yield the lines below the summary: noise scale, time, goodput, and a better evaluation."""
     for name in ("noise_scale", "time"):
         about = summary.get(name)
         if about and " n/a" not in about:
@@ -296,8 +303,10 @@ def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:
-    """Return the checked job, or None if the run in the folder is finished. Raise BadInput on every
-    rank."""
+    """Return the checked job, or None if the run in the folder is finished.
+
+    Raise BadInput on every rank.
+    """
     # Look at the folder on rank 0: may this run be there?
     finished: str | None = None
     with run.setting_up():

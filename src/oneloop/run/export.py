@@ -88,8 +88,10 @@ def _file(origin: BaseModel | None) -> str:
 
 
 def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
-    """Return the model without DTensors; under FSDP2, this is a new model with the gathered
-    weights."""
+    """Return the model without DTensors.
+
+    Under FSDP2, this is a new model with the gathered weights.
+    """
     if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
         return bare(model)
     made = task.model()
@@ -108,8 +110,7 @@ def export_checkpoint(
     merge: bool = False,
     base_dtype: str | None = None,
 ) -> None:
-    """Write the weights of a checkpoint, or of ``final/``, as :func:`write_final` writes those of a
-    run.
+    """Write the weights of a checkpoint, or of ``final/``, as a run writes its ``final/``.
 
     Args:
         checkpoint: a checkpoint's folder, or ``final/``.
@@ -184,8 +185,12 @@ def _reject_own_files(folder: Path) -> None:
 
 
 def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
-    """Raise ValueError if a checkpoint, or ``final/``, was trained on another base model than
-    ``origin``."""
+    """Raise ValueError if a checkpoint was trained on another base model.
+
+    Args:
+        folder: the checkpoint, or ``final/``.
+        origin: the base model of the task, or None.
+    """
     if folder.name == FINAL:
         there = read_manifest(folder)["about"].get("base")
     else:
@@ -219,8 +224,10 @@ def load_task_state(task: Task, folder: Path) -> None:
 
 
 def _as_saved(model: nn.Module, checkpoint: Path) -> None:
-    """Convert floating-point tensors to the dtypes in the checkpoint (machine.dtype,
-    machine.base_dtype)."""
+    """Convert floating-point tensors to the dtypes in the checkpoint.
+
+    These are machine.dtype and machine.base_dtype of the run.
+    """
     saved: dict[str, str] = {}
     for name, (kind, _) in read_manifest(checkpoint).get("tensors", {}).items():
         saved[name] = kind
@@ -283,8 +290,10 @@ def write_card(run: Path, folder: Path, name: str, *, licence: str | None = None
 
 
 def check_push(name: str) -> None:
-    """Raise BadInput if there is no token for the hub, or if ``name`` cannot be the name of a
-    repository."""
+    """Raise BadInput if a push to the hub cannot work.
+
+    There is no token, or ``name`` cannot be the name of a repository.
+    """
     from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 

@@ -171,8 +171,10 @@ class Folder:
             return not (self.path / "environment.json").exists()
 
     def _read(self, name: str, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
-        """Return the parsed content of a file; None if it is missing or damaged. Damage is
-        logged."""
+        """Return the parsed content of a file; None if it is missing or damaged.
+
+        Damage is logged.
+        """
         file = self.path / name
         try:
             return parse(file.read_text(encoding="utf-8"))
@@ -318,8 +320,10 @@ class Folder:
             self.close()
 
     def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
-        """Return the summary, with what a mirror adds
-        (:class:`oneloop.run.mirrored_folder.MirroredFolder`)."""
+        """Return the summary, with what a mirror adds.
+
+        See :class:`oneloop.run.mirrored_folder.MirroredFolder`.
+        """
         return summary
 
     def close(self) -> None:

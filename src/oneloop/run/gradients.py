@@ -48,8 +48,9 @@ class _MicroBatch(NamedTuple):
 
 
 class Gradients:
-    """Seeds, checks and sums the gradients of a step; with ``batch.grain``, bit-identically on
-    every parallel layout.
+    """Seeds, checks and sums the gradients of a step.
+
+    With ``batch.grain``, it does so bit-identically on every parallel layout.
 
     Args:
         job: what the recipe describes.

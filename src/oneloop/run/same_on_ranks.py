@@ -29,8 +29,10 @@ class _Report:
 
 
 def reject_other_jobs(job: Job, run: Run) -> None:
-    """Raise BadInput if the ranks have different data sets or models. Collective: call on every
-    rank."""
+    """Raise BadInput if the ranks have different data sets or models.
+
+    Collective: call on every rank.
+    """
     if run.ranks == 1:
         return
     with run.setting_up():

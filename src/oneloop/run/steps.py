@@ -97,8 +97,10 @@ class Steps:
             self._saved_at = float("-inf")
 
     def data_wait(self) -> float:
-        """Return the seconds per step that this rank alone has waited for data since the last
-        call."""
+        """Return the seconds per step that this rank alone has waited for data.
+
+        They count since the last call.
+        """
         wait = self._waited / (self._loaded or 1)
         self._waited = 0.0
         self._loaded = 0
@@ -174,8 +176,10 @@ class Steps:
                     BEATS.enter(phase)
 
     def _phase(self) -> str:
-        """Return EPOCH if samples of a new epoch may be loaded next, which may be slow; else
-        TRAINING."""
+        """Return EPOCH if samples of a new epoch may be loaded next, which may be slow.
+
+        Else return TRAINING.
+        """
         position = self._count.position
         length = len(self._job.train_set)
         ahead = position + _AHEAD * self._job.layout.size
@@ -251,8 +255,10 @@ class Steps:
                 return
 
     def _weights(self, group: Group) -> list[float]:
-        """Return the values to all-reduce: the total weight; with ``batch.grain``, one slot for
-        each micro-batch."""
+        """Return the values to all-reduce: the total weight of this rank.
+
+        With ``batch.grain``, there is one slot for each micro-batch of all ranks.
+        """
         if not group.apart:
             return [group.weight]
         number = len(group.weights)

@@ -34,8 +34,9 @@ _SMALL = 1 << 19  # approximate bytes of a checkpoint without tensors: manifests
 
 
 class State(RunState):
-    """All that a run saves and resumes. Everything else is derived from it, except the number of
-    bad steps in a row.
+    """All that a run saves and resumes.
+
+    Everything else is derived from it, except the number of bad steps in a row.
 
     Args:
         job: what the recipe describes.

@@ -306,8 +306,10 @@ class Upkeep:
         )
 
     def final_weights(self, *, stopped: bool) -> FinalWeights:
-        """Restore the weights of the best evaluation if the recipe asks for them and they are
-        intact. No save may be in progress.
+        """Restore the weights of the best evaluation, if the recipe asks for them.
+
+        The last weights stay if the checkpoint of the best ones is not intact. No save may be in
+        progress.
 
         Args:
             stopped: whether a stop ended the run, which then keeps the last weights.
