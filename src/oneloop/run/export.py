@@ -250,7 +250,7 @@ def _types_of(file: Path) -> dict[str, str]:
 
 
 def _in_types(model: nn.Module, saved: Mapping[str, str], origin: BaseModel | None = None) -> None:
-    """Convert floating-point tensors to the ``saved`` dtypes; those of a base model keep theirs."""
+    """Convert floating-point tensors to the ``saved`` dtypes; those of a base model stay."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         kind = saved.get(name)
         if origin is not None and name in origin.names:

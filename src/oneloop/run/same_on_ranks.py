@@ -85,13 +85,11 @@ def _compare(name: str, reports: Sequence[Mapping[str, Any] | None]) -> None:
     for rank, other in enumerate(reports):
         if first is None and other is not None:
             raise BadInput(
-                f"the {name} set is not on all ranks: there is none on rank 0, there is on rank "
-                f"{rank}"
+                f"the {name} set is not on all ranks: rank {rank} has it, and rank 0 does not"
             )
         if first is not None and other is None:
             raise BadInput(
-                f"the {name} set is not on all ranks: there is on rank 0, there is none on rank "
-                f"{rank}"
+                f"the {name} set is not on all ranks: rank 0 has it, and rank {rank} does not"
             )
         if first is None or other is None:
             continue
