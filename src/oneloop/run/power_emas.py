@@ -63,7 +63,7 @@ def load_power_ema(checkpoint: Path, model: nn.Module, wanted: str) -> None:
         )
 
     # Find the factor of each saved EMA by least squares (Karras et al. 2024).
-    last = max(ema.samples for ema in saved)
+    last = max(saved, key=lambda ema: ema.samples).samples
     factors = post_hoc([(ema.samples, ema.sigma_rel) for ema in saved], (last, sigma_rel))
 
     # Average the parameters that every saved EMA has. The sums are in double precision: factors
@@ -76,7 +76,7 @@ def load_power_ema(checkpoint: Path, model: nn.Module, wanted: str) -> None:
                 del averaged[name]
     total: dict[str, Tensor] = {}
     for name, parameter in averaged.items():
-        wide = torch.complex128 if parameter.is_complex() else torch.float64
+        wide = torch.promote_types(parameter.dtype, torch.float64)  # complex128 if it is complex
         total[name] = torch.zeros_like(parameter, dtype=wide)
 
     # Load one EMA after the other into the model, and add it.
