@@ -46,9 +46,7 @@ def trainer(folder: str, rounds: int) -> None:
     x, y = torch.randn(64, 1024), torch.randint(0, 10, (64,))
     checkpoints = Checkpoints(Path(folder) / "checkpoints", accelerator)
     mirrored: list[int] = []
-    checkpoints.saving._heard = lambda step=0, error=None, taken=False: mirrored.append(
-        0 if error else step
-    )
+    checkpoints.saving._heard = lambda news: mirrored.append(0 if news.error else news.step)
     address = f"s3://bucket/{Path(folder).name}"
     lease = take(
         Bucket(address),

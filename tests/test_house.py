@@ -408,9 +408,9 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
             ("run/steps.py", "stopping.requested", "group.stop ="),
             ("train.py", "group.stop", "state.save("),
             ("checkpoint/resume.py", "checkpoints.save("),
-            ("checkpoint/checkpoints.py", "writer.SaveRequest(", "self.saving."),
+            ("checkpoint/checkpoints.py", "SaveRequest(", "self.saving."),
             ("checkpoint/background_save.py", "SaveRequest"),
-            ("checkpoint/writer.py", "class SaveRequest"),
+            ("checkpoint/save_request.py", "class SaveRequest"),
         ],
     ),
     "a NaN to the skipped step": (

@@ -22,7 +22,7 @@ from oneloop.basics.bucket import Bucket
 from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.mirror import Copy, Damaged, folder_of, steps_in
 from oneloop.checkpoint.store import Store, problems, write_file
-from oneloop.checkpoint.uploads import Uploads
+from oneloop.checkpoint.uploads import Uploads, UploadSettings
 from oneloop.cli import main
 from worlds import _free_port, run
 
@@ -405,6 +405,61 @@ def test_of_many_starters_at_once_one_becomes_the_owner(tmp_path, s3):
     assert len(taken) == 1 and taken[0].number == 1
 
 
+def kill_the_writer_between_two_saves(root: str, address: str) -> tuple[bytes, bytes, list[int]]:
+    """Return the lease after the kill, the lease before the next save, and the steps that are in
+    the mirror at the end."""
+    from oneloop.checkpoint import background_save
+    from oneloop.checkpoint.checkpoints import Checkpoints
+    from oneloop.launch.processes import start
+
+    background_save._RESTART = 0.5
+    bucket = Bucket(address)
+    lease = take(bucket, {"pid": os.getpid(), "host": "h", "since": "now", "token": "mine"})
+    world = start()
+    model = world.prepare(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoints = Checkpoints(Path(root) / "checkpoints", world.accelerator)
+    checkpoints.mirror(address, lease=(lease.number, lease.about), counts=False)
+
+    def steps_until(over) -> None:
+        """Poll like a training run, in steps of 10 ms."""
+        until = time.monotonic() + 4
+        while not over() and time.monotonic() < until:
+            assert checkpoints.poll() is None
+            time.sleep(0.01)
+
+    def owner_file() -> bytes:
+        return bucket.get(f"owner/{lease.number:08d}.json")
+
+    taken = owner_file()
+    checkpoints.save(1, model, optimizer, {})
+    checkpoints.finish()
+    steps_until(lambda: steps_in(bucket) == [1] and owner_file() != taken)
+    (writer,) = stores.writers_of(os.getpid())
+    os.kill(writer, signal.SIGKILL)
+    while stores.writers_of(os.getpid()):
+        time.sleep(0.01)
+    killed = owner_file()
+    steps_until(lambda: owner_file() != killed)
+    renewed = owner_file()
+
+    checkpoints.save(2, model, optimizer, {})
+    checkpoints.finish()
+    checkpoints.saving.end_uploads(final=False)
+    checkpoints.saving.close()
+    return killed, renewed, steps_in(bucket)
+
+
+def test_the_lease_is_renewed_between_two_saves_after_the_writer_was_killed(tmp_path):
+    address = f"file://{tmp_path}/store"
+    world = run(
+        kill_the_writer_between_two_saves, str(tmp_path / "run"), address, variables=stores.LEASE
+    )
+    ((killed, renewed, steps),) = world.ok()
+    assert killed != renewed and json.loads(renewed)["token"] == "mine"
+    assert steps == [1, 2]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("repeat", range(50))
 def test_of_two_runs_one_trains_and_the_other_is_rejected(tmp_path, s3, repeat):
@@ -573,17 +628,17 @@ def small_blocks(monkeypatch, tmp_path: Path, contents: dict[str, bytes]) -> tup
     entries = {name: write_file(draft / name, content) for name, content in contents.items()}
     store.seal(draft, 7, entries, {})
     address = f"file://{tmp_path}/store"
-    to = {
-        "address": address,
-        "run": str(tmp_path / "run"),
-        "limit": 0,
-        "counts": False,
-        "owns": False,
-    }
-    done = Uploads(
-        to | {"lease": (1, {"seconds": 60.0, "beat": 0, "token": "t"})}, lambda **news: None
-    ).end(final=False)
-    assert done == {"mirrored": 7, "error": None}
+    settings = UploadSettings(
+        address=address,
+        run=str(tmp_path / "run"),
+        limit=0.0,
+        counts=False,
+        lease=1,
+        owner={"seconds": 60.0, "beat": 0, "token": "t"},
+        owns=False,
+    )
+    done = Uploads(settings, news=lambda news: None).end(final=False)
+    assert done.mirrored == 7 and done.error is None
     return Bucket(address), tmp_path / "copy"
 
 

@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
 from urllib.parse import urlsplit
@@ -28,15 +29,16 @@ def is_address(text: object) -> bool:
 
 
 def check_address(address: str, key: str) -> None:
-    """Raise BadInput, without secrets in its message, if a run cannot be mirrored to this
-    address."""
+    """Raise BadInput if a run cannot be mirrored to this address, without secrets in its message.
+
+    ``key`` names the option for the message.
+    """
     scheme, netloc, path, query, fragment = urlsplit(address)
     if "@" in netloc or query or fragment:
-        safe = (
-            "take credentials from the environment (AWS_ACCESS_KEY_ID, …) or the provider's files"
-        )
+        # without the address, which may contain a secret
         raise BadInput(
-            f"{key}: the address contains a user, a password or a query; remove it, and {safe}"
+            f"{key}: the address contains a user, a password or a query; remove it, and take "
+            "credentials from the environment (AWS_ACCESS_KEY_ID, …) or the provider's files"
         )
     if scheme not in _PACKAGES:
         raise BadInput(
@@ -51,38 +53,52 @@ def check_address(address: str, key: str) -> None:
         raise BadInput(f"{key} {address} needs {_PACKAGES[scheme]}: pip install 'oneloop[buckets]'")
 
 
+@dataclass(frozen=True)
+class StoredObject:
+    """The size and the checksums of an object, as a manifest lists them."""
+
+    size: int  # bytes
+    xxh3: str  # xxh3-128 of its content, as hexadecimal
+    blocks: Sequence[str] = ()  # xxh3-64 of each block; none for a file on a disk
+
+
 class Bucket:
-    """The objects below an address (s3, gs, file or, within one process, memory). It must not cross
-    a fork. ``limit``: bytes per second that it writes at most (0: no limit). Errors are OSErrors,
-    such as FileNotFoundError."""
+    """The objects below an address (s3, gs, file or, within one process, memory).
+
+    It must not cross a fork. Errors are OSErrors, such as FileNotFoundError.
+
+    Args:
+        address: of the objects.
+        limit: bytes per second that it writes at most; 0: no limit.
+    """
 
     def __init__(self, address: str, *, limit: float = 0.0) -> None:
         import fsspec
 
-        self.address, self._limit, self._next = address.rstrip("/"), limit, 0.0
+        self.address = address.rstrip("/")
+        self._limit = limit
+        self._next = 0.0  # time.monotonic() before which it must not write
         scheme = address.partition("://")[0]
         self._is_local = scheme == "file"
-        how: dict[str, Any] = (
-            {"auto_mkdir": True} if self._is_local else {"use_listings_cache": False}
-        )
-        how |= {"config_kwargs": _PATIENCE} if scheme == "s3" else {}
         with self._errors():
-            self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **how)
+            self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **_options(scheme))
             if scheme == "s3":
                 self._fs.retries = 2  # of s3fs, each with all of botocore's
             self._root = self._fs._strip_protocol(self.address)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
+        """Raise every error as an OSError that names the address."""
         try:
             yield
         except Exception as error:  # those of botocore and aiohttp are of many classes
             if str(error).startswith(self.address):
                 raise
-            kind = next(
-                (kind for kind in (FileNotFoundError, FileExistsError) if isinstance(error, kind)),
-                OSError,
-            )
+            kind: type[OSError] = OSError
+            if isinstance(error, FileNotFoundError):
+                kind = FileNotFoundError
+            elif isinstance(error, FileExistsError):
+                kind = FileExistsError
             raise kind(f"{self.address}: {type(error).__name__}: {one_line(error)}") from error
 
     def get(self, name: str) -> bytes:
@@ -102,40 +118,56 @@ class Bucket:
                 stream.write(data)
             os.replace(draft, path)
 
-    def write(self, name: str, pieces: Iterable[Any], size: int) -> dict[str, Any]:
-        """Write an object of about ``size`` bytes, with one block in memory; return its size and
-        checksums."""
-        whole, blocks = xxh3_128(), list[str]()
-        how = {} if self._is_local else {"block_size": max(BLOCK, size // _PARTS)}
+    def write(self, name: str, pieces: Iterable[Any], size: int) -> StoredObject:
+        """Write an object, with one block in memory; return its size and checksums.
+
+        Args:
+            name: of the object.
+            pieces: its content (bytes or memoryviews).
+            size: about how many bytes that will be.
+        """
+        whole = xxh3_128()
+        blocks: list[str] = []
+        path = f"{self._root}/{name}"
         with self._errors():
-            stream = self._fs.open(f"{self._root}/{name}", "wb", **how)
+            if self._is_local:
+                stream = self._fs.open(path, "wb")
+            else:
+                # A larger object needs larger parts, because their number is limited.
+                stream = self._fs.open(path, "wb", block_size=max(BLOCK, size // _PARTS))
             try:
                 for block in _in_blocks(pieces):
-                    time.sleep(max(0.0, self._next - time.monotonic()))
-                    self._next = time.monotonic() + (
-                        len(block) / self._limit if self._limit else 0.0
-                    )
+                    self._wait_for(len(block))
                     stream.write(block)
                     whole.update(block)
                     blocks.append(xxh3_64_hexdigest(block))
                 size = stream.tell()
             except BaseException:
+                # Leave no half of an object: closing would complete it.
                 if not self._is_local:
                     stream.discard()
                     stream.closed = True
                 raise
             stream.close()
-        return {"size": size, "xxh3": whole.hexdigest(), "blocks": blocks}
+        return StoredObject(size, whole.hexdigest(), blocks)
+
+    def _wait_for(self, size: int) -> None:
+        """Wait until the limit allows to write ``size`` bytes."""
+        time.sleep(max(0.0, self._next - time.monotonic()))
+        self._next = time.monotonic()
+        if self._limit:
+            self._next += size / self._limit
 
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
         """Yield the offset and the bytes of these spans (start, end) of an object, a few at the
         same time."""
         for first in range(0, len(spans), _AT_ONCE):
-            starts, ends = ([*part] for part in zip(*spans[first : first + _AT_ONCE], strict=True))
+            some = spans[first : first + _AT_ONCE]
+            starts = [start for start, _ in some]
+            ends = [end for _, end in some]
+            paths = [f"{self._root}/{name}"] * len(some)
             with self._errors():
-                found = self._fs.cat_ranges(
-                    [f"{self._root}/{name}"] * len(starts), starts, ends, on_error="raise"
-                )
+                found = self._fs.cat_ranges(paths, starts, ends, on_error="raise")
             yield from zip(starts, map(bytes, found), strict=True)
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -143,10 +175,11 @@ class Bucket:
         below = f"{self._root}/{folder}".rstrip("/")
         with self._errors():
             found = self._fs.find(below, detail=True)
-        files = {name: entry["size"] for name, entry in found.items() if entry["type"] == "file"}
-        return {
-            name[len(below) + 1 :]: size for name, size in files.items() if len(name) > len(below)
-        }
+        sizes: dict[str, int] = {}
+        for name, entry in found.items():
+            if entry["type"] == "file" and len(name) > len(below):
+                sizes[name[len(below) + 1 :]] = entry["size"]
+        return sizes
 
     def remove(self, name: str) -> None:
         """Delete an object, if it exists."""
@@ -154,7 +187,17 @@ class Bucket:
             self._fs.rm_file(f"{self._root}/{name}")
 
 
+def _options(scheme: str) -> dict[str, Any]:
+    """Return the options of fsspec's file system."""
+    if scheme == "file":
+        return {"auto_mkdir": True}
+    if scheme == "s3":
+        return {"use_listings_cache": False, "config_kwargs": _PATIENCE}
+    return {"use_listings_cache": False}
+
+
 def _in_blocks(pieces: Iterable[Any]) -> Iterator[bytes]:
+    """Cut the content into blocks of BLOCK bytes; the last one may be shorter."""
     held = bytearray()
     for piece in pieces:
         held += piece

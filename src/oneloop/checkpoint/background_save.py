@@ -19,56 +19,70 @@ import torch
 from oneloop.basics.heartbeats import BEATS, SAVING
 from oneloop.basics.progress import Working
 from oneloop.checkpoint import writer
+from oneloop.checkpoint.save_request import Answer, Gone, News, SaveRequest
 from oneloop.checkpoint.state_dict import Piece, stage
 from oneloop.checkpoint.store import Store
+from oneloop.checkpoint.uploads import UploadSettings
 
 _PATIENCE = 15.0  # seconds for the save in progress when the writer must end
 
 
 class WritingProcess:
-    """A process that runs ``module``, and memory shared with it, pinned if ``pin``. ``uploads``:
-    arguments of :class:`oneloop.checkpoint.uploads.Uploads`, if there is a mirror; ``heard``
-    receives its news."""
+    """A process that writes checkpoints, and memory shared with it.
+
+    Args:
+        module: what it runs.
+        pin: whether to pin the memory, for fast copies from a GPU.
+        uploads: settings of the mirror, if there is one.
+        heard: receives the news of the uploads.
+    """
 
     def __init__(
         self,
         module: str,
         *,
         pin: bool,
-        uploads: dict[str, Any] | None = None,
-        heard: Callable[..., None] = print,
+        uploads: UploadSettings | None = None,
+        heard: Callable[[News], None] = print,
     ) -> None:
-        self._pin, self._heard = pin, heard
+        self._pin = pin
+        self._heard = heard
+        self.began = time.monotonic()
+        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self._received = b""  # a part of the next line
+
+        # Create the shared memory, without a name.
         if hasattr(os, "memfd_create"):
             shared = os.memfd_create("oneloop-checkpoint")
         else:
             with tempfile.TemporaryFile() as file:
                 shared = os.dup(file.fileno())
         self._shared = os.fdopen(shared, "r+b", buffering=0)
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+
+        # Start the process; it must find this package also if the user runs it from a folder.
+        settings = json.dumps(asdict(uploads) if uploads is not None else None)
         package = str(Path(__file__).parents[2])
         path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        command = [sys.executable, "-m", module, str(os.getpid()), str(shared), json.dumps(uploads)]
-        pipes: dict[str, Any] = {
-            "stdin": subprocess.PIPE,
-            "stdout": subprocess.PIPE,
-            "pass_fds": [shared],
-        }
-        self._process = subprocess.Popen(command, **pipes, env={**os.environ, "PYTHONPATH": path})
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", module, str(os.getpid()), str(shared), settings],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=[shared],
+            env={**os.environ, "PYTHONPATH": path},
+        )
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
-        self._received = b""
 
     def grow(self, size: int) -> None:
         """Let the shared memory have at least ``size`` bytes; its content may be lost."""
         if size > len(self.buffer):
             self._shared.truncate(size)
-            self.buffer = torch.frombuffer(
-                mmap.mmap(self._shared.fileno(), size), dtype=torch.uint8
-            )
+            shared = mmap.mmap(self._shared.fileno(), size)
+            self.buffer = torch.frombuffer(shared, dtype=torch.uint8)
             if self._pin:
+                cudart = torch.cuda.cudart()
                 torch.cuda.check_error(
-                    int(torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), size, 0))
+                    int(cudart.cudaHostRegister(self.buffer.data_ptr(), size, 0))
                 )
 
     def send(self, request: Mapping[str, Any] | None) -> None:
@@ -80,19 +94,29 @@ class WritingProcess:
         except BrokenPipeError:
             return  # the process has exited, which answer() reports
 
-    def answer(self, seconds: float | None) -> dict[str, Any] | None:
-        """Return the answer to the last request, or None after ``seconds`` without one (None: no
-        limit)."""
+    def answer(self, seconds: float | None) -> Answer | None:
+        """Return the answer to the last request; pass on the news that come before it.
+
+        Args:
+            seconds: how long to wait for it; None: no limit.
+
+        Returns:
+            None after these seconds. If the process has exited, an answer with an error.
+        """
         assert self._process.stdout is not None
         handle = self._process.stdout.fileno()
         until = None if seconds is None else time.monotonic() + seconds
         while True:
+            # Take a line that has arrived.
             if b"\n" in self._received:
                 line, _, self._received = self._received.partition(b"\n")
-                if "news" not in (answer := dict(json.loads(line))):
-                    return answer
-                self._heard(**answer["news"])
+                message = json.loads(line)
+                if "news" not in message:
+                    return Answer(**message)
+                self._heard(News(**message["news"]))
                 continue
+
+            # Wait for more.
             try:
                 more = os.read(handle, 1 << 16)
             except BlockingIOError:
@@ -102,21 +126,21 @@ class WritingProcess:
                 select.select([handle], [], [], left)
                 continue
             if not more:
-                return {"error": f"the writing process ended with {self._process.wait()}"}
+                return Answer(error=f"the writing process ended with {self._process.wait()}")
             self._received += more
 
     def alive(self) -> bool:
+        """Return whether the process runs."""
         return self._process.poll() is None
 
     def close(self) -> None:
+        """Let the process end after the save in progress; kill it if that takes too long."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
             self._process.wait(_PATIENCE)
-        except (
-            subprocess.TimeoutExpired
-        ):  # its storage hangs, or it waits for a rank that has exited
-            self.kill()
+        except subprocess.TimeoutExpired:
+            self.kill()  # its storage hangs, or it waits for a rank that has exited
 
     def kill(self) -> None:
         """Kill the process; if it is blocked in storage I/O, it ends when that returns."""
@@ -130,14 +154,24 @@ _MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save
 # bytes per second; assumed minimum throughput of storage (a tenth of it for a bucket)
 _MIN_THROUGHPUT = 10e6
 _MIN_UPLOAD = 120.0  # seconds; minimum of the time limit of a save to a bucket
-_STILL = "still"
-_TAKEN = "Taken: "
+# seconds between two starts of a writing process that is killed between saves
+_RESTART = 5.0
+_STILL = "still"  # in place of an error: the save is still in progress
+_TAKEN = "Taken: "  # beginning of an error: another process owns the mirror
 
 
 class SaveInProgress:
-    """The save in progress on one rank. ``agree`` gathers a value of all ranks (None: one process),
-    ``max_failures`` bounds consecutive failures, and ``patience`` scales the time limit of a save
-    (0: none)."""
+    """The save in progress on one rank.
+
+    Args:
+        store: the checkpoints folder.
+        rank: of this process.
+        agree: returns a value of all ranks, as a list; None: there is one process.
+        pin: whether to pin the shared memory.
+        max_failures: consecutive failed saves that do not raise.
+        patience: factor of the time limit of a save; 0: no limit.
+        say: reports failed saves, on rank 0.
+    """
 
     def __init__(
         self,
@@ -150,27 +184,42 @@ class SaveInProgress:
         patience: float,
         say: Callable[[str], None],
     ) -> None:
-        self._store, self._rank, self._agree, self._pin, self._say = store, rank, agree, pin, say
-        self._process: WritingProcess | None = None
-        self._error: str | None = None
-        self._pending = False
-        self._step, self._size, self._began = 0, 0, 0.0
-        self._slowest = 0.0  # seconds of the slowest save so far
+        self._store = store
+        self._rank = rank
+        self._agree = agree
+        self._pin = pin
+        self._max_failures = max_failures
         self._patience = patience
+        self._say = say
+
+        # The process.
+        self._process: WritingProcess | None = None
+        self.uploads: UploadSettings | None = None  # if there is a mirror
+        self._mirror_failed = False  # as last reported
+
+        # The save.
+        self._pending = False  # it has no answer yet
+        self._error: str | None = None  # of this rank
+        self._step = 0
+        self._size = 0  # bytes of tensor data
+        self._began = 0.0  # time.monotonic()
         self._shown: Working | None = None
-        self._failures, self._max_failures = 0, max_failures
-        self.uploads: dict[str, Any] | None = None  # arguments of Uploads, if there is a mirror
-        self._mirror_failed = False
         self.stuck = False  # whether the save exceeds the time limit on any rank
 
-    def begin(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
-        """Copy to host memory and let the writing process write."""
+        # Earlier saves.
+        self._slowest = 0.0  # seconds of the slowest save so far
+        self._failures = 0  # in a row
+
+    def begin(self, request: SaveRequest, pieces: list[Piece]) -> None:
+        """Copy to host memory and let the writing process write. Host sync."""
         process = self.start()
         process.grow(max(1, request.size))
         stage(pieces, process.buffer)
         process.send(asdict(request))
-        self._pending, self._began = True, time.monotonic()
-        self._step, self._size = request.step, request.size
+        self._pending = True
+        self._began = time.monotonic()
+        self._step = request.step
+        self._size = request.size
         self._shown = Working(f"saving step {request.step}")
 
     def start(self) -> WritingProcess:
@@ -184,26 +233,37 @@ class SaveInProgress:
             )
         return self._process
 
-    def _heard(self, *, step: int = 0, error: str | None = None, taken: bool = False) -> None:
-        """Receive news of uploads: the newest ``step`` in the mirror, or an error."""
-        if taken:
-            self._error = f"{_TAKEN}{error}"
-        elif bool(error) != self._mirror_failed:
-            failed = f"MIRROR FAILED; a later save tries again: {error} (the run folder is intact)"
-            self._say(failed if error else f"the mirror works again, and holds step {step}")
-        self._mirror_failed = bool(error)
+    def _heard(self, news: News) -> None:
+        """Receive news of the uploads; report when they begin to fail, and when they work again."""
+        failed = bool(news.error)
+        if news.taken:
+            self._error = f"{_TAKEN}{news.error}"
+        elif failed and not self._mirror_failed:
+            self._say(
+                f"MIRROR FAILED; a later save tries again: {news.error} (the run folder is intact)"
+            )
+        elif self._mirror_failed and not failed:
+            self._say(f"the mirror works again, and holds step {news.step}")
+        self._mirror_failed = failed
 
-    def end_uploads(self, *, final: bool) -> dict[str, Any]:
-        """Return the result of ``Uploads.end``, after waiting for it; cancel a save that waits for
-        other ranks."""
-        process, answer = self.start(), None
+    def end_uploads(self, *, final: bool) -> Answer:
+        """Upload what the mirror lacks, and wait for it; cancel a save that waits for other ranks.
+
+        Args:
+            final: also upload the final weights.
+
+        Returns:
+            The newest step in the mirror, and the error.
+        """
+        process = self.start()
         process.send({"end": {"final": final}})
-        while answer is None or "step" in answer:  # of a save that was in progress
+        answer: Answer | None = None
+        while answer is None or answer.step is not None:  # of a save that was in progress
             answer = process.answer(1.0)
             BEATS.beat()
         return answer
 
-    def write_here(self, request: writer.SaveRequest, pieces: list[Piece]) -> None:
+    def write_here(self, request: SaveRequest, pieces: list[Piece]) -> None:
         """Write in this process; rank 0 writes last, after all other ranks have finished or
         failed."""
         buffer = torch.empty(request.size, dtype=torch.uint8)
@@ -218,52 +278,72 @@ class SaveInProgress:
             self._failures = 0
 
     def poll(self) -> str | None:
-        """Return this rank's error if it is known by now. Does not block (about 1 us)."""
+        """Return this rank's error if it is known by now. Does not block (about 1 us).
+
+        If the writing process of a mirror was killed between two saves, start another one, which
+        renews the lease. Otherwise, another machine could take the mirror before the next save.
+        """
         process = self._process
         if process is not None and (self._pending or self.uploads is not None):
             answer = process.answer(0.0)
             if self._pending:
                 self._record(answer)
+            elif answer is not None and time.monotonic() - process.began > _RESTART:
+                self.start()
         return self._error
 
     def finish(self, *, or_go_on: bool = False) -> str | None:
-        """Wait for the save. Return the error, the same on all ranks; None if the checkpoint is
-        complete or none was in progress. With ``or_go_on``, leave a slow save running and set
-        ``stuck``. Collective. Raises OSError on all ranks after more than ``max_failures``
-        failures, or if the save takes too long."""
+        """Wait for the save. Collective: call on every rank.
+
+        Args:
+            or_go_on: leave a slow save running and set ``stuck``.
+
+        Returns:
+            The error, the same on all ranks; None if the checkpoint is complete, or no save was in
+            progress.
+
+        Raises:
+            OSError: on all ranks, after more than ``max_failures`` failures, if the save takes too
+                long, or if another process owns the mirror.
+        """
         if not self._pending and self._error is None and self._agree is None:
             self.stuck = False
             return None
         with BEATS.phase(SAVING):
             errors = self._collect_errors()
         still = [rank for rank, problem in enumerate(errors) if problem == _STILL]
-        self.stuck = bool(still)
         real = [problem for problem in errors if problem and problem != _STILL]
+        self.stuck = bool(still)
+
+        # The save takes too long, and no rank has failed.
         if still and not real:
-            taken = (
-                f"the save of step {self._step} did not finish within "
-                f"{time.monotonic() - self._began:.0f} s"
-            )
+            seconds = time.monotonic() - self._began
             if or_go_on:
                 if self._rank == 0:
                     self._say(
-                        f"{taken}: its storage does not respond; continuing without a new "
-                        "checkpoint"
+                        f"the save of step {self._step} did not finish within {seconds:.0f} s: its "
+                        "storage does not respond; continuing without a new checkpoint"
                     )
                 return None
             self._end_process()
             raise OSError(
-                f"{taken} (rank {', '.join(map(str, still))}): its storage does not respond"
+                f"the save of step {self._step} did not finish within {seconds:.0f} s "
+                f"(rank {', '.join(map(str, still))}): its storage does not respond"
             )
+
+        # The save has ended on all ranks.
         if self._pending:
             self._end_process()  # another rank failed, so this rank's shard is useless
-        self._error, self._pending, self.stuck = None, False, False
+        self._error = None
+        self._pending = False
+        self.stuck = False
         if not real:
             self._failures = 0
             return None
-        return self._failed(
-            next((first for first in real if not first.startswith("Gone")), real[0])
-        )
+
+        # Report the cause: ranks that waited for a failed rank report Gone.
+        causes = [problem for problem in real if not problem.startswith("Gone")]
+        return self._failed((causes or real)[0])
 
     def _collect_errors(self) -> list[str | None]:
         """Return the error of every rank. Rank 0 waits last, because it completes the
@@ -271,14 +351,13 @@ class SaveInProgress:
         if self._rank != 0:
             self._wait()
         others = self._gather(self._state())
+        failed = any(problem not in (None, _STILL) for problem in others)
         if self._rank == 0 and self._pending and self._process is not None:
             if any(problem not in (None, _STILL) for problem in others[1:]):
                 self._process.send(None)
             if _STILL not in others[1:]:
                 self._wait()
-        if self._rank == 0 and (
-            self._error or any(problem not in (None, _STILL) for problem in others)
-        ):
+        if self._rank == 0 and (self._error or failed):
             # no writer is active, and none starts before all ranks know the result
             self._store.sweep(".draft")
         return self._gather(self._state())
@@ -287,6 +366,7 @@ class SaveInProgress:
         return self._error or (_STILL if self._pending else None)
 
     def _failed(self, problem: str) -> str:
+        """Report a failed save, and return its error. Raises OSError after too many."""
         self._failures += 1
         if problem.startswith(_TAKEN):
             raise OSError(problem.removeprefix(_TAKEN))
@@ -300,23 +380,29 @@ class SaveInProgress:
         return problem
 
     def _wait(self) -> None:
-        if self._pending and self._process is not None:
-            least, rate = _MIN_LIMIT, _MIN_THROUGHPUT
-            if self.uploads is not None and self.uploads["counts"]:
-                least, rate = _MIN_UPLOAD, min(rate, self.uploads["limit"] or rate) / 10
-            limit = self._patience * max(least, 3 * self._slowest, self._size / rate)
-            self._record(
-                self._process.answer(
-                    max(0.0, self._began + limit - time.monotonic()) if limit else None
-                )
-            )
+        """Wait for the writing process, at most until the time limit of the save."""
+        if not self._pending or self._process is None:
+            return
+        least = _MIN_LIMIT
+        rate = _MIN_THROUGHPUT
+        if self.uploads is not None and self.uploads.counts:
+            # a save to a bucket, which has its own limit
+            least = _MIN_UPLOAD
+            rate = min(rate, self.uploads.limit or rate) / 10
+        limit = self._patience * max(least, 3 * self._slowest, self._size / rate)
+        if limit:
+            left = max(0.0, self._began + limit - time.monotonic())
+            self._record(self._process.answer(left))
+        else:
+            self._record(self._process.answer(None))
 
-    def _record(self, answer: dict[str, Any] | None) -> None:
+    def _record(self, answer: Answer | None) -> None:
+        """Note the end of the save, if there is an answer."""
         if answer is not None:
             self._pending = False
             if self._shown is not None:
                 self._shown.done()
-            self._error = answer.get("error")
+            self._error = answer.error
             self._slowest = max(self._slowest, time.monotonic() - self._began)
 
     def _gather(self, value: Any) -> list[Any]:
@@ -335,8 +421,9 @@ class SaveInProgress:
 
 
 def _attempt(act: Callable[[], None]) -> str | None:
+    """Return the error of a write; None if it succeeded."""
     try:
         act()
-    except (OSError, writer.Gone) as error:
+    except (OSError, Gone) as error:
         return f"{type(error).__name__}: {error}"
     return None

@@ -21,11 +21,11 @@ from torch.optim import Optimizer
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.tensors import optimizer_tensors
-from oneloop.checkpoint import writer
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Fetcher, Needs, no_needs
 from oneloop.checkpoint.named_checkpoint import base_problems
+from oneloop.checkpoint.save_request import SaveRequest
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
@@ -36,17 +36,23 @@ from oneloop.checkpoint.state_dict import (
     pieces,
 )
 from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_in, step_of
+from oneloop.checkpoint.uploads import UploadSettings
 
 
 class Checkpoints:
     """The checkpoints of one run, in a folder that all ranks share.
 
-    Args: ``root``: the folder. ``accelerator``: its ranks write together. ``origin``: the base
-    model of the frozen parameters, if a checkpoint should name it instead of storing them.
-    ``sync``: write in the training process instead of a separate one. ``max_failures``: consecutive
-    failed saves that do not end the run. ``patience``: factor of a save's time limit: the largest
-    of 10 s, 3 x the slowest save, and size / (10 MB/s). After it, training continues without a new
-    checkpoint, or ends if it needs one. 0: no limit. ``say``: reports bad checkpoints, on rank 0.
+    Args:
+        root: the folder.
+        accelerator: its ranks write together.
+        origin: the base model of the frozen parameters, if a checkpoint should name it instead of
+            storing them.
+        sync: write in the training process instead of a separate one.
+        max_failures: consecutive failed saves that do not end the run.
+        patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and
+            size / (10 MB/s). After it, training continues without a new checkpoint, or ends if it
+            needs one. 0: no limit.
+        say: reports bad checkpoints, on rank 0.
     """
 
     def __init__(
@@ -61,22 +67,31 @@ class Checkpoints:
         say: Callable[[str], None] = print,
     ) -> None:
         self.store = Store(root)
-        self.rank, self.ranks = accelerator.process_index, accelerator.num_processes
-        self._sync, self._say = sync, say
-        self._gloo_group: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
-        self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
-        self._attempt = 0
-        self.fetcher: Fetcher | None = None  # reads the mirror
-        # whether checkpoints are written only there; whether it has resumed
-        self._counts = self._began = False
+        self.rank = accelerator.process_index
+        self.ranks = accelerator.num_processes
         # rank of the first process of this host
         self._leader = self.rank - accelerator.local_process_index
-        options: dict[str, Any] = {"max_failures": max_failures, "patience": patience, "say": say}
-        options |= {
-            "agree": self._gather if self.ranks > 1 else None,
-            "pin": accelerator.device.type == "cuda",
-        }
-        self.saving = SaveInProgress(self.store, rank=self.rank, **options)
+        self._gloo_group: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
+        self._say = say
+
+        # What saves.
+        self._sync = sync
+        self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
+        self._attempt = 0  # number of saves so far
+        self.saving = SaveInProgress(
+            self.store,
+            rank=self.rank,
+            agree=self._gather if self.ranks > 1 else None,
+            pin=accelerator.device.type == "cuda",
+            max_failures=max_failures,
+            patience=patience,
+            say=say,
+        )
+
+        # The mirror.
+        self.fetcher: Fetcher | None = None  # reads it
+        self._counts = False  # whether checkpoints are written only there
+        self._began = False  # whether the run has looked for its newest checkpoint
 
     def save(
         self,
@@ -90,26 +105,36 @@ class Checkpoints:
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
     ) -> str | None:
-        """Start to save the prepared model and its optimizer as the checkpoint of ``step``, after
-        the previous save has finished. If that takes too long, start nothing. Collective: call on
-        every rank.
+        """Start to save the prepared model and its optimizer, after the previous save has finished.
 
-        Args: ``state``: other JSON-serializable state; rank 0's is written. ``extra``: more
-        tensors, named ``ema.…``; sharded like the model, or equal on all ranks. ``about``: entries
-        of the manifest, such as the metric that selects the best checkpoint. ``keep``: which older
-        checkpoints to keep. ``flush``: files that must be on disk before the checkpoint is
-        complete, because its state refers to them.
+        If that takes too long, start nothing. Collective: call on every rank.
 
-        Returns the error of the previous save, equal on all ranks; None if it succeeded.
+        Args:
+            step: the number of the checkpoint.
+            model: the prepared model.
+            optimizer: the optimizer of its parameters.
+            state: other JSON-serializable state; rank 0's is written.
+            extra: more tensors, named ``ema.…``; sharded like the model, or equal on all ranks.
+            about: entries of the manifest, such as the metric that selects the best checkpoint.
+            keep: which older checkpoints to keep.
+            flush: files that must be on disk before the checkpoint is complete, because its state
+                refers to them.
+
+        Returns:
+            The error of the previous save, equal on all ranks; None if it succeeded.
         """
         problem = self.saving.finish(or_go_on=True)
         if self.saving.stuck:
             return problem
+
+        # Divide the tensors between the ranks.
         tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
         mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
         header, size = header_of(mine)
+
+        # Describe this rank's shard to its writing process.
         self._attempt += 1
-        request = writer.SaveRequest(
+        request = SaveRequest(
             root=str(self.store.root.absolute()),
             step=step,
             attempt=self._attempt,
@@ -120,10 +145,12 @@ class Checkpoints:
             state={**state, "optimizer": optimizer_values(model, optimizer)},
             about={"ranks": self.ranks, **self._base.kept(model), **(about or {})},
             bad=self.fetcher.damaged if self.fetcher is not None else [],
-            keep=vars(keep or Keep()),
+            keep=keep or Keep(),
             tensors=described(tensors) if self.rank == 0 else {},
             flush=[str(file.absolute()) for file in flush],
         )
+
+        # Write; without ``sync``, this waits only for a copy to host memory.
         if self._sync:
             self.saving.write_here(request, mine)
             return self.saving.finish() or problem
@@ -131,16 +158,23 @@ class Checkpoints:
         return problem
 
     def poll(self) -> str | None:
-        """Return this rank's error of the save in progress if it is known by now. Does not block
-        (about 1 us)."""
+        """Return this rank's error of the save in progress if it is known by now.
+
+        Does not block (about 1 us).
+        """
         return self.saving.poll()
 
     def finish(self) -> str | None:
         """Wait for the save in progress. Collective: call on every rank.
 
-        Returns the error, equal on all ranks; None if the checkpoint is complete, or no save was in
-        progress. Raises OSError: on all ranks, after more than ``max_failures`` consecutive
-        failures, or after the time limit."""
+        Returns:
+            The error, equal on all ranks; None if the checkpoint is complete, or no save was in
+            progress.
+
+        Raises:
+            OSError: on all ranks, after more than ``max_failures`` consecutive failures, or after
+                the time limit.
+        """
         return self.saving.finish()
 
     def mirror(
@@ -152,26 +186,46 @@ class Checkpoints:
         limit: float = 0.0,
     ) -> None:
         """Copy the checkpoints to a mirror from now on, and read from it what the folder lacks.
-        Call on every rank. ``lease``: number and description of a Lease. ``counts``: write only
-        there. ``limit``: bytes per second."""
-        how: dict[str, Any] = {
-            "rank": self.rank,
-            "leader": self._leader,
-            "gather": self._gather,
-            "say": self._say,
-        }
-        self.fetcher, self._counts = Fetcher(Bucket(address), self.store, **how), counts
-        about: dict[str, Any] = {
-            "address": address,
-            "run": str(self.store.root.parent.absolute()),
-            "limit": limit,
-        }
-        about |= {"counts": counts, "lease": lease, "owns": self.rank == 0}
-        self.saving.uploads = about if counts or self.rank == 0 else None
+
+        Call on every rank.
+
+        Args:
+            address: of the mirror (s3, gs, file).
+            lease: number and description of the :class:`oneloop.checkpoint.lease.Lease` that this
+                run holds.
+            counts: write checkpoints only there: the folder may then differ between hosts, and
+                need not last.
+            limit: bytes per second of one process; 0: no limit.
+        """
+        self._counts = counts
+        self.fetcher = Fetcher(
+            Bucket(address),
+            self.store,
+            rank=self.rank,
+            leader=self._leader,
+            gather=self._gather,
+            say=self._say,
+        )
+
+        # Rank 0 copies the run folder. If there is none, every rank writes its own shard.
+        if counts or self.rank == 0:
+            number, owner = lease
+            self.saving.uploads = UploadSettings(
+                address=address,
+                run=str(self.store.root.parent.absolute()),
+                limit=limit,
+                counts=counts,
+                lease=number,
+                owner=owner,
+                owns=self.rank == 0,
+            )
+        else:
+            self.saving.uploads = None
         if self.rank == 0:
-            self.saving.start()
+            self.saving.start()  # it renews the lease
 
     def _gather(self, value: Any) -> list[Any]:
+        """Return a value of all ranks. Collective."""
         values: list[Any] = [value]
         if self._gloo_group is not None:
             values = [None] * self.ranks
@@ -185,17 +239,25 @@ class Checkpoints:
 
     def whole(self, step: int, otherwise: str, needs: Needs = no_needs) -> Path | None:
         """Return the path of a step's checkpoint, equal on all ranks, or None if it is missing or
-        damaged. Then log that, and ``otherwise``, which describes the consequence."""
-        path, wrong = self.store.root / name_of(step), list[str]()
+        damaged. Collective.
+
+        Args:
+            step: its number.
+            otherwise: the consequence if it cannot be used, for the log.
+            needs: returns the bytes that this rank reads; with a mirror, they are fetched.
+        """
+        path = self.store.root / name_of(step)
+        wrong: list[str] = []
         if self.fetcher is not None and (self._counts or not self._gather(path.is_dir())[0]):
             try:
                 path = self.fetcher.fetch(step, needs)
             except ValueError as error:
                 wrong = [str(error)]
         elif self.rank == 0:
-            wrong = (
-                (problems(path) or base_problems(path)) if path.is_dir() else ["it does not exist"]
-            )
+            if path.is_dir():
+                wrong = problems(path) or base_problems(path)
+            else:
+                wrong = ["it does not exist"]
         if wrong and self.rank == 0:
             self._say(
                 f"THE BEST CHECKPOINT, {path}, CANNOT BE USED: {'; '.join(wrong[:3])}; {otherwise}"
@@ -204,16 +266,21 @@ class Checkpoints:
 
     def newest(self, needs: Needs = no_needs) -> Path | None:
         """Return the newest intact checkpoint, equal on all ranks; log damaged ones, and rename
-        those in the folder.
+        those in the folder. Collective.
 
-        ``needs`` returns the parts of a checkpoint's files that this rank reads; with a mirror,
-        they are fetched.
+        Args:
+            needs: returns the bytes that this rank reads; with a mirror, they are fetched.
 
-        Raises ValueError: there are checkpoints, and none is intact; or the mirror cannot be
-        read."""
+        Returns:
+            None if there is no checkpoint.
+
+        Raises:
+            ValueError: there are checkpoints, and none is intact; or the mirror cannot be read.
+        """
         own, error = self._newest_here()
         # later, a failing mirror must not stop a rewind
-        looks, self._began = own is None or not self._began, True
+        looks = own is None or not self._began
+        self._began = True
         fetched = self.fetcher.newest(own, needs) if self.fetcher is not None and looks else None
         if fetched is None and error is not None:
             raise ValueError(error)
@@ -221,37 +288,41 @@ class Checkpoints:
 
     def _newest_here(self) -> tuple[Path | None, str | None]:
         """Return the newest intact checkpoint in the folder, or an error if there are only damaged
-        ones."""
-        chosen: tuple[str | None, str | None] = (None, None)
+        ones. Collective."""
+        chosen: str | None = None
+        error: str | None = None
         if self.rank == 0 and not self._counts:
+            # Find it.
             self.store.sweep(".draft")
-            bad: list[str] = []
+            damaged: list[tuple[Path, str]] = []
             for path, wrong in self.store.newest_good():
                 if not wrong:
-                    chosen = (str(path), None)
+                    chosen = str(path)
                     break
-                bad.append(f"checkpoint {path} is damaged and was skipped: {'; '.join(wrong)}")
-            if bad and chosen[0] is None:
-                chosen = (
-                    None,
-                    "; ".join(bad)
-                    + "; no good one is left: restore one, or choose another run.dir",
-                )
+                report = f"checkpoint {path} is damaged and was skipped: {'; '.join(wrong)}"
+                damaged.append((path, report))
+
+            # Set the damaged ones aside, unless nothing would be left.
+            if damaged and chosen is None:
+                reports = "; ".join(report for _, report in damaged)
+                error = f"{reports}; no good one is left: restore one, or choose another run.dir"
             else:
-                for line, (path, _) in zip(bad, list(self.store.newest_good()), strict=False):
-                    self._say(f"{line}; kept as {self.store.set_aside(path)}")
-        chosen = self._gather(chosen)[0]
-        return Path(chosen[0]) if chosen[0] else None, chosen[1]
+                for path, report in damaged:
+                    self._say(f"{report}; kept as {self.store.set_aside(path)}")
+        chosen, error = self._gather((chosen, error))[0]
+        return Path(chosen) if chosen else None, error
 
     def later(self, path: Path) -> list[str]:
         """Return the names of later checkpoints, also in the mirror; all, if the path is of another
         run. Collective."""
         own = path.resolve().parent == self.store.root.resolve()
         than = step_in(path.name.lstrip(".").partition(".")[0]) if own else None
-        steps = [] if self._counts or self.rank else [*map(step_of, self.store.sealed())]
-        steps = self._gather(steps)[0] + (
-            self.fetcher.later(-1) if self.fetcher is not None else []
-        )
+        steps: list[int] = []
+        if self.rank == 0 and not self._counts:
+            steps = [step_of(sealed) for sealed in self.store.sealed()]
+        steps = self._gather(steps)[0]
+        if self.fetcher is not None:
+            steps += self.fetcher.later(-1)
         return [name_of(step) for step in sorted(steps) if than is None or step > than]
 
     def load(
@@ -263,13 +334,25 @@ class Checkpoints:
         extra: Mapping[str, Tensor] | None = None,
         check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """Load the prepared model, its optimizer and the extra tensors of :meth:`save` in place;
-        return the other state, which ``check`` receives before, and may reject by ValueError.
+        """Load the prepared model, its optimizer and the extra tensors of :meth:`save` in place.
+
         Collective: call on every rank.
 
-        Raise ValueError if the checkpoint is damaged or of another model, or if its frozen
-        parameters are damaged and differ from those of the current model."""
-        # its blocks were verified, and the rest is empty
+        Args:
+            folder: the checkpoint.
+            model: the prepared model.
+            optimizer: the optimizer of its parameters; None: leave its state unread.
+            extra: the tensors that were saved as ``extra``.
+            check: receives the other state before, and may reject it by ValueError.
+
+        Returns:
+            The other state.
+
+        Raises:
+            ValueError: the checkpoint is damaged or of another model, or its frozen parameters are
+                damaged and differ from those of the current model.
+        """
+        # Verify all files, except of a copy: its blocks were verified, and the rest is empty.
         fetched = folder.name.endswith(".fetched")
         wrong = self._gather(problems(folder) if self.rank == 0 and not fetched else [])[0]
         if wrong:

@@ -14,15 +14,17 @@ A manifest is that of the run folder, with the ``attempt`` and, for each file, t
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable
-from itertools import chain, groupby
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from filelock import FileLock
 from xxhash import xxh3_64_hexdigest
 
-from oneloop.basics.bucket import BLOCK, Bucket, check_address, is_address
+from oneloop.basics.bucket import BLOCK, Bucket, StoredObject, check_address, is_address
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import cache_folder
 from oneloop.checkpoint.store import (
@@ -36,7 +38,9 @@ from oneloop.checkpoint.store import (
     step_of,
 )
 
-CHECKPOINTS, FINAL, BASE = "checkpoints", "final", "base"
+CHECKPOINTS = "checkpoints"
+FINAL = "final"
+BASE = "base"
 FILES = (
     "summary.json",
     "recipe.yaml",
@@ -51,7 +55,12 @@ ADDRESS = ".address"  # file of a copy in the cache, with the address of the mir
 Span = tuple[Path, int, int]
 Block = tuple[str, int]  # name of a file, and number of the block
 Needs = Callable[[Path], Iterable[Span]]
-no_needs: Needs = lambda folder: ()  # noqa: E731
+
+
+def no_needs(folder: Path) -> Iterable[Span]:
+    """Return that no bytes of a checkpoint are needed."""
+    return ()
+
 
 _STEP = re.compile(rf"(?:{CHECKPOINTS}/)?step-(\d{{8,}})/{MANIFEST}")
 OURS = re.compile(
@@ -64,106 +73,156 @@ class Damaged(ValueError):
     """An error: a checkpoint in a mirror is incomplete, or its content differs from a checksum."""
 
 
+class FrozenBase(NamedTuple):
+    """The frozen parameters that a checkpoint refers to."""
+
+    folder: str  # its name in the run folder
+    xxh3: str  # checksum of the file; names its folder in a mirror
+
+
+@dataclass(frozen=True)
+class MirrorManifest:
+    """The manifest of a folder in a mirror; ``content`` is its JSON, without the checksum."""
+
+    content: Mapping[str, Any]
+
+    @property
+    def attempt(self) -> str:
+        """The beginning of the names of its objects: ``OWNER-ATTEMPT``."""
+        return str(self.content["attempt"])
+
+    @property
+    def step(self) -> int | None:
+        """The step of a checkpoint; None for frozen parameters and final weights."""
+        return self.content.get("step")
+
+    @property
+    def base(self) -> FrozenBase | None:
+        """The frozen parameters that it refers to."""
+        base = self.content["about"].get("base")
+        return FrozenBase(Path(base["folder"]).name, base["xxh3"]) if base else None
+
+    @cached_property
+    def files(self) -> dict[str, StoredObject]:
+        """The size and the checksums of its files, by their names in the run folder."""
+        found: dict[str, StoredObject] = {}
+        for name, entry in self.content["files"].items():
+            # The manifest of a folder on the disk lists no blocks.
+            found[name] = StoredObject(entry["size"], entry["xxh3"], entry.get("blocks", ()))
+        return found
+
+
 def folder_of(step: int) -> str:
+    """Return the folder of a checkpoint in a mirror."""
     return f"{CHECKPOINTS}/{name_of(step)}"
 
 
 def steps_in(bucket: Bucket, names: Iterable[str] | None = None) -> list[int]:
     """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order, not
     verified."""
-    found = (
-        _STEP.fullmatch(name) for name in (bucket.sizes(CHECKPOINTS) if names is None else names)
-    )
-    return sorted(int(match[1]) for match in found if match)
+    if names is None:
+        names = bucket.sizes(CHECKPOINTS)
+    matches = map(_STEP.fullmatch, names)
+    return sorted(int(match[1]) for match in matches if match)
 
 
-def manifest_at(bucket: Bucket, folder: str) -> dict[str, Any]:
-    """Return the manifest of a folder of a mirror, whose objects are all there. Raises Damaged and
-    OSError."""
+def manifest_at(bucket: Bucket, folder: str) -> MirrorManifest:
+    """Return the manifest of a folder of a mirror, after checking that all its objects are there.
+
+    Raises:
+        Damaged: if the manifest, or one of its objects, is missing or has another size.
+        OSError: if the mirror cannot be read.
+    """
     try:
-        manifest, sizes = parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")), bucket.sizes(folder)
-        expected = {
-            f"{manifest['attempt']}-{name}": entry["size"]
-            for name, entry in manifest["files"].items()
-        }
+        manifest = MirrorManifest(parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")))
+        sizes = bucket.sizes(folder)
+        expected = {f"{manifest.attempt}-{name}": file for name, file in manifest.files.items()}
     except (FileNotFoundError, ValueError, KeyError) as error:
         raise Damaged(f"{MANIFEST} is missing, or not of a mirror ({error})") from error
-    for name, size in expected.items():
-        if sizes.get(name) != size:
-            raise Damaged(f"{name}: expected {size} bytes, found {sizes.get(name, 'none')}")
+    for name, file in expected.items():
+        if sizes.get(name) != file.size:
+            raise Damaged(f"{name}: expected {file.size} bytes, found {sizes.get(name, 'none')}")
     return manifest
 
 
 class Copy:
-    """A copy of a folder of a mirror at ``path``: sparse files, into which the needed blocks are
-    fetched.
+    """A copy of a folder of a mirror: sparse files, into which the needed blocks are fetched.
 
-    Each block is verified by its checksum. Methods raise OSError and Damaged."""
+    Each block is verified by its checksum. Methods raise OSError and Damaged.
+
+    Args:
+        bucket: the mirror.
+        folder: the name of the folder there.
+        path: the folder of the copy.
+    """
 
     def __init__(self, bucket: Bucket, folder: str, path: Path) -> None:
-        self.bucket, self.folder, self.path = bucket, folder, path
+        self.bucket = bucket
+        self.folder = folder
+        self.path = path
         self.manifest = manifest_at(bucket, folder)
 
     def begin(self) -> None:
         """Create the folder, with everything except the tensors: manifest, headers, other files."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.path.mkdir(parents=True)
-        for name, entry in self.manifest["files"].items():
-            file, whole = self.path / name, entry["size"]
+        for name, entry in self.manifest.files.items():
+            # A sparse file takes no space until its blocks are fetched.
+            file = self.path / name
             file.touch()
-            os.truncate(file, whole)
+            os.truncate(file, entry.size)
+
+            # Fetch the header of a file with tensors; its length is in the first block.
+            needed = entry.size
             if name.endswith(".safetensors"):
                 self.fill([(name, 0)])
                 with file.open("rb") as stream:
-                    whole = 8 + int.from_bytes(stream.read(8), "little")
-            self.fill(self.blocks([(file, 0, whole)]))
+                    needed = 8 + int.from_bytes(stream.read(8), "little")
+            self.fill(self.blocks([(file, 0, needed)]))
         (self.path / MANIFEST).write_bytes(self.bucket.get(f"{self.folder}/{MANIFEST}"))
 
     def blocks(self, spans: Iterable[Span]) -> list[Block]:
         """Return the blocks that cover these spans, without those in other folders."""
-        own = [span for span in spans if span[0].parent == self.path]
-        return sorted(
-            {
-                (file.name, at)
-                for file, start, end in own
-                for at in range(start // BLOCK, -(-end // BLOCK))
-            }
-        )
+        covering: set[Block] = set()
+        for file, start, end in spans:
+            if file.parent == self.path:
+                first, after = start // BLOCK, -(-end // BLOCK)
+                covering.update((file.name, number) for number in range(first, after))
+        return sorted(covering)
 
     def fill(self, blocks: Iterable[Block]) -> None:
         """Fetch these blocks, in order of their files."""
         for name, group in groupby(blocks, key=lambda block: block[0]):
-            entry, remote = (
-                self.manifest["files"][name],
-                f"{self.folder}/{self.manifest['attempt']}-{name}",
-            )
-            places = [
-                (block * BLOCK, min(entry["size"], (block + 1) * BLOCK)) for _, block in group
-            ]
+            entry = self.manifest.files[name]
+            remote = f"{self.folder}/{self.manifest.attempt}-{name}"
+            spans = []  # of bytes
+            for _, number in group:
+                spans.append((number * BLOCK, min(entry.size, (number + 1) * BLOCK)))
+
             with (self.path / name).open("r+b") as stream:
-                for offset, data in self.bucket.read(remote, places):
-                    if xxh3_64_hexdigest(data) != entry["blocks"][offset // BLOCK]:
+                for offset, data in self.bucket.read(remote, spans):
+                    if xxh3_64_hexdigest(data) != entry.blocks[offset // BLOCK]:
                         raise Damaged(f"{name}: the checksum of the block at {offset} differs")
                     os.pwrite(stream.fileno(), data, offset)
 
     def whole(self) -> None:
         """Fetch everything."""
         self.begin()
-        self.fill(
-            self.blocks(
-                (self.path / name, 0, entry["size"])
-                for name, entry in self.manifest["files"].items()
-            )
-        )
+        files = self.manifest.files.items()
+        self.fill(self.blocks((self.path / name, 0, entry.size) for name, entry in files))
 
 
-def fetch_base(bucket: Bucket, manifest: dict[str, Any], run: Path) -> None:
+def fetch_base(bucket: Bucket, manifest: MirrorManifest, run: Path) -> None:
     """Fetch the frozen parameters that a checkpoint refers to, unless the run folder has them."""
-    if base := manifest["about"].get("base"):
-        folder = run / Path(base["folder"]).name
-        own = [] if problems_of_files(folder) else read_manifest(folder)["files"].values()
-        if base["xxh3"] not in [entry["xxh3"] for entry in own]:
-            Copy(bucket, f"{BASE}/{base['xxh3']}", folder).whole()
+    base = manifest.base
+    if base is None:
+        return
+    folder = run / base.folder
+    own: list[str] = []
+    if not problems_of_files(folder):
+        own = [entry["xxh3"] for entry in read_manifest(folder)["files"].values()]
+    if base.xxh3 not in own:
+        Copy(bucket, f"{BASE}/{base.xxh3}", folder).whole()
 
 
 def fetch_files(bucket: Bucket, run: Path) -> None:
@@ -184,22 +243,28 @@ def local_run(run: str | Path) -> Path:
     check_address(str(run), "RUN")
     folder = cache_folder() / "mirrors" / str(run).replace("://", "/")
     try:
+        # List the folders of the mirror.
         bucket = Bucket(str(run))
-        there = [
-            *map(folder_of, steps_in(bucket)),
-            *([FINAL] if MANIFEST in bucket.sizes(FINAL) else []),
-        ]
+        there = [folder_of(step) for step in steps_in(bucket)]
+        if MANIFEST in bucket.sizes(FINAL):
+            there.append(FINAL)
         if not there:
             raise BadInput(
                 f"{run} holds no checkpoint of a run (looked for {CHECKPOINTS}/step-…/{MANIFEST})"
             )
+
         folder.mkdir(parents=True, exist_ok=True)
         with FileLock(folder / ".lock"):
+            # Fetch the small files.
             fetch_files(bucket, folder)
             (folder / ADDRESS).write_text(bucket.address)
+
+            # Delete what the mirror does not hold any more.
             for path in [folder / FINAL, *(folder / CHECKPOINTS).glob("*")]:
                 if path.relative_to(folder).as_posix() not in there:
                     shutil.rmtree(path, ignore_errors=True)
+
+            # Of each folder, fetch only the manifest.
             for name in there:
                 manifest = bucket.get(f"{name}/{MANIFEST}")
                 (folder / name).mkdir(parents=True, exist_ok=True)
@@ -230,10 +295,11 @@ def complete(path: Path, *, again: bool = False) -> None:
         return
     try:
         with FileLock(run / ".lock"):
-            copy = Copy(Bucket((run / ADDRESS).read_text()), path.relative_to(run).as_posix(), path)
+            bucket = Bucket((run / ADDRESS).read_text())
+            copy = Copy(bucket, path.relative_to(run).as_posix(), path)
             if again or problems_of_files(path):
                 copy.whole()
-            fetch_base(copy.bucket, copy.manifest, run)
+            fetch_base(bucket, copy.manifest, run)
     except (OSError, ValueError) as error:
         raise BadInput(
             f"{path.name} of the mirror cannot be fetched: {error}; choose another checkpoint"
@@ -241,9 +307,16 @@ def complete(path: Path, *, again: bool = False) -> None:
 
 
 class Fetcher:
-    """Fetches checkpoints of a mirror into hidden folders of a run's ``store``: each block once per
-    host. ``gather`` gathers a value of all ranks, ``leader`` is the first rank of this host, and
-    ``say`` reports damaged checkpoints."""
+    """Fetches checkpoints of a mirror into hidden folders of a run: each block once per host.
+
+    Args:
+        bucket: the mirror.
+        store: the checkpoints folder of the run.
+        rank: of this process.
+        leader: the first rank of this host.
+        gather: returns a value of all ranks, as a list.
+        say: reports damaged checkpoints.
+    """
 
     def __init__(
         self,
@@ -255,8 +328,12 @@ class Fetcher:
         gather: Callable[..., Any],
         say: Callable[..., None],
     ) -> None:
-        self._bucket, self._store, self._rank, self._leader = bucket, store, rank, leader
-        self._gather, self._say = gather, say
+        self._bucket = bucket
+        self._store = store
+        self._rank = rank
+        self._leader = leader
+        self._gather = gather
+        self._say = say
         self.damaged: list[int] = []  # steps of damaged checkpoints in the mirror
 
     def source(self, path: Path) -> str:
@@ -265,8 +342,10 @@ class Fetcher:
         return f"{self._bucket.address}/{folder_of(step)}" if step is not None else str(path)
 
     def _agreed(self, act: Callable[[], Any]) -> list[Any]:
-        """Return the results of all ranks. If one fails, raise its error on all: Damaged only if
-        none has another."""
+        """Return the results of all ranks. Collective.
+
+        If one fails, raise its error on all ranks: Damaged only if no rank has another error.
+        """
         mine: tuple[Any, ValueError | None]
         try:
             mine = (act(), None)
@@ -274,14 +353,24 @@ class Fetcher:
             kind = Damaged if isinstance(error, Damaged) else ValueError
             mine = (None, kind(f"{error} (rank {self._rank})"))
         every = self._gather(mine)
-        if wrong := [error for _, error in every if error is not None]:
+        wrong = [error for _, error in every if error is not None]
+        if wrong:
             raise min(wrong, key=lambda error: isinstance(error, Damaged))
         return [result for result, _ in every]
 
     def newest(self, own: Path | None, needs: Needs) -> Path | None:
-        """Return a copy of the newest intact checkpoint after ``own``, with what the ranks of this
-        host need; None if there is none. Log damaged ones. Collective. Raises ValueError if only
-        damaged ones are there."""
+        """Return a copy of the newest intact checkpoint; log damaged ones. Collective.
+
+        Args:
+            own: the newest checkpoint of the run folder; only later ones are fetched.
+            needs: returns the bytes that this rank reads.
+
+        Returns:
+            The copy, with what the ranks of this host need; None if there is none.
+
+        Raises:
+            ValueError: if only damaged ones are there, and none in the run folder.
+        """
         steps = self.later(step_of(own) if own is not None else -1)
         for step in reversed(steps):
             try:
@@ -303,11 +392,17 @@ class Fetcher:
         return [step for step in steps if step > than and step not in self.damaged]
 
     def fetch(self, step: int, needs: Needs) -> Path:
-        """Return a copy of a checkpoint. Collective. Raises Damaged; ValueError if a rank cannot
-        read it."""
+        """Return a copy of a checkpoint, with the bytes that the ranks of this host need.
+        Collective.
+
+        Raises:
+            Damaged: on all ranks.
+            ValueError: on all ranks, if one cannot read it.
+        """
         path = self._store.root / f".{name_of(step)}.{self._leader}.fetched"
         copies: list[Copy] = []
 
+        # The first rank of each host creates the files, with all headers.
         def begin() -> None:
             copies.append(Copy(self._bucket, folder_of(step), path))
             if self._rank == self._leader:
@@ -316,8 +411,11 @@ class Fetcher:
                 fetch_base(self._bucket, copies[0].manifest, self._store.root.parent)
 
         self._agreed(begin)
+
+        # The ranks of a host divide the blocks that any of them needs.
         listed = self._agreed(lambda: (self._leader, copies[0].blocks(needs(path))))
         on_host = [blocks for leader, blocks in listed if leader == self._leader]
-        mine = sorted({*chain(*on_host)})[self._rank - self._leader :: len(on_host)]
+        needed = sorted(set[Block]().union(*on_host))
+        mine = needed[self._rank - self._leader :: len(on_host)]
         self._agreed(lambda: copies[0].fill(mine))
         return path

@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from uuid import uuid4
 
 from xxhash import xxh3_64_digest
 
-from oneloop.basics.bucket import BLOCK, Bucket
+from oneloop.basics.bucket import BLOCK, Bucket, StoredObject
 from oneloop.checkpoint.lease import Lease, Taken
 from oneloop.checkpoint.mirror import (
     BASE,
@@ -21,96 +22,149 @@ from oneloop.checkpoint.mirror import (
     FINAL,
     OURS,
     Damaged,
+    FrozenBase,
+    MirrorManifest,
     folder_of,
     manifest_at,
     steps_in,
 )
-from oneloop.checkpoint.store import (
-    MANIFEST,
-    Keep,
-    Store,
-    manifest_of,
-    read_manifest,
-    signed,
-    step_of,
-)
-from oneloop.checkpoint.writer import SaveRequest, gathered, padded
+from oneloop.checkpoint.save_request import Answer, News, SaveRequest, gathered, padded
+from oneloop.checkpoint.store import MANIFEST, Store, manifest_of, read_manifest, signed, step_of
 
 _PAUSE = 0.3  # seconds between two looks for the shards of other ranks
-_BACKOFF = (10.0, 600.0)  # least and most seconds until a failed upload is tried again
+_LEAST_DELAY = 10.0  # seconds until a failed upload is tried again; doubled at each failure
+_MOST_DELAY = 600.0
+_UNKNOWN = b""  # in place of a checksum: a file that was not yet compared
+
+
+@dataclass(frozen=True)
+class UploadSettings:
+    """What a writing process needs to know about the mirror."""
+
+    address: str
+    run: str  # the run folder
+    limit: float  # bytes per second of this process; 0: none
+    counts: bool  # checkpoints are written only there
+
+    lease: int  # number of the run's lease
+    owner: Mapping[str, Any]  # description of its owner (:class:`Lease`)
+    owns: bool  # this process renews the lease, and copies
 
 
 class Uploads:
-    """The uploads of one process; methods raise OSError. ``to``: the mirror's ``address``, the
-    ``run`` folder, the ``limit`` in bytes per second (0: none), ``counts`` (checkpoints are written
-    only there), the run's ``lease``, and ``owns`` (this process renews it, and copies). ``news``
-    reports the newest ``step`` there, or an ``error``."""
+    """The uploads of one process; methods raise OSError.
 
-    def __init__(self, to: Mapping[str, Any], news: Callable[..., None]) -> None:
-        self.bucket, self.run, self._news = (
-            Bucket(to["address"], limit=to["limit"]),
-            Path(to["run"]),
-            news,
-        )
-        self.lease, self._request = (
-            Lease(self.bucket, *to["lease"]),
-            SaveRequest("", 0, 0, 0, 0, "", 0),
-        )
-        self._check: Callable[[], None] = self.lease.check if to["owns"] else lambda: None
-        self.counts, self._delay, self._not_before = bool(to["counts"]), _BACKOFF[0], 0.0
+    Args:
+        settings: of the mirror.
+        news: receives the newest step there, or an error.
+    """
+
+    def __init__(self, settings: UploadSettings, news: Callable[[News], None]) -> None:
+        # The connection.
+        self.bucket = Bucket(settings.address, limit=settings.limit)
+        self.run = Path(settings.run)
+        self.counts = settings.counts
+        self.lease = Lease(self.bucket, settings.lease, settings.owner)
+        self._owns = settings.owns
+        self._news = news
+
+        # What is there.
         # beginnings of the names of the objects of each folder
         self._used = dict[str, tuple[str, ...]]()
-        self._sent = dict[str, bytes | None]()  # checksums of the files there
-        # the newest step there; those that were written again
-        self._newest, self._mended = 0, set[int]()
-        self._lock, self._wanted = threading.Lock(), threading.Event()
-        if to["owns"]:
-            taken = lambda error: news(error=str(error), taken=True)  # noqa: E731
-            threading.Thread(target=self.lease.keep, args=[taken], daemon=True).start()
+        # checksums of the files of the run folder; None: it has no such file
+        self._sent = dict[str, bytes | None]()
+        self._newest = 0  # the newest step
+        self._rewritten = set[int]()  # steps of the checkpoints that this process has written
+
+        # What to write.
+        self._request: SaveRequest | None = None  # the last save; None before the first one
+        self._wanted = threading.Event()  # a copy of the run folder is wanted
+        self._lock = threading.Lock()  # held during a copy
+
+        # When a failed copy is tried again.
+        self._delay = _LEAST_DELAY
+        self._not_before = 0.0
+
+        if settings.owns:
+            threading.Thread(target=self.lease.keep, args=[self._lost], daemon=True).start()
             threading.Thread(target=self._follow, daemon=True).start()
 
+    def _lost(self, error: Taken) -> None:
+        self._news(News(error=str(error), taken=True))
+
+    def _check(self) -> None:
+        """Raise Taken if another process owns the mirror. Only rank 0 looks: it completes the
+        checkpoints."""
+        if self._owns:
+            self.lease.check()
+
+    def _bad(self) -> set[int]:
+        """Return the steps of damaged checkpoints there."""
+        if self._request is None:
+            return set()
+        return set(self._request.bad) - self._rewritten
+
     def save(self, request: SaveRequest, data: memoryview, cancelled: Callable[[], bool]) -> None:
-        """Write this rank's files of a checkpoint, as :func:`oneloop.checkpoint.writer.write` does
-        to a disk."""
-        folder, head, self._request = folder_of(request.step), padded(request.header), request
-        draft, shard = (
-            f"{folder}/{self.lease.number}-{request.attempt}-",
-            f"rank-{request.rank:05d}",
-        )
-        pieces = [head, *(data[at : at + BLOCK] for at in range(0, len(data), BLOCK))]
+        """Write this rank's files of a checkpoint; rank 0 then completes it and deletes older ones.
+
+        Args:
+            request: what to write.
+            data: the bytes of its tensors.
+            cancelled: returns whether rank 0 must not wait for the others any longer.
+
+        Raises:
+            OSError: if an object cannot be written.
+            Gone: if another rank failed, or the save was cancelled.
+        """
+        self._request = request
+        folder = folder_of(request.step)
+        attempt = f"{self.lease.number}-{request.attempt}"
+        draft = f"{folder}/{attempt}-"  # beginning of the names of its objects
+        shard = f"rank-{request.rank:05d}"
+
+        def names() -> list[str]:
+            sizes = self.bucket.sizes(folder)
+            return [f"{folder}/{name}".removeprefix(draft) for name in sizes]
+
         try:
-            files = {
-                f"{shard}.safetensors": self._write(
-                    f"{draft}{shard}.safetensors", pieces, request.size
-                )
-            }
-            if request.rank:
-                self.bucket.put(
-                    f"{draft}{shard}.json", json.dumps(files[f"{shard}.safetensors"]).encode()
-                )
+            pieces = _safetensors(request.header, data)
+            written = self._write(f"{draft}{shard}.safetensors", pieces, request.size)
+            entry = asdict(written)
+
+            # Tell rank 0.
+            if request.rank != 0:
+                self.bucket.put(f"{draft}{shard}.json", json.dumps(entry).encode())
                 return
-            files["state.json"] = self._write(
-                f"{draft}state.json", [json.dumps(request.state, indent=1).encode()]
-            )
 
-            def names() -> list[str]:
-                sizes = self.bucket.sizes(folder)
-                return [f"{folder}/{name}".removeprefix(draft) for name in sizes]
-
+            # Wait for the other ranks.
+            state = json.dumps(request.state, indent=1).encode()
+            files = {
+                f"{shard}.safetensors": entry,
+                "state.json": asdict(self._write(f"{draft}state.json", [state])),
+            }
             files |= gathered(
-                names, lambda name: self.bucket.get(draft + name), request.ranks, cancelled, _PAUSE
+                names=names,
+                read=lambda name: self.bucket.get(draft + name),
+                ranks=request.ranks,
+                cancelled=cancelled,
+                pause=_PAUSE,
             )
         except OSError as error:
-            with suppress(OSError):
-                if not isinstance(error, Taken):
+            # A former owner must not write anything.
+            if not isinstance(error, Taken):
+                with suppress(OSError):
                     self.bucket.put(f"{draft}{shard}.failed", b"failed")
             raise
-        manifest = manifest_of(request.step, files, request.about, request.tensors)
-        self._seal(folder, {**manifest, "attempt": f"{self.lease.number}-{request.attempt}"})
-        self._prune()
-        self._news(step=request.step)
 
-    def _write(self, name: str, pieces: Iterable[Any], size: int = 0) -> dict[str, Any]:
+        # Complete the checkpoint.
+        content = manifest_of(request.step, files, request.about, request.tensors)
+        self._seal(folder, MirrorManifest({**content, "attempt": attempt}))
+        self._prune()
+        self._news(News(step=request.step))
+
+    def _write(self, name: str, pieces: Iterable[Any], size: int = 0) -> StoredObject:
+        """Write an object of about ``size`` bytes, as long as this process owns the mirror."""
+
         def checked() -> Iterator[Any]:
             for piece in pieces:
                 self._check()
@@ -119,66 +173,86 @@ class Uploads:
         self._check()
         return self.bucket.write(name, checked(), size)
 
-    def _seal(self, folder: str, manifest: Mapping[str, Any]) -> None:
-        """Write all that a manifest refers to, then the manifest: from now on, the folder
-        counts."""
-        if base := manifest["about"].get("base"):
-            try:
-                manifest_at(self.bucket, f"{BASE}/{base['xxh3']}")
-            except Damaged:  # or missing
-                self._copy(self.run / Path(base["folder"]).name, f"{BASE}/{base['xxh3']}")
-        if "step" in manifest:
-            self._run_files()
-        name, content = f"{folder}/{MANIFEST}", signed(manifest)
-        self._objects(folder, manifest)
-        self._check()
-        try:
-            self.bucket.put(name, content, create=True)
-        except FileExistsError:
-            # else the client has repeated its request: an answer was lost
-            if self.bucket.get(name) != content:
-                if manifest.get("step", -1) not in [-1, *self._request.bad]:
-                    raise
-                self._remove([name])  # of a damaged checkpoint, or of earlier final weights
-                self.bucket.put(name, content, create=True)
-        self._mended.add(manifest.get("step", -1))
-
     def _remove(self, names: Iterable[str]) -> None:
         for name in names:
             self._check()
             self.bucket.remove(name)
 
+    def _seal(self, folder: str, manifest: MirrorManifest) -> None:
+        """Write all that a manifest refers to, then the manifest: from now on, the folder
+        counts."""
+        if manifest.base is not None:
+            self._copy_base(manifest.base)
+        if manifest.step is not None:
+            self._run_files()
+
+        # Write the manifest, if it is new.
+        name = f"{folder}/{MANIFEST}"
+        content = signed(manifest.content)
+        self._used[folder] = _names_of(folder, manifest)
+        self._check()
+        try:
+            self.bucket.put(name, content, create=True)
+        except FileExistsError:
+            # If it is the same, the client has repeated its request, because an answer was lost.
+            if self.bucket.get(name) != content:
+                # Replace that of a damaged checkpoint, or of earlier final weights, but no other.
+                damaged = self._request.bad if self._request is not None else []
+                if manifest.step is not None and manifest.step not in damaged:
+                    raise
+                self._remove([name])
+                self.bucket.put(name, content, create=True)
+        if manifest.step is not None:
+            self._rewritten.add(manifest.step)
+
+    def _copy_base(self, base: FrozenBase) -> None:
+        """Copy the frozen parameters, unless they are there."""
+        remote = f"{BASE}/{base.xxh3}"
+        try:
+            manifest_at(self.bucket, remote)
+        except Damaged:  # or missing
+            self._copy(self.run / base.folder, remote)
+
     def _run_files(self) -> None:
         """Write the files of the run folder that have changed; delete those that it does not have
         any more."""
         for name in FILES:
-            content = (self.run / name).read_bytes() if (self.run / name).exists() else None
-            if self._sent.get(name, b"") != (
-                sent := None if content is None else xxh3_64_digest(content)
-            ):
-                self._remove([name]) if content is None else self._write(name, [content])
-            self._sent[name] = sent
+            file = self.run / name
+            content = file.read_bytes() if file.exists() else None
+            digest = xxh3_64_digest(content) if content is not None else None
+            if self._sent.get(name, _UNKNOWN) != digest:
+                if content is None:
+                    self._remove([name])
+                else:
+                    self._write(name, [content])
+            self._sent[name] = digest
 
     def _prune(self) -> None:
         """Delete the checkpoints that need not be kept, and what incomplete attempts left
         behind."""
         there = [name for name in self.bucket.sizes("") if OURS.fullmatch(name)]
         steps = steps_in(self.bucket, there)
-        bad = set(self._request.bad) - self._mended  # they do not count, and are not ours to delete
-        kept = Keep(**self._request.keep).among([step for step in steps if step not in bad]) | bad
-        kept |= set() if self._request.keep else set(steps)
-        self._remove(f"{folder_of(step)}/{MANIFEST}" for step in steps if step not in kept)
-        used = tuple(
-            name for folder in [FINAL, *map(folder_of, kept)] for name in self._objects(folder)
-        )
-        self._remove(name for name in there if not name.startswith(used))
 
-    def _objects(self, folder: str, manifest: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        if folder not in self._used or manifest is not None:
+        # Damaged checkpoints do not count, and are not ours to delete.
+        kept = self._bad()
+        if self._request is None:
+            kept.update(steps)  # no save has said yet which to keep
+        else:
+            kept |= self._request.keep.among([step for step in steps if step not in kept])
+
+        # Delete manifests first, so that no checkpoint counts whose objects are gone.
+        self._remove(f"{folder_of(step)}/{MANIFEST}" for step in steps if step not in kept)
+        used = list(self._objects(FINAL))
+        for step in kept:
+            used += self._objects(folder_of(step))
+        self._remove(name for name in there if not name.startswith(tuple(used)))
+
+    def _objects(self, folder: str) -> tuple[str, ...]:
+        """Return the beginnings of the names of the objects that a folder needs."""
+        if folder not in self._used:
             try:
-                known = manifest or manifest_at(self.bucket, folder)  # written by an earlier start
-                base = f"{BASE}/{(known['about'].get('base') or {}).get('xxh3')}/"
-                self._used[folder] = (f"{folder}/{known['attempt']}-", f"{folder}/{MANIFEST}", base)
+                # written by an earlier start
+                self._used[folder] = _names_of(folder, manifest_at(self.bucket, folder))
             except ValueError:
                 self._used[folder] = (f"{folder}/",)  # damaged, or of another version
         return self._used[folder]
@@ -190,14 +264,19 @@ class Uploads:
         self._wanted.set()
 
     def _follow(self) -> None:
+        """Copy whenever it is wanted. Runs in a thread."""
         while self._wanted.wait():
             self._wanted.clear()
             if time.monotonic() >= self._not_before:
                 self._copied()
 
-    def _copied(self, *, final: bool | None = None) -> str | None:
-        """Copy what the mirror lacks; return the error. ``final``: at the end of the run, with the
-        final weights."""
+    def _copied(self, *, ends: bool = False, final: bool = False) -> str | None:
+        """Copy what the mirror lacks; return the error.
+
+        Args:
+            ends: at the end of the run, also the files of the run folder.
+            final: also the final weights.
+        """
         with self._lock:
             try:
                 self._copy_checkpoints()
@@ -205,48 +284,73 @@ class Uploads:
                 if final:
                     self._copy(self.run / FINAL, FINAL)
                     self._prune()
-                if final is not None:
+                if ends:
                     self._run_files()
             except Exception as error:
-                self._not_before, self._delay = (
-                    time.monotonic() + self._delay,
-                    min(2 * self._delay, _BACKOFF[1]),
-                )
-                self._news(error=str(error), taken=isinstance(error, Taken))
+                self._not_before = time.monotonic() + self._delay
+                self._delay = min(2 * self._delay, _MOST_DELAY)
+                self._news(News(error=str(error), taken=isinstance(error, Taken)))
                 return str(error)
-            self._delay = _BACKOFF[0]
+            self._delay = _LEAST_DELAY
             return None
 
     def _copy_checkpoints(self) -> None:
-        there = set(steps_in(self.bucket)) - (set(self._request.bad) - self._mended)
-        for path in reversed([] if self.counts else Store(self.run / CHECKPOINTS).sealed()):
-            if step_of(path) not in there:
-                try:
-                    self._copy(path, f"{CHECKPOINTS}/{path.name}")
-                except FileNotFoundError:
-                    if path.exists():
-                        raise
-                    continue  # deleted meanwhile, because there are newer ones
-                self._prune()
-                self._news(step=step_of(path))
+        """Copy the checkpoints of the run folder, newest first."""
+        if self.counts:
+            return  # they were written to the mirror
+        there = set(steps_in(self.bucket)) - self._bad()
+        for path in reversed(Store(self.run / CHECKPOINTS).sealed()):
+            if step_of(path) in there:
+                continue
+            try:
+                self._copy(path, f"{CHECKPOINTS}/{path.name}")
+            except FileNotFoundError:
+                if path.exists():
+                    raise
+                continue  # deleted meanwhile, because there are newer ones
+            self._prune()
+            self._news(News(step=step_of(path)))
 
     def _copy(self, folder: Path, remote: str) -> None:
-        manifest, attempt = read_manifest(folder), f"{self.lease.number}-{uuid4().hex[:8]}"
-        files = manifest["files"]
-        # open files stay readable if the checkpoint is deleted meanwhile
+        """Copy a folder with a manifest, and verify the files meanwhile."""
+        attempt = f"{self.lease.number}-{uuid4().hex[:8]}"
+        manifest = MirrorManifest({**read_manifest(folder), "attempt": attempt})
+        written = dict[str, Any]()
         with ExitStack() as stack:
-            streams = {name: stack.enter_context((folder / name).open("rb")) for name in files}
-            for name, stream in streams.items():
-                blocks = iter(lambda stream=stream: stream.read(BLOCK), b"")  # type: ignore[misc]
-                entry = self._write(
-                    f"{remote}/{attempt}-{name}", blocks, os.fstat(stream.fileno()).st_size
-                )
-                if entry["xxh3"] != files[name]["xxh3"]:
-                    raise OSError(f"{folder / name} is damaged")
-                files[name] = entry
-        self._seal(remote, {**manifest, "attempt": attempt})
+            # Open all at once: open files stay readable if the checkpoint is deleted meanwhile.
+            streams = dict[str, BinaryIO]()
+            for name in manifest.files:
+                streams[name] = stack.enter_context((folder / name).open("rb"))
 
-    def end(self, *, final: bool) -> dict[str, Any]:
+            for name, stream in streams.items():
+                size = os.fstat(stream.fileno()).st_size
+                entry = self._write(f"{remote}/{attempt}-{name}", _blocks(stream), size)
+                if entry.xxh3 != manifest.files[name].xxh3:
+                    raise OSError(f"{folder / name} is damaged")
+                written[name] = asdict(entry)
+        self._seal(remote, MirrorManifest({**manifest.content, "files": written}))
+
+    def end(self, *, final: bool) -> Answer:
         """Write what the mirror lacks, also the ``final`` weights. Return the newest step there,
         and the error."""
-        return {"error": self._copied(final=final), "mirrored": self._newest}
+        error = self._copied(ends=True, final=final)
+        return Answer(error=error, mirrored=self._newest)
+
+
+def _names_of(folder: str, manifest: MirrorManifest) -> tuple[str, ...]:
+    """Return the beginnings of the names of the objects that a manifest refers to."""
+    own = (f"{folder}/{manifest.attempt}-", f"{folder}/{MANIFEST}")
+    if manifest.base is None:
+        return own
+    return (*own, f"{BASE}/{manifest.base.xxh3}/")
+
+
+def _safetensors(header: str, data: memoryview) -> Iterator[Any]:
+    yield padded(header)
+    for start in range(0, len(data), BLOCK):
+        yield data[start : start + BLOCK]
+
+
+def _blocks(stream: BinaryIO) -> Iterator[bytes]:
+    while block := stream.read(BLOCK):
+        yield block

@@ -13,66 +13,60 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128
 
 from oneloop.basics.launcher import die_with, on_stops
-from oneloop.checkpoint.store import Keep, Store, flush, write_file
+from oneloop.checkpoint.save_request import Answer, News, SaveRequest, gathered, padded
+from oneloop.checkpoint.store import Store, flush, write_file
+from oneloop.checkpoint.uploads import Uploads, UploadSettings
 
-_CHUNK = 1 << 22
-
-
-@dataclass(frozen=True)
-class SaveRequest:
-    """A request to write one rank's shard of a checkpoint."""
-
-    root: str  # the run's checkpoints folder
-    step: int
-    attempt: int  # number of earlier saves; makes the names of drafts unique
-    rank: int
-    ranks: int
-    header: str  # the safetensors header: name, dtype, shape and offset of every tensor, as JSON
-    size: int  # bytes of tensor data
-    # state other than tensors; rank 0 writes it
-    state: dict[str, Any] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)  # for the manifest
-    bad: list[int] = field(default_factory=list)  # steps of damaged checkpoints in the mirror
-    keep: dict[str, Any] = field(default_factory=dict)  # fields of :class:`Keep`
-    # their dtypes and global shapes, for the manifest
-    tensors: dict[str, Any] = field(default_factory=dict)
-    # other files that must be on disk before it is complete
-    flush: list[str] = field(default_factory=list)
-
-
-class Gone(Exception):
-    """An error: another rank's shard failed, or this save was cancelled."""
+_CHUNK = 1 << 22  # bytes
 
 
 def write(
     request: SaveRequest, data: memoryview, cancelled: Callable[[], bool] = lambda: False
 ) -> None:
-    """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones. Raises
-    OSError and Gone."""
+    """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones.
+
+    Args:
+        request: what to write.
+        data: the bytes of its tensors.
+        cancelled: returns whether rank 0 must not wait for the others any longer.
+
+    Raises:
+        OSError: if a file cannot be written.
+        Gone: if another rank failed, or the save was cancelled.
+    """
     store = Store(Path(request.root))
     draft = store.draft(request.step, request.attempt)
     shard = f"rank-{request.rank:05d}"
     try:
         entry = write_tensors(draft / f"{shard}.safetensors", request.header, data)
+
+        # Tell rank 0, by a rename, so that it never reads half of the entry.
         if request.rank != 0:
             write_file(draft / f"{shard}.draft", json.dumps(entry).encode())
             (draft / f"{shard}.draft").rename(draft / f"{shard}.json")
             return
-        files = {f"{shard}.safetensors": entry}
-        files["state.json"] = write_file(
-            draft / "state.json", json.dumps(request.state, indent=1).encode()
+
+        # Wait for the other ranks.
+        state = json.dumps(request.state, indent=1).encode()
+        files = {
+            f"{shard}.safetensors": entry,
+            "state.json": write_file(draft / "state.json", state),
+        }
+        files |= gathered(
+            names=lambda: os.listdir(draft),
+            read=lambda name: (draft / name).read_bytes(),
+            ranks=request.ranks,
+            cancelled=cancelled,
         )
-        done = lambda name: (draft / name).read_bytes()  # noqa: E731
-        files |= gathered(lambda: os.listdir(draft), done, request.ranks, cancelled)
         for other in range(1, request.ranks):
             (draft / f"rank-{other:05d}.json").unlink()
     except OSError:
@@ -80,17 +74,20 @@ def write(
             (draft / f"{shard}.failed").touch()
         finally:
             raise
+
+    # Complete the checkpoint: what its state refers to must be on disk before.
     for file in request.flush:
         with suppress(OSError):  # it may not exist
             flush(Path(file))
     store.seal(draft, request.step, files, request.about, request.tensors)
-    store.prune(Keep(**request.keep))
+    store.prune(request.keep)
 
 
 def write_tensors(file: Path, header: str, data: memoryview) -> dict[str, Any]:
     """Write and flush a safetensors file from its header and its data section; return its manifest
     entry."""
-    head, state = padded(header), xxh3_128()
+    head = padded(header)
+    state = xxh3_128()
     with file.open("wb", buffering=0) as stream:
         for piece in _pieces(memoryview(head)) + _pieces(data):
             state.update(piece)
@@ -101,77 +98,60 @@ def write_tensors(file: Path, header: str, data: memoryview) -> dict[str, Any]:
     return {"size": len(head) + len(data), "xxh3": state.hexdigest()}
 
 
-def padded(header: str) -> bytes:
-    """Return the beginning of a safetensors file: the length of its header, and the header."""
-    text = header.encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
-
-
 def _pieces(data: memoryview) -> list[Any]:
     return [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
-
-
-def gathered(
-    names: Callable[[], Collection[str]],
-    read: Callable[[str], bytes],
-    ranks: int,
-    cancelled: Callable[[], bool],
-    pause: float = 0.01,
-) -> dict[str, Any]:
-    """Wait for the manifest entries of the other ranks, in the files ``names()`` of the draft.
-    Raises Gone if one failed, or the save was cancelled."""
-    entries: dict[str, Any] = {}
-    while len(entries) < ranks - 1:
-        there = names()
-        for rank in range(1, ranks):
-            shard = f"rank-{rank:05d}"
-            if f"{shard}.safetensors" not in entries and f"{shard}.json" in there:
-                entries[f"{shard}.safetensors"] = json.loads(read(f"{shard}.json"))
-            if f"{shard}.failed" in there:
-                raise Gone(f"rank {rank} could not write its shard")
-        if cancelled():
-            raise Gone("another rank could not write its shard")
-        if len(entries) < ranks - 1:
-            time.sleep(pause)
-    return entries
 
 
 def main() -> None:
     """Read requests from standard input, one JSON object per line; answer each on standard
     output."""
-    die_with(int(sys.argv[1]))
+    trainer = int(sys.argv[1])  # process id
+    shared = int(sys.argv[2])  # file descriptor of the memory
+    settings = json.loads(sys.argv[3])  # of the mirror; None: there is none
+    die_with(trainer)
     on_stops(signal.SIG_IGN)  # the trainer decides when to stop
-    shared, data = int(sys.argv[2]), memoryview(b"")
-    uploads: Any = None
-    if (about := json.loads(sys.argv[3])) is not None:
-        from oneloop.checkpoint.uploads import Uploads  # 1 s, and only with a mirror
+    uploads = None
+    if settings is not None:
+        uploads = Uploads(UploadSettings(**settings), _report)
+    data = memoryview(b"")
 
-        uploads = Uploads(about, news=lambda **news: _print({"news": news}))
     while line := sys.stdin.buffer.readline():
         decoded = json.loads(line)
         if decoded is None:
             continue  # cancelled too late: the save has already ended
+
+        # The end of the run: upload what the mirror lacks.
         if "end" in decoded:
-            _print(uploads.end(**decoded["end"]))
+            assert uploads is not None
+            _print(asdict(uploads.end(**decoded["end"])))
             continue
-        request = SaveRequest(**decoded)
+
+        # Map the shared memory again if it has grown.
+        request = SaveRequest.parsed(decoded)
         if request.size > len(data):
             data = memoryview(mmap.mmap(shared, request.size, prot=mmap.PROT_READ))
+
+        # Write to the disk, or to the mirror if checkpoints count only there.
         began = time.perf_counter()
         try:
             save = uploads.save if uploads is not None and uploads.counts else write
             save(request, data[: request.size], cancelled=_input_waiting)
-            answer: dict[str, Any] = {"step": request.step, "seconds": time.perf_counter() - began}
+            answer = Answer(request.step, seconds=time.perf_counter() - began)
         except Exception as error:
-            answer = {"step": request.step, "error": f"{type(error).__name__}: {error}"}
-        _print(answer)
-        if uploads is not None and not uploads.counts and "error" not in answer:
+            answer = Answer(request.step, error=f"{type(error).__name__}: {error}")
+        _print(asdict(answer))
+
+        # Copy to the mirror in the background, after the answer.
+        if uploads is not None and not uploads.counts and answer.error is None:
             uploads.wanted(request)
 
 
-def _print(answer: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(answer) + "\n")  # one write: several threads print
+def _report(news: News) -> None:
+    _print({"news": asdict(news)})
+
+
+def _print(message: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(message) + "\n")  # one write: several threads print
     sys.stdout.flush()
 
 

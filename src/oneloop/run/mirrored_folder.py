@@ -123,11 +123,11 @@ class MirroredFolder(Folder):
         if self.uploads is None or self._failed:
             return summary
         found = self.uploads.end_uploads(final=final)
-        summary = {**summary, "mirrored": found.get("mirrored", 0)}
-        self._failed = bool(found.get("error"))
+        summary = {**summary, "mirrored": found.mirrored}
+        self._failed = bool(found.error)
         if self._failed and summary["exit_code"] == DONE:
             summary["exit_reason"] = (
-                f"error: the mirror is incomplete: {found['error']}; the same command tries again"
+                f"error: the mirror is incomplete: {found.error}; the same command tries again"
             )
             summary["exit_code"] = ERROR
         return summary

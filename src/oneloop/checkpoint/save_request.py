@@ -1,0 +1,110 @@
+"""One save of a checkpoint by all ranks: the request to a rank's writing process, its answer, and
+how rank 0 waits for the shards of the others.
+
+Both ways to write use it: :mod:`oneloop.checkpoint.writer` to a disk, and
+:mod:`oneloop.checkpoint.uploads` to a mirror. Needs no torch.
+"""
+
+import json
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+from oneloop.checkpoint.store import Keep
+
+
+@dataclass(frozen=True)
+class SaveRequest:
+    """A request to write one rank's shard of a checkpoint."""
+
+    root: str  # the run's checkpoints folder
+    step: int
+    attempt: int  # number of earlier saves; makes the names of drafts unique
+    rank: int
+    ranks: int
+
+    header: str  # the safetensors header: name, dtype, shape and offset of every tensor, as JSON
+    size: int  # bytes of tensor data
+    # dtypes and global shapes of all tensors, for the manifest
+    tensors: dict[str, Any] = field(default_factory=dict)
+
+    # state other than tensors; rank 0 writes it
+    state: dict[str, Any] = field(default_factory=dict)
+    about: dict[str, Any] = field(default_factory=dict)  # for the manifest
+
+    keep: Keep = field(default_factory=Keep)
+    bad: list[int] = field(default_factory=list)  # steps of damaged checkpoints in the mirror
+    # other files that must be on disk before it is complete
+    flush: list[str] = field(default_factory=list)
+
+    @classmethod
+    def parsed(cls, values: dict[str, Any]) -> "SaveRequest":
+        """Return the request with these values, which are the JSON of its ``asdict``."""
+        values["keep"] = Keep(**values["keep"])
+        return cls(**values)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer of a writing process to a request, or to the end of the uploads."""
+
+    step: int | None = None  # of the save; None: of the end of the uploads
+    seconds: float = 0.0  # that the save took
+    error: str | None = None
+    mirrored: int = 0  # newest step in the mirror, at the end of the uploads
+
+
+@dataclass(frozen=True)
+class News:
+    """News of the uploads, which a writing process reports without a request."""
+
+    step: int = 0  # newest step in the mirror
+    error: str | None = None
+    taken: bool = False  # another process owns the mirror now
+
+
+class Gone(Exception):
+    """An error: another rank's shard failed, or this save was cancelled."""
+
+
+def padded(header: str) -> bytes:
+    """Return the beginning of a safetensors file: the length of its header, and the header."""
+    text = header.encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def gathered(
+    names: Callable[[], Collection[str]],
+    read: Callable[[str], bytes],
+    ranks: int,
+    cancelled: Callable[[], bool],
+    pause: float = 0.01,
+) -> dict[str, Any]:
+    """Wait for the manifest entries of the other ranks' shards; return them by file name.
+
+    Args:
+        names: returns the names of the files in the draft.
+        read: returns the content of one of them.
+        ranks: number of ranks, with rank 0.
+        cancelled: returns whether to give up.
+        pause: seconds between two looks.
+
+    Raises:
+        Gone: if a rank failed, or the save was cancelled.
+    """
+    entries: dict[str, Any] = {}
+    while len(entries) < ranks - 1:
+        there = names()
+        for rank in range(1, ranks):
+            shard = f"rank-{rank:05d}"
+            if f"{shard}.safetensors" not in entries and f"{shard}.json" in there:
+                entries[f"{shard}.safetensors"] = json.loads(read(f"{shard}.json"))
+            if f"{shard}.failed" in there:
+                raise Gone(f"rank {rank} could not write its shard")
+        if cancelled():
+            raise Gone("another rank could not write its shard")
+        if len(entries) < ranks - 1:
+            time.sleep(pause)
+    return entries
