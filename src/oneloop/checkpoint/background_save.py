@@ -19,8 +19,8 @@ import torch
 from oneloop.basics.heartbeats import BEATS, SAVING
 from oneloop.basics.progress import Working
 from oneloop.checkpoint import writer
+from oneloop.checkpoint.pieces import Piece, stage
 from oneloop.checkpoint.save_request import Answer, Gone, News, SaveRequest
-from oneloop.checkpoint.state_dict import Piece, stage
 from oneloop.checkpoint.store import Store
 from oneloop.checkpoint.uploads import UploadSettings
 

@@ -25,15 +25,14 @@ from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Fetcher, Needs, no_needs
 from oneloop.checkpoint.named_checkpoint import base_problems
+from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.save_request import SaveRequest
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
-    header_of,
     load_tensors,
     load_values,
     optimizer_values,
-    pieces,
 )
 from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_in, step_of
 from oneloop.checkpoint.uploads import UploadSettings

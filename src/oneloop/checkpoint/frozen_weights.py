@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,9 @@ from oneloop.checkpoint.named_checkpoint import (
     fresh,
     names_in,
 )
-from oneloop.checkpoint.state_dict import Piece, header_of, model_tensors
+from oneloop.checkpoint.pieces import Piece, header_of
+from oneloop.checkpoint.save_request import padded
+from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.checkpoint.store import Store, flush, vouch, write_file
 
 
@@ -41,49 +43,64 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
 def write_base(
     folder: Path, tensors: Mapping[str, Tensor], *, rank: int
 ) -> tuple[dict[str, Any], str | None]:
-    """Write frozen parameters to a new folder, one after another. Collective; rank 0 writes. Return
-    the size and checksum of the file (on rank 0), and the error if any."""
-    whole = [Piece(name, tensor, (0,) * tensor.ndim) for name, tensor in sorted(tensors.items())]
+    """Write frozen parameters to a new folder, one after another. Collective; rank 0 writes.
+
+    Args:
+        folder: which is replaced.
+        tensors: by their names in a checkpoint.
+        rank: of this process.
+
+    Returns:
+        The size and checksum of the file (on rank 0), and the error if any.
+    """
+    # Sort them: the order must not depend on the layout, and keeps every tensor aligned.
+    whole = []
+    for name, tensor in sorted(tensors.items()):
+        whole.append(Piece(name, tensor, (0,) * tensor.ndim))
     whole.sort(key=lambda piece: -piece.tensor.element_size())
     text, size = header_of(whole)
-    padded = text.encode() + b" " * (-len(text.encode()) % 8)
-    draft, state, problem, stream = (
-        folder.with_name(f".{folder.name}.draft"),
-        xxh3_128(),
-        None,
-        None,
-    )
+    head = padded(text)
+    draft = folder.with_name(f".{folder.name}.draft")
+    state = xxh3_128()
+    stream = None
+    problem = None
+
+    # Create the file, on rank 0.
     try:
         if rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
             stream = (draft / FILE).open("wb")
-            _append(stream, state, len(padded).to_bytes(8, "little") + padded)
+            _append(stream, state, head)
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
+
+    # Gather one tensor after another, also after an error: every rank takes part.
     for piece in whole:
         tensor = piece.tensor.full_tensor() if isinstance(piece.tensor, DTensor) else piece.tensor
         if stream is None or problem is not None:
             continue
         try:
-            _append(
-                stream,
-                state,
-                tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data,
-            )
+            flat = tensor.detach().cpu().contiguous().view(-1)
+            _append(stream, state, flat.view(torch.uint8).numpy().data)
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
-    entry = {"size": 8 + len(padded) + size, "xxh3": state.hexdigest()}
+
+    # Complete the folder.
+    entry = {"size": len(head) + size, "xxh3": state.hexdigest()}
     if stream is not None:
-        problem = _commit(draft, folder, entry, FILE, stream) if problem is None else problem
+        if problem is None:
+            problem = _commit(draft, folder, entry, FILE, stream)
         with suppress(OSError):
             stream.close()
     return entry, problem
 
 
 def write_origin(folder: Path, origin: BaseModel) -> tuple[dict[str, Any], str | None]:
-    """Write the base model of frozen parameters; call it on one process. Returns like
-    :func:`write_base`."""
+    """Write the base model of frozen parameters; call it on one process.
+
+    Returns its manifest entry, and the error if any, like :func:`write_base`.
+    """
     text = json.dumps({**origin.description, "names": sorted(origin.names)}, indent=1).encode()
     draft = folder.with_name(f".{folder.name}.draft")
     try:
@@ -103,6 +120,7 @@ def _append(stream: Any, state: Any, data: Any) -> None:
 def _commit(
     draft: Path, folder: Path, entry: dict[str, Any], file: str, stream: Any = None
 ) -> str | None:
+    """Flush the draft and rename it to the folder; return the error if any."""
     try:
         if stream is not None:
             stream.flush()
@@ -117,9 +135,24 @@ def _commit(
     return None
 
 
+class _Written(NamedTuple):
+    """Frozen parameters that this process has written, or verified."""
+
+    folder: Path
+    entry: dict[str, Any]  # of the manifest
+    names: set[str]
+
+
 class Base:
-    """The frozen parameters of a run's checkpoints, stored or (``origin``) only named. ``agree``
-    gathers a value of all ranks, and ``say`` reports repairs on rank 0."""
+    """The frozen parameters of a run's checkpoints, stored or only named.
+
+    Args:
+        store: the checkpoints folder; the parameters are stored next to it.
+        origin: the base model that has them; None: store them.
+        rank: of this process.
+        agree: returns a value of all ranks, as a list.
+        say: reports repairs, on rank 0.
+    """
 
     def __init__(
         self,
@@ -130,25 +163,22 @@ class Base:
         agree: Callable[[Any], list[Any]],
         say: Callable[[str], None],
     ) -> None:
-        self._store, self._origin, self._rank, self._agree, self._say = (
-            store,
-            origin,
-            rank,
-            agree,
-            say,
-        )
-        self._known: tuple[Path, dict[str, Any], set[str]] | None = None  # folder, entry and names
+        self._store = store
+        self._origin = origin
+        self._rank = rank
+        self._agree = agree
+        self._say = say
+        self._known: _Written | None = None
 
     def others(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the model's tensors that each checkpoint stores, by their names there."""
         if self._origin is None:
             return model_tensors(model, frozen=False)
-        names = self._origin.names
-        return {
-            name: held
-            for name, held in model_tensors(model).items()
-            if name.removeprefix("model.") not in names
-        }
+        others: dict[str, Tensor] = {}
+        for name, tensor in model_tensors(model).items():
+            if name.removeprefix("model.") not in self._origin.names:
+                others[name] = tensor
+        return others
 
     def _names(self, model: nn.Module) -> set[str]:
         if self._origin is not None:
@@ -157,19 +187,22 @@ class Base:
 
     def kept(self, model: nn.Module) -> dict[str, Any]:
         """Return the manifest's entry of the frozen parameters, after writing them if they are
-        missing. Collective. Raises OSError on all ranks if they cannot be written."""
+        missing. Collective.
+
+        Raises OSError on all ranks if they cannot be written.
+        """
         names = self._names(model)
         if not names:
             return {}
         self._check_base_model()
-        if self._known is None or self._known[2] != names:
-            store = self._store
-            folder = self._agree(
-                fresh(store.root.parent, store.sealed()) if self._rank == 0 else None
-            )[0]
-            self._known = folder, self._written(folder, model), names
-        folder, entry, _ = self._known
-        return {"base": {"folder": folder.name, **entry}}
+        if self._known is None or self._known.names != names:
+            # Choose a folder that no checkpoint uses: the trained parameters have changed.
+            folder = None
+            if self._rank == 0:
+                folder = fresh(self._store.root.parent, self._store.sealed())
+            folder = self._agree(folder)[0]
+            self._known = _Written(folder, self._written(folder, model), names)
+        return {"base": {"folder": self._known.folder.name, **self._known.entry}}
 
     def _check_base_model(self) -> None:
         """Raise ValueError on all ranks if the base model has changed since the start."""
@@ -179,39 +212,57 @@ class Base:
                 self._origin.unchanged()
             except ValueError as error:
                 changed = str(error)
-        if changed := self._agree(changed)[0]:
+        changed = self._agree(changed)[0]
+        if changed:
             raise ValueError(changed)
 
     def check(self, checkpoint: Path, model: nn.Module) -> None:
-        """Verify a checkpoint's frozen parameters. If they are damaged, write them again from the
-        newly built model, provided that it is bit-identical. Collective. Raises ValueError if it is
-        not, or has another base model."""
+        """Verify a checkpoint's frozen parameters. Collective.
+
+        If they are damaged, write them again from the newly built model, provided that it is
+        bit-identical. Raises ValueError if it is not, or has another base model.
+        """
+        # The checkpoint and the model must both store them, or both name a base model.
         recorded = base_of(checkpoint)
         named = recorded is not None and file_of(recorded[1]) == NAMED
-        if named != (self._origin is not None):
-            one, other = ("only referenced", "stored") if named else ("stored", "only referenced")
+        if named and self._origin is None:
             raise ValueError(
-                f"{checkpoint}: its frozen parameters are {one}, but those of this model are "
-                f"{other}"
+                f"{checkpoint}: its frozen parameters are only referenced, but those of this model "
+                "are stored"
             )
+        if not named and self._origin is not None:
+            raise ValueError(
+                f"{checkpoint}: its frozen parameters are stored, but those of this model are only "
+                "referenced"
+            )
+
+        # Repair the files.
         own = checkpoint.resolve().parent == self._store.root.resolve()
         wrong = "; ".join(self._agree(base_problems(checkpoint) if self._rank == 0 else [])[0])
         if recorded is not None and wrong:
             self._repair(checkpoint, *recorded, model, own=own, wrong=wrong)
+
+        # Compare the base model.
         if self._origin is not None:
-            other = (
-                self._origin.difference(base_model_of(checkpoint) or {}) if self._rank == 0 else ""
-            )
-            if other := self._agree(other)[0]:
+            other = ""
+            if self._rank == 0:
+                other = self._origin.difference(base_model_of(checkpoint) or {})
+            other = self._agree(other)[0]
+            if other:
                 raise ValueError(
                     f"{checkpoint} needs the base model {other}; set task.model to the model "
                     "that it was trained with"
                 )
-        self._known = (*recorded, names_in(recorded[0])) if own and recorded is not None else None
+
+        # Later checkpoints of this run refer to the same files.
+        self._known = None
+        if own and recorded is not None:
+            self._known = _Written(*recorded, names_in(recorded[0]))
 
     def _repair(
         self, checkpoint: Path, folder: Path, entry: Any, model: nn.Module, *, own: bool, wrong: str
     ) -> None:
+        """Write damaged frozen parameters again. Collective. Raises ValueError if they differ."""
         if not own:
             raise ValueError(
                 f"{folder}, with the frozen parameters of {checkpoint}, is damaged ({wrong}); "
@@ -227,15 +278,14 @@ class Base:
                 self._say(f"{folder} was damaged ({wrong}); rewriting it from the initial model")
         self._agree(None)  # no rank reads the file before
         if not same:
-            why = (
-                f"the frozen parameters of {checkpoint.name} are damaged ({wrong}), and the new "
-                "model has others"
-            )
             raise ValueError(
-                f"{folder}: {why}; restore the folder from a copy, or the files of the base model"
+                f"{folder}: the frozen parameters of {checkpoint.name} are damaged ({wrong}), and "
+                "the new model has others; restore the folder from a copy, or the files of the "
+                "base model"
             )
 
     def _written(self, folder: Path, model: nn.Module) -> dict[str, Any]:
+        """Write the frozen parameters; return the manifest entry. Collective."""
         made: Any = None
         if self._origin is None:
             made = write_base(folder, frozen_tensors(model), rank=self._rank)

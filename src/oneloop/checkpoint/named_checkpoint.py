@@ -1,5 +1,7 @@
 """Find the checkpoint that a user names, and its frozen parameters or base model in ``base/``.
-Needs no torch."""
+
+Needs no torch.
+"""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -25,8 +27,10 @@ NAMED = "origin.json"  # instead of FILE: the base model of the parameters, and 
 
 
 def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
-    """Return the folder with a checkpoint's frozen parameters and its manifest entry; None if none
-    are frozen."""
+    """Return the folder with a checkpoint's frozen parameters and its manifest entry.
+
+    None if no parameters are frozen.
+    """
     entry = read_manifest(checkpoint)["about"].get("base")
     return (checkpoint.parent.parent / Path(entry["folder"]).name, entry) if entry else None
 
@@ -48,7 +52,10 @@ def file_of(entry: Mapping[str, Any]) -> str:
 
 def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
     """Return a checkpoint's base model (``place`` with ``files`` or ``commit``) and its parameters'
-    ``names``; None if the checkpoint does not refer to one."""
+    ``names``.
+
+    None if the checkpoint does not refer to one.
+    """
     recorded = base_of(checkpoint)
     if recorded is None or file_of(recorded[1]) != NAMED:
         return None
@@ -63,23 +70,36 @@ def names_in(folder: Path) -> set[str]:
 
 
 def fresh(run: Path, checkpoints: Iterable[Path]) -> Path:
-    """Return an unused folder for frozen parameters: ``base``, ``base-2``, …, which none of the
-    checkpoints names."""
+    """Return a folder for frozen parameters that no checkpoint names: ``base``, ``base-2``, …"""
     named = set()
     for checkpoint in checkpoints:
         with suppress(ValueError):  # a damaged one refers to none
-            named.add((base_of(checkpoint) or (run,))[0].name)
-    names = ["base", *(f"base-{number}" for number in range(2, len(named) + 3))]
-    return run / next(name for name in names if name not in named)
+            recorded = base_of(checkpoint)
+            if recorded is not None:
+                named.add(recorded[0].name)
+    name = "base"
+    number = 1
+    while name in named:
+        number += 1
+        name = f"base-{number}"
+    return run / name
 
 
 FINAL = "final"
 
 
 def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
-    """Return the folder with the weights that a user names: ``final``, or as :func:`checkpoint_of`.
-    None: ``final/`` if the run has ended, else the newest checkpoint (always for ``power:SIGMA``).
-    Raises BadInput if it is missing or damaged."""
+    """Return the folder with the weights that a user names.
+
+    Args:
+        run: the run folder.
+        asked: ``final``, or as :func:`checkpoint_of`. None: ``final/`` if the run has ended, else
+            the newest checkpoint (always for ``power:SIGMA``).
+        weights: ``raw``, the name of an EMA, or ``power:SIGMA``.
+
+    Raises:
+        BadInput: if it is missing or damaged.
+    """
     mixed = weights.startswith("power:")
     asked = asked or ("newest" if mixed else _default(run))
     if asked != FINAL:
@@ -91,23 +111,24 @@ def chosen_of(run: Path, asked: str | None, *, weights: str = "raw") -> Path:
             "or newest"
         )
     complete(final)
-    if wrong := problems_of_files(final):
+    wrong = problems_of_files(final)
+    if wrong:
         raise BadInput(
             f"{final} is damaged: {'; '.join(wrong)}; choose a checkpoint with --checkpoint STEP"
         )
     if weights != "raw" and not (final / f"{weights}.safetensors").is_file():
-        there = sorted(
-            file.stem
-            for file in final.glob("*.safetensors")
-            if file.stem not in ("model", "adapter_model")
+        names = {file.stem for file in final.glob("*.safetensors")} - {"model", "adapter_model"}
+        raise BadInput(
+            f"{final} has no EMA {weights!r}; it has {', '.join(sorted(names)) or 'none'}"
         )
-        raise BadInput(f"{final} has no EMA {weights!r}; it has {', '.join(there) or 'none'}")
     return final
 
 
 def problems_at(path: Path) -> list[str]:
-    """Return the problems of a checkpoint or ``final``, also of frozen parameters; fetch it from a
-    mirror first."""
+    """Return the problems of a checkpoint or ``final``, also of frozen parameters.
+
+    Fetch it from a mirror first.
+    """
     try:
         complete(path, again=True)
     except BadInput as error:
@@ -116,6 +137,7 @@ def problems_at(path: Path) -> list[str]:
 
 
 def _default(run: Path) -> str:
+    """Return the name of the newest weights: ``final``, or ``newest`` if the run has gone on."""
     sealed = Store(run / "checkpoints").sealed()
     try:
         about = read_manifest(run / FINAL)["about"]
@@ -127,14 +149,23 @@ def _default(run: Path) -> str:
 
 
 def checkpoint_of(run: Path, asked: str) -> Path:
-    """Return the checkpoint that a user names: newest, best, or a step. Raises BadInput if it is
-    missing or damaged."""
+    """Return the checkpoint that a user names: newest, best, or a step.
+
+    Raises BadInput if it is missing or damaged.
+    """
     store = Store(run / "checkpoints")
     names = {step_of(path): path for path in store.sealed()}
     if not names:
         raise BadInput(f"{run} holds no checkpoint (looked for {store.root}/step-…)")
+
+    # Find the step; the newest checkpoint records the best one.
     newest = max(names)
-    if asked == "best":
+    step = -1
+    if asked == "newest":
+        step = newest
+    elif asked.isdigit():
+        step = int(asked)
+    elif asked == "best":
         try:
             step = read_manifest(names[newest])["about"]["step"]
         except ValueError as error:
@@ -143,16 +174,18 @@ def checkpoint_of(run: Path, asked: str) -> Path:
             raise BadInput(
                 "--checkpoint best: no checkpoint of an evaluation is there; name a step, or newest"
             )
-    else:
-        step = newest if asked == "newest" else int(asked) if asked.isdigit() else -1
     if step not in names:
         steps = ", ".join(map(str, names))
         raise BadInput(
             f"--checkpoint {asked} not found; available steps: {steps}; or final, newest, best"
         )
-    complete(names[step])
-    if wrong := problems(names[step]) or base_problems(names[step]):
+
+    # Verify it.
+    path = names[step]
+    complete(path)
+    wrong = problems(path) or base_problems(path)
+    if wrong:
         raise BadInput(
-            f"{names[step]} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP"
+            f"{path} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP"
         )
-    return names[step]
+    return path

@@ -32,14 +32,17 @@ class Average(Protocol):
 class RunState:
     """The model, the optimizer, EMAs, and all other state that a resumed run continues.
 
-    Args: ``model``: the prepared model. ``optimizer``: the optimizer of its parameters. ``emas``:
-    EMAs of its parameters. ``parts``: components by name. Each has a ``state_dict`` of plain values
-    and may have ``load_state_dict``. Its ``files``, if any, are flushed to disk before a checkpoint
-    that refers to them is complete.
-    ``own``: names of components that belong to the run folder; they restart with another folder's
-        checkpoint.
-    ``check``: receives a checkpoint's state other than tensors before it is loaded, and may raise
-        ValueError.
+    Args:
+        model: the prepared model.
+        optimizer: the optimizer of its parameters.
+        emas: EMAs of its parameters.
+        parts: components by name. Each has a ``state_dict`` of plain values and may have
+            ``load_state_dict``. Its ``files``, if any, are flushed to disk before a checkpoint that
+            refers to them is complete.
+        own: names of components that belong to the run folder; they restart with another folder's
+            checkpoint.
+        check: receives a checkpoint's state other than tensors before it is loaded, and may raise
+            ValueError.
     """
 
     def __init__(
@@ -52,35 +55,47 @@ class RunState:
         own: Sequence[str] = (),
         check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> None:
-        self.model, self.optimizer, self.emas = model, optimizer, emas
-        self.parts, self._own, self._check = dict(parts), own, check
+        self.model = model
+        self.optimizer = optimizer
+        self.emas = emas
+        self.parts = dict(parts)
+        self._own = own
+        self._check = check
 
     def _extra(self) -> dict[str, Tensor]:
-        return {name: tensor for ema in self.emas for name, tensor in ema.tensors().items()}
+        """Return the tensors of all EMAs, by their names in a checkpoint."""
+        extra: dict[str, Tensor] = {}
+        for ema in self.emas:
+            extra.update(ema.tensors())
+        return extra
 
     def size(self, optimizer_share: float, origin: BaseModel | None = None) -> tuple[int, int]:
-        """Return an estimate of the bytes that are written once (final weights, EMAs, frozen
-        weights in ``base/``) and of those of one checkpoint.
+        """Return an estimate of the bytes on disk.
 
-        Args: ``optimizer_share``: bytes of optimizer state per byte of trained parameters.
-        ``origin``: the base model, if checkpoints only name it.
+        Args:
+            optimizer_share: bytes of optimizer state per byte of trained parameters.
+            origin: the base model, if checkpoints only name it.
+
+        Returns:
+            The bytes that are written once (final weights, EMAs, frozen weights in ``base/``), and
+            those of one checkpoint.
         """
+        # Sum the model and its EMAs, without what a checkpoint only names.
         elsewhere = {f"model.{name}" for name in origin.names} if origin else set()
-        held = {
-            name: tensor
-            for name, tensor in model_tensors(self.model).items()
-            if name not in elsewhere
-        }
-        weights = sum(
-            tensor.numel() * tensor.element_size()
-            for tensor in (*held.values(), *self._extra().values())
-        )
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        parameters = [] if origin else self.model.parameters()
-        frozen = sum(p.numel() * p.element_size() for p in parameters if not p.requires_grad)
-        return weights + frozen, weights - frozen + int(
-            optimizer_share * sum(p.nbytes for p in trained)
-        )
+        weights = 0
+        for name, tensor in (*model_tensors(self.model).items(), *self._extra().items()):
+            if name not in elsewhere:
+                weights += tensor.numel() * tensor.element_size()
+
+        # Frozen parameters are written once; the optimizer has state of the others.
+        trained = 0
+        frozen = 0
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                trained += parameter.nbytes
+            elif origin is None:
+                frozen += parameter.numel() * parameter.element_size()
+        return weights + frozen, weights - frozen + int(optimizer_share * trained)
 
     def save(
         self,
@@ -93,14 +108,19 @@ class RunState:
         """Start to save a checkpoint with :meth:`Checkpoints.save`. Collective: call on every
         rank."""
         plain = {name: part.state_dict() for name, part in self.parts.items()}
-        files = [file for part in self.parts.values() for file in getattr(part, "files", ())]
-        more: dict[str, Any] = {
-            "extra": self._extra(),
-            "about": about,
-            "keep": keep,
-            "flush": files,
-        }
-        checkpoints.save(step, self.model, self.optimizer, plain, **more)
+        files: list[Path] = []
+        for part in self.parts.values():
+            files += getattr(part, "files", ())
+        checkpoints.save(
+            step,
+            self.model,
+            self.optimizer,
+            plain,
+            extra=self._extra(),
+            about=about,
+            keep=keep,
+            flush=files,
+        )
 
     def take(self, folder: Path) -> None:
         """Load only weights and EMAs of an earlier checkpoint, in place. Collective: call on every
@@ -108,8 +128,7 @@ class RunState:
         load_tensors(folder, self.model, extra=self._extra())
 
     def needs(self, folder: Path) -> list[tuple[Path, int, int]]:
-        """Return the bytes of a checkpoint's files that this rank reads (``needed`` of
-        load_tensors)."""
+        """Return the bytes of a checkpoint's files that this rank reads."""
         needed: list[tuple[Path, int, int]] = []
         load_tensors(folder, self.model, self.optimizer, extra=self._extra(), needed=needed)
         return needed
@@ -117,42 +136,55 @@ class RunState:
     def resume(
         self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print
     ) -> dict[str, Any]:
-        """Load the checkpoint that ``asked`` selects: ``auto`` or ``never`` (the newest intact
-        one), or a path.
+        """Load a checkpoint. Collective: call on every rank.
 
-        Return the components' saved state; empty if there is no checkpoint. A component without
-        saved state restarts if it has ``restart``. Collective: call on every rank. Raise ValueError
-        if the checkpoint is missing or damaged, or if newer checkpoints would be overwritten."""
-        path = (
-            checkpoints.newest(self.needs)
-            if asked in ("auto", "never")
-            else local_checkpoint(asked)
-        )
+        A component without saved state restarts if it has ``restart``.
+
+        Args:
+            checkpoints: of the run.
+            asked: ``auto`` or ``never`` (the newest intact one), or a path.
+            say: reports the checkpoint that is resumed from.
+
+        Returns:
+            The components' saved state; empty if there is no checkpoint.
+
+        Raises:
+            ValueError: if the checkpoint is missing or damaged, or if newer checkpoints would be
+                overwritten.
+        """
+        # Find the checkpoint.
+        if asked in ("auto", "never"):
+            path = checkpoints.newest(self.needs)
+        else:
+            path = local_checkpoint(asked)
         if path is None:
             return {}
-        own = path.resolve().parent == checkpoints.store.root.resolve()
-        if newer := checkpoints.later(path):
-            why = f"this run already has {newer[-1]}, which would be lost"
+        newer = checkpoints.later(path)
+        if newer:
             raise ValueError(
-                f"run.resume {asked}: {why}; choose another run.dir to start from there"
+                f"run.resume {asked}: this run already has {newer[-1]}, which would be lost; "
+                "choose another run.dir to start from there"
             )
+
+        # Load the tensors, and all other state.
         saved = checkpoints.load(
             path, self.model, self.optimizer, extra=self._extra(), check=self._check
         )
-        if not own:
+        if path.resolve().parent != checkpoints.store.root.resolve():
             saved = {name: value for name, value in saved.items() if name not in self._own}
+
+        # Start the EMAs of parameters that were not trained before from the current weights.
         # format 1 does not list the tensors
         there = read_manifest(path).get("tensors") or self._extra()
         for ema in self.emas:
-            # parameters that were not trained before
             ema.begin(ema.tensors().keys() - there.keys())
+
+        # Restore the components; one that is new in this run, such as an EMA, restarts.
         for name, part in self.parts.items():
             if name in saved and hasattr(part, "load_state_dict"):
                 part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
-                part.restart()  # an EMA that is new in this run starts from the current weights
-        say(
-            "resuming from "
-            f"{checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path}"
-        )
+                part.restart()
+        source = checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path
+        say(f"resuming from {source}")
         return saved

@@ -5,10 +5,9 @@ load them. Names are of the unwrapped model: ``model.<name>``, ``optimizer.<para
 ``ema.<name>.<parameter>``. No pickle.
 """
 
-import json
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,31 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import as_real, of_shape, optimized
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
+from oneloop.checkpoint.pieces import NAMES, Tensors
 from oneloop.checkpoint.store import header
-
-Tensors = Mapping[str, Tensor]
-_NAMES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "BOOL": torch.bool,
-}
-_NAMES |= {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-}
-_TYPES = {dtype: name for name, dtype in _NAMES.items()}
 
 
 def unsavable(model: nn.Module) -> str:
@@ -48,27 +29,29 @@ def unsavable(model: nn.Module) -> str:
     if it can."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(tensor, Tensor):
-            kind = f"a {type(tensor).__name__} of get_extra_state()"
             return (
-                f"{name} is {kind}; only parameters and buffers are saved: register it as a buffer"
+                f"{name} is a {type(tensor).__name__} of get_extra_state(); only parameters and "
+                "buffers are saved: register it as a buffer"
             )
-        if tensor.dtype not in (*_TYPES, torch.complex64):
-            known = ", ".join(str(kind).removeprefix("torch.") for kind in _TYPES)
+        if tensor.dtype not in (*NAMES, torch.complex64):
+            known = ", ".join(str(kind).removeprefix("torch.") for kind in NAMES)
             return (
                 f"{name} has {str(tensor.dtype).removeprefix('torch.')}; a checkpoint supports "
                 f"{known}, complex64"
             )
-        if any(
-            stride == 0 and size > 1
-            for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
-        ):
+        strides = zip(tensor.stride(), tensor.shape, strict=True)
+        if any(stride == 0 and size > 1 for stride, size in strides):
             return f"{name} is an expanded view, whose elements share memory; copy it with .clone()"
     return ""
 
 
 def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, Tensor]:
-    """Return parameters and persistent buffers by their first name, not copied. ``frozen`` True
-    selects the frozen parameters, False all others, None everything."""
+    """Return parameters and persistent buffers by their first name, not copied.
+
+    Args:
+        model: bare or wrapped.
+        frozen: True selects the frozen parameters, False all others, None everything.
+    """
     tensors: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -77,12 +60,12 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
                 f"the model's state holds {name}, a {type(tensor).__name__}; only tensors can "
                 "be saved"
             )
+        # A tied tensor counts once.
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
-        if frozen is None or frozen == (
-            isinstance(tensor, nn.Parameter) and not tensor.requires_grad
-        ):
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if frozen is None or frozen == is_frozen:
             tensors[f"model.{bare_name(name)}"] = as_real(tensor.detach())
     return tensors
 
@@ -90,107 +73,29 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
 def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer state that is not tensors: per parameter, and group entries beyond the
     constructor's."""
-    states = {
-        name: {
-            key: value
-            for key, value in optimizer.state.get(parameter, {}).items()
-            if not isinstance(value, Tensor)
-        }
-        for name, parameter, _ in optimized(model, optimizer)
-    }
-    groups = [
-        {k: v for k, v in g.items() if k not in ("params", *optimizer.defaults)}
-        for g in optimizer.param_groups
-    ]
-    return {
-        "parameters": {name: values for name, values in states.items() if values},
-        "groups": groups,
-    }
+    parameters: dict[str, dict[str, Any]] = {}
+    for name, parameter, _ in optimized(model, optimizer):
+        state = optimizer.state.get(parameter, {})
+        values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        if values:
+            parameters[name] = values
+
+    known = ("params", *optimizer.defaults)
+    groups = []
+    for group in optimizer.param_groups:
+        groups.append({key: value for key, value in group.items() if key not in known})
+    return {"parameters": parameters, "groups": groups}
 
 
 def described(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
     """Return dtype (safetensors name) and global shape of each tensor, for a manifest."""
-    return {name: (_TYPES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
-
-
-@dataclass(frozen=True)
-class Piece:
-    """One rank's shard of a tensor, and its offset in the global shape."""
-
-    name: str
-    tensor: Tensor
-    offset: tuple[int, ...]
+    return {name: (NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
 
 
 def buffers_of(model: nn.Module) -> set[str]:
     """Return the checkpoint names of buffers, which each rank updates separately (BatchNorm
     statistics)."""
     return {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
-
-
-def pieces(
-    tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()
-) -> list[Piece]:
-    """Return what this rank writes: its shards, and its share of the unsharded tensors by bytes.
-    Rank 0 writes those in ``of_rank_0``, which may differ between ranks. No communication.
-    ``tensors`` has the same order on all ranks."""
-    mine: list[Piece] = []
-    load = [0] * ranks
-    for name, tensor in tensors.items():
-        if isinstance(tensor, DTensor):
-            coordinate = tensor.device_mesh.get_coordinate()
-            replica = any(
-                p.is_replicate() and at
-                for p, at in zip(tensor.placements, coordinate or (), strict=True)
-            )
-            _, offset = compute_local_shape_and_global_offset(
-                tensor.shape, tensor.device_mesh, tensor.placements
-            )
-            if not replica and tensor.to_local().numel():
-                mine.append(Piece(name, tensor.to_local(), tuple(offset)))
-            continue
-        owner = 0 if name in of_rank_0 else load.index(min(load))
-        load[owner] += tensor.numel() * tensor.element_size() + 1
-        if owner == rank:
-            mine.append(Piece(name, tensor, (0,) * tensor.ndim))
-    # keeps every tensor aligned
-    return sorted(mine, key=lambda piece: -piece.tensor.element_size())
-
-
-def header_of(mine: list[Piece]) -> tuple[str, int]:
-    """Return the safetensors header of these pieces in order, and the number of bytes of their
-    data."""
-    entries: dict[str, Any] = {}
-    end = 0
-    for piece in mine:
-        start, end = end, end + piece.tensor.numel() * piece.tensor.element_size()
-        kind = _TYPES.get(piece.tensor.dtype)
-        if kind is None:
-            raise TypeError(
-                f"{piece.name} has dtype {piece.tensor.dtype}, which safetensors does not support"
-            )
-        entries[piece.name] = {
-            "dtype": kind,
-            "shape": list(piece.tensor.shape),
-            "data_offsets": [start, end],
-        }
-    sharding = {piece.name: {"saved_offsets": list(piece.offset)} for piece in mine}
-    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
-    return json.dumps({"__metadata__": about, **entries}), end
-
-
-@torch.no_grad()
-def stage(mine: list[Piece], buffer: Tensor) -> None:
-    """Copy the pieces into ``buffer`` (host memory, uint8) and wait for the copies. Host sync."""
-    views, sources, end = [], [], 0
-    for piece in mine:
-        start, end = end, end + piece.tensor.numel() * piece.tensor.element_size()
-        views.append(buffer[start:end].view(piece.tensor.dtype).view(piece.tensor.shape))
-        sources.append(piece.tensor)
-    if views:
-        torch._foreach_copy_(views, sources, non_blocking=True)
-        if any(source.device.type != "cpu" for source in sources):
-            torch.accelerator.synchronize()
 
 
 @torch.no_grad()
@@ -205,108 +110,151 @@ def load_tensors(
     needed: list[tuple[Path, int, int]] | None = None,
 ) -> None:
     """Load model, optimizer and ``extra`` tensors in place from a checkpoint of any number of
-    processes. ``weights`` is ``raw`` or the name of an EMA to load instead; ``cast`` converts
-    dtypes. Tensors of a base model that the checkpoint only names, and missing extra ones, stay
-    unchanged. Raises ValueError if the model does not match. With ``needed``, load nothing, but
-    list the files and the bytes (first, last) that this rank reads; only the headers must exist."""
+    processes.
+
+    Tensors of a base model that the checkpoint only names, and missing extra ones, stay unchanged.
+
+    Args:
+        folder: the checkpoint.
+        model: bare or wrapped.
+        optimizer: the optimizer of its parameters; None: leave its state unread.
+        extra: other tensors, by their names in the checkpoint.
+        weights: ``raw``, or the name of an EMA to load instead.
+        cast: convert dtypes.
+        needed: load nothing, but append the files and the bytes (first, last) that this rank reads;
+            only the headers must exist.
+
+    Raises:
+        ValueError: if the model does not match.
+    """
+    # Read the headers.
     folders, elsewhere = _folders(folder)
-    readers: list[Any] = [
-        HuggingFaceStorageReader(str(path)) if needed is None else _Needs(str(path))
-        for path in folders
-    ]
-    for reader in readers if needed is not None else ():
-        reader.needed = needed
+    readers: list[Any] = []
+    for path in folders:
+        if needed is None:
+            readers.append(HuggingFaceStorageReader(str(path)))
+        else:
+            readers.append(_Needs(str(path), needed))
     held = [reader.read_metadata().state_dict_metadata for reader in readers]
-    saved = {name: about for several in held for name, about in several.items()}
-    targets = {
-        name: tensor for name, tensor in model_tensors(model).items() if name not in elsewhere
-    }
-    if (there := {name for name in saved if name.startswith("model.")}) != (here := set(targets)):
-        missing, strange = sorted(here - there)[:3], sorted(there - here)[:3]
-        apart = f"missing in the checkpoint: {missing}; unknown to the model: {strange}"
-        raise ValueError(
-            f"{folder} is of another model ({apart}); use the same task.* settings, or another "
-            "run.dir"
-        )
-    for name, target in targets.items():
-        about: Any = saved[name]
-        targets[name] = target = of_shape(target, about.size)
-        if tuple(about.size) != tuple(target.shape):
-            apart = (
-                f"{name} has shape {tuple(about.size)} in the checkpoint and {tuple(target.shape)} "
-                "in the model"
-            )
-            raise ValueError(f"{folder}: {apart}")
-        if about.properties.dtype != target.dtype and not cast:
-            apart = (
-                f"{name} has dtype {about.properties.dtype} in the checkpoint and {target.dtype} "
-                "in the model"
-            )
-            raise ValueError(
-                f"{folder}: {apart}; use the same machine.dtype, or a new run with --init.from"
-            )
+    saved: dict[str, Any] = {}
+    for several in held:
+        saved.update(several)
+
+    # Find the tensor for each saved one.
+    own = model_tensors(model)
+    targets = {name: tensor for name, tensor in own.items() if name not in elsewhere}
+    targets = _matching(folder, targets, saved, cast=cast)
     if weights != "raw":
-        averaged = {name: f"ema.{weights}.{name.removeprefix('model.')}" for name in targets}
-        if not any(name in saved for name in averaged.values()):
-            raise ValueError(
-                f"{folder} has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}"
-            )
-        targets = {
-            averaged[name] if averaged[name] in saved else name: target
-            for name, target in targets.items()
-        }
-    targets |= {
-        name: of_shape(tensor, saved[name].size)
-        for name, tensor in (extra or {}).items()
-        if name in saved
-    }
+        targets = _averaged(folder, targets, saved, weights)
+    for name, tensor in (extra or {}).items():
+        if name in saved:
+            targets[name] = of_shape(tensor, saved[name].size)
     if optimizer is not None:
-        for name, parameter, group in optimized(model, optimizer):
-            prefix = f"optimizer.{name}."
-            for key in [
-                key
-                for key, value in optimizer.state[parameter].items()
-                if isinstance(value, Tensor)
-            ]:
-                if f"{prefix}{key}" not in saved:
-                    del optimizer.state[parameter][key]
-            for entry in (
-                name
-                for name in saved
-                if name.startswith(prefix) and "." not in name.removeprefix(prefix)
-            ):
-                known = optimizer.state[parameter]
-                key = entry.removeprefix(prefix)
-                if key not in known:
-                    known[key] = _empty_entry(saved[entry], parameter, key, group)
-                targets[entry] = of_shape(as_real(known[key]), saved[entry].size)
+        targets |= _optimizer_targets(model, optimizer, saved)
+
+    # Load; each rank reads its own shards, without communication.
     with warnings.catch_warnings():
-        # each rank reads its own shards
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         for reader, names in zip(readers, held, strict=True):
-            load(
-                {name: targets[name] for name in names if name in targets},
-                storage_reader=reader,
-                no_dist=True,
+            mine = {name: targets[name] for name in names if name in targets}
+            load(mine, storage_reader=reader, no_dist=True)
+
+
+def _matching(
+    folder: Path, targets: dict[str, Tensor], saved: Mapping[str, Any], *, cast: bool
+) -> dict[str, Tensor]:
+    """Return the model's tensors in their saved shapes. Raises ValueError unless names, shapes and,
+    without ``cast``, dtypes are those of the checkpoint."""
+    there = {name for name in saved if name.startswith("model.")}
+    here = set(targets)
+    if there != here:
+        raise ValueError(
+            f"{folder} is of another model (missing in the checkpoint: {sorted(here - there)[:3]}; "
+            f"unknown to the model: {sorted(there - here)[:3]}); use the same task.* settings, or "
+            "another run.dir"
+        )
+    matching: dict[str, Tensor] = {}
+    for name, own in targets.items():
+        about = saved[name]
+        target = of_shape(own, about.size)
+        if tuple(about.size) != tuple(target.shape):
+            raise ValueError(
+                f"{folder}: {name} has shape {tuple(about.size)} in the checkpoint and "
+                f"{tuple(target.shape)} in the model"
             )
+        if about.properties.dtype != target.dtype and not cast:
+            raise ValueError(
+                f"{folder}: {name} has dtype {about.properties.dtype} in the checkpoint and "
+                f"{target.dtype} in the model; use the same machine.dtype, or a new run with "
+                "--init.from"
+            )
+        matching[name] = target
+    return matching
+
+
+def _averaged(
+    folder: Path, targets: dict[str, Tensor], saved: Mapping[str, Any], weights: str
+) -> dict[str, Tensor]:
+    """Return the model's tensors by the names of an EMA, or by their own if it has none. Raises
+    ValueError if the checkpoint has no such EMA."""
+    averaged: dict[str, Tensor] = {}
+    for name, target in targets.items():
+        average = f"ema.{weights}.{name.removeprefix('model.')}"
+        averaged[average if average in saved else name] = target
+    if averaged.keys() == targets.keys():  # no name was replaced
+        raise ValueError(
+            f"{folder} has no EMA {weights!r}; it has {', '.join(averages_in(saved)) or 'none'}"
+        )
+    return averaged
+
+
+def _optimizer_targets(
+    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
+) -> dict[str, Tensor]:
+    """Return the tensors of the optimizer's state by their saved names, after creating those that
+    only the checkpoint has, and deleting those that it does not have."""
+    targets: dict[str, Tensor] = {}
+    for name, parameter, group in optimized(model, optimizer):
+        prefix = f"optimizer.{name}."
+        known = optimizer.state[parameter]
+        for key, value in list(known.items()):
+            if isinstance(value, Tensor) and f"{prefix}{key}" not in saved:
+                del known[key]
+        for entry in saved:
+            if not entry.startswith(prefix):
+                continue
+            key = entry.removeprefix(prefix)
+            if "." in key:
+                continue  # of another parameter, whose name begins with this one
+            if key not in known:
+                known[key] = _empty_entry(saved[entry], parameter, key, group)
+            targets[entry] = of_shape(as_real(known[key]), saved[entry].size)
+    return targets
 
 
 class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
-    """Lists the bytes that a plan reads, instead of reading them."""
+    """Appends the bytes that a plan reads to ``needed``, instead of reading them."""
 
-    needed: list[tuple[Path, int, int]]  # where to list them
+    def __init__(self, path: str, needed: list[tuple[Path, int, int]]) -> None:
+        super().__init__(path)
+        self.needed = needed
 
     def read_data(self, plan: Any, planner: Any) -> Any:
         headers: dict[Path, dict[str, Any]] = {}
         for item in plan.items:
             file = Path(self.storage_data[item.storage_index].relative_path)
-            entries = headers[file] = headers.get(file) or header(file)
-            ends = [entry["data_offsets"][1] for entry in entries.values() if "dtype" in entry]
+            if file not in headers:
+                headers[file] = header(file)
+            entries = headers[file]
             entry = entries[item.storage_index.fqn]
-            start, end = (
-                file.stat().st_size - max(ends) + offset for offset in entry["data_offsets"]
-            )
-            if entry["shape"] and end > start:  # rows of the first dimension are contiguous
+
+            # The tensors are at the end of the file; offsets count from the first one.
+            ends = [one["data_offsets"][1] for one in entries.values() if "dtype" in one]
+            first = file.stat().st_size - max(ends)
+            start = first + entry["data_offsets"][0]
+            end = first + entry["data_offsets"][1]
+            # Of a tensor with rows, only some may be needed; they are contiguous.
+            if entry["shape"] and end > start:
                 row = (end - start) // entry["shape"][0]
                 start += row * item.storage_offsets[0]
                 end = start + row * item.lengths[0]
@@ -317,7 +265,8 @@ class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
 def _folders(folder: Path) -> tuple[list[Path], set[str]]:
     """Return the folders with a checkpoint's tensors, and the tensor names that it does not contain
     (base model)."""
-    if (named := base_model_of(folder)) is not None:
+    named = base_model_of(folder)
+    if named is not None:
         return [folder], {f"model.{name}" for name in named["names"]}
     base = base_of(folder)
     return [folder] if base is None else [folder, base[0]], set()
@@ -325,14 +274,15 @@ def _folders(folder: Path) -> tuple[list[Path], set[str]]:
 
 def averages_in(saved: Mapping[str, Any]) -> list[str]:
     """Return the names of the EMAs among these tensor names."""
-    names: dict[str, None] = {}
+    # ``.layer.weight`` of ``model.layer.weight`` and ``ema.NAME.layer.weight``
+    tails = [name.removeprefix("model") for name in saved if name.startswith("model.")]
+    names: dict[str, None] = {}  # in order
     for name in saved:
-        if name.startswith("ema."):
-            for parameter in saved:
-                if parameter.startswith("model.") and name.endswith(
-                    tail := parameter.removeprefix("model")
-                ):
-                    names[name.removeprefix("ema.").removesuffix(tail)] = None
+        if not name.startswith("ema."):
+            continue
+        for tail in tails:
+            if name.endswith(tail):
+                names[name.removeprefix("ema.").removesuffix(tail)] = None
     return list(names)
 
 
@@ -350,9 +300,11 @@ def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, An
     """Return a zero tensor for an entry of the optimizer state, on the device that the optimizer
     would choose."""
     kind = saved.properties.dtype
-    if parameter.is_complex() and tuple(saved.size) == (*parameter.shape, 2):
+    size = tuple(saved.size)
+    if parameter.is_complex() and size == (*parameter.shape, 2):
         return torch.zeros_like(parameter)
-    if tuple(saved.size) == tuple(of_shape(parameter.detach(), saved.size).shape) and key != "step":
+    if size == tuple(of_shape(parameter.detach(), size).shape) and key != "step":
         return torch.zeros_like(parameter, dtype=kind)
+    # Most optimizers keep the step on the host, so that they need no host sync.
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-    return torch.zeros(tuple(saved.size), dtype=kind, device="cpu" if on_host else parameter.device)
+    return torch.zeros(size, dtype=kind, device="cpu" if on_host else parameter.device)

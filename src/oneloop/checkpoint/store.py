@@ -1,5 +1,7 @@
 """The checkpoints of a run on disk: written atomically, with a manifest of sizes and checksums.
-Needs no torch."""
+
+Needs no torch.
+"""
 
 import json
 import math
@@ -11,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
@@ -19,8 +21,10 @@ Entries = Mapping[str, Any]
 
 
 def header(file: Path) -> dict[str, Any]:
-    """Return the header of a safetensors file, without reading its data. Raises ValueError if there
-    is none."""
+    """Return the header of a safetensors file, without reading its data.
+
+    Raises ValueError if there is none.
+    """
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if length > 1 << 28:
@@ -31,13 +35,36 @@ def header(file: Path) -> dict[str, Any]:
     return content
 
 
+class _Shard(NamedTuple):
+    """A part of a tensor, as the header of a file describes it."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def inside(self, whole: Sequence[int]) -> bool:
+        """Return whether it lies inside a tensor of this shape."""
+        if not len(self.shape) == len(whole) == len(self.offset):
+            return False
+        dimensions = zip(self.offset, self.shape, whole, strict=True)
+        return all(at >= 0 and at + size <= length for at, size, length in dimensions)
+
+
 def tensor_problems(
     folder: Path, files: Mapping[str, Any], tensors: Mapping[str, Any]
 ) -> list[str]:
-    """List the tensors of a manifest (dtype and global shape by name) that the files do not hold
-    exactly once."""
-    wrong, rows = [], defaultdict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]](list)
-    for name in (name for name in files if name.endswith(".safetensors")):
+    """List the tensors that the files of a checkpoint do not hold exactly once.
+
+    Args:
+        folder: the checkpoint.
+        files: the manifest's entries of its files.
+        tensors: dtype and global shape of each tensor, by name.
+    """
+    # Read the headers.
+    wrong: list[str] = []
+    shards = defaultdict[str, list[_Shard]](list)
+    for name in files:
+        if not name.endswith(".safetensors"):
+            continue
         try:
             entries = header(folder / name)
             about = json.loads(entries.pop("__metadata__", {}).get("DCP_SHARDING_INFO", "{}"))
@@ -49,39 +76,31 @@ def tensor_problems(
                         f"{tensor} is {entry['dtype']} in {name}, and {tensors[tensor][0]} in "
                         "the manifest"
                     )
-                rows[tensor].append((offset, shape))
+                shards[tensor].append(_Shard(offset, shape))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             wrong.append(f"{name}: its header cannot be read ({type(error).__name__}: {error})")
     if wrong:
         return wrong
+
+    # The shards of a tensor are inside it, start at different offsets, and have all its elements.
     for tensor, (_, shape) in tensors.items():
-        held = rows.pop(tensor, [])
-        inside = all(
-            len(piece) == len(shape) == len(offset)
-            and all(
-                at >= 0 and at + size <= whole
-                for at, size, whole in zip(offset, piece, shape, strict=True)
-            )
-            for offset, piece in held
-        )
-        count = sum(math.prod(piece) for _, piece in held)
-        if (
-            not inside
-            or count != math.prod(shape)
-            or len({offset for offset, _ in held}) < len(held)
-        ):
+        held = shards.pop(tensor, [])
+        inside = all(shard.inside(shape) for shard in held)
+        count = sum(math.prod(shard.shape) for shard in held)
+        starts = {shard.offset for shard in held}
+        if not inside or count != math.prod(shape) or len(starts) < len(held):
             wrong.append(
                 f"{tensor} of shape {tuple(shape)} is not whole: {count} of {math.prod(shape)} "
                 "elements"
             )
-    return wrong + [f"{tensor} is not in the manifest" for tensor in rows]
+    return wrong + [f"{tensor} is not in the manifest" for tensor in shards]
 
 
 MANIFEST = "MANIFEST.json"
 FORMAT = 2  # version of the manifest; version 1 did not list the tensors
-_READ = (1, 2)
+_READ = (1, 2)  # versions that this code reads
 _NAME = re.compile(r"step-(\d{8,})")
-_CHUNK = 1 << 22
+_CHUNK = 1 << 22  # bytes
 
 
 def name_of(step: int) -> str:
@@ -96,6 +115,7 @@ def step_in(name: str) -> int | None:
 
 
 def step_of(folder: Path) -> int:
+    """Return the step of a committed checkpoint."""
     step = step_in(folder.name)
     assert step is not None, folder
     return step
@@ -130,19 +150,19 @@ def write_file(file: Path, content: bytes) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Keep:
-    """The checkpoints that a prune keeps: the newest ones, those of every Mth step, and the
-    best."""
+    """The checkpoints that a prune keeps: the newest, those of every Mth step, and the best."""
 
-    newest: int = 2
+    newest: int = 2  # how many, at least 1
     every: int = 0  # in steps; 0: none
     best: int | None = None  # step of the best checkpoint
 
     def among(self, steps: Sequence[int]) -> set[int]:
         """Return those of the steps, in ascending order, whose checkpoints are kept."""
-        kept = {
-            step for step in steps if (self.every and step % self.every == 0) or step == self.best
-        }
-        return kept | set(steps[-max(1, self.newest) :])
+        kept = set(steps[-max(1, self.newest) :])
+        for step in steps:
+            if step == self.best or (self.every and step % self.every == 0):
+                kept.add(step)
+        return kept
 
 
 class Store:
@@ -166,12 +186,18 @@ class Store:
     def seal(
         self, draft: Path, step: int, files: Entries, about: Entries, tensors: Entries | None = None
     ) -> Path:
-        """Commit the ``draft`` of the checkpoint of ``step``, whose files are flushed: write the
-        manifest, flush, rename the folder, flush.
+        """Commit a checkpoint whose files are flushed; return its folder.
 
-        ``files`` are the manifest entries (size and checksum) by name, ``about`` describes the
-        content for readers. ``tensors``: dtype (safetensors name) and global shape of all tensors
-        in its files, by name."""
+        Write the manifest, flush, rename the folder, flush: after a crash at any moment, the
+        checkpoint is complete or is not there.
+
+        Args:
+            draft: the folder with its files.
+            step: its number.
+            files: manifest entries (size and checksum) of its files, by name.
+            about: describes the content for readers.
+            tensors: dtype (safetensors name) and global shape of all tensors, by name.
+        """
         write_file(draft / MANIFEST, signed(manifest_of(step, files, about, tensors)))
         flush(draft)
         sealed = self.root / name_of(step)
@@ -187,10 +213,12 @@ class Store:
         return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=step_of)
 
     def prune(self, keep: Keep) -> list[Path]:
-        """Delete checkpoints that need not be kept. Rename them first, so that a kill leaves no
-        partial checkpoint."""
+        """Delete the checkpoints that need not be kept; return their former paths.
+
+        Rename them first, so that a kill leaves no partial checkpoint.
+        """
         sealed = self.sealed()
-        keeping = keep.among([*map(step_of, sealed)])
+        keeping = keep.among([step_of(path) for path in sealed])
         removed = [path for path in sealed if step_of(path) not in keeping]
         for path in removed:
             path.rename(self.root / f".{path.name}.removed")
@@ -198,16 +226,17 @@ class Store:
         return removed
 
     def sweep(self, *more: str) -> None:
-        """Delete what a killed process left behind; also ``more`` endings: ``.draft`` only if no
-        writer is active."""
+        """Delete the folders that a killed process left behind.
+
+        ``more`` are further endings of their names. Use ``.draft`` only if no writer is active.
+        """
         endings = (".removed", ".replaced", *more)
         for path in self.root.glob(".step-*") if self.root.is_dir() else ():
             if path.name.endswith(endings):
                 shutil.rmtree(path, ignore_errors=True)
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a damaged checkpoint to ``bad-…``, so that the user can inspect it; return the new
-        path."""
+        """Rename a damaged checkpoint to ``bad-…`` for the user; return the new path."""
         renamed = self.root / f"bad-{path.name}"
         with suppress(OSError):
             shutil.rmtree(renamed, ignore_errors=True)
@@ -215,8 +244,7 @@ class Store:
         return renamed
 
     def newest_good(self) -> Iterator[tuple[Path, list[str]]]:
-        """Yield the committed checkpoints, newest first, each with its problems (none: it is
-        intact)."""
+        """Yield the committed checkpoints, newest first, each with its problems, if any."""
         for path in reversed(self.sealed()):
             yield path, problems(path)
 
@@ -225,13 +253,13 @@ def manifest_of(
     step: int, files: Entries, about: Entries, tensors: Entries | None = None
 ) -> dict[str, Any]:
     """Return the manifest of a checkpoint; see :meth:`Store.seal`."""
-    manifest = {
+    return {
         "format": FORMAT,
         "step": step,
         "files": dict(sorted(files.items())),
         "about": dict(about),
+        "tensors": dict(tensors or {}),
     }
-    return manifest | {"tensors": dict(tensors or {})}
 
 
 def signed(manifest: Mapping[str, Any]) -> bytes:
@@ -240,12 +268,15 @@ def signed(manifest: Mapping[str, Any]) -> bytes:
 
 
 def _of(manifest: Mapping[str, Any]) -> str:
+    """Return the checksum of a manifest, in any order of its keys."""
     return xxh3_128_hexdigest(json.dumps(manifest, sort_keys=True).encode())
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Return the checkpoint's manifest. Raise ValueError if it is missing, damaged or of another
-    format."""
+    """Return the checkpoint's manifest.
+
+    Raises ValueError if it is missing, damaged or of another format.
+    """
     try:
         return parsed_manifest((folder / MANIFEST).read_bytes())
     except OSError as error:
@@ -253,15 +284,16 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def parsed_manifest(content: bytes) -> dict[str, Any]:
-    """Return the manifest with this content. Raises ValueError if it is damaged or of another
-    format."""
+    """Return the manifest with this content.
+
+    Raises ValueError if it is damaged or of another format.
+    """
     try:
         manifest = json.loads(content)
         recorded = manifest.pop("self")
         files = manifest["files"]
-        plain = all(
-            name.count("/") <= 1 and not {"", ".", ".."} & set(name.split("/")) for name in files
-        )
+        # A name must not lead out of the folder.
+        plain = all(_is_plain(name) for name in files)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{MANIFEST} cannot be read ({type(error).__name__}: {error})") from error
     if recorded != _of(manifest) or not plain:
@@ -275,17 +307,29 @@ def parsed_manifest(content: bytes) -> dict[str, Any]:
     return manifest  # type: ignore[no-any-return]
 
 
+def _is_plain(name: str) -> bool:
+    """Return whether a name is of a file in the folder, or in a folder inside it."""
+    return name.count("/") <= 1 and not {"", ".", ".."} & set(name.split("/"))
+
+
 def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | None = None) -> None:
     """Write a manifest for a folder that is not a checkpoint; :func:`problems_of_files` verifies
-    it. ``files`` are known manifest entries (None: of all files in the folder)."""
-    files = files or {
-        path.relative_to(folder).as_posix(): {"size": path.stat().st_size, "xxh3": checksum(path)}
-        for path in sorted(
-            [*folder.iterdir(), *folder.glob("[0-9]_*/*")]
-        )  # parts of a model of sentence-transformers
-        if path.is_file() and path.name != MANIFEST
-    }
-    write_file(folder / MANIFEST, signed({"format": FORMAT, "files": files, "about": dict(about)}))
+    it.
+
+    Args:
+        folder: with all its files.
+        about: describes the content for readers.
+        files: known manifest entries; None: of all files in the folder.
+    """
+    entries = dict(files or {})
+    if not entries:
+        # with the parts of a model of sentence-transformers
+        for path in sorted([*folder.iterdir(), *folder.glob("[0-9]_*/*")]):
+            if path.is_file() and path.name != MANIFEST:
+                entry = {"size": path.stat().st_size, "xxh3": checksum(path)}
+                entries[path.relative_to(folder).as_posix()] = entry
+    manifest = {"format": FORMAT, "files": entries, "about": dict(about)}
+    write_file(folder / MANIFEST, signed(manifest))
 
 
 def problems_of_files(folder: Path) -> list[str]:
@@ -297,8 +341,10 @@ def problems_of_files(folder: Path) -> list[str]:
 
 
 def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
-    """Return the files whose size or checksum differs from their entry. Reads every file
-    completely."""
+    """Return the files whose size or checksum differs from their entry.
+
+    Reads every file completely.
+    """
     wrong = []
     for name, entry in files.items():
         file = folder / name
@@ -306,7 +352,9 @@ def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
             size = file.stat().st_size
             if size != entry["size"]:
                 wrong.append(f"{name}: expected {entry['size']} bytes, found {size}")
-            elif (actual := checksum(file)) != entry["xxh3"]:
+                continue
+            actual = checksum(file)
+            if actual != entry["xxh3"]:
                 wrong.append(f"{name}: expected checksum {entry['xxh3']}, found {actual}")
         except OSError as error:
             wrong.append(f"{name}: {error.strerror}")
@@ -314,8 +362,10 @@ def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
 
 
 def problems(folder: Path) -> list[str]:
-    """Return the problems of a committed checkpoint: file, expected and found value. Reads it
-    completely."""
+    """Return the problems of a committed checkpoint: file, expected and found value.
+
+    Reads it completely.
+    """
     try:
         return _problems(folder, read_manifest(folder))
     except ValueError as error:
@@ -325,18 +375,20 @@ def problems(folder: Path) -> list[str]:
 
 
 def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
-    wrong = [
-        f"{path.name}: a link, which may lead elsewhere"
-        for path in folder.iterdir()
-        if path.is_symlink()
-    ]
+    # Links and the step need no reading of files.
+    wrong = []
+    for path in folder.iterdir():
+        if path.is_symlink():
+            wrong.append(f"{path.name}: a link, which may lead elsewhere")
     if _NAME.fullmatch(folder.name) and manifest["step"] != step_of(folder):
         wrong.append(f"its manifest belongs to step {manifest['step']}")
     if wrong:
         return wrong
+
+    # The files are those of the manifest.
     wrong = changed(folder, manifest["files"])
     unknown = {path.name for path in folder.iterdir()} - set(manifest["files"]) - {MANIFEST}
     wrong += [f"{name}: not in the manifest" for name in sorted(unknown)]
-    if wrong or not manifest.get("tensors"):
+    if wrong or not manifest.get("tensors"):  # format 1 does not list the tensors
         return wrong
     return tensor_problems(folder, manifest["files"], manifest["tensors"])

@@ -19,7 +19,8 @@ from oneloop.basics.files import replacing
 from oneloop.basics.parameter_names import matches
 from oneloop.basics.tensors import scalar_names
 from oneloop.checkpoint.mirror import FINAL, complete, local_run
-from oneloop.checkpoint.state_dict import Tensors, model_tensors
+from oneloop.checkpoint.pieces import Tensors
+from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.checkpoint.store import MANIFEST, read_manifest
 
 _ADAPTERS = "adapter_model"  # peft's file name for adapters
@@ -38,21 +39,27 @@ def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[
     every rank.
 
     Names are those of the unwrapped model: no ``module.``, no ``_orig_mod.``. Tied weights occur
-    once. With a base model (``origin``), return only the other weights, under the names in peft's
-    files."""
+    once.
+
+    Args:
+        model: bare or wrapped.
+        origin: a base model: return only the other weights, under the names in peft's files.
+    """
     if origin is not None:
         return _trained_weights(model, origin)
-    state: Any = get_model_state_dict(
-        model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)
-    )
-    tied, seen, scalars = tied_names(bare(model)), set[int](), scalar_names(bare(model))
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    state: Any = get_model_state_dict(model, options=options)
+    tied = tied_names(bare(model))
+    scalars = scalar_names(bare(model))
+    seen = set[int]()
     weights = {}
     for name, tensor in state.items():
         if name in tied:
             continue
         whole = tensor.reshape(()) if name in scalars else tensor.contiguous()
-        # shared memory, which safetensors rejects
-        if (data := whole.untyped_storage().data_ptr()) in seen:
+        # Copy a tensor that shares memory with another, which safetensors rejects.
+        data = whole.untyped_storage().data_ptr()
+        if data in seen:
             whole = whole.clone()
         seen.add(data)
         weights[name] = whole
@@ -60,12 +67,16 @@ def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[
 
 
 def _trained_weights(model: nn.Module, origin: BaseModel) -> dict[str, Tensor]:
-    weights, scalars = {}, scalar_names(bare(model))
-    for name, tensor in model_tensors(model).items():
-        if (name := name.removeprefix("model.")) not in origin.names:
-            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            whole = whole.reshape(()) if name in scalars else whole
-            weights[origin.outside(name)] = whole.cpu().clone()
+    """Return the weights that the base model does not have. Collective."""
+    weights = {}
+    scalars = scalar_names(bare(model))
+    for full_name, tensor in model_tensors(model).items():
+        name = full_name.removeprefix("model.")
+        if name in origin.names:
+            continue
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        whole = whole.reshape(()) if name in scalars else whole
+        weights[origin.outside(name)] = whole.cpu().clone()
     return weights if not dist.is_initialized() or dist.get_rank() == 0 else {}
 
 
@@ -90,13 +101,21 @@ def load_weights(
     leave_out: Sequence[str] = (),
     origin: BaseModel | None = None,
 ) -> list[str]:
-    """Load weights (``raw``, or the name of an EMA) into a model that is not yet wrapped; return
-    the names left out.
+    """Load weights into a model that is not yet wrapped; return the names left out.
 
-    ``source`` is a run folder, another folder, a hub repository, or a .safetensors file. Names that
-    a pattern in ``leave_out`` matches (:func:`oneloop.basics.parameter_names.matches`), and frozen
-    parameters of the base model ``origin``, stay unchanged. Raise ValueError if there are no
-    weights, if they are of another model, or if a pattern matches no name."""
+    Args:
+        model: the bare model.
+        source: a run folder, another folder, a hub repository, or a .safetensors file.
+        weights: ``raw``, or the name of an EMA.
+        leave_out: patterns (:func:`oneloop.basics.parameter_names.matches`) of names that stay
+            unchanged.
+        origin: the base model, whose parameters stay unchanged, too.
+
+    Raises:
+        ValueError: if there are no weights, if they are of another model, or if a pattern matches
+            no name.
+    """
+    # Read the file.
     if is_address(source):
         complete(local_run(source) / FINAL)
         source = str(local_run(source))
@@ -105,31 +124,38 @@ def load_weights(
         loaded = load_file(file)
     except (SafetensorError, OSError) as error:
         raise ValueError(f"init.from {source!r}: {file} cannot be read: {error}") from error
+
+    # Rename the tensors of adapters: the file has peft's names.
     if origin is not None:
         about = _config_next_to(file, source)
         _reject_other_origin(file.parent, source, origin, about)
-        inside = {
-            origin.outside(name): name for name in model.state_dict() if name not in origin.names
-        }
+        inside = {}
+        for name in model.state_dict():
+            if name not in origin.names:
+                inside[origin.outside(name)] = name
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
-    loaded |= {name: loaded[name].reshape(1) for name in scalar_names(model) if name in loaded}
-    own = {
-        name: tensor
-        for name, tensor in model.state_dict().items()
-        if origin is None or name not in origin.names
-    }
+    for name in scalar_names(model):
+        if name in loaded:
+            loaded[name] = loaded[name].reshape(1)
+
+    # Find what to load: the model's own names, without those left out.
+    own = model.state_dict()
+    if origin is not None:
+        own = {name: tensor for name, tensor in own.items() if name not in origin.names}
     for pattern in leave_out:
         if not any(matches(pattern, name) for name in own):
             some = ", ".join([*own][:8])
             raise ValueError(
                 f"init.leave_out {pattern!r} matches no parameter of the model; it has {some}, …"
             )
-    left = [name for name in own if any(matches(pattern, name) for pattern in leave_out)]
-    loaded = {
-        name: tensor
-        for name, tensor in loaded.items()
-        if not any(matches(p, name) for p in leave_out)
-    }
+
+    def stays(name: str) -> bool:
+        return any(matches(pattern, name) for pattern in leave_out)
+
+    left = [name for name in own if stays(name)]
+    loaded = {name: tensor for name, tensor in loaded.items() if not stays(name)}
+
+    # Check that they fit, then load them.
     _reject_others(own, loaded, tied_names(model) | set(left), source, file)
     if origin is not None and (other := origin.other_settings(about)):
         raise ValueError(
@@ -142,30 +168,36 @@ def load_weights(
 
 
 def _file_of(source: str, weights: str, origin: BaseModel | None) -> Path:
+    """Return the file with the weights. Raises ValueError if there is none."""
     hub = source.startswith(HUB)
-    own, other = ("model", _ADAPTERS) if origin is None else (origin.file, "model")
+    own = origin.file if origin is not None else "model"
+    name = f"{own if weights == 'raw' else weights}.safetensors"
+    folders = [""] if hub else ["final/", ""]
+
+    # A file, or a file in a folder or repository.
+    found: Path | None = None
     if Path(source).suffix == ".safetensors" and not hub:
         candidates = [source]
-        found = Path(source) if Path(source).is_file() else None
+        if Path(source).is_file():
+            found = Path(source)
     else:
-        folders = [""] if hub else ["final/", ""]
-        names = [
-            f"{folder}{own if weights == 'raw' else weights}.safetensors" for folder in folders
-        ]
-        candidates = [f"{source}/{name}" for name in names]
-        found = next((file for name in names if (file := fetched(source, name)) is not None), None)
-        if found is None and any(
-            fetched(source, f"{folder}{other}.safetensors") for folder in folders
-        ):
-            one, other = (
-                ("adapters", "none")
-                if origin is None
-                else ("a whole model", "only adapters to train")
-            )
-            raise ValueError(
-                f"init.from {source!r} contains {one}, but the model has {other}; set it as "
-                "task.model"
-            )
+        candidates = [f"{source}/{folder}{name}" for folder in folders]
+        for folder in folders:
+            found = found or fetched(source, f"{folder}{name}")
+
+        # A whole model in place of adapters, or adapters in place of a whole model.
+        if found is None:
+            other = "model" if origin is not None else _ADAPTERS
+            if any(fetched(source, f"{folder}{other}.safetensors") for folder in folders):
+                if origin is None:
+                    raise ValueError(
+                        f"init.from {source!r} contains adapters, but the model has none; set it "
+                        "as task.model"
+                    )
+                raise ValueError(
+                    f"init.from {source!r} contains a whole model, but the model has only adapters "
+                    "to train; set it as task.model"
+                )
     if found is None:
         raise ValueError(
             f"init.from {source!r}: no weights found (looked for {' and '.join(candidates)})"
@@ -174,9 +206,11 @@ def _file_of(source: str, weights: str, origin: BaseModel | None) -> Path:
 
 
 def _config_next_to(weights: Path, source: str) -> dict[str, Any]:
+    """Return the content of the adapters' config; empty if there is none."""
     if source.startswith(HUB):
-        for name in (_CONFIG, MANIFEST):  # downloads them next to the weights
-            fetched(source, name)
+        # Download them next to the weights.
+        fetched(source, _CONFIG)
+        fetched(source, MANIFEST)
     file = weights.parent / _CONFIG
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
@@ -184,11 +218,13 @@ def _config_next_to(weights: Path, source: str) -> dict[str, Any]:
 def _reject_other_origin(
     folder: Path, source: str, origin: BaseModel, about: Mapping[str, Any]
 ) -> None:
+    """Reject adapters of another base model."""
     try:
         there = read_manifest(folder)["about"].get("base")
     except ValueError:
         there = None
-    if other := origin.of_another(about, there):
+    other = origin.of_another(about, there)
+    if other:
         raise ValueError(
             f"init.from {source!r}: its adapters are for {other}; set task.model to it"
         )
@@ -201,22 +237,26 @@ def _reject_others(
     missing."""
     missing = sorted(own.keys() - loaded.keys() - set(known))
     unexpected = sorted(loaded.keys() - own.keys())
-    shapes = [
-        f"{name} {tuple(loaded[name].shape)} for {tuple(own[name].shape)}"
-        for name in sorted(own.keys() & loaded.keys())
-        if own[name].shape != loaded[name].shape
-    ]
-    if missing or unexpected or shapes:
-        wrong = [
-            f"{what}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
-            for what, names in (
-                ("missing", missing),
-                ("unexpected", unexpected),
-                ("other shape", shapes),
-            )
-            if names
-        ]
-        why = f"is of another model ({'; '.join(wrong)})"
+    shapes = []
+    for name in sorted(own.keys() & loaded.keys()):
+        there, here = loaded[name].shape, own[name].shape
+        if there != here:
+            shapes.append(f"{name} {tuple(there)} for {tuple(here)}")
+
+    wrong = []
+    if missing:
+        wrong.append(f"missing: {_some(missing)}")
+    if unexpected:
+        wrong.append(f"unexpected: {_some(unexpected)}")
+    if shapes:
+        wrong.append(f"other shape: {_some(shapes)}")
+    if wrong:
         raise ValueError(
-            f"init.from {source!r}: {file.name} {why}; choose weights of the same task.* settings"
+            f"init.from {source!r}: {file.name} is of another model ({'; '.join(wrong)}); choose "
+            "weights of the same task.* settings"
         )
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return the first names."""
+    return f"{', '.join(names[:3])}{', …' if len(names) > 3 else ''}"

@@ -1,0 +1,122 @@
+"""What one rank writes of the state: its pieces of the tensors, their header, and their copy in
+host memory.
+
+The files have the format of torch.distributed.checkpoint's safetensors storage.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+Tensors = Mapping[str, Tensor]
+NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.bool: "BOOL",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+}
+"""dtypes that a checkpoint supports, and their names in safetensors"""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One rank's shard of a tensor, and its offset in the global shape."""
+
+    name: str
+    tensor: Tensor
+    offset: tuple[int, ...]
+
+
+def pieces(
+    tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()
+) -> list[Piece]:
+    """Return what this rank writes: its shards, and its share of the unsharded tensors by bytes.
+    No communication.
+
+    Args:
+        tensors: all tensors, in the same order on all ranks.
+        rank: of this process.
+        ranks: their number.
+        of_rank_0: names of tensors that may differ between ranks; rank 0 writes them.
+    """
+    mine: list[Piece] = []
+    load = [0] * ranks  # bytes of unsharded tensors, by rank
+    for name, tensor in tensors.items():
+        # Under HSDP, only the first replica writes its shard.
+        if isinstance(tensor, DTensor):
+            own = tensor.to_local()
+            _, offset = compute_local_shape_and_global_offset(
+                tensor.shape, tensor.device_mesh, tensor.placements
+            )
+            if own.numel() and not _is_replica(tensor):
+                mine.append(Piece(name, own, tuple(offset)))
+            continue
+
+        # The rank with the least bytes so far writes an unsharded tensor.
+        owner = 0 if name in of_rank_0 else load.index(min(load))
+        load[owner] += tensor.numel() * tensor.element_size() + 1
+        if owner == rank:
+            mine.append(Piece(name, tensor, (0,) * tensor.ndim))
+    # keeps every tensor aligned
+    return sorted(mine, key=lambda piece: -piece.tensor.element_size())
+
+
+def _is_replica(tensor: DTensor) -> bool:
+    """Return whether an earlier rank holds the same shard."""
+    coordinate = tensor.device_mesh.get_coordinate() or ()
+    placed = zip(tensor.placements, coordinate, strict=True)
+    return any(placement.is_replicate() and at > 0 for placement, at in placed)
+
+
+def header_of(mine: list[Piece]) -> tuple[str, int]:
+    """Return the safetensors header of these pieces in order, and the number of bytes of their
+    data."""
+    entries: dict[str, Any] = {}
+    sharding: dict[str, Any] = {}
+    end = 0  # bytes so far
+    for piece in mine:
+        start = end
+        end += piece.tensor.numel() * piece.tensor.element_size()
+        kind = NAMES.get(piece.tensor.dtype)
+        if kind is None:
+            raise TypeError(
+                f"{piece.name} has dtype {piece.tensor.dtype}, which safetensors does not support"
+            )
+        entries[piece.name] = {
+            "dtype": kind,
+            "shape": list(piece.tensor.shape),
+            "data_offsets": [start, end],
+        }
+        sharding[piece.name] = {"saved_offsets": list(piece.offset)}
+    about = {"format": "pt", "DCP_VERSION": "1.0", "DCP_SHARDING_INFO": json.dumps(sharding)}
+    return json.dumps({"__metadata__": about, **entries}), end
+
+
+@torch.no_grad()
+def stage(mine: list[Piece], buffer: Tensor) -> None:
+    """Copy the pieces into ``buffer`` (host memory, uint8) and wait for the copies. Host sync."""
+    views = []
+    sources = []
+    end = 0  # bytes so far
+    for piece in mine:
+        start = end
+        end += piece.tensor.numel() * piece.tensor.element_size()
+        views.append(buffer[start:end].view(piece.tensor.dtype).view(piece.tensor.shape))
+        sources.append(piece.tensor)
+    if views:
+        torch._foreach_copy_(views, sources, non_blocking=True)
+        # Wait for the copies from a GPU: the next update changes the tensors (host sync).
+        if any(source.device.type != "cpu" for source in sources):
+            torch.accelerator.synchronize()
