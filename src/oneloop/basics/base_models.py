@@ -1,5 +1,4 @@
-"""Base models: files in a folder or on the Hugging Face hub, which checkpoints refer to instead of
-storing."""
+"""Base models: files in a folder or on the Hugging Face hub, which checkpoints only refer to."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -19,8 +18,15 @@ def place_of(name: str) -> tuple[str, str | None]:
 
 
 def fetched(name: str, file: str) -> Path | None:
-    """Return the path of a file in a folder or hub repository, or None if it is missing. Raise
-    ValueError if the repository does not exist or cannot be reached."""
+    """Return the path of a file in a folder or hub repository, or None if it is missing.
+
+    Args:
+        name: the folder, or ``hf:ID[@REVISION]``.
+        file: its name there.
+
+    Raises:
+        ValueError: if the repository does not exist or cannot be reached.
+    """
     where, revision = place_of(name)
     if not name.startswith(HUB):
         path = Path(where) / file
@@ -51,8 +57,10 @@ def _first(error: Exception) -> str:
 
 @dataclass(frozen=True)
 class BaseModel:
-    """A pretrained model of which a run trains only a few parameters; checkpoints do not store its
-    tensors."""
+    """A pretrained model of which a run trains only a few parameters.
+
+    Checkpoints do not store its tensors.
+    """
 
     place: str  # for messages: a folder, or hf:ID
     names: frozenset[str]  # tensors of the model that were read from the base model
@@ -65,13 +73,18 @@ class BaseModel:
     seen: Callable[[], object] = lambda: None  # a cheap stamp that changes with the content
 
     def __post_init__(self) -> None:
+        # a stamp of the content that was read; in ``__dict__``, because the class is frozen
         self.__dict__["_first"] = self.seen()
 
     def unchanged(self) -> None:
-        """Raise ValueError if the content of the base model has changed since it was read; mtime is
-        ignored."""
-        if (now := self.seen()) == self.__dict__["_first"]:
+        """Raise ValueError if the content of the base model has changed since it was read.
+
+        A change of the files' times alone is ignored.
+        """
+        now = self.seen()
+        if now == self.__dict__["_first"]:
             return
+        # The stamp differs: compare the content, which takes longer.
         if self.look() != self.__dict__.get("content"):
             raise ValueError(
                 f"{self.place}, the base model, changed since the start; restore the original files"
@@ -90,24 +103,27 @@ class BaseModel:
         return {"place": self.place, **self.content, "settings": dict(self.settings)}
 
     def difference(self, there: Mapping[str, Any]) -> str:
-        """Return how this base model differs from the recorded one ``there``; empty if it does
-        not."""
+        """Return how this base model differs from a recorded one; empty if it does not."""
         if any(there.get(key) != value for key, value in self.content.items()):
-            one, other = (short(about) for about in (there, self.description))
-            return f"{one}, expected {other}"
+            return f"{short(there)}, expected {short(self.description)}"
         return self.other_settings(there.get("settings", {}))
 
     def other_settings(self, there: Mapping[str, Any]) -> str:
         """Return the settings that differ; empty if none does."""
-        apart = ((key, there.get(key, value), value) for key, value in self.settings.items())
-        return "; ".join(
-            f"{key} {other}, expected {value}" for key, other, value in apart if other != value
-        )
+        apart = []
+        for key, value in self.settings.items():
+            other = there.get(key, value)
+            if other != value:
+                apart.append(f"{key} {other}, expected {value}")
+        return "; ".join(apart)
 
     def of_another(self, about: Mapping[str, Any], there: Mapping[str, Any] | None) -> str:
-        """Return the other base model that adapters were trained on, empty if it is this one;
-        ``about`` is their adapter_config.json, ``there`` the base model's entry in the manifest
-        next to them."""
+        """Return the other base model that adapters were trained on; empty if it is this one.
+
+        Args:
+            about: their adapter_config.json.
+            there: the base model's entry in the manifest next to them.
+        """
         if there:
             return self.difference({**there, "settings": {}})
         named = str(about.get("base_model_name_or_path") or "")
@@ -119,7 +135,5 @@ def short(about: Mapping[str, Any]) -> str:
     """Return a short description of a base model for messages."""
     files = about.get("files", {})
     sums = [f"{name} {entry[1]}" for name, entry in files.items() if isinstance(entry, list)]
-    return (
-        f"{about.get('place')} "
-        f"({about.get('commit') or ', '.join(sums[:2]) or files.get('digest')})"
-    )
+    content = about.get("commit") or ", ".join(sums[:2]) or files.get("digest")
+    return f"{about.get('place')} ({content})"

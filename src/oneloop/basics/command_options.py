@@ -13,15 +13,19 @@ class Options(ArgumentParser):
     """The options of a command, whose help page is ``about``; a wrong option raises BadInput."""
 
     def __init__(self, command: str, about: str | None, *, usage: str | None = None) -> None:
-        how: dict[str, Any] = {
-            "formatter_class": RawDescriptionHelpFormatter,
-            "allow_abbrev": False,
-        }
-        super().__init__(f"oneloop {command}", usage, cleandoc(about or ""), **how)
+        super().__init__(
+            f"oneloop {command}",
+            usage,
+            cleandoc(about or ""),
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
 
     def error(self, message: str) -> NoReturn:
-        if isinstance(why := getattr(sys.exc_info()[1], "__context__", None), BadInput):
-            raise why  # of an option's type
+        # An option's type may have raised an error that says more.
+        why = getattr(sys.exc_info()[1], "__context__", None)
+        if isinstance(why, BadInput):
+            raise why
         raise BadInput(
             f"{self.prog}: {message.removeprefix('argument ')}; {self.prog} --help lists the "
             "options"

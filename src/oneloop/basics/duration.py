@@ -1,5 +1,4 @@
-"""Durations: ``500`` (steps), ``"20ep"``, ``"1M samples"``, ``"2B tokens"``, ``"10%"`` of the
-run."""
+"""Durations: ``500`` (steps), ``"20ep"``, ``"1M samples"``, ``"2B tokens"``, ``"10%"`` of a run."""
 
 import math
 import re
@@ -10,33 +9,56 @@ from oneloop.basics.exit_codes import BadInput
 
 _MULTIPLE = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
 _SECONDS = {"s": 1, "min": 60, "h": 3600, "d": 86400}
-_UNITS = {"": "steps", "ep": "ep", "epoch": "ep", "epochs": "ep", "%": "%"}
-_UNITS |= dict.fromkeys(_SECONDS, "seconds")
-_UNITS |= {word: f"{unit}s" for unit in ("step", "sample", "token") for word in (unit, f"{unit}s")}
+# units by the words of the user
+_UNITS = {
+    "": "steps",
+    "step": "steps",
+    "steps": "steps",
+    "sample": "samples",
+    "samples": "samples",
+    "token": "tokens",
+    "tokens": "tokens",
+    "ep": "ep",
+    "epoch": "ep",
+    "epochs": "ep",
+    "%": "%",
+    **dict.fromkeys(_SECONDS, "seconds"),
+}
 _TIME = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|h|d)")
 _FORM = re.compile(r"\s*(\d+(?:\.\d+)?(?:e\d+)?)\s*([KMB]?)\s*([a-z]*|%)\s*", re.ASCII)
 
 
 class Duration:
-    """A length of training as the user writes it. Raises ValueError if the text is not a
-    duration."""
+    """A length of training as the user writes it.
+
+    Raises ValueError if the text is not a duration.
+    """
 
     def __init__(self, text: "str | int | Duration") -> None:
         self.text: str = text.text if isinstance(text, Duration) else str(text).strip()
         match = _FORM.fullmatch(self.text)
         if match is None or match[3] not in _UNITS:
-            forms = (
-                "steps (500), epochs ('20ep'), samples ('1M samples'), tokens ('2B tokens') or a "
-                "share ('10%')"
+            raise ValueError(
+                f"{self.text!r} is not a duration; write steps (500), epochs ('20ep'), samples "
+                "('1M samples'), tokens ('2B tokens') or a share ('10%'), never negative"
             )
-            raise ValueError(f"{self.text!r} is not a duration; write {forms}, never negative")
-        self.amount = Fraction(match[1]) * _MULTIPLE[match[2]]
         self.unit = _UNITS[match[3]]
+        # of the unit; exact, and in seconds for a time
+        self.amount = Fraction(match[1]) * _MULTIPLE[match[2]]
         self.amount *= _SECONDS.get(match[3], 1)
 
     def steps(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> int:
-        """Return whole steps, rounded up; ``total`` steps of the run resolve ``%``. Raise
-        ValueError if that is unknown, or for tokens if the samples differ in length."""
+        """Return whole steps, rounded up.
+
+        Args:
+            scale: sizes of one step and one epoch.
+            total: steps of the run, which resolve ``%``.
+            key: names the duration in messages.
+
+        Raises:
+            ValueError: if ``total`` is needed and unknown; for a time; or for tokens, if the
+                samples differ in length.
+        """
         return math.ceil(self._steps(scale, total, key))
 
     def _steps(self, scale: "Scale", total: int | None, key: str) -> Fraction:
@@ -64,28 +86,25 @@ class Duration:
                 )
             return self.amount * total / 100
         if scale.sample_tokens is None:
-            why = "this task's samples differ in length or are not tokens"
             raise ValueError(
-                f"{key} {self.text!r} is in tokens, but {why}; use steps, 'ep' or 'samples'"
+                f"{key} {self.text!r} is in tokens, but this task's samples differ in length or "
+                "are not tokens; use steps, 'ep' or 'samples'"
             )
         return self.amount / (scale.batch * Fraction(scale.sample_tokens))
 
     def samples(self, scale: "Scale", *, total: int | None = None, key: str = "duration") -> float:
         """Return the length in samples, not rounded. Raise ValueError as :meth:`steps` does."""
-        return (
-            float(self.amount)
-            if self.unit == "samples"
-            else float(self._steps(scale, total, key) * scale.batch)
-        )
+        if self.unit == "samples":
+            return float(self.amount)
+        return float(self._steps(scale, total, key) * scale.batch)
 
     def __repr__(self) -> str:
         return self.text
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Duration) and (self.amount, self.unit) == (
-            other.amount,
-            other.unit,
-        )
+        if not isinstance(other, Duration):
+            return False
+        return (self.amount, self.unit) == (other.amount, other.unit)
 
     def __hash__(self) -> int:
         return hash((self.amount, self.unit))
@@ -109,16 +128,19 @@ def seconds(text: str, key: str) -> float:
 
 
 def is_time(step: int, every: int, total: int) -> bool:
-    """Return True at every ``every``-th step and at the last step; ``every=0``: only at the last
-    step."""
+    """Return True at every ``every``-th step and at the last step (0: only at the last step)."""
     return step == total or (every > 0 and step % every == 0)
 
 
 def span(text: str, key: str) -> tuple[int, int]:
-    """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10). Raise ValueError for anything
-    else."""
+    """Parse ``"10-15"`` as (10, 15) and ``"10"`` as (10, 10).
+
+    Raise ValueError for anything else.
+    """
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
-    first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 1 <= first <= last:
-        raise ValueError(f"{key} {text!r} is not a range of steps; write 10-15, counted from 1")
-    return first, last
+    if match is not None:
+        first = int(match[1])
+        last = int(match[2] or match[1])
+        if 1 <= first <= last:
+            return first, last
+    raise ValueError(f"{key} {text!r} is not a range of steps; write 10-15, counted from 1")

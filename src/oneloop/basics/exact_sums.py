@@ -23,16 +23,17 @@ from oneloop.basics.tensors import Planned
 _HALF = 15  # bits per digit of a value; its square has digits of 30 bits
 _DIGITS = 3
 NOTHING = -60  # index of the first digit if all values are zero; below that of any other value
-_ON_CPU, _ELSEWHERE = 1 << 17, 1 << 21
-"""elements per piece, to fit into the cache; float64 adds the digits of up to 2^22 elements without
-rounding"""
+# Elements per piece. On a CPU, a piece fits into the cache. Nowhere may it have more than 2^22
+# elements, of which float64 adds the digits without rounding.
+_ON_CPU = 1 << 17
+_ELSEWHERE = 1 << 21
 
 
 def tree_sum(parts: Tensor) -> Tensor:
-    """Sum a tensor of shape (n, …) over its first dimension in one fixed binary tree, neighbours
-    first.
+    """Sum a tensor of shape (n, …) over its first dimension in a fixed binary tree.
 
-    Zeros at the end do not change the result."""
+    Neighbours are added first. Zeros at the end do not change the result.
+    """
     while len(parts) > 1:
         if len(parts) % 2:
             parts = torch.cat([parts, torch.zeros_like(parts[:1])])
@@ -41,8 +42,10 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 
 def rounded_sum(values: Iterable[float]) -> float:
-    """Return the sum, rounded once; infinite or NaN if a value is not finite, or if the sum
-    overflows."""
+    """Return the sum, rounded once.
+
+    It is infinite or NaN if a value is not finite, or if the sum overflows.
+    """
     known = [*values]
     try:
         return math.fsum(known)
@@ -51,11 +54,14 @@ def rounded_sum(values: Iterable[float]) -> float:
 
 
 def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the digits of the sum of squares, for :func:`square_sum`: shape (pieces, 4), float64.
-    No host sync.
+    """Return the digits of the sum of squares, for :func:`square_sum`. No host sync.
 
-    A row holds the index of its first digit, and the sums of three digits. The digits are exact for
-    float32 and smaller dtypes; for float64, each square is rounded first."""
+    The digits are exact for float32 and smaller dtypes; for float64, each square is rounded first.
+
+    Returns:
+        Rows of shape (pieces, 4), float64: the index of the first digit, and the sums of three
+        digits.
+    """
     rows = []
     for piece in _pieces(tensors):
         first = _first_digit(piece.detach().abs().max())
@@ -64,8 +70,10 @@ def digit_rows(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def square_sum(rows: Sequence[Sequence[float]]) -> float:
-    """Return the sum of squares of these :func:`digit_rows`, correctly rounded; NaN if a value was
-    not finite."""
+    """Return the sum of squares of these :func:`digit_rows`, correctly rounded.
+
+    It is NaN if a value was not finite.
+    """
     whole, last = _whole(rows)
     if whole is None:
         return math.nan
@@ -76,12 +84,17 @@ def square_sum(rows: Sequence[Sequence[float]]) -> float:
 
 
 def square_ratio(rows: Sequence[Sequence[float]], others: Sequence[Sequence[float]]) -> float:
-    """Return the quotient of two sums of squares; NaN if a value was not finite, or the second sum
-    is zero."""
-    (first, first_unit), (second, second_unit) = _whole(rows), _whole(others)
+    """Return the quotient of two sums of squares.
+
+    It is NaN if a value was not finite, or the second sum is zero.
+    """
+    first, first_unit = _whole(rows)
+    second, second_unit = _whole(others)
     if first is None or not second:
         return math.nan
-    return math.ldexp(first / second, 2 * _HALF * (first_unit - second_unit)) if first else 0.0
+    if not first:
+        return 0.0
+    return math.ldexp(first / second, 2 * _HALF * (first_unit - second_unit))
 
 
 def _whole(rows: Sequence[Sequence[float]]) -> tuple[int | None, int]:
@@ -92,7 +105,8 @@ def _whole(rows: Sequence[Sequence[float]]) -> tuple[int | None, int]:
     whole = 0
     for first, *digits in rows:
         for index, digit in enumerate(digits):
-            if (shift := int(first) - 1 - index - last) >= 0:
+            shift = int(first) - 1 - index - last
+            if shift >= 0:  # smaller digits do not count: see the top of this file
                 whole += int(digit) << (2 * _HALF * shift)
     return whole, last
 
@@ -101,13 +115,17 @@ def _whole(rows: Sequence[Sequence[float]]) -> tuple[int | None, int]:
 def exact_norm(
     whole: Sequence[Tensor], shards: Sequence[Tensor] = (), group: dist.ProcessGroup | None = None
 ) -> Tensor:
-    """Return the L2 norm over all elements, 0-dim, float64; not finite if any element is not. No
-    host sync.
+    """Return the L2 norm over all elements, 0-dim, float64. No host sync.
 
-    Args: ``whole``: tensors that are equal on all ranks. ``shards``: this rank's shards of other
-    tensors. ``group``: process group of the shards. Collective: call on all of its ranks, even
-    without shards.
+    It is not finite if any element is not.
+
+    Args:
+        whole: tensors that are equal on all ranks.
+        shards: this rank's shards of other tensors.
+        group: process group of the shards. Collective: call on all of its ranks, even without
+            shards.
     """
+    # Find the largest value, which decides where the digits begin.
     device = next(tensor.device for tensor in (*whole, *shards))
     held = [tensor for tensor in (*whole, *shards) if tensor.numel()]
     zero = torch.zeros((), dtype=torch.float64, device=device)
@@ -117,16 +135,19 @@ def exact_norm(
     largest = torch.where(torch.isfinite(largest), largest, math.inf)
     if group is not None:
         dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+
+    # Add the digits of all ranks as integers, in any order.
     first = _first_digit(largest)
     total = _whole_digits(shards, first)
     if group is not None:
         dist.all_reduce(total, group=group)
+
+    # Join the three digits, and scale the root back.
     top, middle, low = (total + _whole_digits(whole, first)).double()
     unit = 2.0 ** (-2 * _HALF)
     square = ((low * unit + middle) * unit + top) * unit
-    return torch.where(
-        torch.isfinite(largest), square.sqrt() * _power_of_two(_HALF * first), math.inf
-    )
+    norm = square.sqrt() * _power_of_two(_HALF * first)
+    return torch.where(torch.isfinite(largest), norm, math.inf)
 
 
 def _whole_digits(tensors: Sequence[Tensor], first: Tensor) -> Tensor:
@@ -138,8 +159,10 @@ def _whole_digits(tensors: Sequence[Tensor], first: Tensor) -> Tensor:
 
 
 def _first_digit(largest: Tensor) -> Tensor:
-    """Return the index of the first digit, 0-dim, float64: the least n with |value| < 2^(15 n), or
-    inf or NaN."""
+    """Return the index of the first digit: the least n with |value| < 2^(15 n), or inf or NaN.
+
+    It is 0-dim, float64.
+    """
     largest = largest.double()
     number = torch.ceil(torch.frexp(largest).exponent.double() / _HALF).clamp(min=NOTHING + 1)
     return torch.where(torch.isfinite(largest), torch.where(largest > 0, number, NOTHING), largest)
@@ -151,6 +174,7 @@ def _digits(piece: Tensor, first: Tensor) -> Tensor:
     rest.square_()
     sums = []
     for index in range(_DIGITS):
+        # The next digit is before the point.
         rest.mul_(2.0 ** (2 * _HALF))
         digit = rest.floor()
         sums.append(digit.sum())
@@ -166,8 +190,9 @@ def _power_of_two(exponent: Tensor) -> Tensor:
 
 
 def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield all elements in flat pieces: large tensors are split, small ones are joined."""
     waiting: list[Tensor] = []
-    held = 0
+    held = 0  # elements in them
     for tensor in tensors:
         most = _ON_CPU if tensor.device.type == "cpu" and not Planned.for_gpu else _ELSEWHERE
         for part in tensor.detach().reshape(-1).split(most):
@@ -177,6 +202,7 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             held += part.numel()
             if held >= most:
                 yield torch.cat(waiting) if len(waiting) > 1 else waiting[0]
-                waiting, held = [], 0
+                waiting = []
+                held = 0
     if waiting:
         yield torch.cat(waiting) if len(waiting) > 1 else waiting[0]

@@ -18,18 +18,24 @@ class StoppedEarly(BaseException):
 
 
 class Diverged(RuntimeError):
-    """The loss or gradient became NaN or Inf, or spiked; the weights are those from before that
-    step."""
+    """The loss or gradient became NaN or Inf, or spiked.
+
+    The weights are those from before that step.
+    """
 
 
 class Inexact(RuntimeError):
-    """The result of a step would depend on the parallel layout; the step was not accepted or
-    saved."""
+    """The result of a step would depend on the parallel layout.
+
+    The step was not accepted or saved.
+    """
 
 
 def at_least(bound: float, **values: float) -> None:
-    """Raise BadInput if a value is below ``bound``, infinite or NaN; names are recipe keys with
-    ``__`` for the dot."""
+    """Raise BadInput if a value is below ``bound``, infinite or NaN.
+
+    Names are recipe keys with ``__`` for the dot.
+    """
     for key, value in values.items():
         if not bound <= value < math.inf:
             raise BadInput(
@@ -38,8 +44,7 @@ def at_least(bound: float, **values: float) -> None:
 
 
 def within(bound: float, most: float, **values: float) -> None:
-    """Raise BadInput if a value is not in the range ``bound`` to ``most``, as :func:`at_least`
-    does."""
+    """Raise BadInput if a value is not from ``bound`` to ``most``, as :func:`at_least` does."""
     for key, value in values.items():
         if not bound <= value <= most:
             raise BadInput(f"{key.replace('__', '.')} must be from {bound} to {most}, got {value}")

@@ -14,7 +14,8 @@ from xxhash import xxh3_64_hexdigest
 
 def cache_folder() -> Path:
     """Return ``$ONELOOP_CACHE``, else ``oneloop`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    if own := os.environ.get("ONELOOP_CACHE"):
+    own = os.environ.get("ONELOOP_CACHE")
+    if own:
         return Path(own).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "oneloop"
 
@@ -22,6 +23,7 @@ def cache_folder() -> Path:
 @contextmanager
 def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
     """Yield a draft that replaces ``file`` at the end; after an exception ``file`` is unchanged.
+
     With ``shared``, several processes may write it at the same time.
 
     >>> with replacing(Path("summary.json")) as draft:
@@ -32,7 +34,7 @@ def replacing(file: Path, *, shared: bool = False) -> Iterator[Path]:
         if draft.is_symlink():
             draft.unlink()  # else the write would follow the link
         draft.touch()
-        # by umask; some libraries write files that only the owner can read
+        # Keep the mode by umask: some libraries write files that only the owner can read.
         mode = draft.stat().st_mode & 0o777
         yield draft
         draft.chmod(mode)
@@ -69,11 +71,14 @@ def _checksum(content: Mapping[str, Any]) -> str:
 
 
 def _finite(content: Any) -> Any:
+    """Return JSON content with NaN and Inf as strings."""
     if isinstance(content, float) and not math.isfinite(content):
         return str(content)
     if isinstance(content, Mapping):
         return {name: _finite(value) for name, value in content.items()}
-    return [_finite(value) for value in content] if isinstance(content, list | tuple) else content
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return content
 
 
 def printable(text: object) -> str:
@@ -81,9 +86,12 @@ def printable(text: object) -> str:
     shown = str(text)
     if shown.isprintable():
         return shown
-    return "".join(
-        c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in shown
-    )
+    escaped = []
+    for character in shown:
+        if not character.isprintable() and character not in "\n\t":
+            character = character.encode("unicode_escape").decode()
+        escaped.append(character)
+    return "".join(escaped)
 
 
 def one_line(error: object) -> str:
@@ -92,12 +100,12 @@ def one_line(error: object) -> str:
 
 
 def flattened(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Flatten one level: ``{"seed": 0, "batch": {"size": 64}}`` to ``{"seed": 0, "batch.size":
-    64}``."""
+    """Flatten one level: ``{"batch": {"size": 64}}`` to ``{"batch.size": 64}``."""
     flat: dict[str, Any] = {}
     for group, value in groups.items():
         if isinstance(value, Mapping):
-            flat |= {f"{group}.{key}": inside for key, inside in value.items()}
+            for key, inside in value.items():
+                flat[f"{group}.{key}"] = inside
         else:
             flat[str(group)] = value
     return flat

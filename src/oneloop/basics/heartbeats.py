@@ -10,19 +10,23 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic
 
-SET_UP, TRAINING, EVALUATION, SAVING, ENDING = (
-    "set-up",
-    "training",
-    "evaluation",
-    "saving",
-    "ending",
-)
-EPOCH, METRICS = "training (new epoch)", "evaluation (metrics)"
+# the phases
+SET_UP = "set-up"
+TRAINING = "training"
+EPOCH = "training (new epoch)"
+EVALUATION = "evaluation"
+METRICS = "evaluation (metrics)"
+SAVING = "saving"
+ENDING = "ending"
 
 _FIRST = {
     SET_UP: 1800.0,
+    TRAINING: 600.0,
+    EPOCH: 600.0,
+    EVALUATION: 600.0,
+    METRICS: 600.0,
+    SAVING: 600.0,
     ENDING: 1800.0,
-    **dict.fromkeys((TRAINING, EPOCH, EVALUATION, METRICS, SAVING), 600.0),
 }
 """hang limit in seconds until enough intervals are measured (the first step may compile)"""
 _LEARNS = (TRAINING, EPOCH, EVALUATION)  # phases that consist of similar steps
@@ -40,6 +44,7 @@ class Beats:
         self.unit = ""  # number and name of the FSDP2 unit that ran last in this step
         self.last = monotonic()
         self.changed: Callable[[], None] = lambda: None  # called at the start of every phase
+        # seconds between heartbeats, by phase
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._seen: defaultdict[str, int] = defaultdict(int)
         self._current = self._known[SET_UP]
@@ -58,7 +63,9 @@ class Beats:
 
     def enter(self, phase: str) -> None:
         """Switch to this phase."""
-        self.now_in, self._current, self._opening = phase, self._known[phase], phase == EVALUATION
+        self.now_in = phase
+        self._current = self._known[phase]
+        self._opening = phase == EVALUATION
         self.last = monotonic()
         self.count += 1
         self.changed()
@@ -74,25 +81,30 @@ class Beats:
             self.enter(before)
 
     def usual(self) -> tuple[float, float] | None:
-        """Return the median and the longest of this phase's last 200 intervals, in seconds; None if
-        unknown."""
+        """Return the median and the longest of this phase's last 200 intervals, in seconds.
+
+        None if too few are known.
+        """
         known = list(self._current)
+        # The first step of an epoch has its own phase; in short epochs, most steps are of it.
         if self.now_in == TRAINING and len(known) < _WARM + _ENOUGH:
             known = [*self._known[EPOCH], *known]
         if self.now_in not in _LEARNS or len(known) < _WARM + _ENOUGH:
             return None
-        known = sorted(known if len(known) == self._current.maxlen else known[_WARM:])
+
+        # Leave out the first ones, unless newer ones have replaced them.
+        if len(known) != self._current.maxlen:
+            known = known[_WARM:]
+        known = sorted(known)
         return known[len(known) // 2], known[-1]
 
     def limit(self, patience: float) -> float:
-        """Return the hang limit in seconds: longest interval + patience * max(3 * median interval,
-        9)."""
+        """Return the hang limit in seconds: longest interval + patience * max(3 * median, 9)."""
         usual = None if self._opening else self.usual()
-        return (
-            patience * _FIRST[self.now_in]
-            if usual is None
-            else usual[1] + patience * max(3 * usual[0], _AT_LEAST)
-        )
+        if usual is None:
+            return patience * _FIRST[self.now_in]
+        median, longest = usual
+        return longest + patience * max(3 * median, _AT_LEAST)
 
 
 BEATS = Beats()  # of this process

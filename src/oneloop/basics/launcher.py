@@ -1,5 +1,4 @@
-"""A process and its launcher: rank, world size, stop signals, and the exit code that the launcher
-gets."""
+"""A process and its launcher: rank, world size, stop signals, and the exit code."""
 
 import ctypes
 import os
@@ -39,8 +38,7 @@ def stop_signals() -> list[signal.Signals]:
 
 
 def on_stops(do: Callable[[int, Any], Any] | signal.Handlers) -> None:
-    """Install a handler for all stop signals; ``signal.SIG_IGN`` if the parent process handles
-    them."""
+    """Install a handler for all stop signals (``signal.SIG_IGN``: the parent handles them)."""
     for number in stop_signals():
         signal.signal(number, do)
 
@@ -59,26 +57,28 @@ def die_with(parent: int) -> None:
 
 
 def die_with_launcher() -> None:
-    """End this process with torchrun or accelerate, if one of them started it. Call it before
-    anything slow."""
-    if (process := launcher()) is not None:
+    """End this process with torchrun or accelerate, if one of them started it.
+
+    Call it before anything slow.
+    """
+    process = launcher()
+    if process is not None:
         die_with(process)
 
 
 def launcher() -> int | None:
     """Return the process id of the torchrun or accelerate that started this process, or None.
 
-    If the launcher has already ended, init has adopted this process: then end this process."""
-    if not {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys():
+    If the launcher has already ended, init has adopted this process: then end this process.
+    """
+    variables = {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
+    if not variables:
         return None
     parent = os.getppid()
     if parent == 1 and not _is_python(1):
-        variables = sorted(
-            {"ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID"} & os.environ.keys()
-        )
         print(
             "oneloop: the launcher of this process has exited; to run without one, unset "
-            f"{', '.join(variables)}",
+            f"{', '.join(sorted(variables))}",
             file=sys.stderr,
         )
         os._exit(1)
@@ -119,8 +119,7 @@ _LAUNCHER = "launcher"
 
 
 def exit_file_variable(folder: Path) -> dict[str, str]:
-    """Return the variable that lets launched processes report their exit code by a file in this
-    folder."""
+    """Return the variable that lets launched processes report their exit code in this folder."""
     (folder / _LAUNCHER).write_text(str(os.getpid()))
     return {FILE: str(folder / "exit_code")}
 
@@ -140,23 +139,25 @@ def has_exit_file() -> bool:
 
 def register_process() -> None:
     """If ``oneloop launch`` waits for this process, ask it to forward its signals here."""
-    if file := os.environ.get(FILE):
+    file = os.environ.get(FILE)
+    if file:
         with suppress(OSError):
             (Path(file).parent / f"process-{os.getpid()}").touch()
 
 
 def report_exit_code(code: int) -> bool:
-    """Report the exit code to ``oneloop launch``, if there is one. An error overrides other codes,
-    a stop none."""
+    """Report the exit code to ``oneloop launch``; return whether there is one.
+
+    An error overrides other codes, a stop none.
+    """
     file = os.environ.get(FILE)
     if not file:
         return False
     try:
-        if (
-            code == ERROR
-            or not os.path.exists(file)
-            or (code != STOPPED and Path(file).read_text() == str(STOPPED))
-        ):
+        overrides = code == ERROR or not os.path.exists(file)
+        if not overrides and code != STOPPED:
+            overrides = Path(file).read_text() == str(STOPPED)
+        if overrides:
             Path(file).write_text(str(code))
     except OSError:  # the launcher has ended
         return False

@@ -14,10 +14,12 @@ def peak_memory() -> int:
 
 
 def anonymous_memory() -> int:
-    """Return the bytes of host memory of this process without mapped files; 0 if the system does
-    not report it."""
+    """Return the bytes of host memory of this process without mapped files; 0 if unknown."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return 0
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon")), 0)
+    for line in lines:
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) * 1024  # it is in kB
+    return 0

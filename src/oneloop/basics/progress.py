@@ -1,5 +1,4 @@
-"""Progress bars from any depth of the code; ``show.terminal`` creates the display that they appear
-in.
+"""Progress bars from any depth of the code; ``show.terminal`` creates their display.
 
 >>> for batch in tracked(loader, "evaluating", total=len(loader)):
 ...     ...
@@ -22,8 +21,10 @@ BARS: ContextVar[Progress | None] = ContextVar("bars", default=None)
 
 
 class Working:
-    """A progress bar that ends with :meth:`done`, or as a context; without ``total``, it has no
-    end."""
+    """A progress bar that ends with :meth:`done`, or as a context.
+
+    Without ``total``, it only shows that work is in progress.
+    """
 
     def __init__(self, what: str, *, total: int | None = None) -> None:
         self._bars = BARS.get()

@@ -18,8 +18,10 @@ def mixed(state: int, number: int) -> int:
 
 
 def key(*numbers: int) -> int:
-    """Return a well-mixed 63-bit key from integers, for example (seed, step, rank), equal on every
-    machine."""
+    """Return a well-mixed 63-bit key from integers, equal on every machine.
+
+    They are, for example, (seed, step, rank).
+    """
     state = GOLDEN
     for number in numbers:
         state = mixed(state, number)
@@ -27,8 +29,10 @@ def key(*numbers: int) -> int:
 
 
 def reseed(device: torch.device, *numbers: int, others: bool = False) -> None:
-    """Seed torch's generators from these numbers; takes about 1 us. With ``others``, seed also
-    Python's and numpy's generators (10 us)."""
+    """Seed torch's generators from these numbers; takes about 1 us.
+
+    With ``others``, seed also Python's and numpy's generators (10 us).
+    """
     number = key(*numbers)
     if others:
         random.seed(number)

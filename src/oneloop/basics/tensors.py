@@ -37,15 +37,15 @@ def local(tensor: Tensor) -> Tensor:
 def dense(tensor: Tensor) -> bool:
     """Return whether a tensor has no gaps between its elements, in any order of dimensions."""
     packed = torch.empty_like(tensor, device="meta").stride()
-    return all(
-        a == b or size == 1
-        for a, b, size in zip(tensor.stride(), packed, tensor.size(), strict=True)
-    )
+    strides = zip(tensor.stride(), packed, tensor.size(), strict=True)
+    return all(own == other or size == 1 for own, other, size in strides)
 
 
 def first_element(tensor: Tensor) -> int:
-    """Return the index of the first element of this rank's shard in the flat tensor. Raise
-    ValueError unless the sharding is by rows over one mesh dimension."""
+    """Return the index of the first element of this rank's shard in the flat tensor.
+
+    Raise ValueError unless the sharding is by rows over one mesh dimension.
+    """
     if not isinstance(tensor, DTensor):
         return 0
     if len(tensor.placements) != 1 or not tensor.placements[0].is_shard(0):
@@ -59,30 +59,38 @@ def first_element(tensor: Tensor) -> int:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as a real view of shape (…, 2), for files without complex dtypes;
-    others unchanged."""
+    """Return a complex tensor as a real view of shape (…, 2), any other unchanged.
+
+    Files have no complex dtypes.
+    """
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
     """Return the optimizer's parameters in its order: bare name, parameter, parameter group."""
     names = {parameter: bare_name(name) for name, parameter in model.named_parameters()}
-    return [(names[p], p, group) for group in optimizer.param_groups for p in group["params"]]
+    found = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            found.append((names[parameter], parameter, group))
+    return found
 
 
 def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
     """Return the optimizer's tensors (not copies) by ``optimizer.<parameter>.<key>``."""
-    return {
-        f"optimizer.{name}.{key}": as_real(value.detach())
-        for name, parameter, _ in optimized(model, optimizer)
-        for key, value in sorted(optimizer.state.get(parameter, {}).items())
-        if isinstance(value, Tensor)
-    }
+    tensors = {}
+    for name, parameter, _ in optimized(model, optimizer):
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if isinstance(value, Tensor):
+                tensors[f"optimizer.{name}.{key}"] = as_real(value.detach())
+    return tensors
 
 
 def reshard(model: nn.Module) -> None:
-    """Free the weights that FSDP2 has gathered: a forward without a backward keeps the root
-    gathered."""
+    """Free the weights that FSDP2 has gathered.
+
+    Only a backward does that for the root module.
+    """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -90,13 +98,17 @@ def reshard(model: nn.Module) -> None:
 
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
-    """Copy rank 0's buffers to every rank, in one broadcast. Collective. The model may be bare, DDP
-    or FSDP2."""
+    """Copy rank 0's buffers to every rank, in one broadcast. Collective.
+
+    The model may be bare, DDP or FSDP2.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
     if not buffers:
         return
+
+    # Join the bytes of all buffers, whatever their dtypes.
     flat = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
     joined = torch.cat(flat)
     dist.broadcast(joined, src=0)
@@ -107,17 +119,24 @@ def share_buffers(model: nn.Module) -> None:
 
 def one_element(model: nn.Module) -> None:
     """Store each 0-dim parameter with the shape (1,), in place, since FSDP2 cannot shard a scalar.
+
     In the forward, the module's attribute is still 0-dim: a view, defined by a subclass of the same
-    name."""
-    found = [(module, *one) for module in model.modules() for one in module._parameters.items()]
-    for module, name in [
-        (module, name) for module, name, value in found if value is not None and not value.ndim
-    ]:
-        module._parameters[name].data = module._parameters[name].data.reshape(1)  # type: ignore[union-attr]
-        kind, names = type(module), [*getattr(module, _SCALARS, ()), name]
+    name.
+    """
+    # Find them before the first change: a tied one belongs to several modules.
+    found = []
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and not parameter.ndim:
+                found.append((module, name, parameter))
+
+    # Replace the class of each module by a subclass with a property of this name.
+    for module, name, parameter in found:
+        parameter.data = parameter.data.reshape(1)
+        kind = type(module)
         own = {
             "__module__": kind.__module__,
-            _SCALARS: names,
+            _SCALARS: [*getattr(module, _SCALARS, ()), name],
             name: property(partial(_as_scalar, name)),
         }
         module.__class__ = type(kind.__name__, (kind,), own)
@@ -125,23 +144,25 @@ def one_element(model: nn.Module) -> None:
 
 def _as_scalar(name: str, module: nn.Module) -> Tensor:
     held: Any = module._parameters[name]
-    # FSDP2 itself looks for its shard
+    # FSDP2 itself looks for its shard.
     return held if isinstance(held, DTensor) else held.reshape(())
 
 
 def scalar_names(model: nn.Module) -> set[str]:
     """Return the names of the parameters that :func:`one_element` changed."""
-    return {
-        bare_name(f"{prefix}.{name}".lstrip("."))
-        for prefix, module in model.named_modules()
-        for name in getattr(module, _SCALARS, ())
-    }
+    names = set()
+    for prefix, module in model.named_modules():
+        for name in getattr(module, _SCALARS, ()):
+            names.add(bare_name(f"{prefix}.{name}".lstrip(".")))
+    return names
 
 
 def of_shape(target: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a view of a one-element tensor in a saved shape, () or (1,), also if only the other
-    has one dimension; any other tensor unchanged. On a rank without the element of a DTensor: a new
-    tensor, which is not used."""
+    """Return a view of a one-element tensor in its saved shape, () or (1,).
+
+    Any other tensor is unchanged. On a rank without the element of a DTensor, return a new tensor,
+    which is not used.
+    """
     if {tuple(shape), tuple(target.shape)} != {(), (1,)}:
         return target
     own = local(target)

@@ -1,17 +1,8 @@
-"""The save in progress on one rank, and the process that writes it."""
+"""The save in progress on one rank."""
 
-import json
-import mmap
-import os
-import select
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,131 +14,7 @@ from oneloop.checkpoint.pieces import Piece, stage
 from oneloop.checkpoint.save_request import Answer, Gone, News, SaveRequest
 from oneloop.checkpoint.store import Store
 from oneloop.checkpoint.uploads import UploadSettings
-
-_PATIENCE = 15.0  # seconds for the save in progress when the writer must end
-
-
-class WritingProcess:
-    """A process that writes checkpoints, and memory shared with it.
-
-    Args:
-        module: what it runs.
-        pin: whether to pin the memory, for fast copies from a GPU.
-        uploads: settings of the mirror, if there is one.
-        heard: receives the news of the uploads.
-    """
-
-    def __init__(
-        self,
-        module: str,
-        *,
-        pin: bool,
-        uploads: UploadSettings | None = None,
-        heard: Callable[[News], None] = print,
-    ) -> None:
-        self._pin = pin
-        self._heard = heard
-        self.began = time.monotonic()
-        self.buffer = torch.empty(0, dtype=torch.uint8)
-        self._received = b""  # a part of the next line
-
-        # Create the shared memory, without a name.
-        if hasattr(os, "memfd_create"):
-            shared = os.memfd_create("oneloop-checkpoint")
-        else:
-            with tempfile.TemporaryFile() as file:
-                shared = os.dup(file.fileno())
-        self._shared = os.fdopen(shared, "r+b", buffering=0)
-
-        # Start the process; it must find this package also if the user runs it from a folder.
-        settings = json.dumps(asdict(uploads) if uploads is not None else None)
-        package = str(Path(__file__).parents[2])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(os.getpid()), str(shared), settings],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[shared],
-            env={**os.environ, "PYTHONPATH": path},
-        )
-        assert self._process.stdout is not None
-        os.set_blocking(self._process.stdout.fileno(), False)
-
-    def grow(self, size: int) -> None:
-        """Let the shared memory have at least ``size`` bytes; its content may be lost."""
-        if size > len(self.buffer):
-            self._shared.truncate(size)
-            shared = mmap.mmap(self._shared.fileno(), size)
-            self.buffer = torch.frombuffer(shared, dtype=torch.uint8)
-            if self._pin:
-                cudart = torch.cuda.cudart()
-                torch.cuda.check_error(
-                    int(cudart.cudaHostRegister(self.buffer.data_ptr(), size, 0))
-                )
-
-    def send(self, request: Mapping[str, Any] | None) -> None:
-        """Send a request; None cancels the save in progress."""
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            return  # the process has exited, which answer() reports
-
-    def answer(self, seconds: float | None) -> Answer | None:
-        """Return the answer to the last request; pass on the news that come before it.
-
-        Args:
-            seconds: how long to wait for it; None: no limit.
-
-        Returns:
-            None after these seconds. If the process has exited, an answer with an error.
-        """
-        assert self._process.stdout is not None
-        handle = self._process.stdout.fileno()
-        until = None if seconds is None else time.monotonic() + seconds
-        while True:
-            # Take a line that has arrived.
-            if b"\n" in self._received:
-                line, _, self._received = self._received.partition(b"\n")
-                message = json.loads(line)
-                if "news" not in message:
-                    return Answer(**message)
-                self._heard(News(**message["news"]))
-                continue
-
-            # Wait for more.
-            try:
-                more = os.read(handle, 1 << 16)
-            except BlockingIOError:
-                left = None if until is None else until - time.monotonic()
-                if seconds == 0.0 or (left is not None and left <= 0):
-                    return None
-                select.select([handle], [], [], left)
-                continue
-            if not more:
-                return Answer(error=f"the writing process ended with {self._process.wait()}")
-            self._received += more
-
-    def alive(self) -> bool:
-        """Return whether the process runs."""
-        return self._process.poll() is None
-
-    def close(self) -> None:
-        """Let the process end after the save in progress; kill it if that takes too long."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            self.kill()  # its storage hangs, or it waits for a rank that has exited
-
-    def kill(self) -> None:
-        """Kill the process; if it is blocked in storage I/O, it ends when that returns."""
-        self._process.kill()
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(1.0)
-
+from oneloop.checkpoint.writing_process import WritingProcess
 
 WRITER = "oneloop.checkpoint.writer"  # module of the writing process
 _MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save

@@ -22,8 +22,9 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.background_save import SaveInProgress
+from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
-from oneloop.checkpoint.mirror import Fetcher, Needs, no_needs
+from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.save_request import SaveRequest
@@ -218,8 +219,6 @@ class Checkpoints:
                 owner=owner,
                 owns=self.rank == 0,
             )
-        else:
-            self.saving.uploads = None
         if self.rank == 0:
             self.saving.start()  # it renews the lease
 
@@ -246,7 +245,7 @@ class Checkpoints:
             needs: returns the bytes that this rank reads; with a mirror, they are fetched.
         """
         path = self.store.root / name_of(step)
-        wrong: list[str] = []
+        wrong = []
         if self.fetcher is not None and (self._counts or not self._gather(path.is_dir())[0]):
             try:
                 path = self.fetcher.fetch(step, needs)
@@ -293,7 +292,7 @@ class Checkpoints:
         if self.rank == 0 and not self._counts:
             # Find it.
             self.store.sweep(".draft")
-            damaged: list[tuple[Path, str]] = []
+            damaged = []
             for path, wrong in self.store.newest_good():
                 if not wrong:
                     chosen = str(path)
@@ -316,7 +315,7 @@ class Checkpoints:
         run. Collective."""
         own = path.resolve().parent == self.store.root.resolve()
         than = step_in(path.name.lstrip(".").partition(".")[0]) if own else None
-        steps: list[int] = []
+        steps = []
         if self.rank == 0 and not self._counts:
             steps = [step_of(sealed) for sealed in self.store.sealed()]
         steps = self._gather(steps)[0]

@@ -174,7 +174,7 @@ class Base:
         """Return the model's tensors that each checkpoint stores, by their names there."""
         if self._origin is None:
             return model_tensors(model, frozen=False)
-        others: dict[str, Tensor] = {}
+        others = {}
         for name, tensor in model_tensors(model).items():
             if name.removeprefix("model.") not in self._origin.names:
                 others[name] = tensor

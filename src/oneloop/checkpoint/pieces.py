@@ -7,7 +7,6 @@ The files have the format of torch.distributed.checkpoint's safetensors storage.
 import json
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,7 +50,7 @@ def pieces(
         ranks: their number.
         of_rank_0: names of tensors that may differ between ranks; rank 0 writes them.
     """
-    mine: list[Piece] = []
+    mine = []
     load = [0] * ranks  # bytes of unsharded tensors, by rank
     for name, tensor in tensors.items():
         # Under HSDP, only the first replica writes its shard.
@@ -83,8 +82,8 @@ def _is_replica(tensor: DTensor) -> bool:
 def header_of(mine: list[Piece]) -> tuple[str, int]:
     """Return the safetensors header of these pieces in order, and the number of bytes of their
     data."""
-    entries: dict[str, Any] = {}
-    sharding: dict[str, Any] = {}
+    entries = {}
+    sharding = {}
     end = 0  # bytes so far
     for piece in mine:
         start = end

@@ -64,7 +64,7 @@ class RunState:
 
     def _extra(self) -> dict[str, Tensor]:
         """Return the tensors of all EMAs, by their names in a checkpoint."""
-        extra: dict[str, Tensor] = {}
+        extra = {}
         for ema in self.emas:
             extra.update(ema.tensors())
         return extra

@@ -50,7 +50,6 @@ class Answer:
     """The answer of a writing process to a request, or to the end of the uploads."""
 
     step: int | None = None  # of the save; None: of the end of the uploads
-    seconds: float = 0.0  # that the save took
     error: str | None = None
     mirrored: int = 0  # newest step in the mirror, at the end of the uploads
 

@@ -52,7 +52,7 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
         model: bare or wrapped.
         frozen: True selects the frozen parameters, False all others, None everything.
     """
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
         if not isinstance(tensor, Tensor):
@@ -73,7 +73,7 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
 def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """Return the optimizer state that is not tensors: per parameter, and group entries beyond the
     constructor's."""
-    parameters: dict[str, dict[str, Any]] = {}
+    parameters = {}
     for name, parameter, _ in optimized(model, optimizer):
         state = optimizer.state.get(parameter, {})
         values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
@@ -129,7 +129,7 @@ def load_tensors(
     """
     # Read the headers.
     folders, elsewhere = _folders(folder)
-    readers: list[Any] = []
+    readers = []
     for path in folders:
         if needed is None:
             readers.append(HuggingFaceStorageReader(str(path)))
@@ -173,7 +173,7 @@ def _matching(
             f"unknown to the model: {sorted(there - here)[:3]}); use the same task.* settings, or "
             "another run.dir"
         )
-    matching: dict[str, Tensor] = {}
+    matching = {}
     for name, own in targets.items():
         about = saved[name]
         target = of_shape(own, about.size)
@@ -197,7 +197,7 @@ def _averaged(
 ) -> dict[str, Tensor]:
     """Return the model's tensors by the names of an EMA, or by their own if it has none. Raises
     ValueError if the checkpoint has no such EMA."""
-    averaged: dict[str, Tensor] = {}
+    averaged = {}
     for name, target in targets.items():
         average = f"ema.{weights}.{name.removeprefix('model.')}"
         averaged[average if average in saved else name] = target
@@ -213,7 +213,7 @@ def _optimizer_targets(
 ) -> dict[str, Tensor]:
     """Return the tensors of the optimizer's state by their saved names, after creating those that
     only the checkpoint has, and deleting those that it does not have."""
-    targets: dict[str, Tensor] = {}
+    targets = {}
     for name, parameter, group in optimized(model, optimizer):
         prefix = f"optimizer.{name}."
         known = optimizer.state[parameter]
@@ -240,7 +240,7 @@ class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
         self.needed = needed
 
     def read_data(self, plan: Any, planner: Any) -> Any:
-        headers: dict[Path, dict[str, Any]] = {}
+        headers = {}
         for item in plan.items:
             file = Path(self.storage_data[item.storage_index].relative_path)
             if file not in headers:

@@ -60,7 +60,7 @@ def tensor_problems(
         tensors: dtype and global shape of each tensor, by name.
     """
     # Read the headers.
-    wrong: list[str] = []
+    wrong = []
     shards = defaultdict[str, list[_Shard]](list)
     for name in files:
         if not name.endswith(".safetensors"):

@@ -315,10 +315,10 @@ class Uploads:
         """Copy a folder with a manifest, and verify the files meanwhile."""
         attempt = f"{self.lease.number}-{uuid4().hex[:8]}"
         manifest = MirrorManifest({**read_manifest(folder), "attempt": attempt})
-        written = dict[str, Any]()
+        written = {}
         with ExitStack() as stack:
             # Open all at once: open files stay readable if the checkpoint is deleted meanwhile.
-            streams = dict[str, BinaryIO]()
+            streams = {}
             for name in manifest.files:
                 streams[name] = stack.enter_context((folder / name).open("rb"))
 

@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import sys
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
@@ -132,11 +131,10 @@ def main() -> None:
             data = memoryview(mmap.mmap(shared, request.size, prot=mmap.PROT_READ))
 
         # Write to the disk, or to the mirror if checkpoints count only there.
-        began = time.perf_counter()
         try:
             save = uploads.save if uploads is not None and uploads.counts else write
             save(request, data[: request.size], cancelled=_input_waiting)
-            answer = Answer(request.step, seconds=time.perf_counter() - began)
+            answer = Answer(request.step)
         except Exception as error:
             answer = Answer(request.step, error=f"{type(error).__name__}: {error}")
         _print(asdict(answer))

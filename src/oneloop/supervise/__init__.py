@@ -1,2 +1,1 @@
-"""A small supervisor process per training process, so that every crash and hang ends with a clear
-error."""
+"""A small supervisor process per training process: every crash and hang ends with an error."""

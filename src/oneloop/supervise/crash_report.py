@@ -30,7 +30,7 @@ class Cause:
     """The cause of an error, as one rank reports it."""
 
     rank: int
-    words: str
+    words: str  # the message
     text: str = ""  # the traceback
     follows: bool = False  # a consequence: the error only shows that another rank has ended
     hung: bool = False  # a rank hangs
@@ -42,8 +42,13 @@ class Cause:
 
 
 def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
-    """Describe how a process ended that reported no error: ``code`` is its exit code (negative: a
-    signal), and ``stopped_by`` the stop request before it."""
+    """Describe how a process ended that reported no error.
+
+    Args:
+        rank: of the process.
+        code: its exit code; negative: the signal that killed it.
+        stopped_by: the source of the stop request before it, if any.
+    """
     before = f", after a stop request by {stopped_by}" if stopped_by else ""
     if code >= 0:
         return f"rank {rank} exited with code {code} and no error message{before}: {_EXITED}"
@@ -51,8 +56,8 @@ def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:
         by = signal.Signals(-code)
     except ValueError:
         return f"rank {rank} was killed by signal {-code}{before}"
-    hint = _HINTS.get(by)
-    return f"rank {rank} was killed by {by.name}{before}" + (f" ({hint})" if hint else "")
+    hint = f" ({_HINTS[by]})" if by in _HINTS else ""
+    return f"rank {rank} was killed by {by.name}{before}{hint}"
 
 
 def stopped_early(by: str | None) -> str:
@@ -90,6 +95,7 @@ def write_stacks(folder: Path, stacks: Mapping[int, str]) -> None:
 
 
 def _within(seconds: float, write: Callable[[], None]) -> bool:
+    """Write in a thread, since storage may hang; return whether it was done in time."""
     done = threading.Event()
 
     def attempt() -> None:

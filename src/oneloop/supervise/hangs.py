@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 
 from oneloop.basics.heartbeats import ENDING, SAVING
 from oneloop.supervise.crash_report import Cause
@@ -16,13 +16,13 @@ class RankStatus:
     """The last report of one rank."""
 
     rank: int
-    phase: str = "set-up"
+    phase: str = "set-up"  # of heartbeats.py
     count: int = 0  # heartbeats so far
     since: float = 0.0  # seconds since the last heartbeat
     limit: float = float("inf")  # hang limit in seconds
-    median: float | None = None
+    median: float | None = None  # seconds of a step; None: unknown
     waits: bool = False  # whether it waits in a collective
-    where: str = ""
+    where: str = ""  # ``file:line in function``
     patience: float = 1.0  # factor of all limits
     unit: str = ""  # number and name of the FSDP2 unit that ran last in this step
     held: bool = False  # held by a debugger: never counts as hung
@@ -31,6 +31,7 @@ class RankStatus:
     stop_requested: bool = False
 
     def late(self, stop_requested: bool) -> bool:
+        """Return whether its last heartbeat is too long ago."""
         limit = self.limit
         if stop_requested and self.median is None and self.phase not in (SAVING, ENDING):
             limit = min(limit, self.patience * _STOPPING)
@@ -41,22 +42,23 @@ def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that hang; empty if any rank makes progress or may still do so.
 
     These are the ranks that do not report, else those that do not wait in a collective, else the
-    furthest behind."""
-    if (
-        not statuses
-        or any(status.held for status in statuses)
-        or (len(statuses) == 1 and statuses[0].stopped)
-    ):
-        return []  # the user has stopped a run of one process, and can continue it
+    furthest behind.
+    """
+    if not statuses or any(status.held for status in statuses):
+        return []
+    # The user has stopped a run of one process, and can continue it.
+    if len(statuses) == 1 and statuses[0].stopped:
+        return []
     stop_requested = any(status.stop_requested for status in statuses)
     if not all(status.late(stop_requested) for status in statuses):
         return []
-    for chosen in (
-        [s for s in statuses if s.silent > _SILENT],
-        [s for s in statuses if not s.waits],
-    ):
-        if chosen:
-            return chosen
+
+    silent = [status for status in statuses if status.silent > _SILENT]
+    if silent:
+        return silent
+    working = [status for status in statuses if not status.waits]
+    if working:
+        return working
     least = min(status.count for status in statuses)
     return [status for status in statuses if status.count == least]
 
@@ -64,15 +66,13 @@ def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 def other_units(statuses: Sequence[RankStatus]) -> str:
     """Describe a likely cause if all ranks wait in collectives: under FSDP2 they run different
     units."""
-    if len({status.unit for status in statuses}) < 2 or not all(
-        status.waits for status in statuses
-    ):
+    units = {status.unit for status in statuses}
+    if len(units) < 2 or not all(status.waits for status in statuses):
         return ""
-    units = ", ".join(
-        f"rank {status.rank} in unit call {status.unit or 'none'}" for status in statuses[:4]
-    )
+    calls = [f"rank {status.rank} in unit call {status.unit or 'none'}" for status in statuses[:4]]
     return (
-        f"; all wait, {units}: FSDP2 hangs if which units run, or how often, depends on the samples"
+        f"; all wait, {', '.join(calls)}: FSDP2 hangs if which units run, or how often, depends on "
+        "the samples"
     )
 
 
@@ -82,9 +82,13 @@ def describe_hang(status: RankStatus) -> str:
     if status.stopped:
         doing = "it is stopped (SIGSTOP)"
     elif status.silent > _SILENT:
-        doing = "it does not respond" + (f", last seen at {status.where}" if status.where else "")
+        doing = "it does not respond"
+        if status.where:
+            doing += f", last seen at {status.where}"
+    elif status.where and status.waits:
+        doing = f"it waits for other ranks at {status.where}"
     elif status.where:
-        doing = f"it {'waits for other ranks' if status.waits else 'is'} at {status.where}"
+        doing = f"it is at {status.where}"
     else:
         doing = "no stack is known"
     return f"rank {status.rank} hangs in {status.phase} for {status.since:.0f} s{usual}: {doing}"
@@ -95,14 +99,16 @@ _HINT = "; if the step is only slow, set --machine.patience 3"
 
 
 class Watch:
-    """The status of all ranks."""
+    """The status of all ranks; ``say`` reports hangs."""
 
     def __init__(self, ranks: int, *, say: Callable[[str], None]) -> None:
-        self.ranks, self._say = ranks, say
+        self.ranks = ranks
+        self._say = say
+        # the last report of each rank, and the time of it
         self._statuses: dict[int, tuple[float, RankStatus]] = {}
-        self._done: set[int] = set()
+        self._done: set[int] = set()  # ranks that have ended
         self.named: list[int] = []  # ranks that were reported as hung
-        self._until = 0.0
+        self._until = 0.0  # time at which the run ends if they do not continue
 
     def update(self, status: RankStatus) -> None:
         """Store the report of one rank."""
@@ -113,6 +119,7 @@ class Watch:
         self._done.add(rank)
 
     def has_ended(self, rank: int) -> bool:
+        """Return whether this rank has ended."""
         return rank in self._done
 
     def reset(self) -> None:
@@ -122,35 +129,46 @@ class Watch:
 
     def look(self, ask_for_stacks: Callable[[bool], None]) -> Cause | None:
         """Return why the run must end, or None; print before that which rank hangs.
-        ``ask_for_stacks`` collects all stacks, with True also of stopped processes."""
+
+        ``ask_for_stacks`` collects all stacks, with True also of stopped processes.
+        """
         known = self._known()
         late = hung_ranks(known)
+
+        # No rank hangs, or none any more.
         if not late:
             if self.named:
                 self._say(f"rank {', '.join(map(str, self.named))} continues")
                 self.named = []
             return None
+
+        # Report a hang, and give the rank some more time.
         text = "; ".join(map(describe_hang, late)) + other_units(known)
         if not self.named:
             grace = _GRACE * late[0].patience
-            self.named, self._until = [hung.rank for hung in late], time.monotonic() + grace
+            self.named = [hung.rank for hung in late]
+            self._until = time.monotonic() + grace
             self._say(f"{text}; the run ends in {grace:.0f} s if it does not continue")
             ask_for_stacks(False)
             return None
         if time.monotonic() < self._until:
             return None
+
+        # End the run.
         ask_for_stacks(True)
         return Cause(late[0].rank, text + _HINT, hung=True)
 
     def _known(self) -> list[RankStatus]:
         """Return the status of all running ranks; empty until every rank has reported."""
-        now, known = time.monotonic(), []
+        now = time.monotonic()
+        known = []
         for rank in set(range(self.ranks)) - self._done:
             if rank not in self._statuses:
                 return []
+            # Add the time since the report.
             at, status = self._statuses[rank]
-            copy = RankStatus(**asdict(status))
-            copy.since += now - at
-            copy.silent += now - at
-            known.append(copy)
+            passed = now - at
+            known.append(
+                replace(status, since=status.since + passed, silent=status.silent + passed)
+            )
         return known

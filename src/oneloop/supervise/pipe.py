@@ -46,21 +46,21 @@ class StackSnapshot:
 def stack_snapshot() -> StackSnapshot:
     """Inspect the main thread of this process. Call it from another thread."""
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    frames: list[FrameType] = []
+    frames: list[FrameType] = []  # innermost first
     while frame is not None:
         frames.append(frame)
         frame = frame.f_back
     files = [frame.f_code.co_filename for frame in frames]
-    own = [
-        frame
-        for frame, file in zip(frames, files, strict=True)
-        if not file.startswith((_ROOT, *_LIBRARIES, "<"))
-    ]
-    inner = (own or frames)[0] if frames else None
+
+    # Name the innermost line of the user's code, else of any code.
+    where = ""
+    elsewhere = (_ROOT, *_LIBRARIES, "<")
+    own = [frame for frame in frames if not frame.f_code.co_filename.startswith(elsewhere)]
+    if frames:
+        inner = (own or frames)[0]
+        where = f"{inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}"
     return StackSnapshot(
-        where=f"{inner.f_code.co_filename}:{inner.f_lineno} in {inner.f_code.co_name}"
-        if inner
-        else "",
+        where=where,
         waits=bool(files) and _waits(files[0]),
         compiles=any(path in file for file in files for path in _COMPILERS),
         debugged=any(path in file for file in files for path in _DEBUGGERS),
@@ -68,6 +68,7 @@ def stack_snapshot() -> StackSnapshot:
 
 
 def _waits(file: str) -> bool:
+    """Return whether the innermost code, which is in this file, waits for other processes."""
     if any(path in file for path in _WAITING):
         return True
     return file.startswith(_ROOT) and not file.removeprefix(_ROOT).lstrip("/").startswith(_WORKING)
@@ -92,22 +93,30 @@ class Channel:
     """The pipe to the supervisor; without a supervisor, the methods do nothing."""
 
     def __init__(self) -> None:
-        self._handle: int | None = None
-        self._requests = -1
+        self._handle: int | None = None  # file descriptor of messages
+        self._requests = -1  # file descriptor of the supervisor's requests
+        self._owner = 0  # process that opened it; a fork must not write to it
+        self._lock = threading.RLock()  # several threads send
         self.folder: Path | None = None  # the run folder, once the run writes to it
-        self._owner = 0
-        self._lock = threading.RLock()
-        self.patience = 1.0
+        self.patience = 1.0  # factor of all limits
 
     @property
     def watched(self) -> bool:
+        """Whether this process has a supervisor."""
         return self._handle is not None and os.getpid() == self._owner
 
     def open(self, handle: int, stacks: int, requests: int) -> None:
-        """Send messages to the file descriptor ``handle``; on SIGUSR2 write the stacks of all
-        threads to ``stacks``; on a byte from ``requests`` write the collectives to the run
-        folder."""
-        self._handle, self._owner, self._requests = handle, os.getpid(), requests
+        """Open the pipe.
+
+        Args:
+            handle: file descriptor to which messages are sent.
+            stacks: file descriptor for the stacks of all threads, written on SIGUSR2.
+            requests: file descriptor; on a byte from it, the collectives are written to the run
+                folder.
+        """
+        self._handle = handle
+        self._owner = os.getpid()
+        self._requests = requests
         BEATS.enter(SET_UP)  # the parent may have imported it long before the fork
         for written in (handle, stacks):
             os.set_blocking(written, False)
@@ -132,14 +141,17 @@ class Channel:
                     return
 
     def report(self, patience: float) -> None:
-        """Report heartbeats from a thread, twice a second and at each new phase. ``patience``:
-        factor of all limits."""
+        """Report heartbeats from a thread, twice a second and at each new phase.
+
+        ``patience`` is the factor of all limits.
+        """
         self.patience = patience
         if self.watched:
             BEATS.changed = lambda: self.send(beat=_beat(patience))
             threading.Thread(target=self._report, name="oneloop-beats", daemon=True).start()
 
     def _report(self) -> None:
+        """Send heartbeats, and answer the supervisor's requests. Runs in a thread."""
         while True:
             self.send(beat=_beat(self.patience))
             if not select.select([self._requests], [], [], TICK)[0]:
@@ -155,13 +167,8 @@ class Channel:
     ) -> None:
         """Report an uncaught exception, for example of an import."""
         sys.__excepthook__(kind, error, trace)
-        self.send(
-            fault={
-                "words": f"rank {rank()}: {kind.__name__}: {error}",
-                "text": "",
-                "follows": False,
-            }
-        )
+        words = f"rank {rank()}: {kind.__name__}: {error}"
+        self.send(fault={"words": words, "text": "", "follows": False})
 
     def fault(self, error: BaseException, words: str) -> None:
         """Report the error that ends this process."""
@@ -170,33 +177,32 @@ class Channel:
 
 
 def _beat(patience: float) -> dict[str, Any]:
+    """Return the fields of RankStatus that this process knows."""
     since = time.monotonic() - BEATS.last
-    beat: dict[str, Any] = {
+    usual = BEATS.usual()
+    limit = BEATS.limit(patience)
+    seen = StackSnapshot(where="", waits=False, compiles=False, debugged=False)
+    if since > _STACK_AFTER:
+        # only then, because it takes a while
+        seen = stack_snapshot()
+    if seen.compiles:
+        limit = max(limit, patience * _COMPILING)
+    return {
         "phase": BEATS.now_in,
         "count": BEATS.count,
         "since": since,
-        "limit": BEATS.limit(patience),
-    }
-    usual = BEATS.usual()
-    beat |= {
+        "limit": limit,
         "patience": patience,
         "median": usual[0] if usual else None,
-        "waits": False,
-        "where": "",
-        "held": patience <= 0,
+        "waits": seen.waits,
+        "where": seen.where,
+        "held": patience <= 0 or seen.debugged,
         "unit": BEATS.unit,
     }
-    if since > _STACK_AFTER:
-        seen = stack_snapshot()
-        beat |= {"waits": seen.waits, "where": seen.where, "held": beat["held"] or seen.debugged}
-        if seen.compiles:
-            beat["limit"] = max(beat["limit"], patience * _COMPILING)
-    return beat
 
 
 def _write_collectives(folder: Path) -> None:
-    """Write torch's flight recorder, if it records: the last collectives of this rank, and which of
-    them have ended."""
+    """Write torch's flight recorder, if it records: the last collectives, and which have ended."""
     from torch._C import _distributed_c10d as recorders  # type: ignore[attr-defined]
 
     for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json"):  # of NCCL, and of gloo
@@ -214,10 +220,10 @@ def _follows(error: BaseException) -> bool:
     while seen is not None:
         if type(seen).__name__ in _CONSEQUENCES:
             return True
-        if isinstance(seen, RuntimeError | OSError) and any(
-            part in str(seen).lower() for part in _CONNECTION_ERRORS
-        ):
-            return True
+        if isinstance(seen, RuntimeError | OSError):
+            message = str(seen).lower()
+            if any(part in message for part in _CONNECTION_ERRORS):
+                return True
         seen = seen.__cause__ or seen.__context__
     return False
 

@@ -1,5 +1,7 @@
-"""TCP connections between the supervisors of a run: all are connected to that of rank 0, and send
-lines of JSON."""
+"""TCP connections between the supervisors of a run: all are connected to that of rank 0.
+
+They send lines of JSON.
+"""
 
 import json
 import os
@@ -16,9 +18,9 @@ from oneloop.basics.launcher import HOST
 ADDRESS = "ONELOOP_WATCHED_AT"
 """variable that tells rank 0's training process where its supervisor listens: HOST PORT TOKEN"""
 
-
-_MAX_BYTES_UNKNOWN, _MAX_BYTES_KNOWN = 1 << 10, 1 << 24
-"""maximum bytes of a message, before and after authentication by the secret token"""
+# maximum bytes of a message, before and after authentication by the secret token
+_MAX_BYTES_UNKNOWN = 1 << 10
+_MAX_BYTES_KNOWN = 1 << 24
 _MAX_UNKNOWN = 64  # maximum number of connections without authentication
 
 
@@ -26,27 +28,32 @@ class SupervisorConnection:
     """A connection to another supervisor."""
 
     def __init__(self, connection: socket.socket) -> None:
-        self.connection, self._buffer = connection, b""
+        self.connection = connection
+        self._buffer = b""  # a part of the next message
         connection.setblocking(False)
         self.heard = time.monotonic()  # when the last message arrived
         self.rank: int | None = None  # rank of the other side, once it is authenticated
 
     def messages(self) -> list[dict[str, Any]] | None:
-        """Return the messages since the last call; None if the connection is closed, or if the data
-        is not valid."""
+        """Return the messages since the last call.
+
+        None if the connection is closed, or if the data is not valid.
+        """
+        # Read all that has arrived.
         try:
             while more := self.connection.recv(1 << 16):
                 self._buffer += more
                 self.heard = time.monotonic()
-                if len(self._buffer) > (
-                    _MAX_BYTES_UNKNOWN if self.rank is None else _MAX_BYTES_KNOWN
-                ):
+                most = _MAX_BYTES_UNKNOWN if self.rank is None else _MAX_BYTES_KNOWN
+                if len(self._buffer) > most:
                     return None
             return None
         except BlockingIOError:
             pass
         except OSError:
             return None
+
+        # Divide it into messages.
         *lines, self._buffer = self._buffer.split(b"\n")
         try:
             found = [json.loads(line) for line in lines]
@@ -55,6 +62,7 @@ class SupervisorConnection:
         return found if all(isinstance(message, dict) for message in found) else None
 
     def send(self, **message: Any) -> None:
+        """Send one message; drop it after a second, or if the connection is closed."""
         with suppress(OSError):
             self.connection.setblocking(True)
             self.connection.settimeout(1.0)
@@ -63,16 +71,24 @@ class SupervisorConnection:
             self.connection.setblocking(False)
 
     def close(self) -> None:
+        """Close the connection."""
         with suppress(OSError):
             self.connection.close()
 
 
 class Supervisors:
-    """Connections to the other supervisors (rank 0: to all; others: to rank 0). ``selector`` gets
-    the sockets."""
+    """Connections to the other supervisors (rank 0: to all; others: to rank 0).
+
+    Args:
+        rank: of this supervisor.
+        ranks: their number.
+        selector: gets the sockets.
+    """
 
     def __init__(self, rank: int, ranks: int, selector: selectors.BaseSelector) -> None:
-        self.rank, self.ranks, self._selector = rank, ranks, selector
+        self.rank = rank
+        self.ranks = ranks
+        self._selector = selector
         self.others: list[SupervisorConnection] = []
         # name of each rank's node, if there are several
         self.hosts = {rank: os.environ.get(HOST, "")}
@@ -80,11 +96,11 @@ class Supervisors:
         self._server: socket.socket | None = None
 
     def listen(self) -> None:
-        """Open a port, on rank 0 of several, and leave its address to the training process in the
-        environment.
+        """Open a port, on rank 0 of several; leave its address to the training process.
 
         It listens on loopback only; if there are several hosts, only on the interface of
-        ``MASTER_ADDR``."""
+        ``MASTER_ADDR``. The address is in the environment.
+        """
         local = os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks)
         host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._token = secrets.token_hex(8)
@@ -118,14 +134,13 @@ class Supervisors:
         return len(known) == (self.ranks - 1 if self.rank == 0 else 1)
 
     def lost(self, limit: float) -> SupervisorConnection | None:
-        """Return a supervisor on another node that has sent nothing for ``limit`` seconds; None if
-        there is none."""
-        late = (
-            peer
-            for peer in self.others
-            if peer.rank is not None and time.monotonic() - peer.heard > limit
-        )
-        return None if os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks) else next(late, None)
+        """Return a supervisor on another node that was silent for ``limit`` seconds, if any."""
+        if os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks):
+            return None  # all are on this node
+        for peer in self.others:
+            if peer.rank is not None and time.monotonic() - peer.heard > limit:
+                return peer
+        return None
 
     def reset_timers(self) -> None:
         """Restart all timers: this host was suspended."""
@@ -137,8 +152,11 @@ class Supervisors:
         return f"; node {self.hosts[rank]}" if self.hosts.get(rank) else ""
 
     def read(self, readable: object) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """Yield received messages as (rank, message); the message is None if that rank's connection
-        is closed."""
+        """Yield received messages as (rank, message).
+
+        The message is None if that rank's connection is closed.
+        """
+        # Accept a new connection; close the oldest ones of too many that are not authenticated.
         if readable is self._server:
             assert self._server is not None
             with suppress(OSError):
@@ -149,6 +167,8 @@ class Supervisors:
             for peer in unknown[:-_MAX_UNKNOWN]:
                 self._forget(peer)
             return
+
+        # Read a connection.
         assert isinstance(readable, SupervisorConnection)
         received = readable.messages() if readable in self.others else []
         if received is None:
@@ -157,8 +177,10 @@ class Supervisors:
                 yield readable.rank, None
             return
         for message in received:
+            # The first message must hold the secret token.
             if readable.rank is None:
-                token, rank = str(message.get("word")), message.get("rank")
+                token = str(message.get("word"))
+                rank = message.get("rank")
                 known = secrets.compare_digest(token.encode(errors="replace"), self._token.encode())
                 if not known or not isinstance(rank, int):
                     self._forget(readable)

@@ -1,5 +1,7 @@
-"""The supervisor process: watches the training process, ends it if it hangs, and exits with its
-exit code."""
+"""The supervisor process: watches the training process, ends it if it hangs, and exits like it.
+
+The supervisor of rank 0 decides for all ranks: why the run ends, and when.
+"""
 
 import os
 import selectors
@@ -10,7 +12,7 @@ import traceback
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
 from oneloop.basics.launcher import (
@@ -34,49 +36,68 @@ from oneloop.supervise.pipe import TICK
 from oneloop.supervise.ranks import Supervisors
 from oneloop.supervise.worker import Worker
 
+_NEVER = float("inf")
 _INTERVAL = 0.25  # seconds between two checks
 _ORPHAN = 10.0  # seconds for a last checkpoint after the launcher has ended
 _EARLY = 5.0  # seconds to exit if a stop is requested before the run begins
-# seconds to exit after this rank or rank 0 has finished, for threads and exit handlers of the
-# user's code
+# seconds to exit after this rank or rank 0 has finished: threads and exit handlers of the user
 _OVER = 60.0
 _LEAVING = 10.0  # the same, if a stop is requested meanwhile
 _LOST = 8.0  # seconds without a message after which a rank on another node counts as lost
 _OTHERS = 1.0  # seconds to wait for causes from other ranks
 
 
+class _StopRequest(NamedTuple):
+    time: float  # time.monotonic()
+    by: str  # the name of the signal, or words
+
+
 class Supervisor:
-    """Watches one training process and, on rank 0, the whole run. ``started_by``: the launcher's
-    process id or None."""
+    """Watches one training process and, on rank 0, the whole run.
+
+    Args:
+        child: the training process.
+        peers: connections to the other supervisors.
+        selector: waits for messages from both.
+        started_by: process id of the launcher; None: there is none.
+    """
 
     def __init__(
         self, child: Worker, peers: Supervisors, selector: Any, *, started_by: int | None
     ) -> None:
-        self.child, self.peers, self._selector, self._started_by = (
-            child,
-            peers,
-            selector,
-            started_by,
-        )
+        self.child = child
+        self.peers = peers
+        self._selector = selector
+        self._started_by = started_by
         self.watch = Watch(peers.ranks, say=say)
-        self._signals: list[int] = []
-        self._stop_requested: tuple[float, str] | None = None  # (time, source) of the stop request
-        self._orphan = self._child_listens = False
+
+        # Requests to stop.
+        self._signals: list[int] = []  # that have arrived, and are not yet forwarded
+        self._stop_requested: _StopRequest | None = None  # the first one
+        self._orphan = False  # whether the launcher has ended
+        self._child_listens = False  # whether the training process handles signals
+
+        # What the training process reported.
         self._folder: Path | None = None  # the run folder, once the run writes to it
-        self._finished_at = float("inf")  # when this rank or rank 0 finished
-        self._reported_code: int | None = None  # exit code that the training process reported
+        self._finished_at = _NEVER  # when this rank or rank 0 finished
+        self._reported_code: int | None = None  # its exit code
+
+        # Why the run ends.
         self._causes: list[Cause] = []
-        self._decide_at = float("inf")  # when the cause is decided
+        self._decide_at = _NEVER  # when the cause is decided
+        self._rejected = _NEVER  # when the run ends because one rank has bad input
+        # whether rank 0 ends the run because of a hang; then the exit code of the training process
+        # is ignored
         self._hangs = False
-        """whether rank 0 ends the run because of a hang; then the training process's exit code is
-        ignored"""
-        self._rejected = float("inf")  # when the run ends because one rank has bad input
         self._stacks: dict[int, str] = {}
         self._missing_stacks: set[int] = set()  # ranks whose stacks have not arrived
-        self._last_check = self._last_sent = time.monotonic()
+
+        self._last_check = time.monotonic()
+        self._last_sent = self._last_check  # time of the last message to the other supervisors
 
     def run(self) -> NoReturn:
         """Watch until the training process has ended; exit with its code."""
+        # Wake up at once for signals (also SIGCHLD), messages and connections.
         wake, woken = os.pipe()
         for handle in (wake, woken):
             os.set_blocking(handle, False)
@@ -87,14 +108,18 @@ class Supervisor:
         self._selector.register(wake, selectors.EVENT_READ, wake)
         self._selector.register(self.child.reports, selectors.EVENT_READ, self.child)
         self.peers.watch()
+
+        # Watch; an error of the supervisor must not stop the training.
         try:
             while True:
                 for key, _ in self._selector.select(_INTERVAL):
                     self._read(key.data)
                 self._check()
-        except Exception:  # an error of the supervisor must not stop the training
+        except Exception:
             traceback.print_exc()
             say("this rank is no longer supervised, and continues")
+
+        # After such an error, only forward signals.
         while self.child.alive() and not self._causes:
             time.sleep(_INTERVAL)
             while self._signals:
@@ -105,6 +130,7 @@ class Supervisor:
         os._exit(code)  # the training process has reported it to the launcher
 
     def _read(self, source: Any) -> None:
+        """Read from a source that the selector reported: a wake-up, the process, or a socket."""
         if isinstance(source, int):
             with suppress(BlockingIOError):
                 os.read(source, 1 << 12)
@@ -116,6 +142,7 @@ class Supervisor:
                 self._from_peer(rank, message)
 
     def _from_child(self, message: dict[str, Any]) -> None:
+        """Handle a message of the training process."""
         match message:
             case {"listens": _}:
                 self._child_listens = True
@@ -132,16 +159,12 @@ class Supervisor:
                 self._add_cause(Cause(self.child.rank, **fault))
 
     def _from_peer(self, rank: int, message: dict[str, Any] | None) -> None:
+        """Handle a message of another supervisor; None: its connection was closed."""
         match message:
             case None:
                 if self._reported_code is None and not self.watch.has_ended(rank):
-                    self._add_cause(
-                        Cause(
-                            rank,
-                            f"rank {rank} and its supervisor process were killed",
-                            follows=True,
-                        )
-                    )
+                    words = f"rank {rank} and its supervisor process were killed"
+                    self._add_cause(Cause(rank, words, follows=True))
             case {"host": str() as host}:
                 self.peers.hosts[rank] = host
             case {"status": status}:
@@ -166,37 +189,61 @@ class Supervisor:
                 self._leave(code)
 
     def _check(self) -> None:
+        """Look at everything that changes with time; runs four times a second."""
         now = time.monotonic()
-        # this process was stopped too: by the user, or with the machine
+
+        # This process was stopped too: by the user, or with the machine.
         if now - self._last_check > 8 * _INTERVAL:
             self.child.reset_timers()
             self.watch.reset()
             self.peers.reset_timers()
         self._last_check = now
+
+        # Forward signals, and stop if the launcher has ended.
         while self._signals:
             self._forward(self._signals.pop(0))
         if self._started_by not in (None, os.getppid()) and not self._orphan:
             self._orphan = True
             if HOST in os.environ:  # the other nodes go on without this one
-                self._add_cause(
-                    Cause(self.child.rank, f"the launcher of rank {self.child.rank} was killed")
-                )
+                words = f"the launcher of rank {self.child.rank} was killed"
+                self._add_cause(Cause(self.child.rank, words))
             else:
                 self._forward(signal.SIGTERM, by="its launcher, which has gone")
+
+        # The end of the training process; read its last messages first.
         if not self.child.alive():
             self._read(self.child)
             self._child_ended()
         if self._stop_requested is not None:
-            self._check_stop(now - self._stop_requested[0])
+            self._check_stop(now - self._stop_requested.time)
         self._check_exit(now)
+
+        # Find hangs, and lost ranks.
+        self._exchange_status(now)
+        if not self._causes and not self.watch.named:
+            self._check_connections(now)
+        if self.peers.rank == 0 and not self._causes:
+            cause = self.watch.look(self._ask_for_stacks)
+            if cause is not None:
+                self._causes = [cause]
+                self._decide_at = now
+
+        # End the run.
+        if now > self._decide_at:
+            self._end_with_error()
+        if now > self._rejected:
+            self.peers.send(end=BAD_INPUT)
+            self._leave(BAD_INPUT)
+
+    def _exchange_status(self, now: float) -> None:
+        """Note the status of this rank, and send it to rank 0."""
         status = self.child.rank_status(stop_requested=self._stop_requested is not None)
         if status is not None and self._reported_code is None:
+            # Without a connection, this supervisor decides alone.
             unmet = self.peers.ranks > 1 and not self.peers.all_connected
             if unmet and status.late(stop_requested=False):
-                self._causes, self._decide_at = (
-                    [Cause(status.rank, describe_hang(status), hung=True)],
-                    now,
-                )
+                self._causes = [Cause(status.rank, describe_hang(status), hung=True)]
+                self._decide_at = now
             self.watch.update(status)
         if now - self._last_sent > TICK:
             self._last_sent = now
@@ -204,37 +251,31 @@ class Supervisor:
                 self.peers.send(status=asdict(status))
             else:
                 self.peers.send(host=os.environ.get(HOST, ""))
-        if (
-            not self._causes
-            and not self.watch.named
-            and (lost := self.peers.lost(_LOST * (self.child.patience or float("inf"))))
-        ):
+
+    def _check_connections(self, now: float) -> None:
+        """Add a cause if the supervisor of a rank on another node does not answer."""
+        lost = self.peers.lost(_LOST * (self.child.patience or _NEVER))
+        if lost is not None:
             words = (
                 f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s: its node or the "
                 "link to it is lost"
             )
             self._add_cause(Cause(lost.rank or 0, words))
-        if (
-            self.peers.rank == 0
-            and not self._causes
-            and (cause := self.watch.look(self._ask_for_stacks))
-        ):
-            self._causes, self._decide_at = [cause], now
-        if now > self._decide_at:
-            self._end_with_error()
-        if now > self._rejected:
-            self.peers.send(end=BAD_INPUT)
-            self._leave(BAD_INPUT)
 
     def _forward(self, number: int, by: str = "") -> None:
-        by = by or signal.Signals(number).name
-        self._stop_requested = self._stop_requested or (time.monotonic(), by)
+        """Pass a stop request on to the training process; before it listens, end it."""
+        self._request_stop(by or signal.Signals(number).name)
         if self._child_listens:
             self.child.signal(number)
         else:
             self._stop_early()
 
+    def _request_stop(self, by: str) -> None:
+        if self._stop_requested is None:
+            self._stop_requested = _StopRequest(time.monotonic(), by)
+
     def _check_stop(self, since: float) -> None:
+        """End a run that does not stop; ``since``: seconds since the request."""
         if self._folder is None and since > _EARLY and self._reported_code is None:
             self._stop_early()
         if self._orphan and since > _ORPHAN and not self._causes and not launcher_waits():
@@ -248,80 +289,98 @@ class Supervisor:
 
     def _check_exit(self, now: float) -> None:
         """Kill this rank if it does not exit after it, or rank 0, has finished."""
-        late = now - self._finished_at > (self.child.patience or float("inf")) * _OVER
-        late |= (
-            self._stop_requested is not None
-            and now - max(self._finished_at, self._stop_requested[0]) > _LEAVING
-        )
-        if late and self._reported_code is not None:
+        patience = self.child.patience or _NEVER
+        late = now - self._finished_at > patience * _OVER
+        if self._stop_requested is not None:
+            late |= now - max(self._finished_at, self._stop_requested.time) > _LEAVING
+        if not late:
+            return
+        if self._reported_code is not None:
             say(
                 f"rank {self.child.rank} has finished but does not exit (a thread or an exit "
                 "handler); killing it"
             )
             self._leave(self._reported_code)
-        if late and not self._causes:
-            self._add_cause(
-                Cause(self.child.rank, f"rank {self.child.rank} hangs, and rank 0 has ended")
-            )
+        if not self._causes:
+            words = f"rank {self.child.rank} hangs, and rank 0 has ended"
+            self._add_cause(Cause(self.child.rank, words))
 
     def _stop_early(self) -> NoReturn:
+        """End a run that was stopped before it began."""
         assert self._stop_requested is not None
         self.child.kill()
         if self.peers.rank == 0:
-            say(stopped_early(self._stop_requested[1]))
+            say(stopped_early(self._stop_requested.by))
         self.peers.send(end=STOPPED)
         self._leave(STOPPED)
 
     def _child_ended(self) -> None:
+        """Exit like the training process, or find out why it has ended."""
         code = self.child.status
         assert code is not None
+
+        # It has reported its exit code: the run has ended.
         if self._reported_code is not None:
-            os._exit(ERROR if self._hangs else code if code >= 0 else self._reported_code)
+            if self._hangs:
+                os._exit(ERROR)
+            os._exit(code if code >= 0 else self._reported_code)
+
+        # A stop signal has killed it before it listened.
         if not self._child_listens and -code in stop_signals():
-            self._stop_requested = self._stop_requested or (
-                time.monotonic(),
-                signal.Signals(-code).name,
-            )
+            self._request_stop(signal.Signals(-code).name)
             self._stop_early()
-        # another rank's report may come first
+
+        # It has crashed; another rank's report may come first.
         if not any(cause.rank == self.child.rank for cause in self._causes):
-            stop_requested = self._stop_requested[1] if self._stop_requested else None
-            self._add_cause(
-                Cause(
-                    self.child.rank, describe_exit(self.child.rank, code, stopped_by=stop_requested)
-                )
-            )
+            stopped_by = self._stop_requested.by if self._stop_requested is not None else None
+            words = describe_exit(self.child.rank, code, stopped_by=stopped_by)
+            self._add_cause(Cause(self.child.rank, words))
 
     def _add_cause(self, cause: Cause) -> None:
-        """Add a cause for the end of the run. Rank 0 gets all causes, and decides which was
-        first."""
+        """Add a cause for the end of the run.
+
+        Rank 0 gets all causes, and decides which was first.
+        """
         self._causes.append(cause)
         reports = self.peers.rank != 0 and self.peers.all_connected
         if reports:
             self.peers.send(cause=asdict(cause))
-        slow = reports or all(cause.follows for cause in self._causes)
-        self._decide_at = min(self._decide_at, time.monotonic() + (3 if slow else 1) * _OTHERS)
+
+        # Wait longer for rank 0's decision, and for the cause of a mere consequence.
+        wait = _OTHERS
+        if reports or all(known.follows for known in self._causes):
+            wait = 3 * _OTHERS
+        self._decide_at = min(self._decide_at, time.monotonic() + wait)
 
     def _ask_for_stacks(self, wake: bool) -> None:
         """Collect the stacks of every rank; ``wake`` continues stopped processes for it."""
+        # Ask the other ranks, and this one meanwhile.
         self._hangs = wake
         self.peers.send(dump=wake)
         self._stacks[self.peers.rank] = self.child.stacks(wake=wake)
         self._missing_stacks = {peer.rank for peer in self.peers.others if peer.rank is not None}
+
+        # Wait for the others.
         until = time.monotonic() + 2.0
         while self._missing_stacks and time.monotonic() < until:
             for key, _ in self._selector.select(0.1):
                 self._read(key.data)
         if self._folder is not None:
             write_stacks(self._folder, self._stacks)
-        self._last_check = time.monotonic()
+        self._last_check = time.monotonic()  # this process was not stopped
 
     def _end_with_error(self) -> NoReturn:
+        """End the run on all ranks, and report the cause."""
+        # The first cause counts that is not a mere consequence.
         cause = next((cause for cause in self._causes if not cause.follows), self._causes[0])
         cause = replace(cause, words=cause.words + self.peers.on(cause.rank))
+
+        # End the processes; rank 0 reports for all, if it can.
         alone = self.peers.rank == 0 or not self.peers.all_connected or cause.rank == 0
         self.peers.send(end=ERROR)
         self.child.kill()
+
+        # Write the summary before the terminal, and the page, which takes longer, after it.
         folder = self._folder if alone and not self.watch.has_ended(0) else None
         if folder is not None:
             write_summary(folder, cause.summary)
@@ -333,11 +392,11 @@ class Supervisor:
         self._leave(ERROR)
 
     def _leave(self, code: int) -> NoReturn:
+        """End the training process, and exit; with 0 if the launcher gets the code by a file."""
         self.child.kill()
-        quiet = report_exit_code(code) and (
-            self.peers.ranks == 1 or self.peers.all_connected or self.peers.others
-        )
-        os._exit(0 if quiet else code)
+        known = report_exit_code(code)
+        alone = self.peers.ranks > 1 and not self.peers.all_connected and not self.peers.others
+        os._exit(0 if known and not alone else code)
 
 
 def say(words: str) -> None:

@@ -21,21 +21,26 @@ _FIELDS = {field.name for field in fields(RankStatus)} - {
 
 
 class Worker:
-    """One training process: its reports (lines of JSON) and its stacks (after SIGUSR2) arrive at
-    these file descriptors. A byte to ``requests`` asks for its collectives."""
+    """One training process.
+
+    Args:
+        pid: its process id.
+        reports: file descriptor from which its reports (lines of JSON) are read.
+        stacks: file descriptor from which its stacks are read, after SIGUSR2.
+        requests: file descriptor; a byte to it asks for its collectives.
+        rank: of the process.
+    """
 
     def __init__(self, pid: int, reports: int, stacks: int, requests: int, rank: int) -> None:
-        self.pid, self.reports, self._stacks, self._requests, self.rank = (
-            pid,
-            reports,
-            stacks,
-            requests,
-            rank,
-        )
+        self.pid = pid
+        self.reports = reports
+        self._stacks = stacks
+        self._requests = requests
+        self.rank = rank
         for handle in (reports, stacks):
             os.set_blocking(handle, False)
-        self._buffer = b""
-        self._beat: dict[str, Any] | None = None
+        self._buffer = b""  # a part of the next message
+        self._beat: dict[str, Any] | None = None  # the last heartbeat: fields of RankStatus
         self._last_report = time.monotonic()
         self.status: int | None = None  # exit code, negative for a signal; None: it runs
 
@@ -56,16 +61,19 @@ class Worker:
                 received.append(json.loads(line))
         for message in received:
             if "beat" in message:
-                self._beat, self._last_report = message["beat"], time.monotonic()
+                self._beat = message["beat"]
+                self._last_report = time.monotonic()
         return [message for message in received if "beat" not in message]
 
     def rank_status(self, *, stop_requested: bool) -> RankStatus | None:
         """Return the status of this rank; None before its first report."""
         if self._beat is None:
             return None
-        status = RankStatus(
-            self.rank, **{name: value for name, value in self._beat.items() if name in _FIELDS}
-        )
+        status = RankStatus(self.rank)
+        for name in _FIELDS & self._beat.keys():
+            setattr(status, name, self._beat[name])
+
+        # Add what the process cannot know.
         status.silent = time.monotonic() - self._last_report
         status.since += status.silent
         status.stop_requested = stop_requested
@@ -81,12 +89,14 @@ class Worker:
             self._beat["since"] = 0.0
 
     def _stopped(self) -> tuple[bool, bool]:
+        """Return whether SIGSTOP stopped the process, and whether a debugger traces it."""
         try:
             lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
         except OSError:
             return False, False
         about = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        return about.get("State", "").startswith("T"), about.get("TracerPid", "0").strip() != "0"
+        stopped = about.get("State", "").startswith("T")
+        return stopped, about.get("TracerPid", "0").strip() != "0"
 
     def alive(self) -> bool:
         """Return whether the process runs; if not, store its exit code."""
@@ -97,18 +107,25 @@ class Worker:
         return self.status is None
 
     def signal(self, number: int) -> None:
+        """Send a signal to the process, if it runs."""
         if self.alive():
             os.kill(self.pid, number)
 
     def stacks(self, *, wake: bool = False, seconds: float = 1.5) -> str:
-        """Return the Python stacks of its threads and data workers. ``wake`` continues a stopped
-        process for this and then stops it again, so that it does not train until it is killed."""
+        """Return the Python stacks of its threads and data workers; also ask for its collectives.
+
+        Args:
+            wake: continue a stopped process for this, and then stop it again, so that it does not
+                train until it is killed.
+            seconds: how long to wait for each process.
+        """
         texts = []
         with suppress(OSError):  # the process may have ended
             os.write(self._requests, b"c")
         for pid in [self.pid, *_children(self.pid)] if self.alive() else []:
             if not _catches(pid, signal.SIGUSR2):
                 continue
+            # A stopped process would answer only later.
             if not wake and pid == self.pid and self._stopped()[0]:
                 texts.append(f"process {pid} is stopped")
                 continue
@@ -117,14 +134,14 @@ class Worker:
                 if wake:
                     os.kill(pid, signal.SIGCONT)
             text = self._read_stacks(seconds, freeze=pid if wake else None)
-            texts.append(
-                "process "
-                f"{pid}{'' if pid == self.pid else ', which loads data'}\n{text or '(no answer)'}\n"
-            )
+            role = "" if pid == self.pid else ", which loads data"
+            texts.append(f"process {pid}{role}\n{text or '(no answer)'}\n")
         return "\n".join(texts)
 
     def _read_stacks(self, seconds: float, *, freeze: int | None) -> str:
-        text, until = b"", time.monotonic() + seconds
+        """Read the stacks of one process; stop the process ``freeze`` when they have arrived."""
+        text = b""
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             try:
                 text += os.read(self._stacks, 1 << 16)
@@ -145,16 +162,21 @@ class Worker:
 
 
 def _children(pid: int) -> list[int]:
+    """Return the child processes of all threads of a process."""
+    children: list[int] = []
     try:
-        lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
+        for file in Path(f"/proc/{pid}/task").glob("*/children"):
+            children += map(int, file.read_text().split())
     except OSError:
         return []
-    return [int(word) for text in lists for word in text.split()]
+    return children
 
 
 def _to_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread; otherwise another thread of a stopped process may get it,
-    too late."""
+    """Send a signal to the main thread.
+
+    Otherwise another thread of a stopped process may get it, too late.
+    """
     send = getattr(ctypes.CDLL(None), "tgkill", None)
     if send is None:
         os.kill(pid, number)
@@ -168,5 +190,8 @@ def _catches(pid: int, number: int) -> bool:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
         return not Path("/proc/self").exists()
-    mask = next((line.split()[1] for line in lines if line.startswith("SigCgt")), "0")
-    return bool(int(mask, 16) >> (number - 1) & 1)
+    for line in lines:
+        if line.startswith("SigCgt"):
+            mask = int(line.split()[1], 16)  # bit 0: signal 1
+            return bool(mask >> (number - 1) & 1)
+    return False
