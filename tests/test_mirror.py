@@ -633,8 +633,7 @@ def small_blocks(monkeypatch, tmp_path: Path, contents: dict[str, bytes]) -> tup
         run=str(tmp_path / "run"),
         limit=0.0,
         counts=False,
-        lease=1,
-        owner={"seconds": 60.0, "beat": 0, "token": "t"},
+        lease=(1, {"seconds": 60.0, "beat": 0, "token": "t"}),
         owns=False,
     )
     done = Uploads(settings, news=lambda news: None).end(final=False)

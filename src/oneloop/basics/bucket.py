@@ -137,7 +137,10 @@ class Bucket:
                 stream = self._fs.open(path, "wb", block_size=max(BLOCK, size // _PARTS))
             try:
                 for block in _in_blocks(pieces):
-                    self._wait_for(len(block))
+                    # Wait until the limit allows to write the block.
+                    time.sleep(max(0.0, self._next - time.monotonic()))
+                    pause = len(block) / self._limit if self._limit else 0.0
+                    self._next = time.monotonic() + pause
                     stream.write(block)
                     whole.update(block)
                     blocks.append(xxh3_64_hexdigest(block))
@@ -151,23 +154,17 @@ class Bucket:
             stream.close()
         return StoredObject(size, whole.hexdigest(), blocks)
 
-    def _wait_for(self, size: int) -> None:
-        """Wait until the limit allows to write ``size`` bytes."""
-        time.sleep(max(0.0, self._next - time.monotonic()))
-        self._next = time.monotonic()
-        if self._limit:
-            self._next += size / self._limit
-
     def read(self, name: str, spans: Sequence[tuple[int, int]]) -> Iterator[tuple[int, bytes]]:
-        """Yield the offset and the bytes of these spans (start, end) of an object, a few at the
-        same time."""
+        """Yield the offset and the bytes of these spans (start, end) of an object.
+
+        A few are read at the same time.
+        """
         for first in range(0, len(spans), _AT_ONCE):
             some = spans[first : first + _AT_ONCE]
-            starts = [start for start, _ in some]
-            ends = [end for _, end in some]
+            starts, ends = zip(*some, strict=True)
             paths = [f"{self._root}/{name}"] * len(some)
             with self._errors():
-                found = self._fs.cat_ranges(paths, starts, ends, on_error="raise")
+                found = self._fs.cat_ranges(paths, [*starts], [*ends], on_error="raise")
             yield from zip(starts, map(bytes, found), strict=True)
 
     def sizes(self, folder: str) -> dict[str, int]:
@@ -175,7 +172,7 @@ class Bucket:
         below = f"{self._root}/{folder}".rstrip("/")
         with self._errors():
             found = self._fs.find(below, detail=True)
-        sizes: dict[str, int] = {}
+        sizes = {}
         for name, entry in found.items():
             if entry["type"] == "file" and len(name) > len(below):
                 sizes[name[len(below) + 1 :]] = entry["size"]

@@ -22,6 +22,7 @@ class Options(ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
+        """Raise BadInput."""
         # An option's type may have raised an error that says more.
         why = getattr(sys.exc_info()[1], "__context__", None)
         if isinstance(why, BadInput):

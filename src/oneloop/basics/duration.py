@@ -62,6 +62,7 @@ class Duration:
         return math.ceil(self._steps(scale, total, key))
 
     def _steps(self, scale: "Scale", total: int | None, key: str) -> Fraction:
+        """Return the steps, not rounded."""
         if self.unit == "steps":
             if self.amount.denominator != 1:
                 raise ValueError(
@@ -74,10 +75,14 @@ class Duration:
                 f"{key} {self.text!r} is a time, which only save.every and stop.after accept; "
                 "use steps"
             )
+
+        # Samples, in any unit, are divided by those of a step.
         if self.unit == "samples":
             return self.amount / scale.batch
         if self.unit == "ep":
             return self.amount * scale.epoch / scale.batch
+
+        # A share of the run.
         if self.unit == "%":
             if total is None:
                 raise ValueError(
@@ -85,6 +90,8 @@ class Duration:
                     "cannot be one"
                 )
             return self.amount * total / 100
+
+        # Tokens.
         if scale.sample_tokens is None:
             raise ValueError(
                 f"{key} {self.text!r} is in tokens, but this task's samples differ in length or "

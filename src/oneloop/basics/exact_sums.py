@@ -1,10 +1,10 @@
-"""Sums that are bit-identical in any order, so that they do not depend on parallel layout or
-sharding.
+"""Sums that are bit-identical in any order.
 
-Each square is cut at fixed positions into digits of 30 bits. Digits are added as integers, which
-does not round (binned summation: Demmel & Nguyen 2015). Three digits are kept: the rest of a square
-is below 2^-60 of the largest square. The cuts are at multiples of 30 bits, not relative to the
-largest value, so that partial sums can be combined later.
+They do not depend on parallel layout or sharding. Each square is cut at fixed positions into digits
+of 30 bits. Digits are added as integers, which does not round (binned summation: Demmel & Nguyen
+2015). Three digits are kept: the rest of a square is below 2^-60 of the largest square. The cuts
+are at multiples of 30 bits, not relative to the largest value, so that partial sums can be combined
+later.
 
 >>> norm = exact_norm(tensors)
 >>> rows = [digit_rows([part]) for part in parts]        # of ranks, shards, … in any order

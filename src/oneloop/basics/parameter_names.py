@@ -6,8 +6,10 @@ _INSERTED = ("_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def bare_name(name: str) -> str:
-    """Return a parameter's name without the prefixes of DDP, torch.compile and activation
-    checkpointing."""
+    """Return a parameter's name without the prefixes of wrappers.
+
+    These are DDP, torch.compile and activation checkpointing.
+    """
     name = name.removeprefix("module.")
     for inserted in _INSERTED:
         name = name.replace(inserted, "")

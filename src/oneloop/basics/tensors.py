@@ -20,7 +20,8 @@ _SCALARS = "_oneloop_scalars"
 
 
 class Planned:
-    # whether this process plans a run: its fake tensors, on the CPU, stand for tensors on a GPU
+    """Whether this process plans a run: its fake tensors on the CPU stand for tensors on a GPU."""
+
     for_gpu = False
 
 

@@ -131,8 +131,10 @@ class SaveInProgress:
         return answer
 
     def write_here(self, request: SaveRequest, pieces: list[Piece]) -> None:
-        """Write in this process; rank 0 writes last, after all other ranks have finished or
-        failed."""
+        """Write in this process. Collective.
+
+        Rank 0 writes last, after all other ranks have finished or failed.
+        """
         buffer = torch.empty(request.size, dtype=torch.uint8)
         stage(pieces, buffer)
         data = buffer.numpy().data
@@ -213,8 +215,8 @@ class SaveInProgress:
         return self._failed((causes or real)[0])
 
     def _collect_errors(self) -> list[str | None]:
-        """Return the error of every rank. Rank 0 waits last, because it completes the
-        checkpoint."""
+        """Return the error of every rank. Collective."""
+        # Rank 0 waits last, because it completes the checkpoint.
         if self._rank != 0:
             self._wait()
         others = self._gather(self._state())
@@ -225,7 +227,7 @@ class SaveInProgress:
             if _STILL not in others[1:]:
                 self._wait()
         if self._rank == 0 and (self._error or failed):
-            # no writer is active, and none starts before all ranks know the result
+            # No writer is active, and none starts before all ranks know the result.
             self._store.sweep(".draft")
         return self._gather(self._state())
 

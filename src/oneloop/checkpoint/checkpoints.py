@@ -1,5 +1,6 @@
-"""Checkpoints: save during training, load after verification. Usable alone in a plain Accelerate
-script.
+"""Checkpoints: save during training, load after verification.
+
+Usable alone in a plain Accelerate script.
 
 >>> checkpoints = Checkpoints(Path("checkpoints"), accelerator)
 >>> newest = checkpoints.newest()               # verified, on all ranks; None at first
@@ -209,14 +210,12 @@ class Checkpoints:
 
         # Rank 0 copies the run folder. If there is none, every rank writes its own shard.
         if counts or self.rank == 0:
-            number, owner = lease
             self.saving.uploads = UploadSettings(
                 address=address,
                 run=str(self.store.root.parent.absolute()),
                 limit=limit,
                 counts=counts,
-                lease=number,
-                owner=owner,
+                lease=lease,
                 owns=self.rank == 0,
             )
         if self.rank == 0:
@@ -236,13 +235,15 @@ class Checkpoints:
             self.saving.close()
 
     def whole(self, step: int, otherwise: str, needs: Needs = no_needs) -> Path | None:
-        """Return the path of a step's checkpoint, equal on all ranks, or None if it is missing or
-        damaged. Collective.
+        """Return the path of a step's checkpoint; log that it is missing or damaged. Collective.
 
         Args:
             step: its number.
             otherwise: the consequence if it cannot be used, for the log.
             needs: returns the bytes that this rank reads; with a mirror, they are fetched.
+
+        Returns:
+            The same path on all ranks; None if it cannot be used.
         """
         path = self.store.root / name_of(step)
         wrong = []
@@ -263,8 +264,9 @@ class Checkpoints:
         return None if self._gather(wrong)[0] else path
 
     def newest(self, needs: Needs = no_needs) -> Path | None:
-        """Return the newest intact checkpoint, equal on all ranks; log damaged ones, and rename
-        those in the folder. Collective.
+        """Return the newest intact checkpoint, equal on all ranks. Collective.
+
+        Log damaged ones, and rename those in the folder.
 
         Args:
             needs: returns the bytes that this rank reads; with a mirror, they are fetched.
@@ -285,8 +287,7 @@ class Checkpoints:
         return fetched or own
 
     def _newest_here(self) -> tuple[Path | None, str | None]:
-        """Return the newest intact checkpoint in the folder, or an error if there are only damaged
-        ones. Collective."""
+        """Return the newest intact checkpoint in the folder, and an error if all are damaged."""
         chosen: str | None = None
         error: str | None = None
         if self.rank == 0 and not self._counts:
@@ -311,8 +312,10 @@ class Checkpoints:
         return Path(chosen) if chosen else None, error
 
     def later(self, path: Path) -> list[str]:
-        """Return the names of later checkpoints, also in the mirror; all, if the path is of another
-        run. Collective."""
+        """Return the names of later checkpoints, also in the mirror. Collective.
+
+        If the path is of another run, return all names.
+        """
         own = path.resolve().parent == self.store.root.resolve()
         than = step_in(path.name.lstrip(".").partition(".")[0]) if own else None
         steps = []

@@ -54,9 +54,8 @@ def write_base(
         The size and checksum of the file (on rank 0), and the error if any.
     """
     # Sort them: the order must not depend on the layout, and keeps every tensor aligned.
-    whole = []
-    for name, tensor in sorted(tensors.items()):
-        whole.append(Piece(name, tensor, (0,) * tensor.ndim))
+    ordered = sorted(tensors.items())
+    whole = [Piece(name, tensor, (0,) * tensor.ndim) for name, tensor in ordered]
     whole.sort(key=lambda piece: -piece.tensor.element_size())
     text, size = header_of(whole)
     head = padded(text)
@@ -174,11 +173,9 @@ class Base:
         """Return the model's tensors that each checkpoint stores, by their names there."""
         if self._origin is None:
             return model_tensors(model, frozen=False)
-        others = {}
-        for name, tensor in model_tensors(model).items():
-            if name.removeprefix("model.") not in self._origin.names:
-                others[name] = tensor
-        return others
+        elsewhere = self._names(model)
+        tensors = model_tensors(model)
+        return {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
 
     def _names(self, model: nn.Module) -> set[str]:
         if self._origin is not None:
@@ -186,10 +183,9 @@ class Base:
         return set(frozen_tensors(model))
 
     def kept(self, model: nn.Module) -> dict[str, Any]:
-        """Return the manifest's entry of the frozen parameters, after writing them if they are
-        missing. Collective.
+        """Return the manifest's entry of the frozen parameters. Collective.
 
-        Raises OSError on all ranks if they cannot be written.
+        Write them if they are missing. Raises OSError on all ranks if they cannot be written.
         """
         names = self._names(model)
         if not names:

@@ -1,5 +1,6 @@
-"""The owner of a mirror: a lease (Gray and Cheriton, 1989), so that two machines never write the
-same run.
+"""The owner of a mirror: a lease (Gray and Cheriton, 1989).
+
+Two machines thus never write the same run.
 
 Each owner creates ``owner/00000003.json`` with the next number, only if it is new, and renews it.
 If it does not for some time, another process may take the next number. The former owner then finds

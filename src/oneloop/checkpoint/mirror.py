@@ -115,8 +115,10 @@ def folder_of(step: int) -> str:
 
 
 def steps_in(bucket: Bucket, names: Iterable[str] | None = None) -> list[int]:
-    """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order, not
-    verified."""
+    """Return the steps of the checkpoints in a mirror (or among ``names``), in ascending order.
+
+    The checkpoints are not verified.
+    """
     if names is None:
         names = bucket.sizes(CHECKPOINTS)
     matches = map(_STEP.fullmatch, names)
@@ -183,8 +185,8 @@ class Copy:
         covering: set[Block] = set()
         for file, start, end in spans:
             if file.parent == self.path:
-                first, after = start // BLOCK, -(-end // BLOCK)
-                covering.update((file.name, number) for number in range(first, after))
+                numbers = range(start // BLOCK, -(-end // BLOCK))
+                covering.update((file.name, number) for number in numbers)
         return sorted(covering)
 
     def fill(self, blocks: Iterable[Block]) -> None:
@@ -274,8 +276,10 @@ def local_run(run: str | Path) -> Path:
 
 
 def local_checkpoint(path: str) -> Path:
-    """Return the folder of a checkpoint (or of a run), which is fetched from a mirror. Raises
-    BadInput."""
+    """Return the folder of a checkpoint (or of a run), which is fetched from a mirror.
+
+    Raises BadInput.
+    """
     run, _, step = path.rstrip("/").rpartition(f"/{CHECKPOINTS}/")
     if not is_address(path) or not run:
         return local_run(path).expanduser()
@@ -285,8 +289,10 @@ def local_checkpoint(path: str) -> Path:
 
 
 def complete(path: Path, *, again: bool = False) -> None:
-    """Fetch a checkpoint, or ``final``, in a copy of a mirror, if incomplete or ``again``. Raises
-    BadInput."""
+    """Fetch a checkpoint, or ``final``, in a copy of a mirror, if incomplete or ``again``.
+
+    Raises BadInput.
+    """
     run = path.parent if path.name == FINAL else path.parent.parent
     if not (run / ADDRESS).exists():
         return

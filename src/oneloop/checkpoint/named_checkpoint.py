@@ -51,10 +51,9 @@ def file_of(entry: Mapping[str, Any]) -> str:
 
 
 def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
-    """Return a checkpoint's base model (``place`` with ``files`` or ``commit``) and its parameters'
-    ``names``.
+    """Return a checkpoint's base model; None if the checkpoint does not refer to one.
 
-    None if the checkpoint does not refer to one.
+    It has a ``place``, with ``files`` or ``commit``, and the ``names`` of its parameters.
     """
     recorded = base_of(checkpoint)
     if recorded is None or file_of(recorded[1]) != NAMED:
@@ -70,7 +69,10 @@ def names_in(folder: Path) -> set[str]:
 
 
 def fresh(run: Path, checkpoints: Iterable[Path]) -> Path:
-    """Return a folder for frozen parameters that no checkpoint names: ``base``, ``base-2``, …"""
+    """Return a folder for frozen parameters that none of the checkpoints names.
+
+    It is ``base``, ``base-2``, …
+    """
     named = set()
     for checkpoint in checkpoints:
         with suppress(ValueError):  # a damaged one refers to none

@@ -1,5 +1,4 @@
-"""What one rank writes of the state: its pieces of the tensors, their header, and their copy in
-host memory.
+"""What one rank writes of the state: pieces of the tensors, their header, and their copy.
 
 The files have the format of torch.distributed.checkpoint's safetensors storage.
 """
@@ -53,13 +52,16 @@ def pieces(
     mine = []
     load = [0] * ranks  # bytes of unsharded tensors, by rank
     for name, tensor in tensors.items():
-        # Under HSDP, only the first replica writes its shard.
+        # Write its shard; under HSDP, only the first replica does.
         if isinstance(tensor, DTensor):
             own = tensor.to_local()
             _, offset = compute_local_shape_and_global_offset(
                 tensor.shape, tensor.device_mesh, tensor.placements
             )
-            if own.numel() and not _is_replica(tensor):
+            coordinate = tensor.device_mesh.get_coordinate() or ()
+            placed = zip(tensor.placements, coordinate, strict=True)
+            replica = any(placement.is_replicate() and at for placement, at in placed)
+            if own.numel() and not replica:
                 mine.append(Piece(name, own, tuple(offset)))
             continue
 
@@ -72,16 +74,8 @@ def pieces(
     return sorted(mine, key=lambda piece: -piece.tensor.element_size())
 
 
-def _is_replica(tensor: DTensor) -> bool:
-    """Return whether an earlier rank holds the same shard."""
-    coordinate = tensor.device_mesh.get_coordinate() or ()
-    placed = zip(tensor.placements, coordinate, strict=True)
-    return any(placement.is_replicate() and at > 0 for placement, at in placed)
-
-
 def header_of(mine: list[Piece]) -> tuple[str, int]:
-    """Return the safetensors header of these pieces in order, and the number of bytes of their
-    data."""
+    """Return the safetensors header of these pieces in order, and the bytes of their data."""
     entries = {}
     sharding = {}
     end = 0  # bytes so far

@@ -105,8 +105,10 @@ class RunState:
         about: Mapping[str, Any] | None = None,
         keep: Keep | None = None,
     ) -> None:
-        """Start to save a checkpoint with :meth:`Checkpoints.save`. Collective: call on every
-        rank."""
+        """Start to save a checkpoint with :meth:`Checkpoints.save`.
+
+        Collective: call on every rank.
+        """
         plain = {name: part.state_dict() for name, part in self.parts.items()}
         files: list[Path] = []
         for part in self.parts.values():
@@ -123,8 +125,10 @@ class RunState:
         )
 
     def take(self, folder: Path) -> None:
-        """Load only weights and EMAs of an earlier checkpoint, in place. Collective: call on every
-        rank."""
+        """Load only weights and EMAs of an earlier checkpoint, in place.
+
+        Collective: call on every rank.
+        """
         load_tensors(folder, self.model, extra=self._extra())
 
     def needs(self, folder: Path) -> list[tuple[Path, int, int]]:

@@ -1,8 +1,8 @@
-"""One save of a checkpoint by all ranks: the request to a rank's writing process, its answer, and
-how rank 0 waits for the shards of the others.
+"""One save of a checkpoint by all ranks: the request to a rank's writing process, and its answer.
 
-Both ways to write use it: :mod:`oneloop.checkpoint.writer` to a disk, and
-:mod:`oneloop.checkpoint.uploads` to a mirror. Needs no torch.
+Rank 0 waits for the shards of the others. Both ways to write use it:
+:mod:`oneloop.checkpoint.writer` to a disk, and :mod:`oneloop.checkpoint.uploads` to a mirror. Needs
+no torch.
 """
 
 import json

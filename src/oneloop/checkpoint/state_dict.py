@@ -25,8 +25,10 @@ from oneloop.checkpoint.store import header
 
 
 def unsavable(model: nn.Module) -> str:
-    """Return why a model's state cannot be saved and loaded in place, with the entry's name; empty
-    if it can."""
+    """Return why a model's state cannot be saved and loaded in place; empty if it can.
+
+    The text begins with the name of the entry.
+    """
     for name, tensor in model.state_dict(keep_vars=True).items():
         if name.endswith("_extra_state") or not isinstance(tensor, Tensor):
             return (
@@ -71,8 +73,10 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
 
 
 def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer state that is not tensors: per parameter, and group entries beyond the
-    constructor's."""
+    """Return the optimizer state that is not tensors.
+
+    It has entries by parameter, and the entries of groups that the constructor did not get.
+    """
     parameters = {}
     for name, parameter, _ in optimized(model, optimizer):
         state = optimizer.state.get(parameter, {})
@@ -93,8 +97,10 @@ def described(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
 
 
 def buffers_of(model: nn.Module) -> set[str]:
-    """Return the checkpoint names of buffers, which each rank updates separately (BatchNorm
-    statistics)."""
+    """Return the checkpoint names of buffers.
+
+    Each rank updates them separately (BatchNorm statistics).
+    """
     return {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
 
 
@@ -109,8 +115,7 @@ def load_tensors(
     cast: bool = False,
     needed: list[tuple[Path, int, int]] | None = None,
 ) -> None:
-    """Load model, optimizer and ``extra`` tensors in place from a checkpoint of any number of
-    processes.
+    """Load tensors in place from a checkpoint of any number of processes.
 
     Tensors of a base model that the checkpoint only names, and missing extra ones, stay unchanged.
 
@@ -163,8 +168,11 @@ def load_tensors(
 def _matching(
     folder: Path, targets: dict[str, Tensor], saved: Mapping[str, Any], *, cast: bool
 ) -> dict[str, Tensor]:
-    """Return the model's tensors in their saved shapes. Raises ValueError unless names, shapes and,
-    without ``cast``, dtypes are those of the checkpoint."""
+    """Return the model's tensors in their saved shapes.
+
+    Raises ValueError unless names, shapes and, without ``cast``, dtypes are the checkpoint's.
+    """
+    # Compare the names, then shapes and dtypes.
     there = {name for name in saved if name.startswith("model.")}
     here = set(targets)
     if there != here:
@@ -195,8 +203,10 @@ def _matching(
 def _averaged(
     folder: Path, targets: dict[str, Tensor], saved: Mapping[str, Any], weights: str
 ) -> dict[str, Tensor]:
-    """Return the model's tensors by the names of an EMA, or by their own if it has none. Raises
-    ValueError if the checkpoint has no such EMA."""
+    """Return the model's tensors by the names of an EMA, or by their own if it lacks them.
+
+    Raises ValueError if the checkpoint has no such EMA.
+    """
     averaged = {}
     for name, target in targets.items():
         average = f"ema.{weights}.{name.removeprefix('model.')}"
@@ -211,8 +221,10 @@ def _averaged(
 def _optimizer_targets(
     model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the tensors of the optimizer's state by their saved names, after creating those that
-    only the checkpoint has, and deleting those that it does not have."""
+    """Return the tensors of the optimizer's state by their saved names.
+
+    Create those that only the checkpoint has; delete those that it does not have.
+    """
     targets = {}
     for name, parameter, group in optimized(model, optimizer):
         prefix = f"optimizer.{name}."
@@ -240,6 +252,7 @@ class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
         self.needed = needed
 
     def read_data(self, plan: Any, planner: Any) -> Any:
+        """List the bytes of a plan, and read nothing."""
         headers = {}
         for item in plan.items:
             file = Path(self.storage_data[item.storage_index].relative_path)
@@ -263,8 +276,7 @@ class _Needs(HuggingFaceStorageReader):  # type: ignore[misc]
 
 
 def _folders(folder: Path) -> tuple[list[Path], set[str]]:
-    """Return the folders with a checkpoint's tensors, and the tensor names that it does not contain
-    (base model)."""
+    """Return the folders with a checkpoint's tensors, and the names of those of a base model."""
     named = base_model_of(folder)
     if named is not None:
         return [folder], {f"model.{name}" for name in named["names"]}
@@ -297,8 +309,7 @@ def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimize
 
 
 def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:
-    """Return a zero tensor for an entry of the optimizer state, on the device that the optimizer
-    would choose."""
+    """Return zeros for an entry of the optimizer state, on the device that it would choose."""
     kind = saved.properties.dtype
     size = tuple(saved.size)
     if parameter.is_complex() and size == (*parameter.shape, 2):

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
@@ -35,18 +35,12 @@ def header(file: Path) -> dict[str, Any]:
     return content
 
 
-class _Shard(NamedTuple):
-    """A part of a tensor, as the header of a file describes it."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    def inside(self, whole: Sequence[int]) -> bool:
-        """Return whether it lies inside a tensor of this shape."""
-        if not len(self.shape) == len(whole) == len(self.offset):
-            return False
-        dimensions = zip(self.offset, self.shape, whole, strict=True)
-        return all(at >= 0 and at + size <= length for at, size, length in dimensions)
+def _inside(offset: Sequence[int], shard: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether a shard of this offset and shape lies inside a tensor of shape ``whole``."""
+    if not len(shard) == len(whole) == len(offset):
+        return False
+    dimensions = zip(offset, shard, whole, strict=True)
+    return all(at >= 0 and at + size <= length for at, size, length in dimensions)
 
 
 def tensor_problems(
@@ -61,7 +55,7 @@ def tensor_problems(
     """
     # Read the headers.
     wrong = []
-    shards = defaultdict[str, list[_Shard]](list)
+    shards = defaultdict[str, list[Any]](list)  # offset and shape, by tensor
     for name in files:
         if not name.endswith(".safetensors"):
             continue
@@ -76,7 +70,7 @@ def tensor_problems(
                         f"{tensor} is {entry['dtype']} in {name}, and {tensors[tensor][0]} in "
                         "the manifest"
                     )
-                shards[tensor].append(_Shard(offset, shape))
+                shards[tensor].append((offset, shape))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             wrong.append(f"{name}: its header cannot be read ({type(error).__name__}: {error})")
     if wrong:
@@ -85,9 +79,9 @@ def tensor_problems(
     # The shards of a tensor are inside it, start at different offsets, and have all its elements.
     for tensor, (_, shape) in tensors.items():
         held = shards.pop(tensor, [])
-        inside = all(shard.inside(shape) for shard in held)
-        count = sum(math.prod(shard.shape) for shard in held)
-        starts = {shard.offset for shard in held}
+        inside = all(_inside(offset, shard, shape) for offset, shard in held)
+        count = sum(math.prod(shard) for _, shard in held)
+        starts = {offset for offset, _ in held}
         if not inside or count != math.prod(shape) or len(starts) < len(held):
             wrong.append(
                 f"{tensor} of shape {tuple(shape)} is not whole: {count} of {math.prod(shape)} "
@@ -158,11 +152,10 @@ class Keep:
 
     def among(self, steps: Sequence[int]) -> set[int]:
         """Return those of the steps, in ascending order, whose checkpoints are kept."""
-        kept = set(steps[-max(1, self.newest) :])
-        for step in steps:
-            if step == self.best or (self.every and step % self.every == 0):
-                kept.add(step)
-        return kept
+        kept = {
+            step for step in steps if (self.every and step % self.every == 0) or step == self.best
+        }
+        return kept | set(steps[-max(1, self.newest) :])
 
 
 class Store:
@@ -313,8 +306,9 @@ def _is_plain(name: str) -> bool:
 
 
 def vouch(folder: Path, about: Mapping[str, Any], files: Mapping[str, Any] | None = None) -> None:
-    """Write a manifest for a folder that is not a checkpoint; :func:`problems_of_files` verifies
-    it.
+    """Write a manifest for a folder that is not a checkpoint.
+
+    :func:`problems_of_files` verifies it.
 
     Args:
         folder: with all its files.
@@ -352,9 +346,7 @@ def changed(folder: Path, files: Mapping[str, Any]) -> list[str]:
             size = file.stat().st_size
             if size != entry["size"]:
                 wrong.append(f"{name}: expected {entry['size']} bytes, found {size}")
-                continue
-            actual = checksum(file)
-            if actual != entry["xxh3"]:
+            elif (actual := checksum(file)) != entry["xxh3"]:
                 wrong.append(f"{name}: expected checksum {entry['xxh3']}, found {actual}")
         except OSError as error:
             wrong.append(f"{name}: {error.strerror}")
@@ -376,10 +368,8 @@ def problems(folder: Path) -> list[str]:
 
 def _problems(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     # Links and the step need no reading of files.
-    wrong = []
-    for path in folder.iterdir():
-        if path.is_symlink():
-            wrong.append(f"{path.name}: a link, which may lead elsewhere")
+    links = [path.name for path in folder.iterdir() if path.is_symlink()]
+    wrong = [f"{name}: a link, which may lead elsewhere" for name in links]
     if _NAME.fullmatch(folder.name) and manifest["step"] != step_of(folder):
         wrong.append(f"its manifest belongs to step {manifest['step']}")
     if wrong:

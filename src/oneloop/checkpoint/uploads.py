@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from uuid import uuid4
 
 from xxhash import xxh3_64_digest
@@ -46,8 +48,7 @@ class UploadSettings:
     limit: float  # bytes per second of this process; 0: none
     counts: bool  # checkpoints are written only there
 
-    lease: int  # number of the run's lease
-    owner: Mapping[str, Any]  # description of its owner (:class:`Lease`)
+    lease: tuple[int, Mapping[str, Any]]  # number and description of the run's :class:`Lease`
     owns: bool  # this process renews the lease, and copies
 
 
@@ -64,7 +65,7 @@ class Uploads:
         self.bucket = Bucket(settings.address, limit=settings.limit)
         self.run = Path(settings.run)
         self.counts = settings.counts
-        self.lease = Lease(self.bucket, settings.lease, settings.owner)
+        self.lease = Lease(self.bucket, *settings.lease)
         self._owns = settings.owns
         self._news = news
 
@@ -93,8 +94,10 @@ class Uploads:
         self._news(News(error=str(error), taken=True))
 
     def _check(self) -> None:
-        """Raise Taken if another process owns the mirror. Only rank 0 looks: it completes the
-        checkpoints."""
+        """Raise Taken if another process owns the mirror.
+
+        Only rank 0 looks, because it completes the checkpoints.
+        """
         if self._owns:
             self.lease.check()
 
@@ -123,13 +126,13 @@ class Uploads:
         shard = f"rank-{request.rank:05d}"
 
         def names() -> list[str]:
-            sizes = self.bucket.sizes(folder)
-            return [f"{folder}/{name}".removeprefix(draft) for name in sizes]
+            there = self.bucket.sizes(folder)
+            return [f"{folder}/{name}".removeprefix(draft) for name in there]
 
         try:
-            pieces = _safetensors(request.header, data)
-            written = self._write(f"{draft}{shard}.safetensors", pieces, request.size)
-            entry = asdict(written)
+            blocks = (data[start : start + BLOCK] for start in range(0, len(data), BLOCK))
+            pieces = chain([padded(request.header)], blocks)
+            entry = asdict(self._write(f"{draft}{shard}.safetensors", pieces, request.size))
 
             # Tell rank 0.
             if request.rank != 0:
@@ -173,14 +176,12 @@ class Uploads:
         self._check()
         return self.bucket.write(name, checked(), size)
 
-    def _remove(self, names: Iterable[str]) -> None:
-        for name in names:
-            self._check()
-            self.bucket.remove(name)
+    def _remove(self, name: str) -> None:
+        self._check()
+        self.bucket.remove(name)
 
     def _seal(self, folder: str, manifest: MirrorManifest) -> None:
-        """Write all that a manifest refers to, then the manifest: from now on, the folder
-        counts."""
+        """Write all that a manifest refers to, then the manifest: then, the folder counts."""
         if manifest.base is not None:
             self._copy_base(manifest.base)
         if manifest.step is not None:
@@ -200,7 +201,7 @@ class Uploads:
                 damaged = self._request.bad if self._request is not None else []
                 if manifest.step is not None and manifest.step not in damaged:
                     raise
-                self._remove([name])
+                self._remove(name)
                 self.bucket.put(name, content, create=True)
         if manifest.step is not None:
             self._rewritten.add(manifest.step)
@@ -214,22 +215,20 @@ class Uploads:
             self._copy(self.run / base.folder, remote)
 
     def _run_files(self) -> None:
-        """Write the files of the run folder that have changed; delete those that it does not have
-        any more."""
+        """Write the files of the run folder that have changed; delete those that are gone."""
         for name in FILES:
             file = self.run / name
             content = file.read_bytes() if file.exists() else None
-            digest = xxh3_64_digest(content) if content is not None else None
+            digest = None if content is None else xxh3_64_digest(content)
             if self._sent.get(name, _UNKNOWN) != digest:
                 if content is None:
-                    self._remove([name])
+                    self._remove(name)
                 else:
                     self._write(name, [content])
             self._sent[name] = digest
 
     def _prune(self) -> None:
-        """Delete the checkpoints that need not be kept, and what incomplete attempts left
-        behind."""
+        """Delete checkpoints that need not be kept, and what incomplete attempts left behind."""
         there = [name for name in self.bucket.sizes("") if OURS.fullmatch(name)]
         steps = steps_in(self.bucket, there)
 
@@ -241,11 +240,17 @@ class Uploads:
             kept |= self._request.keep.among([step for step in steps if step not in kept])
 
         # Delete manifests first, so that no checkpoint counts whose objects are gone.
-        self._remove(f"{folder_of(step)}/{MANIFEST}" for step in steps if step not in kept)
-        used = list(self._objects(FINAL))
+        for step in steps:
+            if step not in kept:
+                self._remove(f"{folder_of(step)}/{MANIFEST}")
+
+        # Delete the objects that no manifest needs any more.
+        used = self._objects(FINAL)
         for step in kept:
             used += self._objects(folder_of(step))
-        self._remove(name for name in there if not name.startswith(tuple(used)))
+        for name in there:
+            if not name.startswith(used):
+                self._remove(name)
 
     def _objects(self, folder: str) -> tuple[str, ...]:
         """Return the beginnings of the names of the objects that a folder needs."""
@@ -258,8 +263,7 @@ class Uploads:
         return self._used[folder]
 
     def wanted(self, request: SaveRequest) -> None:
-        """Start to copy the checkpoints of the run folder, after this save, if no copy is in
-        progress."""
+        """Start to copy the checkpoints of the run folder, after this save."""
         self._request = request
         self._wanted.set()
 
@@ -318,21 +322,21 @@ class Uploads:
         written = {}
         with ExitStack() as stack:
             # Open all at once: open files stay readable if the checkpoint is deleted meanwhile.
-            streams = {}
-            for name in manifest.files:
-                streams[name] = stack.enter_context((folder / name).open("rb"))
-
-            for name, stream in streams.items():
+            opened = [stack.enter_context((folder / name).open("rb")) for name in manifest.files]
+            for name, stream in zip(manifest.files, opened, strict=True):
+                blocks = iter(partial(stream.read, BLOCK), b"")
                 size = os.fstat(stream.fileno()).st_size
-                entry = self._write(f"{remote}/{attempt}-{name}", _blocks(stream), size)
+                entry = self._write(f"{remote}/{attempt}-{name}", blocks, size)
                 if entry.xxh3 != manifest.files[name].xxh3:
                     raise OSError(f"{folder / name} is damaged")
                 written[name] = asdict(entry)
         self._seal(remote, MirrorManifest({**manifest.content, "files": written}))
 
     def end(self, *, final: bool) -> Answer:
-        """Write what the mirror lacks, also the ``final`` weights. Return the newest step there,
-        and the error."""
+        """Write what the mirror lacks, also the ``final`` weights.
+
+        Return the newest step there, and the error.
+        """
         error = self._copied(ends=True, final=final)
         return Answer(error=error, mirrored=self._newest)
 
@@ -343,14 +347,3 @@ def _names_of(folder: str, manifest: MirrorManifest) -> tuple[str, ...]:
     if manifest.base is None:
         return own
     return (*own, f"{BASE}/{manifest.base.xxh3}/")
-
-
-def _safetensors(header: str, data: memoryview) -> Iterator[Any]:
-    yield padded(header)
-    for start in range(0, len(data), BLOCK):
-        yield data[start : start + BLOCK]
-
-
-def _blocks(stream: BinaryIO) -> Iterator[bytes]:
-    while block := stream.read(BLOCK):
-        yield block

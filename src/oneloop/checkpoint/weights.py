@@ -35,8 +35,9 @@ def tied_names(model: nn.Module) -> set[str]:
 
 
 def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[str, Tensor]:
-    """Return the full weights in host memory on rank 0, nothing on other ranks. Collective: call on
-    every rank.
+    """Return the full weights in host memory on rank 0, nothing on other ranks.
+
+    Collective: call on every rank.
 
     Names are those of the unwrapped model: no ``module.``, no ``_orig_mod.``. Tied weights occur
     once.
@@ -129,10 +130,8 @@ def load_weights(
     if origin is not None:
         about = _config_next_to(file, source)
         _reject_other_origin(file.parent, source, origin, about)
-        inside = {}
-        for name in model.state_dict():
-            if name not in origin.names:
-                inside[origin.outside(name)] = name
+        names = model.state_dict().keys() - origin.names
+        inside = {origin.outside(name): name for name in names}
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
     for name in scalar_names(model):
         if name in loaded:
@@ -233,15 +232,16 @@ def _reject_other_origin(
 def _reject_others(
     own: Tensors, loaded: Tensors, known: Collection[str], source: str, file: Path
 ) -> None:
-    """Reject weights whose names or shapes differ from the model's; names in ``known`` may be
-    missing."""
+    """Reject weights whose names or shapes differ from the model's.
+
+    Names in ``known`` may be missing.
+    """
     missing = sorted(own.keys() - loaded.keys() - set(known))
     unexpected = sorted(loaded.keys() - own.keys())
     shapes = []
     for name in sorted(own.keys() & loaded.keys()):
-        there, here = loaded[name].shape, own[name].shape
-        if there != here:
-            shapes.append(f"{name} {tuple(there)} for {tuple(here)}")
+        if own[name].shape != loaded[name].shape:
+            shapes.append(f"{name} {tuple(loaded[name].shape)} for {tuple(own[name].shape)}")
 
     wrong = []
     if missing:

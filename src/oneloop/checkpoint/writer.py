@@ -1,9 +1,9 @@
-"""Write one rank's shard of a checkpoint in a process without torch; rank 0 waits for the others
-and completes it.
+"""Write one rank's shard of a checkpoint in a process without torch.
 
-A shard is one safetensors file, whose data section is the staged bytes. Ranks communicate through
-files in the draft folder, which is on shared storage: ``rank-00001.json`` means that a shard is
-complete, ``rank-00001.failed`` that it failed.
+Rank 0 waits for the others and completes the checkpoint. A shard is one safetensors file, whose
+data section is the staged bytes. Ranks communicate through files in the draft folder, which is on
+shared storage: ``rank-00001.json`` means that a shard is complete, ``rank-00001.failed`` that it
+failed.
 """
 
 import json
@@ -83,8 +83,13 @@ def write(
 
 
 def write_tensors(file: Path, header: str, data: memoryview) -> dict[str, Any]:
-    """Write and flush a safetensors file from its header and its data section; return its manifest
-    entry."""
+    """Write and flush a safetensors file; return its manifest entry.
+
+    Args:
+        file: to write.
+        header: of the tensors, as JSON.
+        data: the bytes of the tensors.
+    """
     head = padded(header)
     state = xxh3_128()
     with file.open("wb", buffering=0) as stream:
@@ -102,8 +107,7 @@ def _pieces(data: memoryview) -> list[Any]:
 
 
 def main() -> None:
-    """Read requests from standard input, one JSON object per line; answer each on standard
-    output."""
+    """Read requests from standard input, and answer each on standard output, in lines of JSON."""
     trainer = int(sys.argv[1])  # process id
     shared = int(sys.argv[2])  # file descriptor of the memory
     settings = json.loads(sys.argv[3])  # of the mirror; None: there is none

@@ -64,8 +64,7 @@ def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
 
 def other_units(statuses: Sequence[RankStatus]) -> str:
-    """Describe a likely cause if all ranks wait in collectives: under FSDP2 they run different
-    units."""
+    """Describe a likely cause if all ranks wait in collectives: they run different FSDP2 units."""
     units = {status.unit for status in statuses}
     if len(units) < 2 or not all(status.waits for status in statuses):
         return ""

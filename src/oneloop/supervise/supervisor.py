@@ -1,6 +1,6 @@
 """The supervisor process: watches the training process, ends it if it hangs, and exits like it.
 
-The supervisor of rank 0 decides for all ranks: why the run ends, and when.
+Rank 0's supervisor decides why and when the run ends.
 """
 
 import os
@@ -86,14 +86,13 @@ class Supervisor:
         self._causes: list[Cause] = []
         self._decide_at = _NEVER  # when the cause is decided
         self._rejected = _NEVER  # when the run ends because one rank has bad input
-        # whether rank 0 ends the run because of a hang; then the exit code of the training process
-        # is ignored
-        self._hangs = False
+        self._hangs = False  # the run ends because of a hang: ignore the process's exit code
         self._stacks: dict[int, str] = {}
         self._missing_stacks: set[int] = set()  # ranks whose stacks have not arrived
 
+        # The time of the last check, and of the last message to the other supervisors.
         self._last_check = time.monotonic()
-        self._last_sent = self._last_check  # time of the last message to the other supervisors
+        self._last_sent = self._last_check
 
     def run(self) -> NoReturn:
         """Watch until the training process has ended; exit with its code."""
@@ -109,7 +108,7 @@ class Supervisor:
         self._selector.register(self.child.reports, selectors.EVENT_READ, self.child)
         self.peers.watch()
 
-        # Watch; an error of the supervisor must not stop the training.
+        # An error of the supervisor must not stop the training.
         try:
             while True:
                 for key, _ in self._selector.select(_INTERVAL):
@@ -118,7 +117,6 @@ class Supervisor:
         except Exception:
             traceback.print_exc()
             say("this rank is no longer supervised, and continues")
-
         # After such an error, only forward signals.
         while self.child.alive() and not self._causes:
             time.sleep(_INTERVAL)
@@ -171,8 +169,9 @@ class Supervisor:
                 self.watch.update(RankStatus(**status))
             case {"ended": code}:
                 self.watch.ended(rank)
-                self._finished_at = time.monotonic() if rank == 0 else self._finished_at
-                # if other ranks do not report the same soon, only that rank found it
+                if rank == 0:
+                    self._finished_at = time.monotonic()
+                # If other ranks do not report the same soon, only that rank found it.
                 if code == BAD_INPUT:
                     self._rejected = min(self._rejected, time.monotonic() + 3 * _OTHERS)
             case {"cause": cause}:
@@ -220,8 +219,13 @@ class Supervisor:
 
         # Find hangs, and lost ranks.
         self._exchange_status(now)
-        if not self._causes and not self.watch.named:
-            self._check_connections(now)
+        lost = self.peers.lost(_LOST * (self.child.patience or _NEVER))
+        if lost is not None and not self._causes and not self.watch.named:
+            words = (
+                f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s: its node or the "
+                "link to it is lost"
+            )
+            self._add_cause(Cause(lost.rank or 0, words))
         if self.peers.rank == 0 and not self._causes:
             cause = self.watch.look(self._ask_for_stacks)
             if cause is not None:
@@ -251,16 +255,6 @@ class Supervisor:
                 self.peers.send(status=asdict(status))
             else:
                 self.peers.send(host=os.environ.get(HOST, ""))
-
-    def _check_connections(self, now: float) -> None:
-        """Add a cause if the supervisor of a rank on another node does not answer."""
-        lost = self.peers.lost(_LOST * (self.child.patience or _NEVER))
-        if lost is not None:
-            words = (
-                f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s: its node or the "
-                "link to it is lost"
-            )
-            self._add_cause(Cause(lost.rank or 0, words))
 
     def _forward(self, number: int, by: str = "") -> None:
         """Pass a stop request on to the training process; before it listens, end it."""
@@ -380,7 +374,7 @@ class Supervisor:
         self.peers.send(end=ERROR)
         self.child.kill()
 
-        # Write the summary before the terminal, and the page, which takes longer, after it.
+        # Write the summary first, and last the page, which takes longer.
         folder = self._folder if alone and not self.watch.has_ended(0) else None
         if folder is not None:
             write_summary(folder, cause.summary)

@@ -163,13 +163,11 @@ class Worker:
 
 def _children(pid: int) -> list[int]:
     """Return the child processes of all threads of a process."""
-    children: list[int] = []
     try:
-        for file in Path(f"/proc/{pid}/task").glob("*/children"):
-            children += map(int, file.read_text().split())
+        lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:
         return []
-    return children
+    return [int(word) for text in lists for word in text.split()]
 
 
 def _to_main_thread(pid: int, number: int) -> None:
