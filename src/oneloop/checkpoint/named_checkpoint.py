@@ -139,7 +139,7 @@ def problems_at(path: Path) -> list[str]:
 
 
 def _default(run: Path) -> str:
-    """Return the name of the newest weights: ``final``, or ``newest`` if the run has gone on."""
+    """Return the name of the newest weights: ``final``, or ``newest`` if the run has continued."""
     sealed = Store(run / "checkpoints").sealed()
     try:
         about = read_manifest(run / FINAL)["about"]

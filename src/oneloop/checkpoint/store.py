@@ -36,7 +36,7 @@ def header(file: Path) -> dict[str, Any]:
 
 
 def _inside(offset: Sequence[int], shard: Sequence[int], whole: Sequence[int]) -> bool:
-    """Return whether a shard of this offset and shape lies inside a tensor of shape ``whole``."""
+    """Return whether a shard of this offset and shape is inside a tensor of shape ``whole``."""
     if not len(shard) == len(whole) == len(offset):
         return False
     dimensions = zip(offset, shard, whole, strict=True)

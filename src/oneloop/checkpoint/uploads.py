@@ -70,12 +70,12 @@ class Uploads:
         self._news = news
 
         # What is there.
+        self._newest = 0  # the newest step
+        self._rewritten = set[int]()  # steps of the checkpoints that this process has written
         # beginnings of the names of the objects of each folder
         self._used = dict[str, tuple[str, ...]]()
         # checksums of the files of the run folder; None: it has no such file
         self._sent = dict[str, bytes | None]()
-        self._newest = 0  # the newest step
-        self._rewritten = set[int]()  # steps of the checkpoints that this process has written
 
         # What to write.
         self._request: SaveRequest | None = None  # the last save; None before the first one
@@ -181,7 +181,7 @@ class Uploads:
         self.bucket.remove(name)
 
     def _seal(self, folder: str, manifest: MirrorManifest) -> None:
-        """Write all that a manifest refers to, then the manifest: then, the folder counts."""
+        """Write all that a manifest refers to, then the manifest, which makes the folder count."""
         if manifest.base is not None:
             self._copy_base(manifest.base)
         if manifest.step is not None:

@@ -90,9 +90,8 @@ class Supervisor:
         self._stacks: dict[int, str] = {}
         self._missing_stacks: set[int] = set()  # ranks whose stacks have not arrived
 
-        # The time of the last check, and of the last message to the other supervisors.
         self._last_check = time.monotonic()
-        self._last_sent = self._last_check
+        self._last_sent = self._last_check  # the last message to the other supervisors
 
     def run(self) -> NoReturn:
         """Watch until the training process has ended; exit with its code."""
@@ -108,7 +107,7 @@ class Supervisor:
         self._selector.register(self.child.reports, selectors.EVENT_READ, self.child)
         self.peers.watch()
 
-        # An error of the supervisor must not stop the training.
+        # Watch; an error in it must not stop the training.
         try:
             while True:
                 for key, _ in self._selector.select(_INTERVAL):
@@ -117,6 +116,7 @@ class Supervisor:
         except Exception:
             traceback.print_exc()
             say("this rank is no longer supervised, and continues")
+
         # After such an error, only forward signals.
         while self.child.alive() and not self._causes:
             time.sleep(_INTERVAL)
@@ -361,7 +361,7 @@ class Supervisor:
                 self._read(key.data)
         if self._folder is not None:
             write_stacks(self._folder, self._stacks)
-        self._last_check = time.monotonic()  # this process was not stopped
+        self._last_check = time.monotonic()  # not stopped
 
     def _end_with_error(self) -> NoReturn:
         """End the run on all ranks, and report the cause."""
@@ -369,7 +369,7 @@ class Supervisor:
         cause = next((cause for cause in self._causes if not cause.follows), self._causes[0])
         cause = replace(cause, words=cause.words + self.peers.on(cause.rank))
 
-        # End the processes; rank 0 reports for all, if it can.
+        # Rank 0 reports for all, if it can.
         alone = self.peers.rank == 0 or not self.peers.all_connected or cause.rank == 0
         self.peers.send(end=ERROR)
         self.child.kill()
