@@ -80,8 +80,7 @@ def write_base(
         if stream is None or problem is not None:
             continue
         try:
-            flat = tensor.detach().cpu().contiguous().view(-1)
-            _append(stream, state, flat.view(torch.uint8).numpy().data)
+            _append(stream, state, _bytes_of(tensor))  # keeps only one copy on the host
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
 
@@ -109,6 +108,10 @@ def write_origin(folder: Path, origin: BaseModel) -> tuple[dict[str, Any], str |
     except OSError as error:
         return {}, f"{type(error).__name__}: {error}"
     return {"file": NAMED, **entry}, _commit(draft, folder, entry, NAMED)
+
+
+def _bytes_of(tensor: Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def _append(stream: Any, state: Any, data: Any) -> None:
