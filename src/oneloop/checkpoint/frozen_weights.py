@@ -111,7 +111,8 @@ def write_origin(folder: Path, origin: BaseModel) -> tuple[dict[str, Any], str |
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().cpu().contiguous().view(-1)
+    return flat.view(torch.uint8).numpy().data
 
 
 def _append(stream: Any, state: Any, data: Any) -> None:
