@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -22,7 +23,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.launch import elastic
 from oneloop.launch.command import launch_options
 from oneloop.launch.elastic import usable_ranks
-from oneloop.launch.node_checks import compared
+from oneloop.launch.node_checks import NodeFacts, compared
 from oneloop.launch.nodes import ACCELERATE, Nodes, nodes, options
 from oneloop.recipe.parse import recipe
 from worlds import ROOT, run, train
@@ -126,32 +127,33 @@ def test_ranks_that_the_batch_can_use(batch, expected):
     assert [usable_ranks(ranks, made) for ranks in range(1, 8)] == expected
 
 
-def _first(every: list[dict]) -> str:
+def _first(*every: NodeFacts) -> str:
     return next(compared(every), "")
 
 
 def test_nodes_that_do_not_fit_together():
-    one = {
-        "name": "a",
-        "processes": 8,
-        "time": 100.0,
-        "settings": {"torch": "2.15"},
-        "loopback": "",
-    }
-    assert _first([one, one | {"name": "b", "time": 102.0}]) == ""
-    assert "a 8, b 4; give the smallest as --processes_per_node" in _first(
-        [one, one | {"name": "b", "processes": 4}]
+    one = NodeFacts(
+        name="a",
+        processes=8,
+        time=100.0,
+        settings={"torch": "2.15"},
+        loopback="",
+        file=None,
     )
-    assert "torch is 2.15 on a and 2.14 on b" in _first(
-        [one, one | {"name": "b", "settings": {"torch": "2.14"}}]
-    )
-    half = one | {"name": "b", "settings": one["settings"] | {"ACCELERATE_MIXED_PRECISION": "bf16"}}
+    two = replace(one, name="b")
+    assert _first(one, replace(two, time=102.0)) == ""
+    fewer = replace(two, processes=4)
+    assert "a 8, b 4; give the smallest as --processes_per_node" in _first(one, fewer)
+    older = replace(two, settings={"torch": "2.14"})
+    assert "torch is 2.15 on a and 2.14 on b" in _first(one, older)
+    half = replace(two, settings={"torch": "2.15", "ACCELERATE_MIXED_PRECISION": "bf16"})
     assert "ACCELERATE_MIXED_PRECISION is none on a and bf16 on b; use the same" in _first(
-        [one, half]
+        one, half
     )
-    assert "differ by 60 s" in _first([one, one | {"name": "b", "time": 40.0}])
-    assert _first([one | {"loopback": "resolves to 127.0.1.1"}]) == ""  # only one node
-    assert "127" in _first([one, one | {"loopback": "resolves to 127.0.1.1"}])
+    assert "differ by 60 s" in _first(one, replace(two, time=40.0))
+    unreachable = replace(one, loopback="resolves to 127.0.1.1")
+    assert _first(unreachable) == ""  # only one node
+    assert "127" in _first(one, unreachable)
 
 
 @pytest.mark.parametrize(

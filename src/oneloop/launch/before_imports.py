@@ -72,7 +72,11 @@ def supervised() -> None:
     peers = Supervisors(rank(), ranks(), selector)
     if ranks() > 1 and rank() == 0:
         peers.listen()
-    (reports, reporting), (stacks, dumped), (asked, requests) = os.pipe(), os.pipe(), os.pipe()
+
+    # Pipes: (read, write). The worker writes the first two, and reads the third.
+    reports, reporting = os.pipe()
+    stacks, dumped = os.pipe()
+    asked, requests = os.pipe()
     pid = os.fork()
     if pid == 0:
         die_with(own)

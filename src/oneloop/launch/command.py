@@ -3,23 +3,23 @@
 import json
 import math
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import redirect_stderr, suppress
-from dataclasses import asdict
+from contextlib import redirect_stderr
+from dataclasses import asdict, dataclass
 from functools import partial
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
-from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
-from oneloop.basics.launcher import die_with, exit_file_variable, is_alive, on_stops
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.launcher import exit_file_variable
+from oneloop.launch.launched import Launched, begin
 from oneloop.launch.nodes import ACCELERATE, PORT, Nodes, nodes, options
 
 _PACKAGE = Path(__file__).parents[1]
@@ -34,15 +34,35 @@ def config_files() -> dict[str, Path]:
 
 
 def config_file(asked: str) -> str:
-    """Return the path of a config file by its short name; an existing file of that name takes
-    precedence."""
-    found = None if Path(asked).is_file() else config_files().get(asked)
-    return str(found) if found else asked
+    """Return the path of a config file by its short name.
+
+    An existing file of that name takes precedence. An unknown name is returned as it is.
+    """
+    if Path(asked).is_file():
+        return asked
+    return str(config_files().get(asked, asked))
 
 
 # the store of a rendezvous warns about each client without a host name
 CPP_LOG = "TORCH_CPP_LOG_LEVEL"
-_INTERVAL = 0.2  # seconds between two checks
+
+
+@dataclass(frozen=True)
+class AgentTask:
+    """The work of one :mod:`oneloop.launch.elastic`, whose first argument it is, as JSON."""
+
+    nodes: Nodes
+    words: list[str]  # options of accelerate, recipe and keys
+    module: str  # that the training processes run
+    folder: str  # for exit codes and process ids
+
+
+class _Start(NamedTuple):
+    """The process to start: the training process itself, or one that starts it."""
+
+    command: list[str]
+    variables: dict[str, str]  # of the environment, besides those of this process
+    parent: int | None  # the process with whose end it is killed
 
 
 def launch(
@@ -53,212 +73,191 @@ def launch(
     seconds: float = math.inf,
     output: int | None = None,
 ) -> int:
-    """Start a run from these words (options of the launcher, recipe, keys), by accelerate's
-    launcher or, for several nodes or restarts, by :mod:`oneloop.launch.elastic`; return oneloop's
-    exit code.
+    """Start a run and wait for its end.
 
-    The processes run ``module``, or oneloop.apply if a command in ``after`` takes the place of the
-    recipe. They write to the file descriptor ``output``. After ``seconds`` they are killed, and
-    TimeoutError is raised. Raise BadInput for invalid options, for which accelerate would print a
-    traceback, and for wrong keys that need no import of torch."""
+    One process is started directly. Several are started by accelerate's launcher or, for several
+    nodes or restarts, by :mod:`oneloop.launch.elastic`.
+
+    Args:
+        words: options of the launcher, recipe and keys.
+        after: commands that may take the place of the recipe; then oneloop.apply runs.
+        module: the module that the processes run.
+        seconds: time after which the processes are killed.
+        output: file descriptor to which the processes write; None: this process's streams.
+
+    Returns:
+        oneloop's exit code.
+
+    Raises:
+        BadInput: invalid options, for which accelerate would print a traceback, and wrong keys
+            that need no import of torch.
+        TimeoutError: the run takes longer than ``seconds``.
+    """
     from oneloop.recipe.parse import check_keys  # 0.3 s, which no other command needs
 
-    own, words = options(words)
-    found, known, given = nodes(own, os.environ), _known_options(words), list[str]()
-    environment = _of_one_process(known[0]) if known and found is None else None
-    training = known[1] if known else launch_options(words)[1]
-    launched = "oneloop.apply" if training[0] in after else module
-    if launched == "oneloop.train":  # other modules take other words
-        check_keys(training)
-    if environment is None and found is None:
-        given, training, found = launch_options(words)
-    parent = None if environment else os.getpid()
+    node_options, words = options(words)
+    run_nodes = nodes(node_options, os.environ)
+
+    # Find the recipe without accelerate, whose import takes seconds, if its options are known.
+    known = _known_options(words)
+    variables: dict[str, str] | None = None  # of a process that can be started directly
+    if known is None:
+        recipe_words = launch_options(words)[1]
+    else:
+        known_options, recipe_words = known
+        if run_nodes is None:
+            variables = _of_one_process(known_options)
+
+    # Check the keys before anything slow. Modules other than oneloop.train take other words.
+    program = "oneloop.apply" if recipe_words[0] in after else module
+    if program == "oneloop.train":
+        check_keys(recipe_words)
+
+    # accelerate's own parser reads all other options. They may name several machines.
+    accelerate_options: list[str] = []
+    if run_nodes is None and variables is None:
+        accelerate_options, recipe_words, run_nodes = launch_options(words)
+
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
-        command = [sys.executable, "-m", launched, *training]
-        if found is not None:
-            task = {"nodes": asdict(found), "words": words, "module": launched, "folder": folder}
-            command = [sys.executable, "-m", "oneloop.launch.elastic", json.dumps(task)]
-            environment = {CPP_LOG: os.environ.get(CPP_LOG, "ERROR")}
-        elif environment is None:
-            accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-            command, environment = (
-                [*accelerate, *given, *command[1:]],
-                {"PET_SIGNALS_TO_HANDLE": "SIGTERM"},
-            )
-        environment = {**os.environ, **exit_file_variable(Path(folder)), **environment}
-        begin = partial(_begin, parent)
+        if run_nodes is not None:
+            start = _by_agent(AgentTask(run_nodes, words, program, folder))
+        elif variables is not None:
+            start = _directly(program, recipe_words, variables)
+        else:
+            start = _by_accelerate(accelerate_options, program, recipe_words)
         process = subprocess.Popen(
-            command, env=environment, preexec_fn=begin, stdout=output, stderr=output
+            start.command,
+            env={**os.environ, **exit_file_variable(Path(folder)), **start.variables},
+            preexec_fn=partial(begin, start.parent),
+            stdout=output,
+            stderr=output,
         )
-        return _Launched(process, Path(folder)).ended(time.monotonic() + seconds)
+        return Launched(process, Path(folder)).ended(time.monotonic() + seconds)
+
+
+def _directly(program: str, recipe_words: list[str], variables: dict[str, str]) -> _Start:
+    """Start one training process, which saves when it notices the end of this process."""
+    command = [sys.executable, "-m", program, *recipe_words]
+    return _Start(command, variables, parent=None)
+
+
+def _by_accelerate(accelerate_options: list[str], program: str, recipe_words: list[str]) -> _Start:
+    """Start accelerate's launcher, which starts the training processes of this node."""
+    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
+    command = [*accelerate, *accelerate_options, "-m", program, *recipe_words]
+    return _Start(command, {"PET_SIGNALS_TO_HANDLE": "SIGTERM"}, parent=os.getpid())
+
+
+def _by_agent(task: AgentTask) -> _Start:
+    """Start the agent of this node, which starts, and restarts, the training processes."""
+    command = [sys.executable, "-m", "oneloop.launch.elastic", json.dumps(asdict(task))]
+    return _Start(command, {CPP_LOG: os.environ.get(CPP_LOG, "ERROR")}, parent=os.getpid())
 
 
 _ONE_PROCESS: dict[str, Any] = {
     "compute_environment": "LOCAL_MACHINE",
+    "debug": False,
     "distributed_type": "NO",
+    "downcast_bf16": "no",
+    "enable_cpu_affinity": False,
     "gpu_ids": "all",
-}
-_ONE_PROCESS |= {
-    "num_machines": 1,
-    "num_processes": 1,
     "machine_rank": 0,
     "main_training_function": "main",
-}
-_ONE_PROCESS |= {
-    "downcast_bf16": "no",
+    "num_machines": 1,
+    "num_processes": 1,
     "rdzv_backend": "static",
     "same_network": True,
     "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
 }
-_ONE_PROCESS |= dict.fromkeys(
-    ("debug", "enable_cpu_affinity", "tpu_use_cluster", "tpu_use_sudo", "use_cpu"), False
-)
 """settings of a config file with which accelerate only sets the variables of
 :func:`_of_one_process`"""
 
 
 def _known_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | None:
-    """Split the launcher's options from the recipe's words without accelerate, whose import takes
-    seconds. None: an option that only accelerate's parser knows, or no recipe."""
-    options, rest = dict[str, str](), list(words)
+    """Split the launcher's options from the recipe's words without accelerate.
+
+    Return None for an option that only accelerate's parser knows, and without a recipe.
+    """
+    options: dict[str, str] = {}
+    rest = list(words)
     while rest and rest[0].startswith("--"):
-        name, equals, value = rest.pop(0)[2:].partition("=")
-        if name not in ("config_file", "mixed_precision", "num_processes") or not (equals or rest):
+        name, equals, value = rest.pop(0).removeprefix("--").partition("=")
+        if name not in ("config_file", "mixed_precision", "num_processes"):
             return None
-        options[name] = value if equals else rest.pop(0)
-    return (options, rest) if rest and not rest[0].startswith("-") else None
+        if equals:
+            options[name] = value
+        elif rest:
+            options[name] = rest.pop(0)
+        else:
+            return None
+    if not rest or rest[0].startswith("-"):
+        return None
+    return options, rest
 
 
 def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
-    """Return the variables that accelerate's launcher sets for one process, which then needs no
-    launcher of accelerate's. None: several processes, or settings that accelerate must read."""
+    """Return the variables that accelerate's launcher sets for one process.
+
+    With them, the process needs no launcher. Return None for several processes, and for settings
+    that accelerate must read.
+    """
+    typed = dict(options)
     try:
-        config = yaml.safe_load(Path(config_file(options["config_file"])).read_text())
-        settings = {**config, **{key: options[key] for key in options if key != "config_file"}}
+        file = Path(config_file(typed.pop("config_file")))
+        settings = {**yaml.safe_load(file.read_text()), **typed}
     except (KeyError, OSError, TypeError, yaml.YAMLError):
         return None
+
     precision = str(settings.pop("mixed_precision", "no"))
     plain = all(str(value) == str(_ONE_PROCESS.get(key)) for key, value in settings.items())
     if not plain or "distributed_type" not in settings or precision not in ("no", "bf16", "fp16"):
         return None
-    made = {
+
+    return {
         "ACCELERATE_USE_CPU": "False",
         "ACCELERATE_MIXED_PRECISION": precision,
         "ACCELERATE_DYNAMO_BACKEND": "NO",
-    }
-    made |= {
-        f"ACCELERATE_DYNAMO_USE_{key}": "False"
-        for key in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION")
-    }
-    return {
-        **made,
         "ACCELERATE_DYNAMO_MODE": "default",
+        "ACCELERATE_DYNAMO_USE_FULLGRAPH": "False",
+        "ACCELERATE_DYNAMO_USE_DYNAMIC": "False",
+        "ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION": "False",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
     }
 
 
-def _begin(parent: int | None) -> None:
-    """Prepare the started process: it ignores SIGINT, which a terminal sends to the training
-    processes, too. accelerate's dies with this ``parent``; a training process notices it, and
-    saves."""
-    if parent is not None:
-        die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-class _Launched:
-    """accelerate's process and the training processes, to which signals are forwarded; ``folder``
-    holds their ids."""
-
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self._process, self._folder = process, folder
-        self._signals: list[int] = []
-        self._forwarded: set[tuple[int, str]] = set()
-        on_stops(self._record)
-
-    def _record(self, number: int, frame: object) -> None:
-        """Record a signal. SIGINT becomes SIGTERM: a terminal sends it to the trainers, too; two
-        would kill them."""
-        number = signal.SIGTERM if number == signal.SIGINT else number
-        if number not in self._signals:
-            self._signals.append(number)
-
-    def ended(self, until: float) -> int:
-        """Wait for all processes; return oneloop's exit code. Raise TimeoutError at the time
-        ``until``."""
-        while (code := self._poll()) is None:
-            self._forward()
-            if time.monotonic() > until:
-                self._process.kill()  # the others end with it
-                raise TimeoutError
-        while self._alive():  # if accelerate was killed, they save and exit
-            self._forward()
-            time.sleep(_INTERVAL)
-        file = self._folder / "exit_code"
-        if file.exists():
-            return int(file.read_text())
-        if self._signals:
-            return STOPPED
-        if code not in (0, BAD_INPUT):
-            print("oneloop: error: a process of this run was killed from outside", file=sys.stderr)
-        return code if code in (0, BAD_INPUT) else ERROR
-
-    def _poll(self) -> int | None:
-        try:
-            return self._process.wait(_INTERVAL)
-        except subprocess.TimeoutExpired:
-            return None
-
-    def _forward(self) -> None:
-        """Send each recorded signal once to each process, also to processes that start later."""
-        for number in self._signals:
-            for pid in self._alive():
-                if (number, pid) not in self._forwarded:
-                    self._forwarded.add((number, pid))
-                    with suppress(ProcessLookupError):
-                        os.kill(int(pid), number)
-
-    def _alive(self) -> list[str]:
-        pids = [file.name.removeprefix("process-") for file in self._folder.glob("process-*")]
-        return [pid for pid in pids if is_alive(int(pid))]
-
-
 def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | None]:
-    """Split accelerate's options from the rest with accelerate's own parser; also return the nodes
-    if the options or the config file name several. Raise BadInput for invalid options."""
-    from accelerate.commands.launch import launch_command_parser
+    """Split accelerate's options from the rest with accelerate's own parser.
+
+    Args:
+        words: options, recipe and keys.
+
+    Returns:
+        accelerate's options, with the path of the config file in place of its short name; the
+        recipe and its keys; the nodes if the options or the config file name several.
+
+    Raises:
+        BadInput: invalid options.
+    """
     from accelerate.utils import is_fp8_available
 
     if not words:
         raise BadInput("no recipe given; for example: oneloop launch --config_file single digits")
-    stderr = StringIO()
-    try:
-        with redirect_stderr(stderr):
-            parsed, unknown = launch_command_parser().parse_known_args([*words])
-    except SystemExit as end:
-        if end.code == 0:  # --help
-            raise
-        why = (
-            stderr.getvalue()
-            .strip()
-            .splitlines()[-1]
-            .rpartition("error: ")[2]
-            .replace("training_script_args", "")
-        )
-        why = why.replace("training_script, ", "a recipe")
-        raise BadInput(f"{why}; for example: oneloop launch --config_file single digits") from None
-    if unknown:
-        example = f"oneloop launch --config_file single RECIPE {unknown[0]} …"
-        raise BadInput(
-            f"{unknown[0]} is not an option of accelerate launch; keys follow the recipe: {example}"
-        )
+    parsed = _parsed(words)
     training = [parsed.training_script, *parsed.training_script_args]
-    given, file = list(words[: len(words) - len(training)]), parsed.config_file
-    precision, config = parsed.mixed_precision, dict[str, Any]()
+    given = list(words[: len(words) - len(training)])
+    precision = parsed.mixed_precision
+
+    # Read the config file. Its path takes the place of its short name.
+    config: dict[str, Any] = {}
+    file = parsed.config_file
     if file is not None:
         path = config_file(file)
-        typed = (file, f"--config_file={file}", f"--config-file={file}")
-        given = [option.replace(file, path) if option in typed else option for option in given]
+        for place, option in enumerate(given):
+            if option in (file, f"--config_file={file}", f"--config-file={file}"):
+                given[place] = option.replace(file, path)
         try:
             config = yaml.safe_load(Path(path).read_text())
             precision = precision or config.get("mixed_precision")
@@ -269,50 +268,112 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
             ) from error
         except (yaml.YAMLError, AttributeError) as error:
             raise BadInput(f"--config_file {file} is not an accelerate config file") from error
+
     if precision == "fp8" and not is_fp8_available():
         raise BadInput(
             "mixed_precision fp8 needs torchao or transformer-engine, and neither is "
             "installed; use bf16"
         )
-    names = ("num_machines", "num_processes", "main_process_ip", "main_process_port")
-    found = {name: getattr(parsed, name) or config.get(name) for name in names}
-    number, processes = int(found["num_machines"] or 1), int(found["num_processes"] or 0)
-    if number == 1:
-        return given, training, None
-    if not found["main_process_ip"] or processes % number:
+    return given, training, _nodes_of_accelerate(parsed, config)
+
+
+def _parsed(words: Sequence[str]) -> Any:
+    """Return the namespace of accelerate's parser. Raise BadInput for invalid options."""
+    from accelerate.commands.launch import launch_command_parser
+
+    stderr = StringIO()
+    try:
+        with redirect_stderr(stderr):
+            parsed, unknown = launch_command_parser().parse_known_args([*words])
+    except SystemExit as end:
+        if end.code == 0:  # --help
+            raise
+        # The parser prints its usage, then "program: error: reason".
+        reason = stderr.getvalue().strip().splitlines()[-1].rpartition("error: ")[2]
+        reason = reason.replace("training_script_args", "").replace("training_script, ", "a recipe")
         raise BadInput(
-            f"{number} machines need --main_process_ip, and --num_processes that they can "
+            f"{reason}; for example: oneloop launch --config_file single digits"
+        ) from None
+    if unknown:
+        raise BadInput(
+            f"{unknown[0]} is not an option of accelerate launch; keys follow the recipe: "
+            f"oneloop launch --config_file single RECIPE {unknown[0]} …"
+        )
+    return parsed
+
+
+def _nodes_of_accelerate(parsed: Any, config: dict[str, Any]) -> Nodes | None:
+    """Return the nodes that accelerate's options or its config file name; None for one.
+
+    Raise BadInput if the nodes cannot be used.
+    """
+
+    def setting(name: str) -> Any:
+        return getattr(parsed, name) or config.get(name)
+
+    machines = int(setting("num_machines") or 1)
+    processes = int(setting("num_processes") or 0)  # of all machines
+    host = setting("main_process_ip")
+    port = setting("main_process_port")
+    if machines == 1:
+        return None
+    if not host or processes % machines:
+        raise BadInput(
+            f"{machines} machines need --main_process_ip, and --num_processes that they can "
             "share equally"
         )
-    place = str(found["main_process_ip"]), int(found["main_process_port"] or PORT)
-    return given, training, Nodes(number, number, *place, processes // number, source=ACCELERATE)
+    return Nodes(
+        least=machines,
+        most=machines,
+        host=str(host),
+        port=int(port or PORT),
+        processes=processes // machines,
+        source=ACCELERATE,
+    )
 
 
 def accelerate_variables(
     words: Sequence[str], nodes: Nodes
 ) -> tuple[dict[str, str], list[str], int]:
-    """Return the variables that accelerate's launcher would set for its options, the recipe's
-    words, and the number of processes per node. Raise BadInput."""
+    """Return what one node of a run needs from accelerate's launcher.
+
+    Args:
+        words: options, recipe and keys.
+        nodes: the nodes of the run.
+
+    Returns:
+        the environment variables that accelerate's launcher would set for its options, and that
+        differ from those of this process; the recipe and its keys; the number of processes per
+        node.
+
+    Raises:
+        BadInput: invalid options, or options that do not fit the nodes.
+    """
     import torch
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
     options, training, _ = launch_options(words)
-    if nodes.source != ACCELERATE and any(
-        option.startswith(("--num_processes", "--num-proc")) for option in options
-    ):
-        raise BadInput(
-            "--num_processes counts the processes of all nodes; give --processes_per_node"
-        )
+    for option in options:
+        if nodes.source != ACCELERATE and option.startswith(("--num_processes", "--num-proc")):
+            raise BadInput(
+                "--num_processes counts the processes of all nodes; give --processes_per_node"
+            )
+
+    # Ask accelerate for the variables of one node: the agents connect the nodes.
     args = launch_command_parser().parse_args([*options, "-m", *training])
     try:
         args = _validate_launch_command(args)[0]
         processes = nodes.processes or torch.accelerator.device_count()
-        processes = processes or (1 if nodes.most > 1 else args.num_processes)
-        args.num_machines, args.num_processes, args.main_process_port = 1, processes, 0
-        made = prepare_multi_gpu_env(args)
+        if not processes:  # no GPU
+            processes = 1 if nodes.most > 1 else args.num_processes
+        args.num_machines = 1
+        args.num_processes = processes
+        args.main_process_port = 0
+        variables = prepare_multi_gpu_env(args)
     except (ValueError, RuntimeError) as error:
         raise BadInput(f"accelerate rejects the options: {error}") from error
+
     if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
         raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
     if args.use_fsdp and processes * nodes.least < 2:
@@ -320,8 +381,5 @@ def accelerate_variables(
             f"FSDP2 needs two processes, and {nodes.least} nodes may have one; raise the "
             "minimum of --nodes"
         )
-    return (
-        {name: value for name, value in made.items() if os.environ.get(name) != value},
-        training,
-        processes,
-    )
+    new = {name: value for name, value in variables.items() if os.environ.get(name) != value}
+    return new, training, processes

@@ -6,8 +6,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -22,13 +22,39 @@ from oneloop.basics.files import dumps, printable
 from oneloop.basics.launcher import die_with, on_stops
 from oneloop.launch.before_imports import read_once
 from oneloop.launch.command import accelerate_variables, launch_options
-from oneloop.launch.elastic import exchanged, open_store
-from oneloop.launch.node_checks import about, compared, facts, foreign_folder, local_problems
+from oneloop.launch.node_checks import (
+    NodeFacts,
+    about,
+    compared,
+    facts,
+    foreign_folder,
+    local_problems,
+)
 from oneloop.launch.nodes import Nodes, address_towards, nodes, options
+from oneloop.launch.rendezvous import exchanged, open_store
 
 _WAIT = 60.0  # seconds to wait for the other hosts, and for all links
-# tries of a link; of this many links, one with this many times the median is slow
-_TIMES, _FEW, _SLOW = 4, 4, 3.0
+_TIMES = 4  # tries of a link
+_FEW = 4  # of this many links, a slow one is reported
+_SLOW = 3.0  # times the median
+
+
+@dataclass
+class _Host:
+    """What a host reports about itself."""
+
+    name: str
+    about: str  # a line
+    problems: list[str]
+
+
+@dataclass
+class _Found:
+    """What the hosts find out together."""
+
+    hosts: list[_Host]
+    problems: list[str] = field(default_factory=list)  # between hosts
+    links: str = ""  # a line about the links; empty: not measured
 
 
 def main(words: Sequence[str]) -> int:
@@ -40,108 +66,154 @@ def main(words: Sequence[str]) -> int:
     would start a run. Checks devices, limits, disk and caches of each host; then versions,
     settings, clocks and run folder of all hosts, and each link between their processes. The exit
     code is 1 if there is a problem."""
-    as_json, words = "--json" in words, [word for word in words if word != "--json"]
+    as_json = "--json" in words
+    words = [word for word in words if word != "--json"]
     if words[:1] in (["-h"], ["--help"]):
         Options(
             "doctor", main.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]"
         ).print_help()
         return 0
-    own, rest = options([*words, "no-recipe"])  # the last word stands for a missing recipe
+
+    # Read the options as oneloop launch does. The last word stands for a missing recipe.
+    own, rest = options([*words, "no-recipe"])
     given, _, found = launch_options(rest)
     known = replace(nodes(own, os.environ) or found or Nodes(1, 1, "127.0.0.1"), rejoin=_WAIT)
     if not any(option.startswith("--config") for option in given):
-        rest = [
-            "--config_file",
-            "ddp" if known.most > 1 or torch.accelerator.device_count() > 1 else "single",
-            *rest,
-        ]
+        several = known.most > 1 or torch.accelerator.device_count() > 1
+        rest = ["--config_file", "ddp" if several else "single", *rest]
     variables, training, processes = accelerate_variables(rest, known)
     os.environ |= variables
-    recipe = read_once(tuple(training[:-1])) if training[:-1] else None
-    # a mirror needs no shared one
-    folder = recipe.folder if recipe is not None and recipe.mirror is None else None
-    mine: dict[str, Any] = {"name": socket.gethostname(), "about": about()}
-    mine["problems"] = [*local_problems(folder or Path("runs"))]
-    every, shared, links = [mine], list[str](), ""
+    folder = _shared_folder(training[:-1])
+
+    # Check this host, then all of them together.
+    mine = _Host(socket.gethostname(), about(), list(local_problems(folder or Path("runs"))))
     on_stops(lambda number, _: sys.exit(128 + number))
     try:
-        every, shared, links = _together(known, mine, processes, folder)
+        met = _together(known, mine, processes, folder)
     except (OSError, RuntimeError) as error:  # errors of torch's stores are RuntimeErrors
-        why, place = str(error).splitlines()[0], f"{known.host}:{known.port}"
-        lost = f"the rendezvous at {place} does not answer ({why}); check the address and its host"
-        shared = [why if isinstance(error, ConnectionError) else lost]
-    shown = every if every[0] is mine else [mine]  # the first host prints the problems of all
-    problems = [
-        *(f"{host['name']}: {problem}" for host in shown for problem in host["problems"]),
-        *shared,
-    ]
-    failed = bool(shared or any(host["problems"] for host in every))
-    lines = [
-        f"{mine['name']}: {mine['about']}",
-        *filter(None, [links]),
-        *(f"problem: {text}" for text in problems),
-    ]
-    lines += [f"problems: {len(problems) or 'see ' + every[0]['name']}" if failed else "no problem"]
-    content = {"host": mine["name"], "about": mine["about"], "links": links, "problems": problems}
-    print(dumps(content) if as_json else printable("\n".join(lines)))
+        why = str(error).splitlines()[0]
+        if not isinstance(error, ConnectionError):
+            why = (
+                f"the rendezvous at {known.host}:{known.port} does not answer ({why}); check the "
+                "address and its host"
+            )
+        met = _Found([mine], [why])
+    return _report(mine, met, as_json=as_json)
+
+
+def _shared_folder(words: Sequence[str]) -> Path | None:
+    """Return the run folder that all hosts must share; None without a recipe."""
+    if not words:
+        return None
+    recipe = read_once(tuple(words))
+    return recipe.folder if recipe.mirror is None else None  # a mirror needs no shared one
+
+
+def _report(mine: _Host, met: _Found, *, as_json: bool) -> int:
+    """Print what was found; return the exit code."""
+    first = met.hosts[0]
+    shown = met.hosts if first is mine else [mine]  # the first host prints the problems of all
+    problems = []
+    for host in shown:
+        problems += [f"{host.name}: {problem}" for problem in host.problems]
+    problems += met.problems
+    failed = bool(met.problems or any(host.problems for host in met.hosts))
+
+    if as_json:
+        content = {
+            "host": mine.name,
+            "about": mine.about,
+            "links": met.links,
+            "problems": problems,
+        }
+        print(dumps(content))
+        return int(failed)
+
+    lines = [f"{mine.name}: {mine.about}"]
+    if met.links:
+        lines.append(met.links)
+    lines += [f"problem: {text}" for text in problems]
+    if not failed:
+        lines.append("no problem")
+    elif problems:
+        lines.append(f"problems: {len(problems)}")
+    else:
+        lines.append(f"problems: see {first.name}")
+    print(printable("\n".join(lines)))
     return int(failed)
 
 
-def _together(
-    known: Nodes, mine: Any, processes: int, folder: Path | None
-) -> tuple[list[Any], list[str], str]:
-    """Return the facts of all hosts, the problems between them, and a line about links. Raise
-    OSError, RuntimeError."""
+def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) -> _Found:
+    """Return what the hosts find out together. Raise OSError, RuntimeError.
+
+    With several hosts, the address is added to the name of ``mine``.
+    """
+    # Open the store, and take a number.
     if known.most == 1:
-        store, holds, address = TCPStore("127.0.0.1", 0, is_master=True), True, "127.0.0.1"
+        address = "127.0.0.1"
+        store = TCPStore(address, 0, is_master=True)
+        holds = True
         known = replace(known, host=address, port=store.port)
     else:
         address = address_towards(known.host, known.port)
-        mine["name"] += f" ({address})"
+        mine.name += f" ({address})"
         store, holds = open_store(known)
-    number, hosts = store.add("joined", 1) - 1, known.least
+    number = store.add("joined", 1) - 1
+    hosts = known.least
     if number >= hosts:
-        return (
-            [mine],
-            [f"{hosts} hosts came before this one; start {hosts} hosts, or raise --nodes"],
-            "",
-        )
-    mine |= facts(mine["name"], address, processes, folder, first=number == 0)
+        early = f"{hosts} hosts came before this one; start {hosts} hosts, or raise --nodes"
+        return _Found([mine], [early])
+
+    my_facts = facts(mine.name, address, processes, folder, first=number == 0)
     try:
-        every = exchanged(store, "facts", mine, number, hosts, _WAIT)
-        every[number] = mine
-        seen = exchanged(store, "seen", foreign_folder(mine["name"], every[0]), number, hosts)
-        shared, line = [*compared(every), *filter(None, seen)], ""
-        ranks, same = hosts * processes, len({host["processes"] for host in every}) == 1
-        if ranks > 1 and same and not any(host["loopback"] for host in every):
+        # Compare the facts of all hosts.
+        met = _Found([])
+        every: list[NodeFacts] = []
+        both = [asdict(mine), asdict(my_facts)]
+        for its_host, its_facts in exchanged(store, "facts", both, number, hosts, _WAIT):
+            met.hosts.append(_Host(**its_host))
+            every.append(NodeFacts(**its_facts))
+        met.hosts[number] = mine
+        unseen = foreign_folder(mine.name, every[0])
+        seen = exchanged(store, "seen", unseen, number, hosts)
+        met.problems += [*compared(every), *filter(None, seen)]
+
+        # Measure the links if the processes can connect at all.
+        ranks = hosts * processes
+        equal = len({one.processes for one in every}) == 1
+        if ranks > 1 and equal and not any(one.loopback for one in every):
             links = _links(known, number * processes, processes, ranks)
-            times = exchanged(store, "links", links, number, hosts, _WAIT + 15)
-            names = [host["name"] for host in every for _ in range(processes)]
-            line, *slow = _judged([rank for host in times for rank in host], names)
-            shared += slow
+            times, names = [], []
+            of_hosts = exchanged(store, "links", links, number, hosts, _WAIT + 15)
+            for host, of_ranks in zip(met.hosts, of_hosts, strict=True):
+                times += of_ranks
+                names += [host.name] * processes
+            met.links, slow = _judged(times, names)
+            met.problems += slow
+
+        # The host that holds the store leaves last.
         exchanged(store, "left", 0, number, hosts if holds else 0)
-        return every, shared, line
+        return met
     finally:
-        if "file" in mine:
-            Path(mine["file"]).unlink(missing_ok=True)
+        if my_facts.file is not None:
+            Path(my_facts.file).unlink(missing_ok=True)
 
 
 def _links(known: Nodes, first: int, processes: int, ranks: int) -> list[Any]:
     """Return, for each process of this host, the seconds of its links, or an error message."""
-    command = [
-        sys.executable,
-        "-m",
-        "oneloop.launch.doctor",
-        known.host,
-        str(known.port),
-        str(ranks),
-    ]
-    how: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-    started = [
-        subprocess.Popen([*command, str(first + local), str(local)], **how)
-        for local in range(processes)
-    ]
-    found, until = list[Any](), time.monotonic() + _WAIT
+    command = [sys.executable, "-m", "oneloop.launch.doctor"]
+    command += [known.host, str(known.port), str(ranks)]
+    started = []
+    for local in range(processes):
+        started.append(
+            subprocess.Popen(
+                [*command, str(first + local), str(local)],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+            )
+        )
+    found: list[Any] = []
+    until = time.monotonic() + _WAIT
     try:
         for process in started:
             printed, _ = process.communicate(timeout=max(0.1, until - time.monotonic()))
@@ -154,65 +226,75 @@ def _links(known: Nodes, first: int, processes: int, ranks: int) -> list[Any]:
     return found
 
 
-def _judged(times: Sequence[Any], hosts: Sequence[str]) -> Iterator[str]:
-    """Yield a line about the links, whose seconds each rank has measured, then the problems."""
+def _judged(times: Sequence[Any], hosts: Sequence[str]) -> tuple[str, list[str]]:
+    """Return a line about the links, and their problems.
+
+    ``times`` has for each rank the seconds of its links, or an error message. ``hosts`` has the
+    name of its host.
+    """
     ranks = len(hosts)
     for rank, why in enumerate(times):
         if isinstance(why, str):
-            how = (
+            problem = (
+                f"rank {rank} on {hosts[rank]} cannot exchange data with the others: {why}; "
                 "open all TCP ports between the hosts, or name the interface (GLOO_SOCKET_IFNAME, "
                 "NCCL_SOCKET_IFNAME)"
             )
-            yield from (
-                "",
-                f"rank {rank} on {hosts[rank]} cannot exchange data with the others: {why}; {how}",
-            )
-            return
-    links = {
-        (rank, other): seconds
-        for rank, row in enumerate(times)
-        for other, seconds in enumerate(row)
-        if seconds
-    }
-    usual, most = median(links.values()), max(links.values())
-    yield (
+            return "", [problem]
+
+    links: dict[tuple[int, int], float] = {}  # seconds, without those of a rank to itself
+    for rank, row in enumerate(times):
+        for other, seconds in enumerate(row):
+            if seconds:
+                links[rank, other] = seconds
+    usual = median(links.values())
+    most = max(links.values())
+    line = (
         f"links: {ranks} ranks, 1 MiB in {1e3 * usual:.1f} ms (median), at most {1e3 * most:.1f} ms"
     )
+
+    problems = []
     for (rank, other), seconds in links.items():
         if len(links) >= _FEW and seconds > _SLOW * usual:
-            names = f"rank {rank} on {hosts[rank]} to rank {other} on {hosts[other]}"
-            yield (
-                f"the link from {names} takes {seconds / usual:.1f} times the median; check cable, "
-                "card and switch"
+            problems.append(
+                f"the link from rank {rank} on {hosts[rank]} to rank {other} on {hosts[other]} "
+                f"takes {seconds / usual:.1f} times the median; check cable, card and switch"
             )
+    return line, problems
 
 
 def _measured(store: TCPStore, ranks: int, rank: int, local: int) -> list[float]:
-    """Return the seconds that this rank takes to send 1 MiB to each rank, while it receives as
-    much; 0 for itself."""
+    """Return the seconds that this rank takes to send 1 MiB to each rank, and to receive as much.
+
+    The number for itself is 0.
+    """
     gpu = torch.cuda.is_available()
-    how: dict[str, Any] = {
-        "store": PrefixStore("links", store),
-        "timeout": timedelta(seconds=_WAIT / 2),
-    }
-    dist.init_process_group("nccl" if gpu else "gloo", rank=rank, world_size=ranks, **how)
+    dist.init_process_group(
+        "nccl" if gpu else "gloo",
+        rank=rank,
+        world_size=ranks,
+        store=PrefixStore("links", store),
+        timeout=timedelta(seconds=_WAIT / 2),
+    )
     sent = torch.ones(1 << 18, device=f"cuda:{local}" if gpu else "cpu")
-    dist.all_reduce(total := sent.clone())
+    total = sent.clone()
+    dist.all_reduce(total)
     if not bool((total == ranks).all()):
         raise RuntimeError("an all-reduce returns a wrong sum")
+
+    # All ranks send at the same time, each one to the rank at this distance.
     found = [0.0] * ranks
     for distance in range(1, ranks):
-        seconds, got = [], torch.empty_like(sent)
+        to = (rank + distance) % ranks
+        sender = (rank - distance) % ranks
+        received = torch.empty_like(sent)
+        seconds = []
         for _ in range(_TIMES):  # the first one connects
-            began, to, sender = (
-                time.perf_counter(),
-                (rank + distance) % ranks,
-                (rank - distance) % ranks,
-            )
-            ends = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, got, sender)]
+            began = time.perf_counter()
+            ends = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, sender)]
             for work in dist.batch_isend_irecv(ends):
                 work.wait()
-            got.sum().item()
+            received.sum().item()  # host sync: the data has arrived
             seconds.append(time.perf_counter() - began)
         found[to] = min(seconds)
     return found

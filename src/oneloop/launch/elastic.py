@@ -15,13 +15,14 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
-from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, Store  # type: ignore[attr-defined]
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     WorkerGroup,
@@ -35,52 +36,81 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousError,
     RendezvousTimeoutError,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
 from oneloop.basics.launcher import FILE, HOST, on_stops, register_process
 from oneloop.launch.before_imports import read_once
-from oneloop.launch.command import accelerate_variables
-from oneloop.launch.node_checks import compared, facts, foreign_folder
-from oneloop.launch.nodes import Nodes, address_towards, is_here
+from oneloop.launch.command import AgentTask, accelerate_variables
+from oneloop.launch.node_checks import NodeFacts, compared, facts, foreign_folder
+from oneloop.launch.nodes import Nodes, address_towards
+from oneloop.launch.rendezvous import (
+    BEAT,
+    END,
+    LOST,
+    announced,
+    answers,
+    exchanged,
+    lost,
+    open_store,
+    rendezvous_handler,
+)
 from oneloop.recipe.schema import Recipe
 from oneloop.supervise.supervisor import say
 
-_BEAT, _BEATS = 2, 3  # seconds between two signs of life of a node, and how many may be missing
-_LAST_CALL = 3.0  # seconds in which more nodes may join once there are enough
-_LOST = 10.0  # seconds without an answer after which the node of the rendezvous counts as lost
-_END = 5.0  # seconds in which all nodes should end a run
 _SAVE = 600  # seconds for a last checkpoint before a node joins
 
 
 def usable_ranks(ranks: int, recipe: Recipe) -> int:
-    """Return how many ranks can train: the largest number, up to ``ranks``, that divides batch.size
-    / micro-batch."""
+    """Return how many ranks can train.
+
+    It is the largest number, up to ``ranks``, that divides batch.size / micro-batch.
+    """
     batch = recipe.batch
-    micro = batch.grain or (batch.micro if isinstance(batch.micro, int) else 1)
-    return max(
-        number for number in range(1, ranks + 1) if number == 1 or batch.size // micro % number == 0
-    )
+    if batch.grain:
+        micro = batch.grain
+    elif isinstance(batch.micro, int):
+        micro = batch.micro
+    else:
+        micro = 1  # the processes find it when they start
+    for number in range(ranks, 1, -1):
+        if batch.size // micro % number == 0:
+            return number
+    return 1
 
 
 class Agent(LocalElasticAgent):
-    """torch's agent, for a training command with oneloop's exit codes."""
+    """torch's agent, for a training command with oneloop's exit codes.
+
+    It overrides private methods of torch's agent, which calls them in this order: ``_rendezvous``,
+    ``_assign_worker_ranks``, ``_start_workers``, ``_monitor_workers`` again and again,
+    ``_stop_workers``.
+
+    Args:
+        spec: torch's description of the training processes.
+        nodes: the nodes of the run.
+        folder: the folder of exit codes.
+        recipe: the recipe; None if the processes do not train.
+        store: the store of the rendezvous, which all attempts share.
+    """
 
     def __init__(
         self, spec: WorkerSpec, nodes: Nodes, folder: Path, recipe: Recipe | None, store: Store
     ) -> None:
-        super().__init__(
-            spec, DefaultLogsSpecs(), exit_barrier_timeout=_END, shutdown_timeout=_SAVE
-        )
-        self._nodes, self.folder, self._recipe, self._everything = nodes, folder, recipe, store
+        super().__init__(spec, DefaultLogsSpecs(), exit_barrier_timeout=END, shutdown_timeout=_SAVE)
+        self._nodes = nodes
+        self.folder = folder
+        self._recipe = recipe
+        self._everything = store
         self._name = os.environ[HOST]
+
+        self._attempt = 0  # number of starts
+        self._stop_requested = False
         self._failed_at: float | None = None  # when another node reported a failure
-        self._last_beat = "", 0.0  # of rank 0's node, and when it changed
-        self.code, self.ended, self._attempt, self._stop_requested = ERROR, False, 0, False
+        self._last_beat = ""  # of rank 0's node
+        self._last_beat_at = 0.0  # when it changed
+
+        self.code = ERROR  # oneloop's exit code
+        self.ended = False
 
     def stop(self, number: int, frame: object) -> None:
         """Handle a stop signal, which the training processes get too; without any, end at once."""
@@ -91,7 +121,7 @@ class Agent(LocalElasticAgent):
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         self._worker_group.workers = []
-        with _announced(
+        with announced(
             f"waiting for nodes to join: at least {self._nodes.least} within "
             f"{self._nodes.rejoin:.0f} s"
         ):
@@ -100,24 +130,13 @@ class Agent(LocalElasticAgent):
     def _assign_worker_ranks(
         self, store: Store, group_rank: int, group_world_size: int, spec: WorkerSpec
     ) -> Any:
-        address = address_towards(self._nodes.host, self._nodes.port)
-        folder = (
-            self._recipe.folder
-            if self._recipe is not None and self._recipe.mirror is None
-            else None
-        )
-        mine = facts(self._name, address, spec.local_world_size, folder, first=group_rank == 0)
-        every = exchanged(store, "facts", mine, group_rank, group_world_size)
-        seen = exchanged(
-            store, "seen", foreign_folder(self._name, every[0]), group_rank, group_world_size
-        )
-        if group_rank == 0 and "file" in mine:
-            Path(mine["file"]).unlink(missing_ok=True)
-        if wrong := next(compared(every), "") or next(filter(None, seen), ""):
-            raise BadInput(wrong)
+        self._compare_nodes(store, group_rank, group_world_size, spec.local_world_size)
+
+        # Start as many ranks as the batch divides over. The others are spares.
         workers = super()._assign_worker_ranks(store, group_rank, group_world_size, spec)
-        ranks = workers[0].world_size
-        used = ranks if self._recipe is None else usable_ranks(ranks, self._recipe)
+        ranks = used = workers[0].world_size
+        if self._recipe is not None:
+            used = usable_ranks(ranks, self._recipe)
         if group_rank == 0 and used < ranks:
             say(
                 f"{used} of {ranks} ranks train, the others stand by: the micro-batches do not "
@@ -127,48 +146,70 @@ class Agent(LocalElasticAgent):
             worker.world_size = worker.role_world_size = used
         return [worker for worker in workers if worker.global_rank < used]
 
+    def _compare_nodes(self, store: Store, rank: int, nodes: int, processes: int) -> None:
+        """Raise BadInput if the nodes do not fit together. Collective: call on every node."""
+        folder = None
+        if self._recipe is not None and self._recipe.mirror is None:  # else none is shared
+            folder = self._recipe.folder
+        address = address_towards(self._nodes.host, self._nodes.port)
+        mine = facts(self._name, address, processes, folder, first=rank == 0)
+        shared = exchanged(store, "facts", asdict(mine), rank, nodes)
+        every = [NodeFacts(**one) for one in shared]
+        seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), rank, nodes)
+        if rank == 0 and mine.file is not None:
+            Path(mine.file).unlink(missing_ok=True)
+        for wrong in (*compared(every), *seen):
+            if wrong:
+                raise BadInput(wrong)
+
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._attempt, self._failed_at, self._last_beat = (
-            self._attempt + 1,
-            None,
-            ("", time.monotonic()),
-        )
+        self._attempt += 1
+        self._failed_at = None
+        self._last_beat = ""
+        self._last_beat_at = time.monotonic()
         os.environ[FILE] = str(self.folder / f"exit_code-{self._attempt}")
-        return super()._start_workers(worker_group) if worker_group.workers else {}
+        if not worker_group.workers:  # all ranks of this node are spares
+            return {}
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        return started
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
-        joins = worker_group.state is WorkerState.HEALTHY
-        if joins and worker_group.group_rank == 0:
+        # torch's agent stops healthy workers only if a node joins: they save before they end.
+        if worker_group.state is not WorkerState.HEALTHY:
+            self._shutdown(signal.SIGKILL, timeout=_SAVE)
+            return
+        if worker_group.group_rank == 0:
             say("a node joins: saving, and starting again with it")
-        self._shutdown(signal.SIGTERM if joins else signal.SIGKILL, timeout=_SAVE)
+        self._shutdown(signal.SIGTERM, timeout=_SAVE)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         store = self._store
         assert store is not None
         if self._stop_requested:
             store.set("stop", "1")
-        result = (
-            super()._monitor_workers(worker_group)
-            if worker_group.workers
-            else RunResult(WorkerState.HEALTHY)
-        )
-        if (
-            result.state is WorkerState.HEALTHY
-            and not worker_group.workers
-            and store.check(["ended"])
-        ):
+
+        # Look at the processes of this node. If there are none, the other nodes report the end.
+        if worker_group.workers:
+            result = super()._monitor_workers(worker_group)
+            if result.state is WorkerState.SUCCEEDED:
+                file = Path(os.environ[FILE])
+                self.code = int(file.read_text()) if file.exists() else 0
+        elif store.check(["ended"]):
             result = RunResult(WorkerState.SUCCEEDED)
             self.code = int(store.get("ended"))
-        elif result.state is WorkerState.SUCCEEDED:
-            file = Path(os.environ[FILE])
-            self.code = int(file.read_text()) if file.exists() else 0
+        else:
+            result = RunResult(WorkerState.HEALTHY)
         if result.state is WorkerState.HEALTHY and not self._failed_elsewhere(store):
             return result
-        joins = self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0 and not store.check(
-            ["stop"]
-        )
+
+        # If the processes stopped only for a node that joins, torch's agent must start them again,
+        # and not end: they count as healthy.
+        waiting = self._worker_group.spec.rdzv_handler.num_nodes_waiting() > 0
+        joins = waiting and not store.check(["stop"])
         if result.state is WorkerState.SUCCEEDED and self.code == STOPPED and joins:
-            return RunResult(WorkerState.HEALTHY)  # stopped only for a node that joins
+            return RunResult(WorkerState.HEALTHY)
+
+        # The run has ended, or failed.
         if result.state is WorkerState.SUCCEEDED and self.code != ERROR:
             store.set("ended", str(self.code))
             return result
@@ -176,32 +217,41 @@ class Agent(LocalElasticAgent):
         return RunResult(WorkerState.FAILED)
 
     def _failed_elsewhere(self, store: Store) -> bool:
-        """Return whether another node has failed; the processes of this one have some seconds to
-        report it, and end."""
-        now, group = time.monotonic(), self._worker_group
+        """Return whether another node has failed.
+
+        The processes of this node have some seconds to report it, and end.
+        """
+        now = time.monotonic()
+        group = self._worker_group
+
+        # Rank 0's node gives signs of life, which a node without processes watches.
+        watches = group.group_rank != 0 and not group.workers
         if group.group_rank == 0:
             store.set("beat", str(int(now)))
-        elif not group.workers and (beat := store.get("beat").decode()) != self._last_beat[0]:
-            self._last_beat = beat, now
+        elif watches:
+            beat = store.get("beat").decode()
+            if beat != self._last_beat:
+                self._last_beat = beat
+                self._last_beat_at = now
+        silent = watches and now - self._last_beat_at > LOST
+
         if store.check(["failed"]):
             self._failed_at = self._failed_at or now
-        lost = group.group_rank != 0 and not group.workers and now - self._last_beat[1] > _LOST
-        return lost or (self._failed_at is not None and now - self._failed_at > _END)
+        return silent or (self._failed_at is not None and now - self._failed_at > END)
 
     def _count_failure(self, store: Store) -> None:
-        """Count one failure of the whole run, whichever nodes notice it, and what remains of its
-        restarts."""
+        """Count one failure of the whole run, and what remains of its restarts."""
+        # Several nodes may notice the failure. The first one counts it, the others wait for that.
         if store.add("failed", 1) == 1:
             self._everything.add("failures", 1)
             store.set("counted", "1")
-        store.wait(["counted"], timedelta(seconds=_END))
+        store.wait(["counted"], timedelta(seconds=END))
+
         self.code = ERROR
-        left = (
-            -1
-            if store.check(["stop"])
-            else self._nodes.restarts - self._everything.add("failures", 0)
-        )
-        self._remaining_restarts = max(0, left + 1)
+        left = -1  # a run that should stop is not started again
+        if not store.check(["stop"]):
+            left = self._nodes.restarts - self._everything.add("failures", 0)
+        self._remaining_restarts = max(0, left + 1)  # torch's agent subtracts one
         if self._nodes.restarts:
             if left >= 0:
                 say(f"{self._name}: restarting; {left} restarts are left")
@@ -209,109 +259,43 @@ class Agent(LocalElasticAgent):
                 say(f"{self._name}: no restarts are left")
 
 
-def exchanged(
-    store: Store, name: str, mine: Any, rank: int, ranks: int, seconds: float = 30.0
-) -> list[Any]:
-    """Return the values of all nodes, in order; a signal can interrupt it. Raise ConnectionError if
-    one is missing."""
-    store.set(f"{name}/{rank}", json.dumps(mine))
-    keys, until = [f"{name}/{other}" for other in range(ranks)], time.monotonic() + seconds
-    while not store.check(keys):
-        time.sleep(0.05)
-        if time.monotonic() > until:
-            raise ConnectionError(
-                f"another node did not answer in {seconds:.0f} s; see the output of all nodes"
-            )
-    return [json.loads(store.get(key)) for key in keys]
-
-
-@contextmanager
-def _announced(words: str, after: float = 3.0) -> Iterator[None]:
-    """Print the words if the block takes longer than ``after`` seconds."""
-    timer = threading.Timer(after, say, [words])
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-
-
-def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
-    """Return the store of the rendezvous, and whether this process holds it: the first one on its
-    node does. Raise ConnectionError if it does not answer."""
-    timeout = timedelta(seconds=30)
-    if is_here(nodes.host):
-        with suppress(RuntimeError):  # another agent on this host has opened it
-            return TCPStore(
-                nodes.host, nodes.port, is_master=True, multi_tenant=True, timeout=timeout
-            ), True
-    until = time.monotonic() + nodes.rejoin
-    with _announced(
-        f"waiting for the rendezvous at {nodes.host}:{nodes.port}, for up to {nodes.rejoin:.0f} s"
-    ):
-        while not _answers(nodes):
-            if time.monotonic() > until:
-                advice = (
-                    f"start the same command on {nodes.host}, or check the address and the firewall"
-                )
-                raise ConnectionError(
-                    f"no answer from {nodes.host}:{nodes.port} in {nodes.rejoin:.0f} s; {advice}"
-                )
-            time.sleep(0.5)
-    found: list[TCPStore] = []
-
-    def connect() -> None:
-        with suppress(DistError):
-            found.append(TCPStore(nodes.host, nodes.port, is_master=False, timeout=timeout))
-
-    # it never returns if another program listens there
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(_LOST)
-    if not found:
-        raise ConnectionError(
-            f"another program uses {nodes.host}:{nodes.port}; choose another free port"
-        )
-    return found[0], False
-
-
-def _lost(nodes: Nodes) -> str:
-    lost = (
-        f"the rendezvous at {nodes.host}:{nodes.port} does not answer: that node, or the link to "
-        "it, is lost"
-    )
-    return f"{lost}; start the same command again"
-
-
-def _answers(nodes: Nodes) -> bool:
-    try:
-        with socket.create_connection((nodes.host, nodes.port), timeout=_BEAT):
-            return True
-    except OSError:
-        return False
-
-
 def _end_without_rendezvous(agent: Agent, nodes: Nodes) -> None:
     """End this node if the node of the rendezvous does not answer any more."""
     last = time.monotonic()
-    while time.monotonic() - last < _LOST:
-        time.sleep(_BEAT)
-        last = time.monotonic() if _answers(nodes) else last
+    while time.monotonic() - last < LOST:
+        time.sleep(BEAT)
+        if answers(nodes):
+            last = time.monotonic()
     if not agent.ended:
-        say(_lost(nodes))
+        say(lost(nodes))
         agent._shutdown(signal.SIGKILL, timeout=2)
         _exit(agent.folder, ERROR)
 
 
 def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
-    """Train on this node until the run ends; return oneloop's exit code. Raise BadInput."""
+    """Train on this node until the run ends.
+
+    Args:
+        nodes: the nodes of the run.
+        words: options of accelerate, recipe and keys.
+        module: the module that the training processes run.
+        folder: the folder of exit codes.
+
+    Returns:
+        oneloop's exit code.
+
+    Raises:
+        BadInput: wrong options, or nodes that were started with other ones.
+        OSError: the rendezvous or another node does not answer.
+    """
+    # Set the variables of accelerate's launcher and of torch's agent.
     variables, training, processes = accelerate_variables(words, nodes)
-    os.environ |= variables | {
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGQUIT",
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
-    }
+    os.environ |= variables
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    # Check the settings and the recipe before this node waits for others.
     from oneloop.launch.processes import reject_strategy
 
     reject_strategy(
@@ -319,41 +303,36 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     )
     recipe = read_once(tuple(training)) if module == "oneloop.train" else None
     say(f"{nodes}; processes on this node: {processes}")
+
+    # Open the store. The first node writes its command there, and the others compare theirs.
     store, holds = open_store(nodes)
     mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
-    if (other := store.compare_set("command", "", mine).decode()) != mine:
+    other = store.compare_set("command", "", mine).decode()
+    if other != mine:
         raise BadInput(
             f"start the same command on all nodes: another was started with {other!r}, this "
             f"with {mine!r}"
         )
+
+    # Build the agent.
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
-    timeout = RendezvousTimeout(
-        timedelta(seconds=nodes.rejoin), timedelta(seconds=_LAST_CALL), timedelta(seconds=_END)
+    handler = rendezvous_handler(nodes, store, address)
+    spec = WorkerSpec(
+        role="oneloop",
+        local_world_size=processes,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        args=("-m", module, *training),
+        max_restarts=nodes.restarts,
+        monitor_interval=0.2,
     )
-    backend = C10dRendezvousBackend(store, "oneloop")
-    some: Any = (
-        "oneloop",
-        store,
-        backend,
-        nodes.least,
-        nodes.most,
-        address,
-        timeout,
-        _BEAT,
-        _BEATS,
-    )
-    handler = DynamicRendezvousHandler.from_backend(*some)
-    how: dict[str, Any] = {
-        "max_restarts": nodes.restarts,
-        "monitor_interval": 0.2,
-        "entrypoint": sys.executable,
-    }
-    spec = WorkerSpec("oneloop", processes, handler, args=("-m", module, *training), **how)
     agent = Agent(spec, nodes, folder, recipe, store)
     on_stops(agent.stop)
     if not holds:
         threading.Thread(target=_end_without_rendezvous, args=(agent, nodes), daemon=True).start()
+
+    # Train. The first node that ends tells the others the exit code.
     try:
         agent.run()
         store.set("final", str(agent.code))
@@ -366,7 +345,7 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
         agent.code = int(store.get("final")) if store.check(["final"]) else ERROR
         say("the run has ended on the other nodes")
     except (RendezvousError, DistError):
-        say(_lost(nodes))
+        say(lost(nodes))
     finally:
         agent.ended = True
         with suppress(RendezvousError, DistError):
@@ -375,18 +354,24 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
 
 
 def main() -> NoReturn:
-    """Run the agent that ``oneloop launch`` describes in the first argument, and exit with
-    oneloop's exit code."""
+    """Run the agent that the first argument, an AgentTask, describes.
+
+    Exit with oneloop's exit code.
+    """
     logging.disable(logging.ERROR)  # the messages of torch's agent name no remedy
     given = json.loads(sys.argv[1])
-    folder = Path(given.pop("folder"))
+    task = AgentTask(Nodes(**given["nodes"]), given["words"], given["module"], given["folder"])
+    folder = Path(task.folder)
     register_process()
     on_stops(lambda number, _: os._exit(STOPPED))
     try:
-        code = run(Nodes(**given.pop("nodes")), folder=folder, **given)
-    except (BadInput, OSError) as error:
+        code = run(task.nodes, task.words, task.module, folder)
+    except BadInput as error:
         say(str(error))
-        code = BAD_INPUT if isinstance(error, BadInput) else ERROR
+        code = BAD_INPUT
+    except OSError as error:
+        say(str(error))
+        code = ERROR
     _exit(folder, code)
 
 

@@ -11,10 +11,10 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -26,8 +26,9 @@ from oneloop.launch.environment import versions
 _CLOCK = 5.0  # seconds; a rendezvous takes a node whose clock is further off for dead
 _SEEN = 5.0  # seconds until a shared file system shows a new file to the other nodes
 
-# least free bytes of /dev/shm and of a disk; least limits
-_SHARED_MEMORY, _DISK, _LEAST = 512 << 20, 1 << 30, 1024
+_SHARED_MEMORY = 512 << 20  # least free bytes of /dev/shm
+_DISK = 1 << 30  # least free bytes of a disk
+_LEAST = 1024  # least number that each of these limits should allow
 _LIMITS = {
     "open files (ulimit -n)": resource.RLIMIT_NOFILE,
     "processes (ulimit -u)": resource.RLIMIT_NPROC,
@@ -43,74 +44,104 @@ _SMI = f"nvidia-smi --query-gpu=index,{','.join(_COLUMNS)} --format=csv,noheader
 _KERNEL_LOG = "dmesg", "journalctl --dmesg --no-pager"
 
 
+@dataclass(frozen=True)
+class NodeFacts:
+    """What the nodes of a run compare before it starts."""
+
+    name: str
+    processes: int  # on this node
+    time: float  # of its clock, in seconds since 1970
+    settings: dict[str, str]  # versions of packages, and variables of accelerate
+    loopback: str  # error message if gloo would connect by a loopback address, or empty
+    file: str | None  # in the run folder of the first node; None: not written
+
+
 def facts(
     name: str, address: str, processes: int, run_folder: Path | None, *, first: bool
-) -> dict[str, Any]:
-    """Return what must fit on all nodes; the first one leaves a file where it would write the run
-    folder."""
-    settings = {
-        key: os.environ[key]
-        for key in os.environ
-        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))
-    }
-    found: dict[str, Any] = {"name": name, "processes": processes, "time": time.time()}
-    found |= {"settings": versions() | settings, "loopback": loopback(name, address)}
+) -> NodeFacts:
+    """Return what must fit on all nodes.
+
+    Args:
+        name: of this node, for messages.
+        address: by which the other nodes reach it.
+        processes: on this node.
+        run_folder: None if the nodes need not share it.
+        first: whether this node leaves a file where it would write the run folder.
+    """
+    now = time.time()
+    settings = versions()
+    for key, value in os.environ.items():
+        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_")):
+            settings[key] = value
+    unreachable = loopback(name, address)
+
+    written = None
     if run_folder is not None and first:
         file = existing(run_folder) / f".oneloop-{uuid4().hex[:8]}"
         with suppress(OSError):  # the run itself reports a folder that cannot be written
             file.touch()
-            found["file"] = str(file)
-    return found
+            written = str(file)
+    return NodeFacts(name, processes, now, settings, unreachable, written)
 
 
 def existing(folder: Path) -> Path:
     """Return the folder, or its nearest parent that exists."""
-    return next(
-        path for path in (folder.absolute(), *folder.absolute().parents) if os.path.isdir(path)
-    )
+    folder = folder.absolute()
+    return next(path for path in (folder, *folder.parents) if os.path.isdir(path))
 
 
-def foreign_folder(name: str, first: Mapping[str, Any]) -> str:
-    """Return an error message if this node does not see the file of the ``first`` node; else
-    nothing."""
+def foreign_folder(name: str, first: NodeFacts) -> str:
+    """Return an error message if this node does not see the ``first`` node's file; else nothing."""
+    if first.file is None:
+        return ""
     until = time.monotonic() + _SEEN
-    while "file" in first and not Path(first["file"]).exists():
+    while not Path(first.file).exists():
         if time.monotonic() > until:
-            folder = Path(first["file"]).parent
+            folder = Path(first.file).parent
             return (
-                f"{name} does not see the files of {first['name']} in {folder}; put run.dir on "
+                f"{name} does not see the files of {first.name} in {folder}; put run.dir on "
                 "shared storage"
             )
         time.sleep(0.1)
     return ""
 
 
-def compared(every: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def compared(every: Sequence[NodeFacts]) -> Iterator[str]:
     """Yield an error message for each fact of the nodes that does not fit together."""
     first = every[0]
     for other in every[1:]:
-        if other["processes"] != first["processes"]:
-            each = ", ".join(f"{one['name']} {one['processes']}" for one in every)
+        if other.processes != first.processes:
+            each = ", ".join(f"{one.name} {one.processes}" for one in every)
             yield (
                 f"the nodes have unequal numbers of processes: {each}; give the smallest as "
                 "--processes_per_node"
             )
-        for key in sorted(first["settings"].keys() | other["settings"].keys()):
-            both = [one["settings"].get(key, "none") for one in (first, other)]
-            if both[0] != both[1]:
-                where = f"{both[0]} on {first['name']} and {both[1]} on {other['name']}"
-                yield f"{key} is {where}; use the same version or setting on all nodes"
-        if abs(apart := other["time"] - first["time"]) > _CLOCK:
+
+        for key in sorted(first.settings.keys() | other.settings.keys()):
+            ours = first.settings.get(key, "none")
+            theirs = other.settings.get(key, "none")
+            if ours != theirs:
+                yield (
+                    f"{key} is {ours} on {first.name} and {theirs} on {other.name}; use the same "
+                    "version or setting on all nodes"
+                )
+
+        apart = abs(other.time - first.time)
+        if apart > _CLOCK:
             yield (
-                f"the clocks of {first['name']} and {other['name']} differ by {abs(apart):.0f} s; "
+                f"the clocks of {first.name} and {other.name} differ by {apart:.0f} s; "
                 "set them (NTP)"
             )
-    yield from (one["loopback"] for one in every if one["loopback"] and len(every) > 1)
+
+    if len(every) > 1:
+        yield from (one.loopback for one in every if one.loopback)
 
 
 def loopback(name: str, address: str) -> str:
-    """Return an error message if gloo would connect to this node by a loopback address; else
-    nothing."""
+    """Return an error message if gloo would connect to this node by a loopback address.
+
+    Else return an empty text.
+    """
     if address.startswith("127.") or os.environ.get("GLOO_SOCKET_IFNAME"):
         return ""
     own = "no address"
@@ -118,12 +149,19 @@ def loopback(name: str, address: str) -> str:
         own = socket.gethostbyname(socket.gethostname())
     if own[0].isdigit() and not own.startswith("127."):
         return ""
-    cards = psutil.net_if_addrs().items()
-    interface = next(
-        (card for card, known in cards if address in [one.address for one in known]), "INTERFACE"
+    interface = _interface(address)
+    return (
+        f"the host name of {name} resolves to {own}, which no other node can reach; "
+        f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
     )
-    advice = f"export GLOO_SOCKET_IFNAME={interface} NCCL_SOCKET_IFNAME={interface}"
-    return f"the host name of {name} resolves to {own}, which no other node can reach; {advice}"
+
+
+def _interface(address: str) -> str:
+    """Return the name of the network interface with this address."""
+    for card, known in psutil.net_if_addrs().items():
+        if address in [one.address for one in known]:
+            return str(card)
+    return "INTERFACE"
 
 
 def local_problems(folder: Path) -> Iterator[str]:
@@ -135,8 +173,10 @@ def local_problems(folder: Path) -> Iterator[str]:
 
 
 def _output(*commands: str) -> str:
-    """Return what the first command prints that is installed and does not fail; empty if all
-    fail."""
+    """Return what the first command prints that is installed and does not fail.
+
+    Return an empty text if all fail.
+    """
     for command in commands:
         with suppress(OSError, subprocess.SubprocessError):
             return subprocess.run(
@@ -152,6 +192,8 @@ def _devices() -> Iterator[str]:
             f"there is an NVIDIA driver, and {build} finds no GPU; check CUDA_VISIBLE_DEVICES and "
             "nvidia-smi"
         )
+
+    # Multiply on each GPU.
     for number in range(torch.cuda.device_count()):
         try:
             ones = torch.ones(1024, 1024, device=f"cuda:{number}")
@@ -162,13 +204,16 @@ def _devices() -> Iterator[str]:
                 f"GPU {number} fails ({str(error).splitlines()[0]}); see nvidia-smi, and reset or "
                 "exclude it"
             )
+
     yield from gpu_problems(_output(_SMI))
     yield from xid_errors(_output(*_KERNEL_LOG))
 
 
 def gpu_problems(table: str) -> Iterator[str]:
-    """Yield the problems in nvidia-smi's table of ECC errors, pending page retirements and
-    slowdowns."""
+    """Yield the problems in nvidia-smi's table.
+
+    It has ECC errors, pending page retirements and slowdowns.
+    """
     for number, *values in csv.reader(table.splitlines(), skipinitialspace=True):
         for value, meaning in zip(values, _COLUMNS.values(), strict=False):
             if value in ("Yes", "Active") or (value.isdigit() and value != "0"):
@@ -177,7 +222,9 @@ def gpu_problems(table: str) -> Iterator[str]:
 
 def xid_errors(kernel_log: str) -> Iterator[str]:
     """Yield the newest Xid error of each GPU in the kernel's log (NVIDIA's codes of GPU errors)."""
-    for device, error in dict(re.findall(r"NVRM: Xid \(([^)]*)\): (.*)", kernel_log)).items():
+    # later errors of a GPU replace earlier ones
+    newest = dict(re.findall(r"NVRM: Xid \(([^)]*)\): (.*)", kernel_log))
+    for device, error in newest.items():
         yield (
             f"the kernel reports Xid {error[:80]} for {device}; look it up in NVIDIA's table of "
             "Xid errors"
@@ -187,14 +234,18 @@ def xid_errors(kernel_log: str) -> Iterator[str]:
 def _limits() -> Iterator[str]:
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else _SHARED_MEMORY
     if free < _SHARED_MEMORY:
-        how = "data workers and NCCL need more; mount a larger one (docker run --shm-size 8g)"
-        yield f"/dev/shm has {free >> 20} MiB free; {how}"
+        yield (
+            f"/dev/shm has {free >> 20} MiB free; data workers and NCCL need more; mount a larger "
+            "one (docker run --shm-size 8g)"
+        )
+
     for name, kind in _LIMITS.items():
         if 0 <= resource.getrlimit(kind)[0] < _LEAST:
             yield (
                 f"the limit of {name} is {resource.getrlimit(kind)[0]}; raise it to {_LEAST} or "
                 "more"
             )
+
     infiniband = any(Path("/sys/class/infiniband").glob("*"))
     if infiniband and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
         yield (
@@ -204,9 +255,13 @@ def _limits() -> Iterator[str]:
 
 
 def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
+    for path in (folder, *folder.parents):
+        if os.path.isfile(path):
+            yield f"the {name} {folder}: {path} is a file; {other}"
+            break
+
+    # Write, flush and rename a file of 1 MiB, as a checkpoint would.
     there = existing(folder)
-    if wrong := next((path for path in (folder, *folder.parents) if os.path.isfile(path)), None):
-        yield f"the {name} {folder}: {wrong} is a file; {other}"
     tried = there / f".oneloop-{uuid4().hex[:8]}"
     try:
         with replacing(tried) as draft, draft.open("wb") as file:
@@ -214,7 +269,8 @@ def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
             file.flush()
             os.fsync(file.fileno())
         tried.unlink()
-        if (free := shutil.disk_usage(there).free) < _DISK:
+        free = shutil.disk_usage(there).free
+        if free < _DISK:
             yield f"the disk of the {name} {there} has {free >> 20} MiB free; make room, or {other}"
     except OSError as error:
         yield (
@@ -224,14 +280,20 @@ def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
 
 
 def about() -> str:
-    """Return a line about this host: versions, devices, cores, memory, and what cannot be checked
-    here."""
-    devices = {torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())}
-    gpus = f"{torch.cuda.device_count()} x {' and '.join(sorted(devices))}" if devices else "no GPU"
+    """Return a line about this host.
+
+    It has versions, devices, cores, memory, and what cannot be checked here.
+    """
+    count = torch.cuda.device_count()
+    devices = {torch.cuda.get_device_name(number) for number in range(count)}
+    gpus = f"{count} x {' and '.join(sorted(devices))}" if devices else "no GPU"
     host = f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
-    # the driver's messages begin with NVRM
-    checked = {"ECC": _output(_SMI), "Xid": "NVRM" in _output(*_KERNEL_LOG)}
-    missing = "".join(
-        f"; {name} errors are not checked" for name, seen in checked.items() if devices and not seen
-    )
+
+    reads_ecc = bool(_output(_SMI))
+    reads_xid = "NVRM" in _output(*_KERNEL_LOG)  # the driver's messages begin with it
+    missing = ""
+    if devices and not reads_ecc:
+        missing += "; ECC errors are not checked"
+    if devices and not reads_xid:
+        missing += "; Xid errors are not checked"
     return f"torch {torch.__version__}, Python {platform.python_version()}, {gpus}, {host}{missing}"

@@ -66,7 +66,10 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
     known = found[0] if found else None
     if "nodes" in given:
         least, most = _range(given["nodes"])
-        known = replace(known, least=least, most=most) if known else Nodes(least, most, "")
+        if known is None:
+            known = Nodes(least, most, host="")
+        else:
+            known = replace(known, least=least, most=most)
     elif known is None and given:
         known = Nodes(1, 1, "127.0.0.1")
     if known is None:
@@ -111,7 +114,10 @@ def address_towards(host: str, port: int) -> str:
 
 def _range(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    least = most = 0
+    if match:
+        least = int(match[1])
+        most = int(match[2] or match[1])
     if least < 1:
         raise BadInput(
             f"--nodes {text} must be a number of nodes, or the least and the most of them: 2, 2:8"

@@ -1,0 +1,94 @@
+"""A started process of ``oneloop launch``: its preparation, signals and exit code."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
+from oneloop.basics.launcher import die_with, is_alive, on_stops
+
+_INTERVAL = 0.2  # seconds between two checks
+
+
+def begin(parent: int | None) -> None:
+    """Prepare the started process, in that process.
+
+    It ignores SIGINT, which a terminal sends to the training processes, too. A launcher dies with
+    its ``parent``. A training process (``parent`` None) notices the end of its parent, and saves.
+    """
+    if parent is not None:
+        die_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+class Launched:
+    """The started process and the training processes, to which signals are forwarded."""
+
+    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
+        self._process = process
+        self._folder = folder  # with the ids of the training processes
+        self._signals: list[int] = []
+        self._forwarded: set[tuple[int, str]] = set()  # (signal, process id)
+        on_stops(self._record)
+
+    def _record(self, number: int, frame: object) -> None:
+        """Record a signal."""
+        # A terminal sends SIGINT to the training processes, too. A second one would kill them.
+        if number == signal.SIGINT:
+            number = signal.SIGTERM
+        if number not in self._signals:
+            self._signals.append(number)
+
+    def ended(self, until: float) -> int:
+        """Wait for all processes; return oneloop's exit code.
+
+        Raise TimeoutError at the time ``until`` (seconds, of ``time.monotonic``).
+        """
+        while (code := self._poll()) is None:
+            self._forward()
+            if time.monotonic() > until:
+                self._process.kill()  # the others end with it
+                raise TimeoutError
+
+        # If the launcher was killed, the training processes save and exit.
+        while self._alive():
+            self._forward()
+            time.sleep(_INTERVAL)
+
+        # The file has the code that the training processes report: launchers turn each into 1.
+        file = self._folder / "exit_code"
+        if file.exists():
+            return int(file.read_text())
+        if self._signals:
+            return STOPPED
+        if code in (0, BAD_INPUT):
+            return code
+        print("oneloop: error: a process of this run was killed from outside", file=sys.stderr)
+        return ERROR
+
+    def _poll(self) -> int | None:
+        try:
+            return self._process.wait(_INTERVAL)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def _forward(self) -> None:
+        """Send each recorded signal once to each process, also to processes that start later."""
+        for number in self._signals:
+            for pid in self._alive():
+                if (number, pid) not in self._forwarded:
+                    self._forwarded.add((number, pid))
+                    with suppress(ProcessLookupError):
+                        os.kill(int(pid), number)
+
+    def _alive(self) -> list[str]:
+        alive = []
+        for file in self._folder.glob("process-*"):
+            pid = file.name.removeprefix("process-")
+            if is_alive(int(pid)):
+                alive.append(pid)
+        return alive

@@ -1,0 +1,149 @@
+"""The store through which the nodes of a run find each other, and exchange values."""
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from oneloop.launch.nodes import Nodes, is_here
+from oneloop.supervise.supervisor import say
+
+BEAT = 2  # seconds between two signs of life of a node
+_BEATS = 3  # signs of life of a node that may be missing
+LOST = 10.0  # seconds without an answer after which the node of the rendezvous counts as lost
+_LAST_CALL = 3.0  # seconds in which more nodes may join once there are enough
+END = 5.0  # seconds in which all nodes should end a run
+
+
+def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
+    """Return the store of the rendezvous, and whether this process holds it.
+
+    The first process on the node of the rendezvous holds it. Raise ConnectionError if the store
+    does not answer.
+    """
+    timeout = timedelta(seconds=30)
+    if is_here(nodes.host):
+        with suppress(RuntimeError):  # another agent on this host has opened it
+            store = TCPStore(
+                nodes.host, nodes.port, is_master=True, multi_tenant=True, timeout=timeout
+            )
+            return store, True
+
+    # Wait until the node of the rendezvous has opened it.
+    until = time.monotonic() + nodes.rejoin
+    with announced(
+        f"waiting for the rendezvous at {nodes.host}:{nodes.port}, for up to {nodes.rejoin:.0f} s"
+    ):
+        while not answers(nodes):
+            if time.monotonic() > until:
+                raise ConnectionError(
+                    f"no answer from {nodes.host}:{nodes.port} in {nodes.rejoin:.0f} s; start the "
+                    f"same command on {nodes.host}, or check the address and the firewall"
+                )
+            time.sleep(0.5)
+
+    # Connect on a thread: the constructor never returns if another program listens there.
+    found: list[TCPStore] = []
+
+    def connect() -> None:
+        with suppress(DistError):
+            found.append(TCPStore(nodes.host, nodes.port, is_master=False, timeout=timeout))
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(LOST)
+    if not found:
+        raise ConnectionError(
+            f"another program uses {nodes.host}:{nodes.port}; choose another free port"
+        )
+    return found[0], False
+
+
+def answers(nodes: Nodes) -> bool:
+    """Return whether the node of the rendezvous accepts connections."""
+    try:
+        with socket.create_connection((nodes.host, nodes.port), timeout=BEAT):
+            return True
+    except OSError:
+        return False
+
+
+def rendezvous_handler(nodes: Nodes, store: Store, address: str) -> DynamicRendezvousHandler:
+    """Return torch's rendezvous for these nodes; ``address`` is this node's."""
+    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
+        run_id="oneloop",
+        store=store,
+        backend=C10dRendezvousBackend(store, "oneloop"),
+        min_nodes=nodes.least,
+        max_nodes=nodes.most,
+        local_addr=address,
+        timeout=RendezvousTimeout(
+            join=timedelta(seconds=nodes.rejoin),
+            last_call=timedelta(seconds=_LAST_CALL),
+            close=timedelta(seconds=END),
+        ),
+        keep_alive_interval=BEAT,
+        keep_alive_max_attempt=_BEATS,
+    )
+    return handler
+
+
+def lost(nodes: Nodes) -> str:
+    """Return the message for the loss of the rendezvous."""
+    return (
+        f"the rendezvous at {nodes.host}:{nodes.port} does not answer: that node, or the link to "
+        "it, is lost; start the same command again"
+    )
+
+
+def exchanged(
+    store: Store, name: str, mine: Any, rank: int, ranks: int, seconds: float = 30.0
+) -> list[Any]:
+    """Return the values of all nodes, in order. A signal can interrupt it.
+
+    Collective: call on every node.
+
+    Args:
+        store: the store of the rendezvous.
+        name: of the value.
+        mine: this node's value, for JSON.
+        rank: this node's number, from 0.
+        ranks: the number of nodes.
+        seconds: time to wait for the other nodes.
+
+    Raises:
+        ConnectionError: the value of a node is missing.
+    """
+    store.set(f"{name}/{rank}", json.dumps(mine))
+    keys = [f"{name}/{other}" for other in range(ranks)]
+    until = time.monotonic() + seconds
+    while not store.check(keys):
+        time.sleep(0.05)
+        if time.monotonic() > until:
+            raise ConnectionError(
+                f"another node did not answer in {seconds:.0f} s; see the output of all nodes"
+            )
+    return [json.loads(store.get(key)) for key in keys]
+
+
+@contextmanager
+def announced(words: str, after: float = 3.0) -> Iterator[None]:
+    """Print the words if the block takes longer than ``after`` seconds."""
+    timer = threading.Timer(after, say, [words])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
