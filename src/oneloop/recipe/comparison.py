@@ -25,20 +25,26 @@ def _is_training_key(key: str) -> bool:
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """Return one line per key of the training configuration that differs. The path of the data is
-    not compared."""
-    before, after = training_configuration(old), training_configuration(new)
-    keys = sorted(before.keys() | after.keys())
-    return [
-        f"{k}: {before.get(k)!r} -> {after.get(k)!r}"
-        for k in keys
-        if not _same(k, before.get(k), after.get(k))
-    ]
+    """Return one line per key of the training configuration that differs.
+
+    The path of the data is not compared.
+    """
+    before = training_configuration(old)
+    after = training_configuration(new)
+    lines = []
+    for key in sorted(before.keys() | after.keys()):
+        was = before.get(key)
+        now = after.get(key)
+        if not _same(key, was, now):
+            lines.append(f"{key}: {was!r} -> {now!r}")
+    return lines
 
 
 def _same(key: str, old: Any, new: Any) -> bool:
-    """Return whether two values of a key are equal; equal durations may be written differently
-    (2ep, 2epochs)."""
+    """Return whether two values of a key are equal.
+
+    Equal durations may be written differently (2ep, 2epochs).
+    """
     if key == _DATA:
         return bool(_without_paths(old) == _without_paths(new))
     if key in _NAMES:
@@ -46,7 +52,11 @@ def _same(key: str, old: Any, new: Any) -> bool:
     if old == new or key.startswith("task."):
         return bool(old == new)
     if isinstance(old, list) and isinstance(new, list):
-        return len(old) == len(new) and all(_same(key, a, b) for a, b in zip(old, new, strict=True))
+        if len(old) != len(new):
+            return False
+        return all(_same(key, a, b) for a, b in zip(old, new, strict=True))
+
+    # Compare durations. Other values are no durations, and differ.
     if not isinstance(old, str | int) or not isinstance(new, str | int):
         return False
     try:
@@ -61,10 +71,12 @@ def _without_paths(data: Any) -> Any:
         return None
     if not isinstance(data, list):
         return data
-    return [
-        {k: v for k, v in item.items() if k != "data"} if isinstance(item, Mapping) else item
-        for item in data
-    ]
+    kept = []
+    for item in data:
+        if isinstance(item, Mapping):
+            item = {key: value for key, value in item.items() if key != "data"}
+        kept.append(item)
+    return kept
 
 
 def same_data_path(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
@@ -73,8 +85,10 @@ def same_data_path(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
 
 
 def only_extends(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
-    """Return whether only the duration differs: the new one is longer, and the schedule does not
-    depend on it."""
+    """Return whether only the duration differs, and may be extended.
+
+    The new one must be longer, and the schedule must not depend on it.
+    """
     keys = [line.partition(":")[0] for line in difference(old, new)]
     schedule = new["schedule"]
     endless = schedule["name"] in ("constant", "plateau") and "%" not in str(schedule["warmup"])

@@ -4,6 +4,7 @@ schedule."""
 from argparse import Action
 from functools import cache
 from inspect import signature
+from typing import Any
 
 from jsonargparse import ArgumentParser, DefaultHelpFormatter, set_parsing_settings
 from jsonargparse.typing import register_type
@@ -18,21 +19,24 @@ from oneloop.recipe.schema import GROUPS
 register_type(Duration, serializer=lambda duration: duration.text, deserializer=Duration)
 set_parsing_settings(docstring_parse_attribute_docstrings=True)
 
+# arguments that are no keys
 _NOT_OPTIONS: dict[str, set[str | int]] = {
     "task": set(),
+    "optimizer": {
+        "params",
+        "model",
+        "lr",
+        "weight_decay",
+        "foreach",
+        "fused",
+        "capturable",
+        "maximize",
+        "differentiable",
+        "decoupled_weight_decay",
+    },
     "schedule": {"step", "total", "final", "reductions"},
 }
-_NOT_OPTIONS["optimizer"] = {
-    "params",
-    "model",
-    "lr",
-    "weight_decay",
-    "foreach",
-    "fused",
-    "capturable",
-    "maximize",
-}
-_NOT_OPTIONS["optimizer"] |= {"differentiable", "decoupled_weight_decay"}
+# options of the packaged optimizers and schedules, known without importing them
 OPTIONS = {
     "optimizer": {
         "adamw": ("betas", "eps"),
@@ -47,12 +51,14 @@ OPTIONS = {
         "wsd": ("decay",),
         "plateau": ("factor", "patience"),
     },
-}  # options of the packaged optimizers and schedules, known without importing them
+}
 
 
 class _Help(DefaultHelpFormatter):
-    """Help that shows each value as its type (INT, {auto,none}), without the variants that append
-    to a list."""
+    """Help that shows each value as its type (INT, {auto,none}).
+
+    It leaves out the variants that append to a list.
+    """
 
     def _get_type_str(self, action: Action) -> None:
         return None
@@ -63,12 +69,22 @@ class _Help(DefaultHelpFormatter):
 
 
 def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) -> ArgumentParser:
-    """Return the parser of all keys, with the ``options`` of the chosen task, optimizer and
-    schedule: those import torch. The parser of packaged names is built once per process."""
-    names = {"task": task, "optimizer": optimizer, "schedule": schedule}
-    known = all(name in CHOICES[group] for group, name in names.items())
-    made = (_parser_once if known or not options else _parser)(task, optimizer, schedule, options)
-    # added by each parse
+    """Return the parser of all keys. That of packaged names is built once per process.
+
+    Args:
+        task: the name of the chosen task.
+        optimizer: the name of the chosen optimizer.
+        schedule: the name of the chosen schedule.
+        options: also the options of these three, which import torch.
+    """
+    packaged_only = (
+        task in CHOICES["task"]
+        and optimizer in CHOICES["optimizer"]
+        and schedule in CHOICES["schedule"]
+    )
+    build = _parser_once if packaged_only or not options else _parser
+    made = build(task, optimizer, schedule, options)
+    # each parse adds it
     made._actions[:] = [action for action in made._actions if action.dest != "print_shtab"]
     return made
 
@@ -80,12 +96,8 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
         usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m "
         "oneloop.train RECIPE …)",
         description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a "
-        "YAML "
-        "file, "
-        "or a task of"
-        " your own (my_task.py:MyTask). "
-        f"Keys of the chosen task ({task}), optimizer ({optimizer}) and schedule ({schedule}) "
-        "are included.",
+        "YAML file, or a task of your own (my_task.py:MyTask). Keys of the chosen task "
+        f"({task}), optimizer ({optimizer}) and schedule ({schedule}) are included.",
         exit_on_error=False,
         allow_abbrev=False,
         formatter_class=_Help,
@@ -102,12 +114,10 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
         type=list[str],
         default=["tensorboard"],
         help="trackers by accelerate's names, comma-separated: tensorboard, wandb, trackio, "
-        "mlflow, "
-        "… ('none': none)",
+        "mlflow, … ('none': none)",
     )
     for name, group in GROUPS.items():
         section = made.add_argument_group(name)
-        skip = {"options", "source"}
         if name == "init":
             section.add_argument(
                 "--init.from",
@@ -116,39 +126,46 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
                 help="run folder, folder of weights, hf:NAME or .safetensors file to take the "
                 "weights from",
             )
-        section.add_class_arguments(group, name, skip=skip, as_group=False)
+        section.add_class_arguments(group, name, skip={"options", "source"}, as_group=False)
         if name in chosen and options:
-            target = resolve(name, chosen[name])
-            taken = {"name", "options"} & signature(target).parameters.keys()
-            if taken and chosen[name] not in CHOICES[name]:
-                raise BadInput(
-                    f"{name}.name {chosen[name]!r}: rename the argument {taken.pop()!r}, a key "
-                    "of oneloop"
-                )
-            add = (
-                section.add_class_arguments
-                if isinstance(target, type)
-                else section.add_function_arguments
-            )
-            add(target, name, skip=_NOT_OPTIONS[name], as_group=False, fail_untyped=False)
-            for action in [action for action in made._actions if action.dest.endswith(".help")]:
-                action.container._remove_action(action)  # type: ignore[attr-defined]
-            # jsonargparse gives one without a type null
-            parameters = signature(target).parameters.values()
-            bare = {
-                f"{name}.{one.name}"
-                for one in parameters
-                if one.default is one.annotation is one.empty
-            }
-            about = documented(target)
-            for action in made._actions:
-                action.required = action.required or action.dest in bare
-                if action.dest.startswith(f"{name}.") and not action.help:
-                    action.help = about.get(action.dest.removeprefix(f"{name}."))
+            _add_options(made, section, name, chosen[name])
+
+    # Show each value as its type.
     for action in made._actions:
         if kind := getattr(action, "_typehint", None) or action.type:
             action.metavar = shown(kind)
     return made
+
+
+def _add_options(made: ArgumentParser, section: Any, group: str, chosen: str) -> None:
+    """Add the arguments of a task, optimizer or schedule. Raise BadInput for a reserved name."""
+    target = resolve(group, chosen)
+    parameters = signature(target).parameters
+    taken = {"name", "options"} & parameters.keys()
+    if taken and chosen not in CHOICES[group]:
+        raise BadInput(
+            f"{group}.name {chosen!r}: rename the argument {taken.pop()!r}, a key of oneloop"
+        )
+    if isinstance(target, type):
+        add = section.add_class_arguments
+    else:
+        add = section.add_function_arguments
+    add(target, group, skip=_NOT_OPTIONS[group], as_group=False, fail_untyped=False)
+    for action in [action for action in made._actions if action.dest.endswith(".help")]:
+        action.container._remove_action(action)  # type: ignore[attr-defined]
+
+    # jsonargparse gives an argument without type and default null: require a value.
+    required = set()
+    for one in parameters.values():
+        if one.default is one.annotation is one.empty:
+            required.add(f"{group}.{one.name}")
+
+    # Take the help from the docstrings.
+    about = documented(target)
+    for action in made._actions:
+        action.required = action.required or action.dest in required
+        if action.dest.startswith(f"{group}.") and not action.help:
+            action.help = about.get(action.dest.removeprefix(f"{group}."))
 
 
 _parser_once = cache(_parser)

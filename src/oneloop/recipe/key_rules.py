@@ -4,7 +4,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Union, get_args, get_origin
 
 from oneloop.basics.duration import Duration
@@ -19,61 +19,73 @@ _PLAIN: dict[Any, str] = {
     str: "text",
     type(None): "null",
     Duration: "a duration: steps (500), epochs (20ep), '1M samples', '2B tokens' or a share of the "
-    "run "
-    "(10%), never"
-    " negative",
+    "run (10%), never negative",
 }
 NEEDS = {
+    "init.weights": "init.from!=null",
+    "init.leave_out": "init.from!=null",
     "optimizer.lr_rule": "optimizer.lr_at_batch!=0",
     "schedule.final": "schedule.name!=constant",
+    "guard.spike": "guard.sigma!=0",
+    "guard.window": "guard.sigma!=0",
+    "machine.compile_mode": "machine.compile!=none",
 }
-NEEDS |= dict.fromkeys(("init.weights", "init.leave_out"), "init.from!=null")
-NEEDS |= dict.fromkeys(("guard.spike", "guard.window"), "guard.sigma!=0")
-NEEDS |= {"machine.compile_mode": "machine.compile!=none"}
 """keys that have an effect only if another key has (=), or has not (!=), one of the values after
 it"""
 _ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 
 
+def listed(words: Sequence[str]) -> str:
+    """Return ``a, b or c`` for three words; one word as it is."""
+    if len(words) == 1:
+        return words[0]
+    return f"{', '.join(words[:-1])} or {words[-1]}"
+
+
 def wanted(kind: Any) -> str:
-    """Describe ``int | Literal["auto"]`` as "a whole number (int) or auto"; empty if a type has no
-    description."""
+    """Describe ``int | Literal["auto"]`` as "a whole number (int) or auto".
+
+    Return an empty text if a type has no description.
+    """
     if kind in _PLAIN:
         return _PLAIN[kind]
-    origin, inside = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inside = get_args(kind)
     if origin is Literal:
-        return " or ".join(
-            [", ".join(map(str, inside[:-1]))] * (len(inside) > 1) + [str(inside[-1])]
-        )
+        return listed([str(one) for one in inside])
     each = [wanted(one) for one in inside if one is not Ellipsis]
     if not all(each) or not each:
         return ""
     if origin in (Union, types.UnionType):
-        return ", ".join(each[:-1]) + f" or {each[-1]}"
+        return listed(each)
     if origin is list or (origin is tuple and Ellipsis in inside):
         return f"a list ([a,b]), each {each[0]}"
-    return (
-        f"{len(each)} values ([{','.join('abcdefgh'[: len(each)])}]), each {each[0]}"
-        if origin is tuple
-        else ""
-    )
+    if origin is tuple:
+        letters = ",".join("abcdefgh"[: len(each)])
+        return f"{len(each)} values ([{letters}]), each {each[0]}"
+    return ""
 
 
 def shown(kind: Any) -> str:
     """Return ``int | Literal["auto"]`` as ``INT|{auto}``, for ``--help``."""
-    origin, inside = get_origin(kind), get_args(kind)
+    origin = get_origin(kind)
+    inside = get_args(kind)
     if origin is Literal:
         return f"{{{','.join(map(str, inside))}}}"
     if origin in (Union, types.UnionType):
         return "|".join(map(shown, inside))
     if origin in (list, tuple):
         return f"[{shown(inside[0])},…]"
-    return "null" if kind is type(None) else getattr(origin or kind, "__name__", str(kind)).upper()
+    if kind is type(None):
+        return "null"
+    return str(getattr(origin or kind, "__name__", str(kind)).upper())
 
 
 def documented(target: Any) -> dict[str, str]:
-    """Return the description of each argument from the docstrings of a class and its ``__init__``,
-    or of a function."""
+    """Return the description of each argument, by its name.
+
+    ``target`` is a function, or a class, which has docstrings in two places.
+    """
     found: dict[str, str] = {}
     for part in (target, getattr(target, "__init__", None)):
         lines = inspect.cleandoc(getattr(part, "__doc__", None) or "").splitlines()
@@ -82,8 +94,8 @@ def documented(target: Any) -> dict[str, str]:
             if entry := _ENTRY.fullmatch(line.strip()):
                 found[entry[1]] = entry[2]
             elif not line.strip():
-                break
-            elif found and line.startswith("  "):
+                break  # the end of the list
+            elif found and line.startswith("  "):  # the description goes on
                 found[list(found)[-1]] += f" {line.strip()}"
     return found
 
@@ -94,40 +106,46 @@ def without_effect(
     typed: Mapping[str, Any],
     own: Mapping[str, str],
 ) -> set[str]:
-    """Return the keys of a recipe file that have no effect because of ``typed`` keys, which drops
-    them. ``own`` are the task's conditions, as in :data:`NEEDS`. Raise BadInput if another key has
-    no effect, and is not at its default."""
-    needs = NEEDS | {
-        f"task.{key}": re.sub(r"\w+(?=!?=)", r"task.\g<0>", needed) for key, needed in own.items()
-    }
+    """Return the keys of a recipe file that have no effect because of ``typed`` keys.
+
+    Args:
+        values: all keys and their values.
+        defaults: the value of each key if nobody gives it.
+        typed: the keys of the command line.
+        own: the task's conditions, as in :data:`NEEDS`, without ``task.``.
+
+    Raises:
+        BadInput: another key has no effect, and is not at its default.
+    """
+    needs = dict(NEEDS)
+    for key, conditions in own.items():
+        needs[f"task.{key}"] = re.sub(r"\w+(?=!?=)", r"task.\g<0>", conditions)
+
     dropped = set()
     for key, conditions in needs.items():
-        for other, unlike, wanted in (
-            re.split("(!?)=", condition) for condition in conditions.split()
-        ):
+        for condition in conditions.split():
+            other, unlike, allowed = re.split("(!?)=", condition)
             if not {key, other} <= values.keys():  # a subclass may lack the argument
                 continue
-            if values[key] == defaults[key] or (_text(values[other]) in wanted.split("|")) != bool(
-                unlike
-            ):
+            shown_value = _text(values[other])
+            has_effect = (shown_value in allowed.split("|")) != bool(unlike)
+            if values[key] == defaults[key] or has_effect:
                 continue
             if key in typed or other not in typed:
-                why = (
-                    f"{key} {_text(values[key])} has no effect with {other} {_text(values[other])}"
+                raise BadInput(
+                    f"{key} {_text(values[key])} has no effect with {other} {shown_value}; "
+                    f"remove {key}, or change {other}"
                 )
-                raise BadInput(f"{why}; remove {key}, or change {other}")
             dropped.add(key)
     return dropped
 
 
 def _text(value: Any) -> str:
-    return (
-        value
-        if isinstance(value, str)
-        else f"{value:g}"
-        if isinstance(value, float)
-        else json.dumps(value)
-    )
+    if isinstance(value, str):
+        return value
+    if isinstance(value, float):
+        return f"{value:g}"
+    return json.dumps(value)
 
 
 _OPTIMIZERS = ("adamw", "sgd", "muon")  # element-wise, or by whole matrices
@@ -137,28 +155,34 @@ def reject_inexact(
     grain: int, evaluation: EvalConfig, optimizer: OptimizerConfig, machine: MachineConfig
 ) -> None:
     """Raise BadInput for a key that cannot be combined with ``batch.grain``."""
-    asked = f"batch.grain {grain} requires bit-identical runs on any number of processes, but"
     if evaluation.micro not in (None, grain):
         raise BadInput(
             f"eval.micro {evaluation.micro} differs from batch.grain; set it to {grain}, or "
             "remove it"
         )
-    if optimizer.name not in _OPTIMIZERS:
-        what = (
-            "takes means over rows and columns"
-            if optimizer.name == "adafactor"
-            else "may not be elementwise"
-        )
+    if optimizer.name == "adafactor":
         raise BadInput(
-            f"{asked} optimizer.name {optimizer.name} {what}; use {', '.join(_OPTIMIZERS)}"
+            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
+            "optimizer.name adafactor takes means over rows and columns; "
+            f"use {', '.join(_OPTIMIZERS)}"
+        )
+    if optimizer.name not in _OPTIMIZERS:
+        raise BadInput(
+            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
+            f"optimizer.name {optimizer.name} may not be elementwise; use {', '.join(_OPTIMIZERS)}"
         )
     if machine.compile == "whole":
         raise BadInput(
-            f"{asked} machine.compile whole makes one graph, which DDP and FSDP2 cut; use regional"
+            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
+            "machine.compile whole makes one graph, which DDP and FSDP2 cut; use regional"
         )
     if machine.channels_last is True:
-        raise BadInput(f"{asked} machine.channels_last true does not work with FSDP2; remove it")
+        raise BadInput(
+            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
+            "machine.channels_last true does not work with FSDP2; remove it"
+        )
     if machine.cudnn_benchmark:
         raise BadInput(
-            f"{asked} machine.cudnn_benchmark chooses algorithms by their time; remove it"
+            f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
+            "machine.cudnn_benchmark chooses algorithms by their time; remove it"
         )

@@ -1,7 +1,7 @@
 """Parse recipes: a packaged name or a YAML file, with overrides as ``--group.key value``.
 
 Precedence: defaults < YAML < command line. Processes, precision and sharding come only from
-    accelerate.
+accelerate.
 """
 
 import json
@@ -39,8 +39,10 @@ def read(argv: Sequence[str]) -> Recipe:
 
 
 def check_keys(argv: Sequence[str]) -> None:
-    """Check the keys of a command line that need no import of torch: all but those of the task and
-    of your own optimizer or schedule. Raise BadInput."""
+    """Check the keys of a command line that need no import of torch. Raise BadInput.
+
+    These are all keys but those of the task and of your own optimizer or schedule.
+    """
     source, typed, flags = _split(argv)
     if "help" not in flags:
         _check_without_imports(*_choose(typed, find_recipe(source, typed)[1]), typed)
@@ -49,44 +51,50 @@ def check_keys(argv: Sequence[str]) -> None:
 def _check_without_imports(
     chosen: dict[str, str], written: dict[str, Any], typed: Mapping[str, Any]
 ) -> None:
-    made, given = (
-        parser(chosen["task"], chosen["optimizer"], chosen["schedule"], options=False),
-        written | dict(typed),
-    )
-    known = set(_types(made)) | {
-        f"{group}.{option}"
-        for group, names in OPTIONS.items()
-        for option in names.get(chosen[group], ())
-    }
-    if (own := arguments(chosen["task"])) is not None:
-        known |= {f"task.{name}" for name in own} | {
-            key for key in OF_TASKS if key.split(".")[1] in own
-        }
-    # keys that only the task itself knows
-    inside = ("task.",) if own is None else (f"task.{name}." for name in own)
-    foreign = (
-        *inside,
-        *(f"{group}." for group, names in OPTIONS.items() if chosen[group] not in names),
-    )
-    late = {
-        key
-        for key in given.keys() - known
-        if key.startswith(foreign) or (own is None and may_be_of_task(key))
-    }
-    _reject_unknown([key for key in given if key not in late], known)
+    made = parser(chosen["task"], chosen["optimizer"], chosen["schedule"], options=False)
+    given = written | dict(typed)
+
+    # Collect the known keys, and the beginnings of those that only an imported object knows.
+    known = set(_types(made))
+    foreign: list[str] = []
+    for group, choices in OPTIONS.items():
+        if chosen[group] in choices:
+            known |= {f"{group}.{option}" for option in choices[chosen[group]]}
+        else:
+            foreign.append(f"{group}.")
+    own = arguments(chosen["task"])
+    if own is None:
+        foreign.append("task.")
+    else:
+        known |= {f"task.{name}" for name in own}
+        known |= {key for key in OF_TASKS if key.split(".")[1] in own}
+        foreign += [f"task.{name}." for name in own]
+
+    # Reject unknown keys, but those that may turn out to be known after an import.
+    checked = []
+    for key in given:
+        late = key.startswith(tuple(foreign)) or (own is None and may_be_of_task(key))
+        if key in known or not late:
+            checked.append(key)
+    _reject_unknown(checked, known)
+
+    # Check the values of the keys that belong to oneloop.
     early = {key: value for key, value in given.items() if key in _types(made)}
     if None not in early.values():  # a flag, or a key without its value
         _parsed(made, early)
 
 
 def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any) -> Recipe:
-    """Build a recipe in Python: ``recipe("digits", batch={"size": 128}, duration="5ep")``. Raise
-    BadInput on errors.
+    """Build a recipe in Python: ``recipe("digits", batch={"size": 128}, duration="5ep")``.
 
-    Args: ``source``: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, another
-    recipe, or its keys by group; None: the defaults, for the ``task`` in ``groups``. ``groups``:
-    keys by group, or ``seed``, ``duration`` and ``track``. A ``task`` may be a class, or ``{"name":
-    MyTask, "width": 32}``.
+    Args:
+        source: a packaged name, the path of a YAML file, ``my_file.py:MyTask``, another recipe, or
+            its keys by group; None: the defaults, for the ``task`` in ``groups``.
+        groups: keys by group, or ``seed``, ``duration`` and ``track``. A ``task`` may be a class,
+            or ``{"name": MyTask, "width": 32}``.
+
+    Raises:
+        BadInput: wrong keys or values, or a recipe that cannot be found.
     """
     given = from_python(groups)
     if isinstance(source, Recipe):
@@ -104,44 +112,55 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
 
 
 def read_again(recipe: Path, *, task: str) -> Recipe:
-    """Read a run's resolved recipe with this task, without its optimizer and schedule. Raise
-    BadInput on errors."""
+    """Read a run's resolved recipe with this task, without its optimizer and schedule.
+
+    Args:
+        recipe: the path of the file.
+        task: the name of the task.
+
+    Raises:
+        BadInput: the file cannot be read, or has wrong keys or values.
+    """
     name, written = load(str(recipe))
-    kept = {
-        key: value
-        for key, value in written.items()
-        if not key.startswith(("optimizer.", "schedule."))
-    }
-    return _made(name, kept | {"task.name": task}, {}, set())
+    for key in list(written):
+        if key.startswith(("optimizer.", "schedule.")):
+            del written[key]
+    return _made(name, written | {"task.name": task}, {}, set())
 
 
 def _made(name: str, written: dict[str, Any], typed: dict[str, Any], flags: set[str]) -> Recipe:
+    """Return the recipe of a file's and the typed keys. Raise BadInput; SystemExit after a flag."""
     chosen, written = _choose(typed, written)
     made = parser(chosen["task"], chosen["optimizer"], chosen["schedule"])
     if "help" in flags:
         made.print_help()
         raise SystemExit(0)
+    kinds = _types(made)
     for key, value in typed.items():
-        if value is None and key in (kinds := _types(made)) and kinds[key] is not bool:
+        if value is None and key in kinds and kinds[key] is not bool:
             raise BadInput(f"{key} needs a value: --{key} VALUE")
-    # the file's micro-batches are for runs without it
+
+    # A typed batch.grain replaces the file's micro-batches, which are for runs without it.
     if typed.get("batch.grain") not in (None, "null"):
-        written = {
-            key: value for key, value in written.items() if key not in ("batch.micro", "eval.micro")
-        }
+        written = _without(written, ("batch.micro", "eval.micro"))
     namespace, resolved = _parsed(made, written | typed)
-    own = getattr(resolve("task", chosen["task"]), "needs", {})
-    if idle := without_effect(
-        flat(resolved), {action.dest: action.default for action in made._actions}, typed, own
-    ):
-        namespace, resolved = _parsed(
-            made, {key: value for key, value in written.items() if key not in idle} | typed
-        )
+
+    # Drop the file's keys that typed keys make useless, and parse again.
+    defaults = {action.dest: action.default for action in made._actions}
+    needs = getattr(resolve("task", chosen["task"]), "needs", {})
+    idle = without_effect(flat(resolved), defaults, typed, needs)
+    if idle:
+        namespace, resolved = _parsed(made, _without(written, idle) | typed)
+
     recipe = _build(name, namespace, resolved)
     if "print_config" in flags:
         print(recipe.yaml(), end="")
         raise SystemExit(0)
     return recipe
+
+
+def _without(written: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:
+    return {key: value for key, value in written.items() if key not in keys}
 
 
 def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, dict[str, Any]]:
@@ -154,8 +173,7 @@ def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, 
 
 
 def task_name(recipe: Path) -> str:
-    """Return the task's name in a resolved recipe, without importing the task. Raise BadInput on
-    errors."""
+    """Return the task's name in a resolved recipe, without an import. Raise BadInput on errors."""
     _, written = load(str(recipe))
     name = written.get("task.name", TaskConfig().name)
     if not isinstance(name, str):
@@ -171,14 +189,17 @@ def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
     words = list(argv)
     while words:
         word = words.pop(0)
-        if word in ("-h", "--help", "--print_config"):
-            flags.add("help" if word in ("-h", "--help") else "print_config")
+        if word in ("-h", "--help"):
+            flags.add("help")
+        elif word == "--print_config":
+            flags.add("print_config")
         elif word.startswith("--"):
             key, equals, value = word[2:].partition("=")
+            typed[long(key)] = None
             if equals:
                 typed[long(key)] = value
-            else:
-                typed[long(key)] = words.pop(0) if words and not words[0].startswith("--") else None
+            elif words and not words[0].startswith("--"):
+                typed[long(key)] = words.pop(0)
         elif source is None:
             source = word
         else:
@@ -191,8 +212,10 @@ def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
 def _choose(
     typed: Mapping[str, Any], written: dict[str, Any]
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Choose the names of task, optimizer and schedule; a newly typed name drops the file's options
-    for the old one."""
+    """Return the names of task, optimizer and schedule by group, and the file's keys.
+
+    A newly typed name drops the file's options for the old one.
+    """
     defaults = {
         "task": TaskConfig().name,
         "optimizer": OptimizerConfig().name,
@@ -206,11 +229,8 @@ def _choose(
             raise BadInput(f"{group}.name must be a name or a class path, found {new!r}")
         if new != old:
             common = {f"{group}.{field.name}" for field in fields(GROUPS[group])}
-            written = {
-                key: value
-                for key, value in written.items()
-                if not key.startswith(f"{group}.") or key in common
-            }
+            options = [key for key in written if key.startswith(f"{group}.") and key not in common]
+            written = _without(written, options)
         chosen[group] = new
     return chosen, written
 
@@ -233,9 +253,9 @@ def _reject_unknown(given: Iterable[str], known: Collection[str]) -> None:
             )
         if key not in known:
             near = suggestion(key, known)
-            raise BadInput(
-                f"unknown key {key!r}{near}{'' if 'launcher' in near else ' (--help lists all)'}"
-            )
+            if "launcher" in near:  # its --help does not list the key
+                raise BadInput(f"unknown key {key!r}{near}")
+            raise BadInput(f"unknown key {key!r}{near} (--help lists all)")
 
 
 def _argument(key: str, value: Any, made: ArgumentParser) -> str:
@@ -246,7 +266,8 @@ def _argument(key: str, value: Any, made: ArgumentParser) -> str:
         value = True
     if key == "track" and isinstance(value, str) and not value.startswith("["):
         value = [] if value in ("none", "") else value.split(",")
-    return f"--{key}={value}" if isinstance(value, str) else f"--{key}={json.dumps(value)}"
+    text = value if isinstance(value, str) else json.dumps(value)
+    return f"--{key}={text}"
 
 
 def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) -> str:
@@ -254,39 +275,49 @@ def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) 
     match = re.match(r'Parser key "([^"]+)":', str(error))
     key = match[1] if match else ""
     takes = wanted(_types(made).get(key))
+
+    # Keep other messages, in plainer words.
     if key not in given or not takes:
         text = re.sub(r'Parser key "([^"]+)":', r"\1:", str(error))
         text = re.sub(
             r"the following arguments are required: (.*)", r"\1 has no default; give a value", text
         )
         return one_line(re.sub(r"<class '([^']+)'>", r"\1", text))
+
     value = given[key]
     text = value if isinstance(value, str) else json.dumps(value, default=str)
-    new = (
-        f"; {text} is now called {_RENAMED[text]}"
-        if key == "task.pack" and _RENAMED.get(text, "-") in takes
-        else ""
-    )
-    return f"{key} must be {takes}, got {text}{new}"
+    message = f"{key} must be {takes}, got {text}"
+    if key == "task.pack" and _RENAMED.get(text, "-") in takes:
+        message += f"; {text} is now called {_RENAMED[text]}"
+    return message
 
 
 _RENAMED = {"joined": "concat", "documents": "packed", "none": "padded"}  # old values of task.pack
 
 
 def _build(name: str, namespace: Namespace, resolved: dict[str, Any]) -> Recipe:
-    built: dict[str, Any] = {}
-    for group, kind in GROUPS.items():
-        values = namespace[group].as_dict()
-        if group == "init":
-            values["source"] = values.pop("from")
-        common = {field.name for field in fields(kind)}
-        own = {key: values.pop(key) for key in list(values) if key not in common}
-        built[group] = kind(**values, options=own) if "options" in common else kind(**values)
     return Recipe(
         name=name,
         seed=namespace.seed,
         duration=namespace.duration,
         track=tuple(namespace.track),
         resolved=resolved,
-        **built,
+        **_groups(namespace),
     )
+
+
+def _groups(namespace: Namespace) -> dict[str, Any]:
+    """Return an object of each group's class, by group."""
+    built: dict[str, Any] = {}
+    for group, kind in GROUPS.items():
+        values = namespace[group].as_dict()
+        if group == "init":
+            values["source"] = values.pop("from")  # which Python reserves
+
+        # Keys that are not fields of the class are options of the chosen object.
+        common = {field.name for field in fields(kind)}
+        own = {key: values.pop(key) for key in list(values) if key not in common}
+        if "options" in common:
+            values["options"] = own
+        built[group] = kind(**values)
+    return built

@@ -28,17 +28,24 @@ def packaged() -> list[str]:
 
 
 def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the name of a run's recipe, and its content. Raise BadInput if there is none.
+    """Return the name of a run's recipe, and its content as {"group.key": value}.
 
-    ``source`` is a packaged name, the path of a YAML file, or a task's ``file.py:Name``, which is
-    added to ``given``; without ``:Name`` the file's only task. Without a source the recipe is the
-    defaults for the task in ``given``, which overrides the recipe."""
+    Args:
+        source: a packaged name, the path of a YAML file, or a task's ``file.py:Name``; without
+            ``:Name`` the file's only task. None: the defaults for the task in ``given``.
+        given: keys that override the recipe. The task of ``source`` is added to them.
+
+    Raises:
+        BadInput: there is no such recipe or task.
+    """
+    # A task in place of a recipe is a key.
     if source is not None and re.search(r"\.py(:\w*)?$", source):
         if given.setdefault("task.name", source) != source:
             raise BadInput(f"two tasks given, {source!r} and {given['task.name']!r}; give one")
         source = None
     if re.search(r"\.py:?$", str(given.get("task.name"))):
         given["task.name"] = only_task(given["task.name"])
+
     if source is not None:
         return load(source)
     if given.get("task.name"):
@@ -50,8 +57,10 @@ def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[st
 
 
 def name_after(task: Any) -> str:
-    """Return ``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``; for a notebook's class,
-    its own name."""
+    """Return ``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``.
+
+    For a notebook's class, return its own name.
+    """
     file, colon, _ = str(task).rpartition(":")
     if colon:
         return Path(file).stem
@@ -60,29 +69,21 @@ def name_after(task: Any) -> str:
 
 
 def load(source: str) -> tuple[str, dict[str, Any]]:
-    """Return the recipe's name, and its content as {"group.key": value}. Raise BadInput if it
-    cannot be read."""
+    """Return the recipe's name, and its content as {"group.key": value}.
+
+    Args:
+        source: a packaged name, or the path of a YAML file.
+
+    Raises:
+        BadInput: it cannot be read.
+    """
     if source in packaged():
-        name, text = source, (RECIPES / f"{source}.yaml").read_text()
+        name = source
+        text = (RECIPES / f"{source}.yaml").read_text()
     else:
-        path = Path(source)
-        if path.suffix not in (".yaml", ".yml"):
-            if source in CHOICES["task"]:
-                known = ", ".join(packaged())
-                raise BadInput(
-                    f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}"
-                )
-            known = ", ".join(packaged())
-            raise BadInput(
-                f"recipe {source!r} is unknown; use {known} or a YAML "
-                f"file{suggestion(source, packaged())}"
-            )
-        try:
-            name, text = path.stem, path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
-        except UnicodeDecodeError as error:
-            raise BadInput(f"recipe {source!r} is not text: {error}") from error
+        name = Path(source).stem
+        text = _text_of_file(source)
+
     try:
         content = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
@@ -94,30 +95,52 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
     return name, flat(content)
 
 
+def _text_of_file(source: str) -> str:
+    """Return the text of a YAML file. Raise BadInput if it cannot be read."""
+    path = Path(source)
+    if path.suffix not in (".yaml", ".yml"):
+        known = ", ".join(packaged())
+        if source in CHOICES["task"]:
+            raise BadInput(
+                f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}"
+            )
+        raise BadInput(
+            f"recipe {source!r} is unknown; use {known} or a YAML "
+            f"file{suggestion(source, packaged())}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise BadInput(f"recipe {source!r} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise BadInput(f"recipe {source!r} is not text: {error}") from error
+
+
 def flat(content: Mapping[Any, Any]) -> dict[str, Any]:
     """Flatten keys by group to {"group.key": value}. Raise BadInput if a key is given twice."""
     made: dict[str, Any] = {}
     for key, value in content.items():
-        more = (
-            flattened({key: value})
-            if isinstance(value, Mapping) and key in GROUPS
-            else {long(str(key)): value}
-        )
-        if twice := made.keys() & more.keys():
+        if isinstance(value, Mapping) and key in GROUPS:
+            more = flattened({key: value})
+        else:
+            more = {long(str(key)): value}
+        twice = made.keys() & more.keys()
+        if twice:
             raise BadInput(f"{', '.join(sorted(twice))} is given twice; give it once")
         made |= more
     return made
 
 
 def long(key: str) -> str:
-    """Return ``task.name`` for ``task``; the same for optimizer and schedule; other keys
-    unchanged."""
+    """Return ``task.name`` for ``task``, the same for optimizer and schedule; other keys as is."""
     return f"{key}.name" if key in CHOICES else key
 
 
 def from_python(groups: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keys by group, given in Python, as flat plain data. Raise BadInput for an unknown
-    group or class."""
+    """Return keys by group, given in Python, as flat plain data.
+
+    Raise BadInput for an unknown group or class, and for values that JSON cannot hold.
+    """
     for key, value in groups.items():
         if key in GROUPS and not isinstance(value, Mapping) and key not in CHOICES:
             raise BadInput(f"{key} is a group of keys: give it a dict ({key}={{…}}), not {value!r}")
@@ -146,17 +169,25 @@ def _plain(value: Any) -> Any:
         return value.item()
     if isinstance(value, Mapping):
         return {str(key): _plain(inside) for key, inside in value.items()}
-    return [_plain(inside) for inside in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_plain(inside) for inside in value]
+    return value
 
 
 def as_python(message: str) -> str:
-    """Return a message with keys in Python's syntax: ``run={"accept_changes": True}`` for
-    ``--run.accept_changes``."""
+    """Return a message with keys in Python's syntax.
+
+    It says ``run={"accept_changes": True}`` in place of ``--run.accept_changes``.
+    """
+    in_python = {"true": "True", "false": "False", "null": "None"}
 
     def call(found: re.Match[str]) -> str:
-        kind = next((one.type for one in fields(GROUPS[found[1]]) if one.name == found[2]), None)
-        value = {"true": "True", "false": "False", "null": "None"}.get(found[3] or "", found[3])
-        return f'{found[1]}={{"{found[2]}": {value or ("True" if kind is bool else "…")}}}'
+        group, key, value = found.groups()
+        value = in_python.get(value, value)
+        if not value:
+            kinds = {one.name: one.type for one in fields(GROUPS[group])}
+            value = "True" if kinds.get(key) is bool else "…"
+        return f'{group}={{"{key}": {value}}}'
 
     groups = "|".join(GROUPS)
     message = re.sub(rf"--({groups})\.(\w+)(?: (true|false|null|-?\d[\d.e-]*)\b)?", call, message)

@@ -41,7 +41,8 @@ class Recipe:
 
     def __post_init__(self) -> None:
         if self.mirror is not None:
-            check_address(self.mirror, "run.dir" if self.mirror == self.run.dir else "save.mirror")
+            key = "run.dir" if self.mirror == self.run.dir else "save.mirror"
+            check_address(self.mirror, key)
             if self.save.mirror not in (None, self.mirror):
                 raise BadInput(
                     f"run.dir {self.run.dir} and save.mirror {self.save.mirror} are two "
@@ -57,6 +58,7 @@ class Recipe:
 
     @property
     def folder(self) -> Path:
+        """Return the run folder on this host."""
         if is_address(self.run.dir):
             return Path("runs", str(self.run.dir).partition("://")[2].strip("/"))
         return Path(self.run.dir or f"runs/{self.name}").expanduser()
@@ -67,8 +69,12 @@ class Recipe:
         return self.run.dir if is_address(self.run.dir) else self.save.mirror
 
     def yaml(self) -> str:
+        """Return the content of recipe.yaml."""
         return yaml.safe_dump(dict(self.resolved), sort_keys=False)
 
 
-GROUPS: dict[str, Any] = {one.name: one.type for one in fields(Recipe) if is_dataclass(one.type)}
+GROUPS: dict[str, Any] = {}
+for _field in fields(Recipe):
+    if is_dataclass(_field.type):
+        GROUPS[_field.name] = _field.type
 """the groups of keys and their classes, as ``--help`` lists them"""

@@ -10,22 +10,32 @@ for _line in Path(__file__).with_suffix(".txt").read_text().splitlines():
     _key, _, _names = _line.partition(": ")
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)
-OF_TASKS = {key for keys in _KEYS.values() for key in keys if key.startswith("task.")}
-# of the launcher
-_OPTIONS = {name: key for name, keys in _KEYS.items() for key in keys if key.startswith("--")}
+OF_TASKS = set[str]()  # keys of oneloop
+_OPTIONS: dict[str, str] = {}  # options of the launcher
+for _name, _keys in _KEYS.items():
+    for _key in _keys:
+        if _key.startswith("task."):
+            OF_TASKS.add(_key)
+        elif _key.startswith("--"):
+            _OPTIONS[_name] = _key
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" for an unknown key or name, by its synonyms, else by spelling;
-    else nothing.
+    """Return "; did you mean …?" for an unknown key or name, or an empty text.
 
-    Of a key with a group (``run.output_dir``, ``task.seed``), the part after the dot is looked
-    up."""
+    Synonyms go before a similar spelling. Of a key with a group (``run.output_dir``,
+    ``task.seed``), only the part after the dot is looked up.
+
+    Args:
+        word: the unknown key or name.
+        known: the known ones.
+    """
     known = list(known)
     last = word.rpartition(".")[2].replace("-", "_").lower()
     if last in known:  # a top-level key inside a group
         return f"; did you mean {last!r}?"
-    if (option := _OPTIONS.get(last)) and "duration" in known:
+    option = _OPTIONS.get(last)
+    if option and "duration" in known:  # ``known`` are keys, and not names of a group
         return (
             f"; it is an option of the launcher: oneloop launch --config_file ddp {option} RECIPE …"
         )
@@ -35,6 +45,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
 
 
 def may_be_of_task(word: str) -> bool:
-    """Whether an unknown key is another name of a task's key, which only the imported task
-    knows."""
+    """Return whether an unknown key is another name of a task's key.
+
+    Only the imported task knows its keys.
+    """
     return not OF_TASKS.isdisjoint(_KEYS.get(word.rpartition(".")[2], ()))

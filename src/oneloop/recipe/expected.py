@@ -1,0 +1,70 @@
+"""What a task, an optimizer and a schedule must look like.
+
+:func:`misfit` checks an object before it is called, since a name can lead to any function of any
+package.
+"""
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+EXPECTED = {
+    "task": "a class with the members of oneloop.tasks.protocol.Task",
+    "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that returns one",
+    "schedule": "a function (step, total) -> factor",
+}
+_MEMBERS = ("model", "train_set", "eval_sets", "collate", "weight", "loss")  # of a task
+
+
+def misfit(group: str, chosen: Any) -> str:
+    """Return why an object cannot be the task, the optimizer or the schedule; empty if it can.
+
+    Args:
+        group: ``task``, ``optimizer`` or ``schedule``.
+        chosen: the object.
+    """
+    if group == "task":
+        return _unlike_task(chosen)
+    if group == "optimizer":
+        return _unlike_optimizer(chosen)
+    return _unlike_schedule(chosen)
+
+
+def _unlike_task(chosen: Any) -> str:
+    if not isinstance(chosen, type):
+        return f"is a {type(chosen).__name__}, not a class"
+    lacks = [member for member in _MEMBERS if not callable(getattr(chosen, member, None))]
+    # later checks name fewer missing members
+    return f"is a class that lacks {', '.join(lacks)}" if len(lacks) > 3 else ""
+
+
+def _unlike_optimizer(chosen: Any) -> str:
+    if isinstance(chosen, type):
+        # compare names, since this package does not import torch
+        for parent in chosen.__mro__:
+            if f"{parent.__module__}.{parent.__name__}" == "torch.optim.optimizer.Optimizer":
+                return ""
+        return "is a class, but not a torch.optim.Optimizer"
+    takes = _parameters(chosen)
+    if takes is None:
+        return f"is a {type(chosen).__name__}, neither a class nor a function"
+    if {"params", "lr"} <= takes.keys():
+        return ""
+    return f"is a function of ({', '.join(takes)}), and not of (params, *, lr, …)"
+
+
+def _unlike_schedule(chosen: Any) -> str:
+    takes = _parameters(chosen)
+    if takes is None:
+        return f"is a {type(chosen).__name__}, not a function"
+    needed = 0
+    for one in takes.values():
+        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD:
+            needed += 1
+    if needed == 2:
+        return ""
+    return f"is a function of ({', '.join(takes)}), and not of two arguments"
+
+
+def _parameters(chosen: Any) -> Mapping[str, inspect.Parameter] | None:
+    return inspect.signature(chosen).parameters if inspect.isfunction(chosen) else None
