@@ -1,6 +1,9 @@
-"""Fused AdamW that keeps its tensor lists between steps: bit-identical to torch's, with the same
-kernel and state."""
+"""Fused AdamW that keeps its tensor lists between steps.
 
+It is bit-identical to torch's, with the same kernel and state.
+"""
+
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +23,27 @@ _KEPT = ("exp_avg", "exp_avg_sq", "step")
 
 @dataclass(frozen=True)
 class _Lists:
-    """Arguments of the fused kernel for one parameter group: this rank's shards of parameters and
-    state."""
+    """Arguments of the fused kernel for one parameter group."""
 
     parameters: list[Tensor]  # the group's parameters, unsharded or DTensors
-    mine: list[Tensor]
+
+    # this rank's shards
+    mine: list[Tensor]  # of the parameters
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
     steps: list[Tensor]
+
+    # the state of each parameter, as _KEPT; the lists are stale if it holds other tensors now
     state: list[tuple[Tensor, ...]]
-    """the state tensors of each parameter; if a parameter's state holds other tensors, the lists
-    are stale"""
+
+    def gradients(self) -> list[Tensor] | None:
+        """Return this rank's shards of the gradients; None if a parameter has no gradient."""
+        found = []
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                return None
+            found.append(local(parameter.grad))
+        return found
 
 
 class AdamW(torch.optim.AdamW):
@@ -40,10 +53,15 @@ class AdamW(torch.optim.AdamW):
     For a small model this takes longer than the update, so this class does it once. It calls
     torch's own step in unusual cases: a parameter without a gradient, hooks, a closure, mixed
     dtypes. If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes
-    nothing."""
+    nothing.
 
-    # whether to update element by element, not fused: bit-identical for every sharding
+    Args:
+        params: parameters, or parameter groups.
+        options: those of torch's AdamW, but ``fused``.
+    """
+
     elementwise = False
+    """whether to update element by element, not fused: bit-identical for every sharding"""
 
     def __init__(self, params: Any, **options: Any) -> None:
         self._lists: list[_Lists] | None = None
@@ -59,26 +77,35 @@ class AdamW(torch.optim.AdamW):
 
     def step(self, closure: Any = None) -> Any:  # type: ignore[override]
         """Update all parameters once."""
+        # Let torch handle the unusual cases.
         if self.elementwise:
             return self._step_elementwise()
         if closure is not None or self._hooks() or getattr(self, "grad_scale", None) is not None:
             return self._torch_step(closure)
+
+        # Gather the lists if there are none, or if somebody replaced tensors.
         if self._lists is None or not self._current(self._lists):
             self._lists = self._gathered()
-        gradients = [
-            [parameter.grad for parameter in lists.parameters] for lists in self._lists or ()
-        ]
-        if self._lists is None or any(
-            gradient is None for several in gradients for gradient in several
-        ):
+        if self._lists is None:
             return self._torch_step(None)
+        gradients = []
+        for lists in self._lists:
+            several = lists.gradients()
+            if several is None:  # torch's step leaves out a parameter without a gradient
+                return self._torch_step(None)
+            gradients.append(several)
+
+        # Update. A bad step is not counted; the kernel reads the flag itself, without a host sync.
         found_inf = getattr(self, "found_inf", None)
-        one = 1 if found_inf is None else 1 - found_inf
+        one = None if found_inf is None else 1 - found_inf
         for lists, several, group in zip(self._lists, gradients, self.param_groups, strict=True):
-            torch._foreach_add_(lists.steps, one if found_inf is None else [one] * len(lists.steps))
+            if one is None:
+                torch._foreach_add_(lists.steps, 1)
+            else:
+                torch._foreach_add_(lists.steps, [one] * len(lists.steps))
             torch._fused_adamw_(
                 lists.mine,
-                [local(gradient) for gradient in several if gradient is not None],
+                several,
                 lists.exp_avgs,
                 lists.exp_avg_sqs,
                 [],
@@ -95,7 +122,8 @@ class AdamW(torch.optim.AdamW):
             )
         return None
 
-    step.hooked = True  # type: ignore[attr-defined]  # else torch wraps it for hooks and a profiler record
+    # else torch wraps it for hooks and a profiler record
+    step.hooked = True  # type: ignore[attr-defined]
 
     def _step_elementwise(self) -> None:
         for group in self.param_groups:
@@ -103,16 +131,23 @@ class AdamW(torch.optim.AdamW):
             for parameter in parameters:
                 if not self.state[parameter]:  # the same initial state as torch's
                     self.state[parameter] = {
-                        name: torch.zeros_like(parameter) for name in _KEPT[:2]
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
+                        "step": torch.zeros((), device=local(parameter).device),
                     }
-                    self.state[parameter]["step"] = torch.zeros((), device=local(parameter).device)
-            weights = [local(parameter.detach()) for parameter in parameters]
-            state = [
-                [local(self.state[parameter][name]) for parameter in parameters] for name in _KEPT
-            ]
-            how = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
-            how["found_inf"] = getattr(self, "found_inf", None)
-            adamw_(weights, [local(parameter.grad) for parameter in parameters], *state, **how)
+            states = [self.state[parameter] for parameter in parameters]
+            adamw_(
+                [local(parameter.detach()) for parameter in parameters],
+                [local(parameter.grad) for parameter in parameters],
+                [local(state["exp_avg"]) for state in states],
+                [local(state["exp_avg_sq"]) for state in states],
+                [local(state["step"]) for state in states],
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                found_inf=getattr(self, "found_inf", None),
+            )
 
     def _torch_step(self, closure: Any) -> Any:
         step = torch.optim.AdamW.step
@@ -125,45 +160,54 @@ class AdamW(torch.optim.AdamW):
         return bool(mine or _global_optimizer_pre_hooks or _global_optimizer_post_hooks)
 
     def _current(self, kept: list[_Lists]) -> bool:
-        """Return whether the lists match the current parameters and state; loading a checkpoint
-        replaces tensors."""
+        """Return whether the lists match the current parameters and state.
+
+        Loading a checkpoint replaces tensors.
+        """
         for lists in kept:
             for parameter, mine, held in zip(
                 lists.parameters, lists.mine, lists.state, strict=True
             ):
-                state = self.state[parameter]
                 if local(parameter).data_ptr() != mine.data_ptr():
                     return False
-                if any(
-                    state.get(name) is not tensor for name, tensor in zip(_KEPT, held, strict=True)
-                ):
-                    return False
+                state = self.state[parameter]
+                for name, tensor in zip(_KEPT, held, strict=True):
+                    if state.get(name) is not tensor:
+                        return False
         return True
 
     def _gathered(self) -> list[_Lists] | None:
-        """Build the lists; None if there is no state yet, or if one kernel call cannot update a
-        whole group."""
+        """Build the lists.
+
+        Return None if there is no state yet, or if one kernel call cannot update a whole group.
+        """
         made = []
         for group in self.param_groups:
-            states = [self.state.get(parameter, {}) for parameter in group["params"]]
-            if (
-                not states
-                or not all(name in state for state in states for name in _KEPT)
-                or group["amsgrad"]
-            ):
+            parameters = list(group["params"])
+            if not parameters or group["amsgrad"] or group["maximize"]:
                 return None
-            mine, first, second, steps = (
-                [local(tensor).detach() for tensor in tensors]
-                for tensors in (
-                    group["params"],
-                    *([state[name] for state in states] for name in _KEPT),
-                )
+            held = []
+            for parameter in parameters:
+                state = self.state.get(parameter, {})
+                if not state.keys() >= set(_KEPT):
+                    return None
+                held.append(tuple(state[name] for name in _KEPT))
+            first, second, steps = zip(*held, strict=True)
+
+            lists = _Lists(
+                parameters=parameters,
+                mine=_shards(parameters),
+                exp_avgs=_shards(first),
+                exp_avg_sqs=_shards(second),
+                steps=_shards(steps),
+                state=held,
             )
-            if (
-                len({(t.device, t.dtype) for t in (*mine, *first, *second)}) > 1
-                or group["maximize"]
-            ):
+            tensors = (*lists.mine, *lists.exp_avgs, *lists.exp_avg_sqs)
+            if len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1:
                 return None
-            held = [tuple(state[name] for name in _KEPT) for state in states]
-            made.append(_Lists(list(group["params"]), mine, first, second, steps, held))
+            made.append(lists)
         return made
+
+
+def _shards(tensors: Iterable[Tensor]) -> list[Tensor]:
+    return [local(tensor).detach() for tensor in tensors]

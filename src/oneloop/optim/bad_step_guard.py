@@ -1,5 +1,6 @@
-"""The bad-step guard: a step whose loss or gradient is not finite, or spikes, does not change the
-weights.
+"""The bad-step guard, which keeps bad steps from changing the weights.
+
+A step is bad if its loss or gradient is not finite, or spikes.
 
 >>> guard = Guard(optimizer, device=device, policy=Policy(nonfinite="skip"))
 >>> contagious(loss).backward()
@@ -9,7 +10,7 @@ weights.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,7 +25,8 @@ def contagious(loss: Tensor, factor: float = 1.0) -> Tensor:
     """Return ``loss * factor``; if the loss is not finite, its gradient is not finite either.
 
     So the global gradient norm shows all ranks a loss that is NaN on one rank, or infinite with a
-    finite gradient."""
+    finite gradient.
+    """
     return loss * (factor + 0 * loss.detach())
 
 
@@ -39,6 +41,16 @@ class Step:
     metrics: Tensor | None = None  # the ``metrics`` that :meth:`Guard.step` was given
 
 
+class _Pending(NamedTuple):
+    """A step that is not yet resolved; its other fields are those of :class:`Step`."""
+
+    fault: Fault | None  # None: it is still on the device
+    norm: Tensor
+    loss: Tensor
+    weight: float
+    metrics: Tensor | None
+
+
 class Guard:
     """Keeps bad gradients out of the weights and the optimizer state, without a host sync.
 
@@ -51,9 +63,13 @@ class Guard:
     The step is bad only if the scale falls below 2^-10. torch's scaler makes a host sync in every
     step.
 
-    Args: ``optimizer``: of the sharded or whole parameters. ``device``: device of the parameters.
-    ``scaler``: GradScaler of fp16, or None. ``policy``: defines bad steps. ``total``: sums a 0-dim
-    tensor over the ranks; required to find spikes of the loss. (One process: identity.).
+    Args:
+        optimizer: of the sharded or whole parameters.
+        device: device of the parameters.
+        scaler: GradScaler of fp16, or None.
+        policy: defines bad steps.
+        total: sums a 0-dim tensor over the ranks; required to find spikes of the loss. (One
+            process: identity.)
     """
 
     def __init__(
@@ -70,12 +86,13 @@ class Guard:
         fused = all(group.get("fused") for group in optimizer.param_groups)
         self._on_device = fused or hasattr(optimizer, "found_inf")
         self._total = total
-        self._window = Window(policy.window, policy.sigma, device=device) if policy.sigma else None
+        self._window: Window | None = None
+        if policy.sigma:
+            self._window = Window(policy.window, policy.sigma, device=device)
         self._bad = torch.zeros((), device=device)  # value of the step's :class:`Fault`, 0-dim
         self._one = torch.ones((), device=device)
         self._fault_copy = _Copy(device)
-        self._pending: tuple[Fault | None, Tensor, Tensor, float, Tensor | None] | None = None
-        """the fault, None if it is still on the device, and the other fields of a :class:`Step`"""
+        self._pending: _Pending | None = None
 
     @property
     def pending(self) -> bool:
@@ -92,19 +109,25 @@ class Guard:
     ) -> None:
         """Update the weights, unless the step is bad. The previous step must be resolved.
 
-        ``norm`` is the global gradient norm, equal on all ranks; ``loss`` this rank's summed loss
-        (0-dim), to find spikes; ``weight`` the total weight of the global batch. :meth:`resolve`
-        returns ``metrics``. Raise RuntimeError if the previous step is still pending."""
+        Args:
+            norm: global gradient norm, equal on all ranks.
+            loss: this rank's summed loss (0-dim), to find spikes.
+            weight: total weight of the global batch.
+            metrics: :meth:`resolve` returns them.
+
+        Raises:
+            RuntimeError: the previous step is still pending.
+        """
         if self.pending:
             raise RuntimeError("the previous step is still pending: call resolve() first")
         mean = None if loss is None or self._window is None else loss.detach() / weight
-        fault = (
-            self._scaled_step(norm, mean)
-            if self.scaler is not None
-            else self._plain_step(norm, mean)
-        )
-        loss = torch.full_like(norm, torch.nan) if loss is None else loss
-        self._pending = fault, norm, loss, weight, metrics
+        if self.scaler is None:
+            fault = self._plain_step(norm, mean)
+        else:
+            fault = self._scaled_step(norm, mean)
+        if loss is None:
+            loss = torch.full_like(norm, torch.nan)
+        self._pending = _Pending(fault, norm, loss, weight, metrics)
 
     def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
         # The kernel sets the flag if the norm is not finite, and multiplies the norm by one.
@@ -113,13 +136,18 @@ class Guard:
         torch._amp_foreach_non_finite_check_and_unscale_([known], self._bad.zero_(), self._one)
         if self._window is not None:
             self._bad = torch.maximum(self._bad, self._fault_value(norm, mean))
+
+        # An optimizer that knows no flag must not be called: read the flag.
         if not self._on_device:
             fault = Fault(int(self._bad.item()))  # host sync
             if fault is Fault.NONE:
                 self.optimizer.step()
             return fault
+
+        # Start the copy to the host, and let the optimizer skip on the device.
         self._fault_copy.send(self._bad)
-        self.optimizer.found_inf = self._bad.clamp(max=1) if self._window else self._bad  # type: ignore[attr-defined]
+        flag = self._bad.clamp(max=1) if self._window else self._bad  # a spike is 2
+        self.optimizer.found_inf = flag  # type: ignore[attr-defined]
         self.optimizer.step()
         return None
 
@@ -131,42 +159,46 @@ class Guard:
         """
         if self._pending is None:
             return None
-        (fault, norm, loss, weight, metrics), self._pending = self._pending, None
-        return Step(
-            Fault(self._fault_copy.read()) if fault is None else fault, norm, loss, weight, metrics
-        )
+        fault, norm, loss, weight, metrics = self._pending
+        self._pending = None
+        if fault is None:
+            fault = Fault(self._fault_copy.read())
+        return Step(fault, norm, loss, weight, metrics)
 
     def _fault_value(self, norm: Tensor, loss: Tensor | None) -> Tensor:
-        """Return the value of the :class:`Fault`, 0-dim: 1 if a value is not finite, 2 if one is a
-        spike, else 0."""
+        """Return the value of the :class:`Fault`, 0-dim.
+
+        It is 1 if a value is not finite, 2 if one is a spike, else 0.
+        """
         assert self._window is not None
-        values = (
-            norm if loss is None else torch.stack([norm.to(loss.dtype), self._total(loss)])
-        ).reshape(-1)
+        if loss is None:
+            values = norm.reshape(-1)
+        else:  # collective: every rank gets here
+            values = torch.stack([norm.to(loss.dtype), self._total(loss)]).reshape(-1)
         finite = torch.isfinite(values).all()
-        return torch.where(
-            finite, 2 * self._window.spike(values, known=finite & (self._bad == 0)), 1.0
-        )
+        spike = self._window.spike(values, known=finite & (self._bad == 0))
+        return torch.where(finite, 2 * spike, 1.0)
 
     def _scaled_step(self, norm: Tensor, loss: Tensor | None) -> Fault:
-        # host sync, as in the scaler
-        value = 0 if self._window is None else int(self._fault_value(norm, loss))
-        if value == Fault.SPIKE.value:
-            self.scaler.update()
-            return Fault.SPIKE
+        if self._window is not None:
+            value = int(self._fault_value(norm, loss))  # host sync, as in the scaler
+            if value == Fault.SPIKE.value:
+                self.scaler.update()
+                return Fault.SPIKE
+
+        # The scaler skips a gradient that is not finite, and lowers the scale.
         before = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         after = self.scaler.get_scale()
-        return (
-            Fault.NONE
-            if after >= before
-            else Fault.RESCALED
-            if after >= _SMALLEST_SCALE
-            else Fault.NONFINITE
-        )
+        if after >= before:
+            return Fault.NONE
+        if after >= _SMALLEST_SCALE:
+            return Fault.RESCALED
+        return Fault.NONFINITE
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the window as plain data (host sync); empty without one."""
         return self._window.state_dict() if self._window else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -176,28 +208,39 @@ class Guard:
 
 
 class Window:
-    """The last ``length`` losses and gradient norms, on the device; detects values far above
-    them."""
+    """The last losses and gradient norms, on the device; detects values far above them.
+
+    Args:
+        length: number of steps; nothing is a spike until they are known.
+        sigma: standard deviations above the mean from which on a value is a spike.
+        device: of the values.
+    """
 
     def __init__(self, length: int, sigma: float, *, device: torch.device) -> None:
-        self.length, self.sigma = length, sigma
+        self.length = length
+        self.sigma = sigma
         kind = torch.float32 if device.type == "mps" else torch.float64
         self._values = torch.zeros(2, length, dtype=kind, device=device)
         self._indices = torch.arange(length, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 
     def spike(self, values: Tensor, *, known: Tensor) -> Tensor:
-        """Return 1 if a value is more than ``sigma`` deviations above the mean, else 0, as a 0-dim
-        tensor.
+        """Return 1 if a value is more than ``sigma`` deviations above the mean, else 0 (0-dim).
 
-        ``values`` are one or two numbers. ``known``, 0-dim: whether they are finite; only then they
-        are compared, and join the window unless they spike."""
+        Args:
+            values: one or two numbers, the norm and the loss. They join the window unless they
+                spike.
+            known: 0-dim, whether the values are finite. Else they are not compared, and do not
+                join.
+        """
+        # No host sync: all decisions are tensors.
         values = values.to(self._values.dtype)
         kept = self._values[: len(values)]
         deviation, mean = torch.std_mean(kept, dim=1)
-        high = (
-            known & (values > mean + self.sigma * deviation).any() & (self._count >= self.length)
-        ).to(torch.float32)
+        above = (values > mean + self.sigma * deviation).any()
+        high = (known & above & (self._count >= self.length)).to(torch.float32)
+
+        # Overwrite the oldest values.
         joins = known & (high == 0)
         here = (self._indices == self._count % self.length) & joins
         self._values[: len(values)] = torch.where(here, values[:, None], kept)

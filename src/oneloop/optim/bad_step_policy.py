@@ -37,23 +37,29 @@ class Policy:
     window: int = 100  # number of steps in the window; there are no spikes until it is full
 
     def action(self, fault: Fault) -> Action:
+        """Return the action for a kind of bad step."""
         return self.spike if fault is Fault.SPIKE else self.nonfinite
 
     @property
     def rewinds(self) -> bool:
+        """Whether a bad step may restore the last checkpoint."""
         return self.nonfinite == "rewind" or (self.sigma > 0 and self.spike == "rewind")
 
 
 class BadSteps:
     """Chooses the action for each bad step, and counts bad steps in a row.
 
-    Args: ``policy``: defines the actions. ``patience``: bad steps in a row that do not end the run.
     An accepted step resets the count of skips. Only a checkpoint resets the count of rewinds, since
     each rewind repeats accepted steps.
+
+    Args:
+        policy: defines the actions.
+        patience: bad steps in a row that do not end the run.
     """
 
     def __init__(self, policy: Policy, patience: int) -> None:
-        self.policy, self.patience = policy, patience
+        self.policy = policy
+        self.patience = patience
         self._in_a_row: Counter[Action] = Counter()
 
     def accepted(self) -> None:
@@ -68,8 +74,10 @@ class BadSteps:
         """Count one more bad step; return the action, and the reason as text."""
         action = self.policy.action(fault)
         self._in_a_row[action] += 1
-        spike = f"loss or gradient norm is {self.policy.sigma:g} deviations above those before"
-        why = spike if fault is Fault.SPIKE else "the gradient is not finite"
+        if fault is Fault.SPIKE:
+            why = f"loss or gradient norm is {self.policy.sigma:g} deviations above those before"
+        else:
+            why = "the gradient is not finite"
         if self._in_a_row[action] > self.patience:
             why += (
                 f", and these are {self._in_a_row[action]} bad steps in a row (guard.patience "

@@ -14,13 +14,15 @@ from oneloop.basics.tensors import local
 
 @torch.no_grad()
 def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
-    """Return the L2 norm of all gradients: a plain 0-dim tensor, equal on every rank. Collective:
-    call on every rank.
+    """Return the L2 norm of all gradients: a plain 0-dim tensor, equal on every rank.
 
-    Sharded gradients (FSDP2) cost one small all-reduce; other gradients are already reduced.
+    Collective: call on every rank. Sharded gradients (FSDP2) cost one small all-reduce; other
+    gradients are already reduced.
 
-    Args: ``parameters``: their ``.grad`` is read. ``exact``: round once, at the end: bit-identical
-    for every sharding. Sharded gradients then cost two all-reduces.
+    Args:
+        parameters: their ``.grad`` is read.
+        exact: round once, at the end: bit-identical for every sharding. Sharded gradients then cost
+            two all-reduces.
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
@@ -30,18 +32,22 @@ def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
         return exact_norm(whole, [local(one) for one in sharded], group).to(gradients[0].dtype)
     if not sharded:
         return _norm(gradients)
+
+    # Sum the squares over the ranks that hold shards. With HSDP, replicas hold equal shards.
     norm = _norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
     square = _norm([local(gradient) for gradient in sharded]).square()
-    mesh, placements = sharded[0].device_mesh, sharded[0].placements
-    for dimension, placement in enumerate(placements):
+    mesh = sharded[0].device_mesh
+    for dimension, placement in enumerate(sharded[0].placements):
         if placement.is_shard():
             dist.all_reduce(square, group=mesh.get_group(dimension))
     return (square + norm.to(square.device).square()).sqrt()
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
-    """Return torch's get_total_norm, bit-identically, but without sorting if all tensors share
-    device and dtype."""
+    """Return torch's get_total_norm, bit-identically.
+
+    If all tensors share device and dtype, they need not be sorted by them.
+    """
     if not tensors or len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1:
         return torch.nn.utils.get_total_norm(tensors)
     return cast(Tensor, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))
@@ -49,8 +55,13 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
-    """Scale the gradients in place so that their global norm is at most ``largest`` (0: no
-    clipping)."""
+    """Scale the gradients in place so that their global norm is at most ``largest``.
+
+    Args:
+        parameters: their ``.grad`` is scaled.
+        largest: 0: no clipping.
+        norm: the global norm, 0-dim.
+    """
     if not largest:
         return
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
@@ -58,7 +69,6 @@ def clip_(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
 
 
 def clear_gradients(parameters: Iterable[Tensor]) -> None:
-    """Set all gradients to None, like ``optimizer.zero_grad()`` but without its profiler record (8
-    us)."""
+    """Set all gradients to None, without the profiler record of ``zero_grad()`` (8 us)."""
     for parameter in parameters:
         parameter.grad = None

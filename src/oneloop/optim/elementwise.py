@@ -28,25 +28,41 @@ def adamw_(
 ) -> None:
     """AdamW (Loshchilov & Hutter 2019), in place.
 
-    Gradients and moments have the shapes of ``parameters``, this rank's shards. ``steps`` are the
-    numbers of updates (0-dim, float32), ``betas`` the decay rates of the moments. ``eps`` is added
-    to the root of the second moment, and ``weight_decay`` is a factor of ``lr``. If ``found_inf``
-    (0-dim) is 1, nothing changes."""
+    Args:
+        parameters: this rank's shards.
+        gradients: of the same shapes.
+        exp_avgs: first moments, of the same shapes.
+        exp_avg_sqs: second moments, of the same shapes.
+        steps: numbers of updates so far (0-dim, float32).
+        lr: learning rate.
+        betas: decay rates of the moments, per step.
+        eps: added to the root of the second moment.
+        weight_decay: factor of ``lr``.
+        found_inf: 0-dim; if it is 1, nothing changes.
+    """
     if not parameters:
         return
+
+    # Count the step, unless it is bad, and update the moments.
     counted = torch.stack([*steps]) + (1 if found_inf is None else 1 - found_inf)
     beta1, beta2 = betas
     first = torch._foreach_lerp(exp_avgs, gradients, 1 - beta1)
     second = torch._foreach_mul(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
+
+    # Calculate the bias corrections of all parameters at once, in float64.
     wide = counted.double().clamp(min=1)  # no division by zero if the first step is bad
     size = (-lr / (1 - beta1**wide)).to(first[0].dtype)
     root = (1 - beta2**wide).sqrt().to(first[0].dtype)
+
+    # Divide the first moments by the roots of the second ones.
     below = torch._foreach_sqrt(second)
     torch._foreach_div_(below, root.unbind())
     torch._foreach_add_(below, eps)
     moved = torch._foreach_mul(first, size.unbind())
     torch._foreach_div_(moved, below)
+
+    # Decay and move the parameters. Write the results, unless the step is bad.
     new = torch._foreach_mul(parameters, 1 - lr * weight_decay)
     torch._foreach_add_(new, moved)
     torch._foreach_copy_(steps, counted.unbind())
@@ -68,15 +84,19 @@ def sgd_(
 ) -> None:
     """Stochastic gradient descent, in place.
 
-    Gradients and momentum ``buffers`` (zero before the first step; None without momentum) have the
-    shapes of ``parameters``, this rank's shards. ``momentum`` is the share of the previous update
-    to keep; the share ``weight_decay`` of the parameters is added to the gradients. If
-    ``found_inf`` (0-dim) is 1, nothing changes."""
-    moved = (
-        torch._foreach_add(gradients, parameters, alpha=weight_decay)
-        if weight_decay
-        else [*gradients]
-    )
+    Args:
+        parameters: this rank's shards.
+        gradients: of the same shapes.
+        buffers: momentum, of the same shapes; zero before the first step. None: no momentum.
+        lr: learning rate.
+        momentum: share of the previous update to keep.
+        weight_decay: share of the parameters that is added to the gradients.
+        nesterov: use Nesterov momentum.
+        found_inf: 0-dim; if it is 1, nothing changes.
+    """
+    moved: list[Tensor] | tuple[Tensor, ...] = gradients
+    if weight_decay:
+        moved = torch._foreach_add(gradients, parameters, alpha=weight_decay)
     if buffers is not None:
         new = torch._foreach_mul(buffers, momentum)
         torch._foreach_add_(new, moved)

@@ -19,41 +19,57 @@ _QUINTIC = (3.4445, -4.7750, 2.0315)
 
 
 def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Tensor]:
-    """Return the hidden matrices: no embeddings, no output head, no modules named in
-    ``adamw_for``."""
-    heads = [getattr(module, "get_output_embeddings", lambda: None)() for module in model.modules()]
-    outside = {
-        p
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for p in module.parameters()
-    }
-    outside |= {p for head in heads if isinstance(head, nn.Module) for p in head.parameters()}
-    return {
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.ndim >= 2
-        and parameter not in outside
-        and not set(adamw_for) & set(name.split("."))
-    }
+    """Return the hidden matrices of a model.
+
+    Args:
+        model: all its modules are searched.
+        adamw_for: names of modules to leave out, besides embeddings and the output head.
+    """
+    outside = set[Tensor]()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            outside.update(module.parameters())
+        head = getattr(module, "get_output_embeddings", lambda: None)()  # of transformers
+        if isinstance(head, nn.Module):
+            outside.update(head.parameters())
+
+    hidden = set[Tensor]()
+    for name, parameter in model.named_parameters():
+        left_out = parameter in outside or set(adamw_for) & set(name.split("."))
+        if parameter.ndim >= 2 and not left_out:
+            hidden.add(parameter)
+    return hidden
 
 
 def orthogonalized(
     matrix: Tensor, *, iterations: int = 5, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Approximate the nearest orthogonal matrix by Newton-Schulz iterations in ``dtype`` or better;
-    (rows, columns)."""
-    x: Tensor = matrix.to(
-        torch.promote_types(dtype, matrix.dtype) if dtype is torch.float32 else dtype
-    )
+    """Approximate the nearest orthogonal matrix by Newton-Schulz iterations.
+
+    Args:
+        matrix: (rows, columns).
+        iterations: number of iterations.
+        dtype: of the iterations; float32 means float32 or better.
+
+    Returns:
+        the orthogonal matrix, (rows, columns), in the dtype of ``matrix``.
+    """
+    if dtype is torch.float32:
+        dtype = torch.promote_types(dtype, matrix.dtype)
+    x: Tensor = matrix.to(dtype)
     tall = x.shape[0] > x.shape[1]
-    x = x.mT if tall else x
+    if tall:  # the smaller of both Gram matrices
+        x = x.mT
+
+    # The iterations need a spectral norm of at most 1, which the Frobenius norm bounds.
     x = x / (torch.linalg.vector_norm(x) + 1e-7)
     a, b, c = _QUINTIC
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return (x.mT if tall else x).to(matrix.dtype)
+    if tall:
+        x = x.mT
+    return x.to(matrix.dtype)
 
 
 class Muon(Optimizer):
@@ -61,7 +77,22 @@ class Muon(Optimizer):
 
     Under FSDP2 each matrix is gathered once per step, orthogonalized on every rank, and sharded
     again. If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes
-    nothing."""
+    nothing.
+
+    Args:
+        params: parameter groups; a group without ``muon`` is of matrices.
+        lr: learning rate.
+        momentum: momentum of Muon.
+        nesterov: use Nesterov momentum in Muon.
+        iterations: number of Newton-Schulz iterations.
+        dtype: of these iterations.
+        betas: decay rates of AdamW's moments.
+        eps: added to the root of AdamW's second moment.
+        weight_decay: factor of ``lr``.
+
+    Raises:
+        ValueError: a value is out of range.
+    """
 
     _step_supports_amp_scaling = True
     elementwise = False
@@ -81,35 +112,37 @@ class Muon(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        if (
-            not all(0 <= value < 1 for value in (momentum, *betas))
-            or not eps >= 0
-            or iterations < 1
-        ):
-            got = f"momentum {momentum}, betas {betas}, eps {eps}, iterations {iterations}"
+        in_range = all(0 <= value < 1 for value in (momentum, *betas))
+        if not in_range or not eps >= 0 or iterations < 1:
             raise ValueError(
-                f"muon needs momentum and betas in [0, 1), eps >= 0 and iterations >= 1; got {got}"
+                "muon needs momentum and betas in [0, 1), eps >= 0 and iterations >= 1; got "
+                f"momentum {momentum}, betas {betas}, eps {eps}, iterations {iterations}"
             )
-        defaults: dict[str, Any] = {
+        defaults = {
             "lr": lr,
             "momentum": momentum,
             "nesterov": nesterov,
             "iterations": iterations,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "muon": True,
         }
-        defaults |= {"betas": betas, "eps": eps, "weight_decay": weight_decay, "muon": True}
         super().__init__(params, defaults)
         self.dtype = dtype
         self.found_inf: Tensor | None = None
+
+        # Make the whole state now, so that a checkpoint can be loaded before the first step.
         for group in self.param_groups:
             for parameter in group["params"]:
                 if group["muon"]:
                     self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
                 else:
-                    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-                    moments = {
-                        name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")
+                    self.state[parameter] = {
+                        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+                        "exp_avg": torch.zeros_like(parameter),
+                        "exp_avg_sq": torch.zeros_like(parameter),
                     }
-                    self.state[parameter] = {"step": step, **moments}
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -120,35 +153,70 @@ class Muon(Optimizer):
                 for parameter in params:
                     self._update(parameter, group)
             elif params:
-                states = [self.state[parameter] for parameter in params]
-                mine, gradients = [local(p) for p in params], [local(p.grad) for p in params]
-                first, second = (
-                    [local(s[name]) for s in states] for name in ("exp_avg", "exp_avg_sq")
-                )
-                steps = [s["step"] for s in states]
-                how: dict[str, Any] = {name: group[name] for name in ("lr", "weight_decay", "eps")}
-                how |= {"found_inf": self.found_inf}
-                if self.elementwise:
-                    adamw_(mine, gradients, first, second, steps, betas=group["betas"], **how)
-                    continue
-                how |= dict(zip(("beta1", "beta2"), group["betas"], strict=True))
-                how |= {"fused": True, "grad_scale": None, "amsgrad": False, "maximize": False}
-                adamw(mine, gradients, first, second, [], steps, **how)
+                self._update_by_adamw(params, group)
+
+    def _update_by_adamw(self, params: list[Any], group: dict[str, Any]) -> None:
+        states = [self.state[parameter] for parameter in params]
+        mine = [local(parameter) for parameter in params]
+        gradients = [local(parameter.grad) for parameter in params]
+        first = [local(state["exp_avg"]) for state in states]
+        second = [local(state["exp_avg_sq"]) for state in states]
+        steps = [state["step"] for state in states]
+        if self.elementwise:
+            adamw_(
+                mine,
+                gradients,
+                first,
+                second,
+                steps,
+                lr=group["lr"],
+                betas=group["betas"],
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                found_inf=self.found_inf,
+            )
+            return
+        adamw(
+            mine,
+            gradients,
+            first,
+            second,
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            found_inf=self.found_inf,
+            grad_scale=None,
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        weights, momentum = local(parameter), local(self.state[parameter]["momentum"])
+        weights = local(parameter)
+        momentum = local(self.state[parameter]["momentum"])
         assert parameter.grad is not None
         gradient = local(parameter.grad)
+
+        # After a bad step keep the weights and the momentum, without a host sync.
         keep: float | Tensor = 1.0
-        if self.found_inf is not None:  # 0 or 1; no host sync
+        if self.found_inf is not None:  # 0 or 1
             keep = (1.0 - self.found_inf).to(weights.dtype)
             gradient = torch.where(self.found_inf > 0, torch.zeros_like(gradient), gradient)
+
+        # Update the momentum, and orthogonalize it.
         momentum.lerp_(
             gradient, (1.0 - group["momentum"]) * torch.as_tensor(keep, dtype=weights.dtype)
         )
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         update = self._orthogonalized(update, parameter, group["iterations"])
-        rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
+
+        # Update the weights. Convolutions count as matrices, (out channels, the rest).
+        rows = parameter.shape[0]
+        columns = parameter.numel() // rows
         size = 0.2 * max(rows, columns) ** 0.5
         weights.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
         weights.sub_(update * (group["lr"] * size * keep))
@@ -156,14 +224,14 @@ class Muon(Optimizer):
     def _orthogonalized(self, update: Tensor, parameter: Tensor, iterations: int) -> Tensor:
         """Orthogonalize the whole matrix; return this rank's shard, in the shape of ``update``."""
         if isinstance(parameter, DTensor):
-            mesh, cut = parameter.device_mesh, parameter.placements
+            mesh = parameter.device_mesh
+            cut = parameter.placements
             sharded = DTensor.from_local(
                 update, mesh, cut, shape=parameter.shape, stride=parameter.stride()
             )
             update = sharded.full_tensor()  # one all-gather
-        whole = orthogonalized(update.flatten(1), iterations=iterations, dtype=self.dtype).view_as(
-            update
-        )
+        matrix = update.flatten(1)
+        whole = orthogonalized(matrix, iterations=iterations, dtype=self.dtype).view_as(update)
         if isinstance(parameter, DTensor):
             replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
             whole = replicated.redistribute(mesh, cut).to_local()

@@ -1,5 +1,7 @@
-"""Optimizers by name or class path; weight decay is for matrices only, unless settings name other
-parameters."""
+"""Optimizers by name or class path.
+
+Weight decay is for matrices only, unless settings name other parameters.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -41,43 +43,59 @@ def build(
             optimizer.
     """
     arguments = inspect.signature(make).parameters
-    wanted = weight_decay or next(
-        (w for own in (settings or {}).values() if (w := own.get("weight_decay"))), 0
-    )
+    wanted = weight_decay
+    for own in (settings or {}).values():
+        wanted = wanted or own.get("weight_decay") or 0
     if wanted and isinstance(make, type) and "weight_decay" not in arguments:
         raise ValueError(
             f"optimizer.weight_decay {wanted}: {make.__name__} has no weight decay; set it to 0"
         )
-    extra = {"model": model} if "model" in arguments else {}
+
+    # Build it over groups of parameters.
     named = [(bare_name(name), parameter) for name, parameter in model.named_parameters()]
     groups = parameter_groups(named, weight_decay, settings=settings)
-    optimizer = make(groups, lr=lr, **extra, **(options or {}))
-    if not isinstance(optimizer, Optimizer):
-        several = "; a run has one optimizer (GANs are not supported)" * isinstance(
-            optimizer, list | tuple | dict
-        )
+    if "model" in arguments:
+        optimizer = make(groups, lr=lr, model=model, **(options or {}))
+    else:
+        optimizer = make(groups, lr=lr, **(options or {}))
+    if isinstance(optimizer, list | tuple | dict):
         raise ValueError(
-            f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer{several}"
+            f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer; a run has one "
+            "optimizer (GANs are not supported)"
         )
+    if not isinstance(optimizer, Optimizer):
+        raise ValueError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+
     if elementwise:
         if not hasattr(optimizer, "elementwise"):
             raise ValueError(
                 f"batch.grain: the update of {type(optimizer).__name__} depends on the sharding"
             )
         optimizer.elementwise = True
-    # so that checkpoints do not store it as an option
+
+    # Remember each group's factor of the learning rate: the user's class may set rates per group.
+    # As a default, checkpoints do not store it as an option.
     optimizer.defaults.setdefault(LR_FACTOR, 1.0)
-    for group in optimizer.param_groups:  # the user's class may set rates per group
-        group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * (float(group["lr"]) / lr if lr else 1.0)
+    for group in optimizer.param_groups:
+        own_factor = float(group["lr"]) / lr if lr else 1.0
+        group[LR_FACTOR] = group.get(LR_FACTOR, 1.0) * own_factor
     return optimizer
 
 
 def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[str, Any]) -> float:
-    """Build the optimizer over a matrix and a vector, and make one step with it, to find errors
-    early.
+    """Make one step with the optimizer on a matrix and a vector, to find errors early.
 
-    Returns approximate bytes of optimizer state per byte of parameters. Raises ValueError: an
-    argument is out of range, or the optimizer needs a closure."""
+    Args:
+        make: a function of this file, or an optimizer class.
+        name: of the optimizer, for messages.
+        options: keyword arguments of ``make``.
+
+    Returns:
+        approximate bytes of optimizer state per byte of parameters.
+
+    Raises:
+        ValueError: an argument is out of range, or the optimizer needs a closure.
+    """
     if "model" in inspect.signature(make).parameters and make is not muon:
         return 2.0  # it works with its own model only; assume the state of Adam
     toy = nn.Linear(2, 2)
@@ -87,34 +105,37 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
         optimizer = build(make, toy, lr=1e-3, weight_decay=0.0, options=options)
         optimizer.step()
         for group in optimizer.param_groups:
-            if kept := [
-                key for key, value in group.items() if key != "params" and torch.is_tensor(value)
-            ]:
-                raise TypeError(
-                    f"it keeps {kept[0]} as a tensor in its parameter groups, which oneloop "
-                    "cannot save"
-                )
+            for key, value in group.items():
+                if key != "params" and torch.is_tensor(value):
+                    raise TypeError(
+                        f"it keeps {key} as a tensor in its parameter groups, which oneloop "
+                        "cannot save"
+                    )
     except Exception as error:
         given = "".join(f" {key}={value!r}" for key, value in options.items())
-        needs = " (it needs a closure that computes the loss again, and the loop computes it once)"
-        why = f"{error}{needs if 'closure' in str(error) else ''}"
+        if "closure" in str(error):
+            raise ValueError(
+                f"optimizer.name {name}{given} cannot be used: {error} (it needs a closure that "
+                "computes the loss again, and the loop computes it once); correct its options"
+            ) from error
         raise ValueError(
-            f"optimizer.name {name}{given} cannot be used: {why}; correct its options"
+            f"optimizer.name {name}{given} cannot be used: {error}; correct its options"
         ) from error
-    held = [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if torch.is_tensor(value)
-    ]
-    return sum(value.numel() for value in held if value.ndim) / sum(
-        parameter.numel() for parameter in toy.parameters()
-    )
+
+    # Count the elements of the state, without numbers such as the step.
+    elements = 0
+    for state in optimizer.state.values():
+        for value in state.values():
+            if torch.is_tensor(value) and value.ndim:
+                elements += value.numel()
+    return elements / sum(parameter.numel() for parameter in toy.parameters())
 
 
 def reject_if_sharded(make: Callable[..., Optimizer]) -> None:
-    """Raise ValueError for Adafactor, which cannot update shards: torch takes its row and column
-    means per shard."""
+    """Raise ValueError for Adafactor, which cannot update shards.
+
+    torch takes its row and column means per shard.
+    """
     if make in (adafactor, torch.optim.Adafactor):
         raise ValueError(
             "optimizer.name adafactor cannot update parameters under FSDP2; use adamw, muon or "
@@ -198,14 +219,16 @@ def muon(
         for chosen in (True, False):
             if members := [p for p in group["params"] if (p in matrices) is chosen]:
                 groups.append({**group, "params": members, "muon": chosen})
-    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
-    how: dict[str, Any] = {
-        "momentum": momentum,
-        "nesterov": nesterov,
-        "iterations": iterations,
-        "betas": betas,
-    }
-    return Muon(groups, lr=lr, dtype=dtype, eps=eps, **how)
+    return Muon(
+        groups,
+        lr=lr,
+        momentum=momentum,
+        nesterov=nesterov,
+        iterations=iterations,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        betas=betas,
+        eps=eps,
+    )
 
 
 def adafactor(

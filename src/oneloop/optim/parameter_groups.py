@@ -21,17 +21,28 @@ Settings = Mapping[str, Mapping[str, Any]]
 def chosen(
     model: nn.Module, rules: Settings
 ) -> tuple[dict[str, dict[str, Any]], dict[str, list[str]]]:
-    """Return the settings by parameter of a model that is not yet wrapped, and the parameters by
-    pattern; tied parameters have their first name. ``rules`` are settings by pattern. Raise
-    ValueError if a pattern matches no parameter, or if two patterns that match one parameter
-    disagree."""
-    first: dict[int, str] = {}
-    names = [
-        (name, first.setdefault(id(p), name))
-        for name, p in model.named_parameters(remove_duplicate=False)
-    ]
+    """Return which settings each parameter gets, and which parameters each pattern names.
+
+    Args:
+        model: not yet wrapped.
+        rules: settings by pattern.
+
+    Returns:
+        settings by name of a parameter, and names by pattern. Tied parameters have their first
+        name.
+
+    Raises:
+        ValueError: a pattern matches no parameter, or two patterns that match one parameter
+            disagree.
+    """
+    # Pair each name, also of tied parameters, with the parameter's first name.
+    first: dict[int, str] = {}  # by id of a parameter
+    names = []
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.append((name, first.setdefault(id(parameter), name)))
+
     found: dict[str, dict[str, Any]] = {}
-    chosen_by: dict[tuple[str, str], str] = {}
+    chosen_by: dict[tuple[str, str], str] = {}  # pattern by parameter and setting
     taken: dict[str, list[str]] = {}
     for pattern, settings in rules.items():
         taken[pattern] = list(dict.fromkeys(own for name, own in names if matches(pattern, name)))
@@ -45,12 +56,10 @@ def chosen(
             own = found.setdefault(name, {})
             for key, value in settings.items():
                 if own.setdefault(key, value) != value:
-                    both = (
-                        f"{chosen_by[name, key]!r} and {pattern!r} both take {name}, and disagree "
-                        f"on {key}"
-                    )
                     raise ValueError(
-                        f"optimizer.groups: {both} ({own[key]} and {value}); narrow one of them"
+                        f"optimizer.groups: {chosen_by[name, key]!r} and {pattern!r} both take "
+                        f"{name}, and disagree on {key} ({own[key]} and {value}); narrow one of "
+                        "them"
                     )
                 chosen_by.setdefault((name, key), pattern)
     return found, taken
@@ -58,13 +67,21 @@ def chosen(
 
 def _some(names: Iterable[str]) -> str:
     tops = list(dict.fromkeys(".".join(name.split(".")[:2]) for name in names))
-    return ", ".join(tops[:12]) + (", …" if len(tops) > 12 else "")
+    if len(tops) > 12:
+        return f"{', '.join(tops[:12])}, …"
+    return ", ".join(tops)
 
 
 def freeze(model: nn.Module, names: Iterable[str]) -> None:
-    """Freeze these parameters. Modules whose parameters are all frozen are set to eval mode, so
-    that their buffers do not change and their dropout is off. (Training and evaluation keep the
-    mode of each module.)"""
+    """Freeze these parameters.
+
+    Modules whose parameters are all frozen are set to eval mode, so that their buffers do not
+    change and their dropout is off. (Training and evaluation keep the mode of each module.)
+
+    Args:
+        model: not yet wrapped.
+        names: of parameters.
+    """
     frozen = set(names)
     for name, parameter in model.named_parameters():
         if name in frozen:
@@ -76,22 +93,34 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
 
 
 def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> dict[str, float]:
-    """Return layer-wise learning-rate factors by parameter name: ``decay ** (n + 1 - depth)`` for n
-    blocks.
+    """Return layer-wise learning-rate factors by parameter name.
 
-    Depth, in the model's order: 0 before the first block (embeddings, stem), the number of the
-    block inside or after a block, and n + 1 after the last block (final norm, head). (Clark et al.
-    2020, ELECTRA; Bao et al. 2022, BEiT.) The model is not yet wrapped; its ``blocks`` are in
-    order. Raise ValueError if there are none."""
+    They are ``decay ** (n + 1 - depth)`` for n blocks. Depth, in the model's order: 0 before the
+    first block (embeddings, stem), the number of the block inside or after a block, and n + 1 after
+    the last block (final norm, head). (Clark et al. 2020, ELECTRA; Bao et al. 2022, BEiT.)
+
+    Args:
+        model: not yet wrapped.
+        blocks: its repeated blocks, in order.
+        decay: factor between two blocks.
+
+    Raises:
+        ValueError: there are no blocks.
+    """
     if not blocks:
-        none = f"{type(model).__name__} has no repeated blocks"
         raise ValueError(
-            f"optimizer.layer_decay {decay}: {none}; set machine.blocks, or optimizer.groups"
+            f"optimizer.layer_decay {decay}: {type(model).__name__} has no repeated blocks; set "
+            "machine.blocks, or optimizer.groups"
         )
-    inside = {id(p): depth for depth, block in enumerate(blocks, 1) for p in block.parameters()}
-    last = {id(p) for p in blocks[-1].parameters()}
+    inside: dict[int, int] = {}  # depth by id of a parameter
+    for number, block in enumerate(blocks, 1):
+        for parameter in block.parameters():
+            inside[id(parameter)] = number
+    last = {id(parameter) for parameter in blocks[-1].parameters()}
+
     factors: dict[str, float] = {}
-    at, over = 0, False
+    at = 0  # the newest block
+    over = False  # whether the last block has begun
     for name, parameter in model.named_parameters():
         at = inside.get(id(parameter), at)
         depth = len(blocks) + 1 if over and id(parameter) not in inside else at
@@ -106,16 +135,18 @@ def parameter_groups(
     *,
     settings: Settings | None = None,
 ) -> Groups:
-    """Group the trained ``parameters``, pairs of bare name and parameter, by learning-rate factor
-    and weight decay.
+    """Group the trained parameters by learning-rate factor and weight decay.
 
-    Matrices get ``weight_decay``, vectors (biases, norms) none, unless ``settings`` (by bare name)
-    give another value.
+    Args:
+        parameters: pairs of bare name and parameter.
+        weight_decay: of matrices; vectors (biases, norms) get none.
+        settings: by bare name, which override both.
     """
     found: dict[tuple[float, float], list[Tensor]] = {}
     trained = [(name, parameter) for name, parameter in parameters if parameter.requires_grad]
-    matrices_first = sorted(trained, key=lambda pair: pair[1].ndim < 2) if weight_decay else trained
-    for name, parameter in matrices_first:
+    if weight_decay:  # matrices first
+        trained.sort(key=lambda pair: pair[1].ndim < 2)
+    for name, parameter in trained:
         own = (settings or {}).get(name, {})
         decay = own.get("weight_decay", weight_decay if parameter.ndim >= 2 else 0.0)
         found.setdefault((own.get(LR_FACTOR, 1.0), decay), []).append(parameter)

@@ -42,7 +42,9 @@ def wsd(step: int, total: int, *, final: float = 0.0, decay: Duration = Duration
     """
     # a Duration if called outside a run
     length = min(decay, total) if isinstance(decay, int) else total
-    return 1.0 if step < total - length else linear(step - (total - length), length, final=final)
+    if step < total - length:
+        return 1.0
+    return linear(step - (total - length), length, final=final)
 
 
 def plateau(
@@ -66,20 +68,24 @@ class LearningRate:
     """``rate(step)`` is the learning rate of the update from ``step`` to ``step + 1``."""
 
     peak: float
-    warmup: int
-    total: int
-    factor: Callable[..., float]
-    options: Mapping[str, Any]
+    warmup: int  # steps
+    total: int  # steps of the run, with the warm-up
+    factor: Callable[..., float]  # the schedule
+    options: Mapping[str, Any]  # of the schedule
 
     def __call__(self, step: int, *, reductions: int = 0) -> float:
         if step < self.warmup:
             return self.peak * (step + 1) / self.warmup
-        state = {"reductions": reductions} if self.follows_evaluation else {}
         after = max(1, self.total - self.warmup)
-        return self.peak * self.factor(step - self.warmup, after, **self.options, **state)
+        if self.follows_evaluation:
+            factor = self.factor(step - self.warmup, after, **self.options, reductions=reductions)
+        else:
+            factor = self.factor(step - self.warmup, after, **self.options)
+        return self.peak * factor
 
     @property
     def follows_evaluation(self) -> bool:
+        """Whether the rate depends on the results of evaluations."""
         return self.factor is plateau
 
     @property
@@ -98,24 +104,34 @@ def learning_rate(
     scale: Scale,
     total: int,
 ) -> LearningRate:
-    """Build the learning rate of a run of ``total`` steps; convert all durations to steps. Raise
-    ValueError if the warm-up, or a duration of the schedule, is longer than the run."""
+    """Build the learning rate of a run, with all durations in steps.
+
+    Args:
+        factor: the schedule.
+        peak: the largest rate.
+        warmup: duration of the linear increase to the peak.
+        final: factor at the end, for schedules that take it.
+        options: other arguments of the schedule.
+        scale: converts durations to steps.
+        total: steps of the run, with the warm-up.
+
+    Raises:
+        ValueError: the warm-up, or a duration of the schedule, is longer than the run.
+    """
     steps = warmup.steps(scale, total=total, key="schedule.warmup")
     if steps > total:
         raise ValueError(
             f"schedule.warmup {warmup} is {steps} steps, and the whole run has {total}; shorten it"
         )
-    given = {
-        name: value.steps(scale, total=total, key=f"schedule.{name}")
-        if isinstance(value, Duration)
-        else value
-        for name, value in options.items()
-    }
+    given = dict(options)
+    for name, value in options.items():
+        if isinstance(value, Duration):
+            given[name] = value.steps(scale, total=total, key=f"schedule.{name}")
     for name, value in options.items():
         if isinstance(value, Duration) and given[name] > total - steps:
-            room = f"the run has {total - steps} after a warm-up of {steps}"
             raise ValueError(
-                f"schedule.{name} {value} is {given[name]} steps, and {room}; shorten one of them"
+                f"schedule.{name} {value} is {given[name]} steps, and the run has {total - steps} "
+                f"after a warm-up of {steps}; shorten one of them"
             )
     if "final" in inspect.signature(factor).parameters:
         given["final"] = final

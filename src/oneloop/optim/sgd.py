@@ -1,5 +1,7 @@
-"""Fused SGD that also updates sharded parameters, which torch's SGD does not support (torch
-2.15)."""
+"""Fused SGD that also updates sharded parameters.
+
+torch's SGD does not support them (torch 2.15).
+"""
 
 from typing import Any
 
@@ -14,7 +16,15 @@ from oneloop.optim.elementwise import sgd_
 class SGD(torch.optim.SGD):
     """torch's fused SGD on each rank's shards, which is correct because the update is element-wise.
 
-    If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing."""
+    If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing.
+
+    Args:
+        params: parameters, or parameter groups.
+        lr: learning rate.
+        momentum: share of the previous update to keep.
+        weight_decay: share of the parameters that is added to the gradients.
+        nesterov: use Nesterov momentum.
+    """
 
     elementwise = False  # as :attr:`oneloop.optim.adamw.AdamW.elementwise`
 
@@ -47,22 +57,32 @@ class SGD(torch.optim.SGD):
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
-            mine, gradients = [local(p) for p in params], [local(p.grad) for p in params]
+            mine = [local(p) for p in params]
+            gradients = [local(p.grad) for p in params]
             kept: list[Any] = [b if b is None else local(b) for b in buffers]
-            how: dict[str, Any] = {
-                name: group[name] for name in ("lr", "momentum", "weight_decay", "nesterov")
-            }
-            how |= {"found_inf": self.found_inf}
             if self.elementwise:
-                sgd_(mine, gradients, kept if group["momentum"] else None, **how)
+                sgd_(
+                    mine,
+                    gradients,
+                    kept if group["momentum"] else None,
+                    lr=group["lr"],
+                    momentum=group["momentum"],
+                    weight_decay=group["weight_decay"],
+                    nesterov=group["nesterov"],
+                    found_inf=self.found_inf,
+                )
             elif params:
                 sgd(
                     mine,
                     gradients,
                     kept,
-                    fused=True,
-                    grad_scale=None,
+                    lr=group["lr"],
+                    momentum=group["momentum"],
+                    weight_decay=group["weight_decay"],
+                    nesterov=group["nesterov"],
                     dampening=0.0,
                     maximize=False,
-                    **how,
+                    fused=True,
+                    grad_scale=None,
+                    found_inf=self.found_inf,
                 )
