@@ -9,9 +9,15 @@ from torch import nn
 def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
     """Return the model's outermost blocks, in order.
 
-    Blocks are the classes in ``names``; else the ``_no_split_modules`` of transformers; else the
-    classes of which a ``ModuleList`` or ``Sequential`` holds several that have layers. Raise
-    ValueError if a named class is missing."""
+    Args:
+        model: also wrapped or sharded.
+        names: classes of the blocks. None given: the ``_no_split_modules`` of transformers, else
+            the classes of which a ``ModuleList`` or ``Sequential`` holds several that have layers.
+
+    Raises:
+        ValueError: a named class is missing.
+    """
+    # Choose the classes.
     classes = set(names)
     present = {type(module).__name__ for module in model.modules()}
     if strange := sorted(classes - present):
@@ -20,10 +26,13 @@ def blocks(model: nn.Module, names: Sequence[str] = ()) -> list[nn.Module]:
             f"machine.blocks {', '.join(strange)}: not in {type(model).__name__}; it has {known}"
         )
     if not classes:
-        marked = [getattr(module, "_no_split_modules", None) or () for module in model.modules()]
-        classes = {name for several in marked for name in several} & present
+        for module in model.modules():
+            classes.update(getattr(module, "_no_split_modules", None) or ())
+        classes &= present
     if not classes:
         classes = _repeated(model)
+
+    # Leave out blocks inside blocks.
     chosen: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for module in model.modules():
@@ -44,21 +53,17 @@ def _class_name(module: nn.Module) -> str:
 
 
 def _repeated(model: nn.Module) -> set[str]:
+    """Return the classes of which a container holds several that have layers and parameters."""
     classes: set[str] = set()
     for container in model.modules():
         if isinstance(container, nn.ModuleList | nn.Sequential):
-            layers = [
-                child for child in container.children() if any(True for _ in child.children())
-            ]
-            counted = Counter(
-                type(child).__name__ for child in layers if any(True for _ in child.parameters())
-            )
-            classes |= {
-                name
-                for name in counted
-                if counted[name] > 1 and name not in ("Sequential", "ModuleList")
-            }
-    return classes
+            counted = Counter[str]()
+            for child in container.children():
+                has_layers = next(child.children(), None) is not None
+                if has_layers and next(child.parameters(), None) is not None:
+                    counted[type(child).__name__] += 1
+            classes |= {name for name, count in counted.items() if count > 1}
+    return classes - {"Sequential", "ModuleList"}
 
 
 _BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
@@ -73,13 +78,9 @@ def has_batch_statistics(model: nn.Module) -> bool:
 
 
 def has_dropout(model: nn.Module) -> bool:
-    """Return whether the model has dropout: a dropout layer, or a rate of attention dropout in its
-    config."""
+    """Return whether the model has a dropout layer, or attention dropout by its config."""
     config = getattr(model, "config", None)
-    rates = [
-        getattr(config, name, 0.0)
-        for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
-    ]
-    return any(isinstance(m, DROPOUT) and m.p > 0 for m in model.modules()) or any(
-        rate for rate in rates if rate
-    )
+    for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
+        if getattr(config, name, 0.0):
+            return True
+    return any(isinstance(module, DROPOUT) and module.p > 0 for module in model.modules())

@@ -1,5 +1,6 @@
-"""torch.compile without changes to the model: each block, or the whole model. State-dict names stay
-the same.
+"""torch.compile without changes to the model: each block, or the whole model.
+
+State-dict names stay the same.
 
 >>> compile_(model, "regional")         # before accelerator.prepare, after recompute
 
@@ -42,8 +43,12 @@ def compile_(
         budget: share of the activations that the compiler keeps (``recompute budget:SHARE``).
         backend: of torch.compile.
 
-    Return the number of compiled modules. Raise ValueError if the model has no blocks, or if
-    ``whole`` is set and FSDP2 would shard the model block by block.
+    Returns:
+        the number of compiled modules.
+
+    Raises:
+        ValueError: the model has no blocks, ``whole`` is set and FSDP2 would shard the model block
+            by block, or a ``budget`` is set and nothing is compiled.
     """
     if scope == "none":
         if budget is not None:
@@ -52,15 +57,20 @@ def compile_(
                 "selective"
             )
         return 0
+    # Check what can be compiled.
     layers = blocks(model, names)
     if scope == "regional" and not layers:
-        none = f"{type(model).__name__} has no repeated blocks"
-        raise ValueError(f"compile regional: {none}; set machine.compile whole, or machine.blocks")
+        raise ValueError(
+            f"compile regional: {type(model).__name__} has no repeated blocks; set machine.compile "
+            "whole, or machine.blocks"
+        )
     if scope == "whole" and sharded and layers:
         raise ValueError(
             "machine.compile whole does not work with FSDP2, which gathers block by block; set "
             "regional"
         )
+
+    # Configure torch, then wrap the forwards.
     if budget is not None:
         torch._functorch.config.activation_memory_budget = budget
     # CUDA graphs reuse their memory from one forward to the next

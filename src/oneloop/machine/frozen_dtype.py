@@ -17,18 +17,28 @@ def hold_frozen(
 ) -> list[str]:
     """Convert frozen parameters in place to their dtypes for the run; return lines for the log.
 
-    ``dtype`` is for matrices, not norms and biases (None: unchanged). ``stored`` is the storage
-    dtype of 4-bit matrices; auto: uint8, or the compute dtype if ``sharded`` by FSDP2. Raise
-    ValueError if nothing is frozen, compute dtypes are mixed, or a dtype cannot be sharded."""
+    Args:
+        model: not yet wrapped or sharded.
+        dtype: of matrices, not norms and biases (None: unchanged).
+        sharded: whether FSDP2 will shard the model.
+        stored: storage dtype of 4-bit matrices; auto: uint8, or the compute dtype if ``sharded``.
+
+    Raises:
+        ValueError: nothing is frozen, compute dtypes are mixed, or a dtype cannot be sharded.
+    """
+    # Convert matrices that are not in 4 bits.
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     if dtype is not None:
         _convert_matrices(frozen, dtype, precision)
-    if precision == "no" and any(p.dtype is torch.float16 and not _in_four_bits(p) for p in frozen):
-        why = "a frozen model in float16 without mixed precision: small gradients would underflow"
+    kinds = {p.dtype for p in frozen if p.is_floating_point() and not _in_four_bits(p)}
+    if precision == "no" and torch.float16 in kinds:
         raise ValueError(
-            f"{why}; set --mixed_precision fp16 or bf16, or --machine.base_dtype float32"
+            "a frozen model in float16 without mixed precision: small gradients would underflow; "
+            "set --mixed_precision fp16 or bf16, or --machine.base_dtype float32"
         )
+
+    # Convert the storage of those in 4 bits.
     packed = [
         module for module in model.modules() if _in_four_bits(getattr(module, "weight", None))
     ]
@@ -39,18 +49,13 @@ def hold_frozen(
             f"machine.quant_storage {stored} is given, and nothing is in 4 bits; see "
             "task.lora.quantize"
         )
-    kinds = {
-        str(p.dtype).removeprefix("torch.")
-        for p in frozen
-        if p.is_floating_point() and not _in_four_bits(p)
-    }
-    if precision == "no" and kinds & {"bfloat16"}:
-        return [
-            (
-                "the frozen model computes in bfloat16; --machine.base_dtype float32 computes in "
-                "float32"
-            )
-        ]
+
+    if precision == "no" and torch.bfloat16 in kinds:
+        line = (
+            "the frozen model computes in bfloat16; --machine.base_dtype float32 computes in "
+            "float32"
+        )
+        return [line]
     return []
 
 
@@ -62,10 +67,12 @@ def _convert_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str
             "optimizer.groups"
         )
     if precision == "no" and dtype != "float32":
-        why = "without mixed precision, and matrix products take one dtype"
         raise ValueError(
-            f"machine.base_dtype {dtype} is set {why}; set --mixed_precision bf16, or remove it"
+            f"machine.base_dtype {dtype} is set without mixed precision, and matrix products take "
+            "one dtype; set --mixed_precision bf16, or remove it"
         )
+
+    # Narrow float32 matrices; for float32, widen all.
     wanted = getattr(torch, dtype)
     for parameter in frozen:
         if parameter.is_floating_point() and not _in_four_bits(parameter):
@@ -75,8 +82,12 @@ def _convert_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str
 
 
 def rounded(model: nn.Module, dtype: str | None) -> None:
-    """Round frozen float32 matrices to ``dtype`` in place, and keep them stored in float32 (None:
-    unchanged)."""
+    """Round frozen float32 matrices to ``dtype`` in place, and keep them stored in float32.
+
+    Args:
+        model: not yet wrapped or sharded.
+        dtype: None: unchanged.
+    """
     for parameter in model.parameters():
         held = dtype is not None and not parameter.requires_grad and parameter.ndim >= 2
         # as hold_frozen does
@@ -85,8 +96,10 @@ def rounded(model: nn.Module, dtype: str | None) -> None:
 
 
 def count(parameter: Any) -> int:
-    """Return the number of elements of a parameter; of a 4-bit parameter, of the tensor that it
-    encodes."""
+    """Return the number of elements of a parameter.
+
+    Of a 4-bit parameter, return that of the tensor that it encodes.
+    """
     state = getattr(parameter, "quant_state", None)
     return int(parameter.numel() if state is None else state.shape.numel())
 
@@ -96,17 +109,31 @@ def _in_four_bits(weight: Any) -> bool:
 
 
 def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool) -> None:
-    """Store 4-bit weights in another dtype. FSDP2 shards only floating-point tensors, and casts
-    those that differ from its compute dtype, which would corrupt the packed bytes."""
+    """Store 4-bit weights in another dtype.
+
+    FSDP2 shards only floating-point tensors, and casts those that differ from its compute dtype,
+    which would corrupt the packed bytes.
+    """
     compute = HALF.get(precision, torch.float32)
-    wanted = (compute if sharded else torch.uint8) if stored == "auto" else getattr(torch, stored)
-    if sharded and (wanted is torch.uint8 or (precision in HALF and wanted is not compute)):
-        name = str(compute).removeprefix("torch.")
-        why = "FSDP2 would not shard it" if wanted is torch.uint8 else "FSDP2 would cast its bytes"
+    if stored != "auto":
+        wanted = getattr(torch, stored)
+    else:
+        wanted = compute if sharded else torch.uint8
+
+    # FSDP2 would shard or cast the bytes wrongly.
+    name = str(compute).removeprefix("torch.")
+    if sharded and wanted is torch.uint8:
         raise ValueError(
-            f"machine.quant_storage {stored} with compute dtype {name}: {why}; set {name} or "
-            "remove it"
+            f"machine.quant_storage {stored} with compute dtype {name}: FSDP2 would not shard it; "
+            f"set {name} or remove it"
         )
+    if sharded and precision in HALF and wanted is not compute:
+        raise ValueError(
+            f"machine.quant_storage {stored} with compute dtype {name}: FSDP2 would cast its "
+            f"bytes; set {name} or remove it"
+        )
+
+    # View the same bytes as numbers of that dtype.
     for module in packed:
         if sharded and precision in HALF:
             module.compute_dtype = compute

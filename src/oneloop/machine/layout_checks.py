@@ -1,5 +1,6 @@
-"""Check in every step that its result cannot depend on the parallel layout. A failed check is
-always an error.
+"""Check in every step that its result cannot depend on the parallel layout.
+
+A failed check is always an error.
 
 A forward must not change parameters (with ``batch.grain``, nor buffers): each process would change
 its own copy. Under FSDP2 all ranks must run the same units in the same order, and use the same
@@ -32,13 +33,17 @@ _MODULI = (1_048_573, 1_048_571)
 
 
 class Checks:
-    """Checks around each micro-batch of training of a prepared ``model``.
+    """Checks around each micro-batch of training.
 
-    ``parameters``, ``buffers``: raise if a forward changes one. ``report`` gets the first changed
-    tensor's name if that is no error (None: not checked). ``union`` combines flags over all ranks
-    on the host, to find parameters that no rank used; these get no gradient, as on one process
-    (None: all ranks must use the same parameters). ``state`` returns the value of a tensor that is
-    compared."""
+    Args:
+        model: as prepared: on one process, under DDP, or sharded by FSDP2.
+        parameters: raise if a forward changes a parameter.
+        buffers: raise if a forward changes a buffer.
+        report: gets the first changed tensor's name if that is no error (None: not checked).
+        union: combines flags over all ranks on the host, to find parameters that no rank used;
+            these get no gradient, as on one process (None: all ranks must use the same parameters).
+        state: returns the value of a tensor that is compared.
+    """
 
     def __init__(
         self,
@@ -50,22 +55,23 @@ class Checks:
         union: Callable[[list[bool]], list[bool]] | None = None,
         state: Callable[[Tensor], Any] = attrgetter("_version"),
     ) -> None:
-        self._report, self._union, self._state = None if buffers else report, union, state
-        self.units = Units(model, state=state if parameters else None)
+        self._report = None if buffers else report
+        self._union = union
+        self._state = state
         self._strict = parameters
-        kinds = ["_parameters"] if (parameters or report) and not self.units.parameters else []
-        kinds += ["_buffers"] if buffers or report else []
-        self._owners = [
-            (owner, key, f"{kind[1:-1]} {bare_name(f'{prefix}.{key}'.lstrip('.'))}")
-            for prefix, module in model.named_modules()
-            for kind in kinds
-            for owner in [getattr(module, kind)]
-            for key, tensor in owner.items()
-            if tensor is not None
-        ]  # of each tensor: the dictionary that it is registered in, its key there, and its name
+        self.units = Units(model, state=state if parameters else None)
+
+        # FSDP2's units compare their parameters themselves.
+        kinds = []
+        if (parameters or report) and not self.units.parameters:
+            kinds.append("parameter")
+        if buffers or report:
+            kinds.append("buffer")
+        self._owners = list(_registered(model, kinds))
         self._trained = [
             (bare_name(name), p) for name, p in model.named_parameters() if p.requires_grad
         ]
+        # of the registered tensors: the tensors, and their states
         self._before: tuple[list[Any], list[Any]] | None = None
 
     def begin(self) -> None:
@@ -74,13 +80,22 @@ class Checks:
             self._before = self._now()
 
     def end(self, *, last: bool = True) -> None:
-        """Compare all tensors after the backward, and forget them after the ``last`` micro-batch.
-        Raise Inexact if the forward changed a tensor that it must not change, or froze a
-        parameter."""
-        if frozen := [name for name, parameter in self._trained if not parameter.requires_grad]:
-            raise Inexact(froze(frozen[0]))
+        """Compare all tensors after the backward.
+
+        Args:
+            last: whether this is the step's last micro-batch, after which they are forgotten.
+
+        Raises:
+            Inexact: the forward changed a tensor that it must not change, or froze a parameter.
+        """
+        # Reject a frozen parameter also if nothing else is compared.
+        for name, parameter in self._trained:
+            if not parameter.requires_grad:
+                raise Inexact(froze(name))
         if self._before is None:
             return
+
+        # A tensor is unchanged if it is the same object in the same state.
         for (_, _, name), tensor, state, before, state_before in zip(
             self._owners, *self._now(), *self._before
         ):
@@ -89,7 +104,8 @@ class Checks:
             if self._report is None or (self._strict and name.startswith("parameter")):
                 raise Inexact(changed(name))
             self._report(name)
-            last, self._report = True, lambda _: None  # report one tensor only
+            self._report = lambda _: None  # report one tensor only
+            last = True
         if last:
             self._before = None
 
@@ -98,8 +114,10 @@ class Checks:
         return tensors, list(map(self._state, tensors))
 
     def drop_unused(self) -> None:
-        """Drop FSDP2's zero gradients of parameters that no rank used. Call it after a step's last
-        backward."""
+        """Drop FSDP2's zero gradients of parameters that no rank used.
+
+        Collective: call on every rank, after a step's last backward.
+        """
         used = self.units.used
         if self._union is not None and used:
             used = self._union(used)
@@ -108,16 +126,39 @@ class Checks:
                 parameter.grad = None
 
     def hashes(self) -> list[float]:
-        """Return two hashes of what this rank ran since the last call, each with its square; empty
-        without FSDP2."""
-        hashes = self.units.hashes(search=self._union is not None)
-        return [float(number) for value in hashes for number in (value, value**2)]
+        """Return two hashes of what this rank ran since the last call, each with its square.
+
+        The list is empty without FSDP2.
+        """
+        numbers = []
+        for value in self.units.hashes(search=self._union is not None):
+            numbers += [float(value), float(value**2)]
+        return numbers
+
+
+def _registered(
+    model: nn.Module, kinds: Sequence[str]
+) -> Iterator[tuple[dict[str, Tensor], str, str]]:
+    """Yield the tensors of these kinds: where each is registered, its key there, and its name."""
+    for prefix, module in model.named_modules():
+        for kind in kinds:
+            owner = getattr(module, f"_{kind}s")
+            for key, tensor in owner.items():
+                if tensor is not None:
+                    name = bare_name(f"{prefix}.{key}".lstrip("."))
+                    yield owner, key, f"{kind} {name}"
 
 
 class Units:
-    """Records which FSDP2 units (modules gathered at once) ran in training, and which of their
-    parameters were used. ``state`` returns the value that is compared before and after a unit's
-    forward (None: not compared)."""
+    """Records which FSDP2 units ran in training, and which of their parameters were used.
+
+    A unit is a module whose parameters are gathered at once.
+
+    Args:
+        model: as prepared.
+        state: returns the value of a parameter that is compared before and after a unit's forward
+            (None: not compared).
+    """
 
     def __init__(self, model: nn.Module, *, state: Callable[[Tensor], Any] | None = None) -> None:
         self._state = state
@@ -127,33 +168,42 @@ class Units:
         self.calls: list[str] = []  # the units that ran since then
         self.last: tuple[list[str], list[str]] = [], []
         """the input of the last :meth:`hashes`: names of units, and of unused parameters"""
-        self._names: list[str] = []
+        self._names: list[str] = []  # of the parameters
         self.closing = ExitStack()  # removes the hooks
+
+        # Add hooks to all units.
         names = {id(parameter): bare_name(name) for name, parameter in model.named_parameters()}
-        units: list[tuple[str, Any]] = [
-            (n, one) for n, one in model.named_modules() if isinstance(one, FSDPModule)
-        ]
-        for name, module in units:
-            held, states = list[tuple[str, Any]](), list[list[Any]]()
-            # once per group
-            for group in (one for one in unit_groups(module) if "post_backward" not in vars(one)):
-                held += (own := [(names[id(one.sharded_param)], one) for one in group.fsdp_params])
-                trained = [(name, one) for name, one in own if one.sharded_param.requires_grad]
-                self._names += [name for name, _ in trained]
-                self.parameters += [one.sharded_param for _, one in trained]
-                numbers = range(len(self.parameters) - len(trained), len(self.parameters))
-                placed = [(number, one) for number, (_, one) in zip(numbers, trained, strict=True)]
-                group.post_backward = partial(self._reduce, placed, group.post_backward)
-                self.closing.callback(delattr, group, "post_backward")
-            enter, leave = (
-                partial(self._enter, bare_name(name), held, states),
-                partial(self._leave, held, states),
-            )
-            # after FSDP2's own, which gathers
-            self.closing.callback(module.register_forward_pre_hook(enter).remove)
-            # before FSDP2's own
-            self.closing.callback(module.register_forward_hook(leave, prepend=True).remove)
+        for name, module in model.named_modules():
+            if isinstance(module, FSDPModule):
+                held: list[tuple[str, Any]] = []
+                for group in unit_groups(module):
+                    if "post_backward" not in vars(group):  # units may share a group
+                        held += self._watch_group(group, names)
+                self._watch_unit(module, bare_name(name), held)
         self.used = [False] * len(self.parameters)
+
+    def _watch_group(self, group: Any, names: dict[int, str]) -> list[tuple[str, Any]]:
+        """Record the use of a group's trained parameters; return all of them by name."""
+        held = [(names[id(one.sharded_param)], one) for one in group.fsdp_params]
+        trained = []
+        for name, one in held:
+            if one.sharded_param.requires_grad:
+                trained.append((len(self.parameters), one))
+                self._names.append(name)
+                self.parameters.append(one.sharded_param)
+        group.post_backward = partial(self._reduce, trained, group.post_backward)
+        self.closing.callback(delattr, group, "post_backward")
+        return held
+
+    def _watch_unit(self, module: Any, name: str, held: list[tuple[str, Any]]) -> None:
+        """Record the forwards of a unit, and compare its parameters before and after each."""
+        states: list[list[Any]] = []  # before the forwards that are running
+        enter = partial(self._enter, name, held, states)
+        leave = partial(self._leave, held, states)
+        # after FSDP2's own, which gathers
+        self.closing.callback(module.register_forward_pre_hook(enter).remove)
+        # before FSDP2's own, which frees
+        self.closing.callback(module.register_forward_hook(leave, prepend=True).remove)
 
     def _enter(
         self, name: str, held: list[tuple[str, Any]], states: list[list[Any]], *_: object
@@ -183,74 +233,76 @@ class Units:
         post_backward(*given)
 
     def hashes(self, *, search: bool) -> list[int]:
-        """Hash the units that ran and, without ``search``, the unused parameters. Clear both for
-        the next step."""
+        """Hash the units that ran and, without ``search``, the unused parameters.
+
+        Clear both for the next step.
+        """
         if not self.parameters:
             return []
-        unused = (
-            []
-            if search or not self.calls
-            else [n for n, used in zip(self._names, self.used) if not used]
-        )
+        unused = []
+        if self.calls and not search:
+            unused = [name for name, used in zip(self._names, self.used) if not used]
         self.last = self.calls, unused
         ran = hash((*map(_number, self.calls), -1, *map(_number, unused)))
-        self.calls, self.used = [], [False] * len(self.parameters)
+        self.calls = []
+        self.used = [False] * len(self.parameters)
         return [ran % modulus for modulus in _MODULI]
 
 
 def agree(sums: Sequence[float], ranks: int) -> bool:
-    """Return whether all ranks ran the same; ``sums`` are their summed :meth:`Checks.hashes`.
-    (Cauchy-Schwarz)"""
-    return all(
-        ranks * int(square) == int(total) ** 2
-        for total, square in zip(sums[::2], sums[1::2], strict=True)
-    )
+    """Return whether all ranks ran the same; ``sums`` are their summed :meth:`Checks.hashes`."""
+    # For n numbers, n * (sum of squares) >= (sum) ** 2, equal only if all are (Cauchy-Schwarz).
+    # The sums are exact: the moduli keep them below 2 ** 53 on up to 4,096 ranks.
+    pairs = zip(sums[::2], sums[1::2], strict=True)
+    return all(ranks * int(squares) == int(total) ** 2 for total, squares in pairs)
 
 
 def disagreement(ran: Sequence[tuple[list[str], list[str]]]) -> Inexact:
     """Return the error for ranks whose :attr:`Units.last` differ."""
-    if units := other_units([calls for calls, _ in ran]):
+    units = other_units([calls for calls, _ in ran])
+    if units:
         return Inexact(units)
-    rank, names = next(
-        (rank, unused) for rank, (_, unused) in enumerate(ran) if unused != ran[0][1] or unused
-    )
-    apart = (
-        f"{', '.join(names[:3])} took no part in the loss of this step on rank {rank}, but did on "
-        "another rank"
-    )
+    rank, names = next((rank, unused) for rank, (_, unused) in enumerate(ran) if unused)
     return Inexact(
-        f"{apart}; set {SEARCH}, so that the processes compare the parameters that they used "
+        f"{', '.join(names[:3])} took no part in the loss of this step on rank {rank}, but did on "
+        f"another rank; set {SEARCH}, so that the processes compare the parameters that they used "
         "in every step"
     )
 
 
 def other_units(calls: Sequence[Sequence[str]]) -> str:
-    """Return the message for ranks, or samples, that run different units; empty if all run the
-    same."""
+    """Return the message for ranks, or samples, that run different units.
+
+    Return an empty text if all run the same.
+
+    Args:
+        calls: of each rank or sample, the names of the units in the order in which they ran.
+    """
+    # Find the first call that differs.
     for number in range(max(map(len, calls))):
-        ran = {
-            (names[number] or "the root") if number < len(names) else "nothing" for names in calls
-        }
+        ran = set()
+        for names in calls:
+            if number < len(names):
+                ran.add(names[number] or "the root")
+            else:
+                ran.add("nothing")
         if len(ran) > 1:
-            why = (
+            return (
                 "FSDP2 needs all processes to run the same units, and which units run depends on "
-                "the samples"
-            )
-            ways = (
-                "run every unit for every batch, set machine.blocks to them, or use ddp.yaml with "
+                f"the samples: call {number + 1} of a step was {' or '.join(sorted(ran))}; run "
+                "every unit for every batch, set machine.blocks to them, or use ddp.yaml with "
                 f"{SEARCH}"
             )
-            return f"{why}: call {number + 1} of a step was {' or '.join(sorted(ran))}; {ways}"
     return ""
 
 
 def changed(name: str) -> str:
     """Return the message for a forward that changes this tensor."""
-    why = (
+    return (
         f"a forward in training changes the {name} in place, so the weights would depend on the "
-        "parallel layout"
+        "parallel layout; change it outside of the forward, or train on one process without "
+        "batch.grain"
     )
-    return f"{why}; change it outside of the forward, or train on one process without batch.grain"
 
 
 def froze(name: str) -> str:
@@ -262,24 +314,35 @@ def froze(name: str) -> str:
 
 
 def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
-    """Return a clear error instead of DDP's error about parameters without a gradient; None for any
-    other error."""
-    if not isinstance(error, RuntimeError) or "Expected to have finished reduction" not in str(
-        error
-    ):
+    """Return a clear error instead of DDP's error about parameters without a gradient.
+
+    Return None for any other error.
+
+    Args:
+        error: which a step raised.
+        names: of the trained parameters, in DDP's order.
+    """
+    text = str(error)
+    if not isinstance(error, RuntimeError) or "Expected to have finished reduction" not in text:
         return None
-    numbers = str(error).rpartition("did not receive grad for rank")[2].partition(":")[2].split()
-    missing = [
-        names[int(number)] for number in numbers if number.isdecimal() and int(number) < len(names)
-    ]
-    names = ", ".join(missing[:3]) or "a parameter"
-    why = f"{names} took no part in the loss of a step, and DDP waits for its gradient"
-    return Inexact(f"{why}; set {SEARCH}, or freeze it (requires_grad_(False) in model())")
+
+    # DDP lists the parameters by number.
+    missing = []
+    for number in text.rpartition("did not receive grad for rank")[2].partition(":")[2].split():
+        if number.isdecimal() and int(number) < len(names):
+            missing.append(names[int(number)])
+    known = ", ".join(missing[:3]) or "a parameter"
+    return Inexact(
+        f"{known} took no part in the loss of a step, and DDP waits for its gradient; set "
+        f"{SEARCH}, or freeze it (requires_grad_(False) in model())"
+    )
 
 
 def search_unused(model: nn.Module) -> bool:
-    """Make FSDP2 reduce zeros for parameters that this rank did not use; return False if torch
-    cannot (before 2.15)."""
+    """Make FSDP2 reduce zeros for parameters that this rank did not use.
+
+    Return False if torch cannot (before 2.15).
+    """
     if isinstance(model, FSDPModule):
         if not hasattr(model, "set_reduce_scatter_unused_params"):
             return False
@@ -290,8 +353,9 @@ def search_unused(model: nn.Module) -> bool:
 def content(tensor: Tensor) -> tuple[int, int]:
     """Return the version counter and a hash of a tensor; host sync."""
     mine = as_real(tensor.detach())
-    known = mine.numel() and mine.is_floating_point()
-    return tensor._version, int(torch.hash_tensor(mine).view(torch.int64)) if known else 0
+    if not mine.numel() or not mine.is_floating_point():
+        return tensor._version, 0
+    return tensor._version, int(torch.hash_tensor(mine).view(torch.int64))
 
 
 def _number(text: str) -> int:
@@ -302,9 +366,8 @@ def _number(text: str) -> int:
 def unit_groups(module: Any) -> Iterator[Any]:
     """Yield FSDP2's parameter groups of one unit."""
     state = module._get_fsdp_state()
-    groups = (
-        state._fsdp_param_groups
-        if hasattr(state, "_fsdp_param_groups")
-        else [state._fsdp_param_group]
-    )
-    return filter(None, groups)  # before torch 2.15: one, or None
+    if hasattr(state, "_fsdp_param_groups"):
+        groups = state._fsdp_param_groups
+    else:  # before torch 2.15: one, or None
+        groups = [state._fsdp_param_group]
+    return filter(None, groups)

@@ -1,5 +1,6 @@
-"""The processes of a host build the model one after another, so that only one copy at a time is in
-memory.
+"""The processes of a host build the model one after another.
+
+So only one copy at a time is in memory.
 
 The first process writes its weights to a file, which all processes map; FSDP2 then shards the
 mapped weights. If a weight differs on another process, that process keeps its own weight, so that
@@ -26,18 +27,20 @@ def local_processes() -> int:
 
 
 def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model of ``make``, with its parameters in a mapped file. Call it on every process
-    of a host.
+    """Return the model of ``make``, with its parameters in a mapped file.
 
-    The file is stored in the temporary folder (``TMPDIR``), and is deleted once the last process
-    has mapped it. Raise OSError if the disk is full."""
+    Call it on every process of a host. The file is stored in the temporary folder (``TMPDIR``), and
+    is deleted once the last process has mapped it. Raise OSError if the disk is full.
+    """
     if local_processes() == 1:
         return make()
-    folder = (
-        Path(tempfile.gettempdir())
-        / f"oneloop-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', 0)}"
-    )
+
+    # The processes of a run have one parent, and one port.
+    name = f"oneloop-{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', 0)}"
+    folder = Path(tempfile.gettempdir()) / name
     folder.mkdir(mode=0o700, exist_ok=True)
+
+    # Build the model while the others wait. The last process deletes the folder.
     with FileLock(folder.with_suffix(".lock")):
         model = make()
         _map(model, folder / "weights")
@@ -51,23 +54,26 @@ def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
 
 @torch.no_grad()
 def _map(model: nn.Module, file: Path) -> None:
-    """Write the parameters to the file if it is missing; else map those that are equal in the
-    file."""
-    offsets, size = [], 0
+    """Write the parameters to the file if it is missing, and map those that are equal in it."""
+    # Place each parameter at a multiple of 64 bytes.
+    offsets = []
+    size = 0
     for parameter in model.parameters():
         offsets.append((size, parameter))
         size += -(-parameter.numel() * parameter.element_size() // _ALIGNED) * _ALIGNED
+
+    # Write the file. A file of another size is of another model.
     if not file.exists():
         with file.with_suffix(".draft").open("wb") as stream:
             for start, parameter in offsets:
                 stream.seek(start)
-                stream.write(
-                    parameter.detach().contiguous().view(-1).view(torch.uint8).numpy().data
-                )
+                stream.write(_bytes(parameter.contiguous()).numpy().data)
             stream.truncate(size)
         file.with_suffix(".draft").rename(file)
     elif file.stat().st_size != size:
         return
+
+    # Map the file, and drop the copies in memory.
     held = torch.from_numpy(np.memmap(file, mode="c"))  # copy on write
     for start, parameter in offsets:
         length = parameter.numel() * parameter.element_size()

@@ -1,5 +1,6 @@
-"""Find the largest micro-batch that fits, by real steps in a child process, which may run out of
-memory.
+"""Find the largest micro-batch that fits, by real steps in a child process.
+
+The child may run out of memory.
 
 >>> def steps():                                     # in the child: builds the model once
 ...     model = ...
@@ -42,16 +43,27 @@ class Attempt:
 def search(
     candidates: Sequence[int], attempt: Callable[[int], Attempt], *, fastest: bool = False
 ) -> Attempt:
-    """Return the largest of the micro-batch sizes ``candidates`` that fits into memory, as
-    ``attempt`` finds out.
+    """Return the largest micro-batch size that fits into memory.
 
-    ``fastest`` tries all sizes below it, too, and returns the one with the least time per sample.
-    Raise MemoryError if not even the smallest fits."""
+    Args:
+        candidates: the sizes to choose from.
+        attempt: tries a size.
+        fastest: also try all sizes below it, and return that with the least time per sample.
+
+    Raises:
+        MemoryError: not even the smallest size fits.
+    """
     ordered = sorted(candidates)
-    fitting = [tried for tried in [attempt(ordered[-1])] if tried.fits]
-    # indices: the largest known to fit, the smallest known not to fit
-    low, high = -1, len(ordered) - 1
-    while not (fitting and fitting[-1].micro == ordered[-1]) and high - low > 1:
+    fitting: list[Attempt] = []
+    low = -1  # index of the largest size that is known to fit
+    high = len(ordered) - 1  # index of the smallest size that is known not to fit
+
+    # Try the largest size first: if it fits, the search is over.
+    first = attempt(ordered[-1])
+    if first.fits:
+        fitting.append(first)
+        low = high
+    while high - low > 1:
         middle = (low + high) // 2
         tried = attempt(ordered[middle])
         if tried.fits:
@@ -64,32 +76,36 @@ def search(
     largest = max(fitting, key=lambda tried: tried.micro)
     if not fastest:
         return largest
+
+    # Time the smaller sizes that the search left out, too.
     tried_already = {tried.micro for tried in fitting}
-    fitting += [
-        attempt(micro) for micro in ordered if micro < largest.micro and micro not in tried_already
-    ]
-    return min((tried for tried in fitting if tried.fits), key=lambda tried: tried.seconds)
+    for micro in ordered:
+        if micro < largest.micro and micro not in tried_already:
+            tried = attempt(micro)
+            if tried.fits:
+                fitting.append(tried)
+    return min(fitting, key=lambda tried: tried.seconds)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Return whether the error means that the device or the host ran out of memory."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or (
-        isinstance(error, RuntimeError)
-        and any(
-            words in str(error)
-            for words in ("out of memory", "can't allocate memory", "ALLOC_FAILED")
-        )
-    )
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    known = ("out of memory", "can't allocate memory", "ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
 
 
 class Child:
-    """A child process that runs trial steps; after it ran out of memory, the next attempt starts a
-    new one.
+    """A child process that runs trial steps.
 
-    ``make``, which the child must be able to import, builds the model and returns the steps, after
-    the ``environment`` is set (None removes a variable). ``wait`` is called repeatedly with two
-    flags: whether this process has an answer, and whether the attempt failed. It returns whether
-    all processes have one, and whether any failed."""
+    After it ran out of memory, the next attempt starts a new one.
+
+    Args:
+        make: builds the model, and returns the steps. The child must be able to import it.
+        environment: variables that the child sets first (None removes a variable).
+        wait: is called repeatedly with two flags: whether this process has an answer, and whether
+            the attempt failed. It returns whether all processes have one, and whether any failed.
+    """
 
     def __init__(
         self,
@@ -101,7 +117,9 @@ class Child:
             failed,
         ),
     ) -> None:
-        self._make, self.environment, self._wait = make, dict(environment or {}), wait
+        self._make = make
+        self.environment = dict(environment or {})
+        self._wait = wait
         self._process: Any = None
         self._pipe: Any = None
 
@@ -117,8 +135,11 @@ class Child:
         return self._process is None
 
     def attempt(self, micro: int) -> Attempt:
-        """Run steps with this micro-batch size. Raise RuntimeError if they fail for a reason other
-        than memory."""
+        """Run steps with this micro-batch size.
+
+        Raise RuntimeError if they fail for a reason other than memory.
+        """
+        # Start a process, which builds the model.
         if self._process is None:
             context = multiprocessing.get_context("spawn")
             self._pipe, child_end = context.Pipe()
@@ -128,34 +149,33 @@ class Child:
             self._process.start()
             child_end.close()
         self._pipe.send(micro)
-        answer: dict[str, Any] | None = None
+
+        # Wait until all processes have an answer, or one has failed.
+        answer: Attempt | _Failure | None = None
         while True:
             if answer is None and self._pipe.poll(0.05):
                 answer = self._receive()
-            everyone, anyone_failed = self._wait(
-                answer is not None, answer is not None and not answer["fits"]
-            )
+            everyone, anyone_failed = self._wait(answer is not None, isinstance(answer, _Failure))
             if anyone_failed:
                 self.close()
-                if answer is not None and answer.get("error"):
+                if isinstance(answer, _Failure) and answer.error:
                     raise RuntimeError(
-                        f"a trial step with micro-batch {micro} failed: {answer['error']}"
+                        f"a trial step with micro-batch {micro} failed: {answer.error}"
                     )
                 return Attempt(micro, fits=False)
-            if everyone and answer is not None:
-                return Attempt(**answer)
+            if everyone and isinstance(answer, Attempt):
+                return answer
             time.sleep(0.02)
 
-    def _receive(self) -> dict[str, Any]:
+    def _receive(self) -> "Attempt | _Failure":
         try:
-            return dict(self._pipe.recv())
+            answer: Attempt | _Failure = self._pipe.recv()
+            return answer
         except (EOFError, ConnectionResetError):
             self._process.join()
-            killed = self._process.exitcode == -9  # SIGKILL: the kernel's out-of-memory killer
-            return {
-                "fits": False,
-                "error": None if killed else f"its process ended with {self._process.exitcode}",
-            }
+            if self._process.exitcode == -9:  # SIGKILL: the kernel's out-of-memory killer
+                return _Failure(error=None)
+            return _Failure(f"its process ended with {self._process.exitcode}")
 
     def close(self) -> None:
         """Kill the process, if there is one."""
@@ -165,14 +185,24 @@ class Child:
             self._process = None
 
 
+@dataclass(frozen=True)
+class _Failure:
+    """A child's answer if a step failed."""
+
+    error: str | None  # with a traceback; None: out of memory
+
+
 def _serve(
     pipe: Connection, make: Callable[[], Steps], environment: dict[str, str | None], parent: int
 ) -> None:
+    # The environment must be set before the model is built.
     die_with(parent)
     for name, value in environment.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environ[name] = value
+
+    # Answer each micro-batch size. Build the model for the first one.
     steps: Steps | None = None
     while True:
         micro = pipe.recv()
@@ -184,19 +214,10 @@ def _serve(
                 began = time.perf_counter()
                 steps(micro)
                 times.append(time.perf_counter() - began)
-            pipe.send(
-                {
-                    "micro": micro,
-                    "fits": True,
-                    "seconds": median(times) / micro,
-                    "peak": peak_memory(),
-                }
-            )
+            pipe.send(Attempt(micro, True, median(times) / micro, peak_memory()))
         except BaseException as error:
-            fault = (
-                None
-                if is_out_of_memory(error)
-                else "".join(traceback.format_exception(error)).strip()
-            )
-            pipe.send({"micro": micro, "fits": False, "error": fault})
+            fault = None
+            if not is_out_of_memory(error):
+                fault = "".join(traceback.format_exception(error)).strip()
+            pipe.send(_Failure(fault))
             return

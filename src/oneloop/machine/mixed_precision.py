@@ -18,9 +18,18 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names of 
 
 
 def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str] = ()) -> nn.Module:
-    """Move the model to its device, and wrap it in DDP or shard it by FSDP2. Build the optimizer
-    afterwards. The classes ``blocks`` are FSDP2 units if accelerate's config names none. Raise
-    BadInput if sharding fails."""
+    """Move the model to its device, and wrap it in DDP or shard it by FSDP2.
+
+    Build the optimizer afterwards.
+
+    Args:
+        model: not yet wrapped.
+        accelerator: as the launcher configures it.
+        blocks: classes that are FSDP2 units if accelerate's config names none.
+
+    Raises:
+        BadInput: sharding fails.
+    """
     if not accelerator.is_fsdp2:
         # One process with a process group: accelerate would wrap it in DDP, and synchronise in
         # every micro-batch.
@@ -38,15 +47,14 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
     try:
         prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    except (
-        ValueError,
-        NotImplementedError,
-        RuntimeError,
-    ) as error:  # an unknown layer class, a container
+    # an unknown layer class, a container
+    except (ValueError, NotImplementedError, RuntimeError) as error:
         policy = os.environ.get("FSDP_AUTO_WRAP_POLICY")
-        asked_ = f"fsdp_auto_wrap_policy {policy}, layers {', '.join(asked) or 'none'}"
-        advice = "use TRANSFORMER_BASED_WRAP, with machine.blocks for your own layers"
-        raise BadInput(f"FSDP2 cannot shard the model with {asked_}: {error}; {advice}") from error
+        raise BadInput(
+            f"FSDP2 cannot shard the model with fsdp_auto_wrap_policy {policy}, layers "
+            f"{', '.join(asked) or 'none'}: {error}; use TRANSFORMER_BASED_WRAP, with "
+            "machine.blocks for your own layers"
+        ) from error
     accelerator._optimizers.clear()
     if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():
         _autocast(prepared, accelerator)
@@ -54,9 +62,10 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
 
 
 def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
-    """Run the model's forward under autocast with float32 outputs, as accelerate does without
-    FSDP2. FSDP2's own policy would cast at other places, so that results would not be
-    bit-identical."""
+    """Run the model's forward under autocast with float32 outputs, as without FSDP2.
+
+    FSDP2's own policy would cast at other places, so that results would not be bit-identical.
+    """
     context = get_mixed_precision_context_manager(
         accelerator.native_amp, accelerator.autocast_handler
     )
@@ -68,20 +77,23 @@ def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
 
 
 def _without_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """Return the classes that do not contain the input embedding: accelerate shards it separately,
-    and only once."""
+    """Return the classes that do not contain the input embedding.
+
+    accelerate shards it separately, and only once.
+    """
     embedding = getattr(model, "get_input_embeddings", lambda: None)()
-    outer = {
-        type(module).__name__
-        for module in model.modules()
-        if module is not embedding and any(inner is embedding for inner in module.modules())
-    }
+    outer = set()
+    for module in model.modules():
+        if module is not embedding and any(inner is embedding for inner in module.modules()):
+            outer.add(type(module).__name__)
     return [name for name in blocks if name not in outer]
 
 
 def sharded_precision(precision: str) -> Any:
-    """Return FSDP2's policy: compute in half precision, reduce and accumulate gradients in float32.
-    None: no policy."""
+    """Return FSDP2's policy for one of accelerate's precisions.
+
+    Compute in half precision, reduce and accumulate gradients in float32. None: no policy.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     if precision not in HALF:

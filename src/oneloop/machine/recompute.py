@@ -17,13 +17,20 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from oneloop.machine.blocks import blocks
 
-_ATTENTION = (
-    "flash_attention efficient_attention flash_attention_for_cpu cudnn_attention attention_math"
+_KEPT = (
+    "mm",
+    "addmm",
+    "bmm",
+    "baddbmm",
+    "convolution",
+    "_scaled_mm",
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_fused_attention_overrideable",
 )
-_KEPT = ["mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm"]
-_KEPT += [
-    f"_scaled_dot_product_{kind}" for kind in (*_ATTENTION.split(), "fused_attention_overrideable")
-]
 """aten's matrix products, convolutions and attention: few operations, and expensive to recompute"""
 
 
@@ -32,15 +39,21 @@ def recompute(
 ) -> int:
     """Apply activation checkpointing to blocks of ``model``, in place.
 
-    Args: ``model``: not yet wrapped, sharded or compiled. ``mode``: ``none``; ``full``: keep only
-    each block's input; ``every:K``: the same for each K-th block; ``selective``: also keep the
-    results of matrix products and attention.
-    ``names``: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`. ``offload``:
-    keep the inputs in pinned host memory; not for ``selective``.
+    Args:
+        model: not yet wrapped, sharded or compiled.
+        mode: ``none``; ``full``: keep only each block's input; ``every:K``: the same for each K-th
+            block; ``selective``: also keep the results of matrix products and attention.
+        names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
+        offload: keep the inputs in pinned host memory; not for ``selective``.
 
-    Returns the number of blocks that recompute. Raises ValueError: the mode is unknown, the model
-    has no (or too few) blocks, or offload does not fit the mode.
+    Returns:
+        the number of blocks that recompute.
+
+    Raises:
+        ValueError: the mode is unknown, the model has no (or too few) blocks, or offload does not
+            fit the mode.
     """
+    # The compiler itself recomputes for a budget.
     kind, share = parsed(mode)
     if kind in ("none", "budget"):
         if offload:
@@ -49,10 +62,14 @@ def recompute(
                 "by block"
             )
         return 0
+
+    # Choose the blocks.
     layers = blocks(model, names)
     if not layers:
-        none = f"{type(model).__name__} has no repeated blocks"
-        raise ValueError(f"recompute {mode}: {none}; set machine.blocks, or machine.recompute none")
+        raise ValueError(
+            f"recompute {mode}: {type(model).__name__} has no repeated blocks; set machine.blocks, "
+            "or machine.recompute none"
+        )
     if offload and kind == "selective":
         raise ValueError("offload does not work with recompute selective; use full or every:K")
     step = int(share) if kind == "every" else 1
@@ -62,43 +79,53 @@ def recompute(
             f"recompute {mode}: {type(model).__name__} has only {len(layers)} blocks; choose a "
             "smaller K"
         )
-    contexts = (
-        partial(create_selective_checkpoint_contexts, _kept_operations())
-        if kind == "selective"
-        else None
-    )
+
+    # Replace their forward.
+    contexts = None
+    if kind == "selective":
+        contexts = partial(create_selective_checkpoint_contexts, _kept_operations())
     for block in chosen:
-        block.forward = _recomputing(block.forward, contexts, offload=offload)  # type: ignore[method-assign]
+        forward = _recomputing(block.forward, contexts, offload=offload)
+        block.forward = forward  # type: ignore[method-assign]
     return len(chosen)
 
 
 def parsed(mode: str) -> tuple[str, float]:
-    """Parse a mode as ("full", 0), ("every", K), ("budget", share) … Raise ValueError if it is
-    unknown."""
+    """Parse a mode as ("full", 0), ("every", K), ("budget", share) …
+
+    Raise ValueError if it is unknown.
+    """
+    # Split the mode into kind and share.
     kind, colon, text = mode.partition(":")
-    try:
-        share = float(text) if colon else 0.0
-    except ValueError:
-        share = -1.0
-    valid = dict.fromkeys(("none", "full", "selective"), not colon)
-    valid |= {
-        "every": bool(colon) and share >= 1 and share.is_integer(),
-        "budget": bool(colon) and 0 <= share <= 1,
-    }
-    if not valid.get(kind, False):
-        modes = "none, full, every:K (a whole number), selective, and budget:SHARE (0 to 1)"
-        raise ValueError(f"recompute {mode!r} is unknown; known: {modes}")
+    share = 0.0
+    if colon:
+        try:
+            share = float(text)
+        except ValueError:
+            share = -1.0
+
+    # Only two kinds take a share.
+    if kind == "every":
+        valid = share >= 1 and share.is_integer()
+    elif kind == "budget":
+        valid = bool(colon) and 0 <= share <= 1
+    else:
+        valid = kind in ("none", "full", "selective") and not colon
+    if not valid:
+        raise ValueError(
+            f"recompute {mode!r} is unknown; known: none, full, every:K (a whole number), "
+            "selective, and budget:SHARE (0 to 1)"
+        )
     return kind, share
 
 
 def _kept_operations() -> list[Any]:
-    packets = [getattr(torch.ops.aten, name) for name in _KEPT if hasattr(torch.ops.aten, name)]
-    return [
-        getattr(packet, overload)
-        for packet in packets
-        for overload in packet.overloads()
-        if overload != "out"
-    ]
+    found = []
+    for name in _KEPT:
+        if hasattr(torch.ops.aten, name):
+            packet = getattr(torch.ops.aten, name)
+            found += [getattr(packet, kind) for kind in packet.overloads() if kind != "out"]
+    return found
 
 
 def _recomputing(
@@ -115,6 +142,8 @@ def _recomputing(
             return forward(*args, **kwargs)
         if not offload:
             return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+
+        # Keep the inputs on the device until the forward has used them.
         inputs = [_Offloaded(value) if torch.is_tensor(value) else value for value in args]
         result = checkpoint(_forward_on_device, forward, inputs, use_reentrant=False, **kwargs)
         for value in inputs:
@@ -126,20 +155,18 @@ def _recomputing(
 
 
 def _forward_on_device(forward: Callable[..., Any], inputs: list[Any], **kwargs: Any) -> Any:
-    return forward(
-        *(value.on_device() if isinstance(value, _Offloaded) else value for value in inputs),
-        **kwargs,
-    )
+    on_device = [one.on_device() if isinstance(one, _Offloaded) else one for one in inputs]
+    return forward(*on_device, **kwargs)
 
 
 class _Offloaded:
-    """A block's input: the tensor itself in the forward, then a copy in host memory until the
-    backward."""
+    """A block's input: the tensor in the forward, then a copy in host memory until the backward."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor: Tensor | None = tensor
         self._copy: Tensor | None = None
-        self._device, self._requires_grad = tensor.device, tensor.requires_grad
+        self._device = tensor.device
+        self._requires_grad = tensor.requires_grad
 
     def on_device(self) -> Tensor:
         if self._tensor is not None:

@@ -1,5 +1,4 @@
-"""How the gradients of a step are summed: as torch adds them, or in one fixed tree over the
-micro-batches.
+"""How the gradients of a step are summed: as torch adds them, or in one fixed tree.
 
 >>> reduction = Tree(model, parameters, ranks=2, accumulate=4)
 >>> for batch in group:                                   # one leaf each
@@ -30,26 +29,31 @@ from oneloop.machine.layout_checks import Checks, unreduced
 
 
 class Reduction:
-    """Gradient sums of autograd, DDP and FSDP2; a context around forward and backward of each
-    micro-batch.
+    """Gradient sums of autograd, DDP and FSDP2.
 
-    DDP and FSDP2 are set to sum over ranks instead of averaging. So autograd sees the same loss
-    under every parallel layout, which matters if a backward is not linear (for example, a hook that
-    clamps gradients).
+    It is a context around forward and backward of each micro-batch. DDP and FSDP2 are set to sum
+    over ranks instead of averaging. So autograd sees the same loss under every parallel layout,
+    which matters if a backward is not linear (for example, a hook that clamps gradients).
 
-    The model is as prepared: on one process, under DDP, or sharded by FSDP2. Each process has
-    ``accumulate`` micro-batches per step, to which the ``checks`` apply."""
+    Args:
+        model: as prepared: on one process, under DDP, or sharded by FSDP2.
+        accumulate: micro-batches per step on each process.
+        checks: around each micro-batch.
+    """
 
     def __init__(self, model: nn.Module, *, accumulate: int, checks: Checks | None = None) -> None:
         # factor of the loss, which undoes accelerate's mean over the micro-batches
         self.factor = accumulate
-        self._accumulate, self._leaves = accumulate, 0
-        self._checks = checks or Checks(nn.Module())
+        self._accumulate = accumulate
+        self._leaves = 0  # of this step, so far
+        self._checks = checks or Checks(nn.Module())  # an empty model: no checks
         self._names = [
             bare_name(name)
             for name, parameter in model.named_parameters()
             if parameter.requires_grad
         ]
+
+        # Let DDP and FSDP2 sum, and not average.
         self._replicated = isinstance(model, DistributedDataParallel)
         if isinstance(model, DistributedDataParallel):
             # torch reads annotations
@@ -67,6 +71,8 @@ class Reduction:
             if clear := unreduced(error, self._names):
                 raise clear from None
             return
+
+        # Count the micro-batch, check it, and take its gradients.
         self._leaves = (self._leaves + 1) % self._accumulate
         last = not self._leaves
         self._checks.end(last=last)
@@ -88,13 +94,18 @@ class Reduction:
 
 
 class Tree(Reduction):
-    """Gradient sums in one fixed binary tree over the leaves of a step: bit-identical on any number
-    of processes.
+    """Gradient sums in one fixed binary tree over the leaves of a step.
 
-    The model is as for :class:`Reduction`; under FSDP2, it is sharded over one dimension. The
-    numbers of processes (``ranks``) and of leaves per process (``accumulate``) are powers of two.
-    ``parameters`` are the trained ones. Under FSDP2, ``see`` is called with the gradients of a leaf
-    before they are summed."""
+    They are bit-identical on any number of processes.
+
+    Args:
+        model: as for :class:`Reduction`; under FSDP2, it is sharded over one dimension.
+        parameters: the trained ones.
+        ranks: number of processes, a power of two.
+        accumulate: leaves per step on each process, a power of two.
+        checks: around each leaf.
+        see: called under FSDP2 with the gradients of a leaf before they are summed.
+    """
 
     def __init__(
         self,
@@ -107,13 +118,12 @@ class Tree(Reduction):
         see: Callable[[Tensor], None] = lambda _: None,
     ) -> None:
         super().__init__(model, accumulate=accumulate, checks=checks)
-        self._parameters, self._index = (
-            parameters,
-            {id(p): index for index, p in enumerate(parameters)},
-        )
+        self._parameters = parameters
+        self._index = {id(p): index for index, p in enumerate(parameters)}
         self._ranks = ranks
         # (level, sums of 2^level leaves), the largest first
         self._sums: list[tuple[int, list[Tensor | None]]] = []
+        # (collective, received pieces, bucket, result) of each bucket that is not yet gathered
         self._in_flight: list[tuple[Any, Tensor, Tensor, torch.futures.Future[Tensor]]] = []
         self._searching = bool(getattr(model, "find_unused_parameters", False))
         for module in model.modules():
@@ -122,53 +132,71 @@ class Tree(Reduction):
 
     @torch.no_grad()
     def _take(self, *, last: bool) -> None:
-        """Move the gradients of one leaf into the tree; after the last leaf, ``.grad`` holds the
-        sums of all leaves."""
+        """Move the gradients of one leaf into the tree.
+
+        After the last leaf, ``.grad`` holds the sums of all leaves.
+        """
         if last:
-            if not self._replicated:  # under DDP the hook did it, bucket by bucket
-                sums = self._add_up(
-                    [parameter.grad for parameter in self._parameters], self._parameters
-                )
-                for parameter, gradient in zip(self._parameters, sums, strict=True):
-                    parameter.grad = gradient
-            self._sums = []
-            # -0.0 becomes 0.0: the sign would depend on whether a leaf has a zero gradient or none.
-            if found := [local(p.grad) for p in self._parameters if p.grad is not None]:
-                torch._foreach_add_(found, 0.0)
+            self._take_last()
             return
-        level, mine = 0, [parameter.grad for parameter in self._parameters]
+        mine = [parameter.grad for parameter in self._parameters]
         for parameter in self._parameters:
             parameter.grad = None  # else the next backward would add to it
+
+        # Count in binary: two sums of 2^level leaves make one of 2^(level + 1).
+        level = 0
         while self._sums and self._sums[-1][0] == level:
-            mine, level = _added(self._sums.pop()[1], mine), level + 1
+            _, earlier = self._sums.pop()
+            mine = _added(earlier, mine)
+            level += 1
         self._sums.append((level, mine))
+
+        # In the last leaf, DDP must treat a parameter as used if an earlier leaf used it.
         if self._searching and self._leaves == self._accumulate - 1:
             for index, parameter in enumerate(self._parameters):
-                # DDP must treat it as used
                 if any(sums[index] is not None for _, sums in self._sums):
                     parameter.grad = torch.zeros_like(parameter)
+
+    def _take_last(self) -> None:
+        if not self._replicated:  # under DDP the hook did it, bucket by bucket
+            mine = [parameter.grad for parameter in self._parameters]
+            sums = self._add_up(mine, self._parameters)
+            for parameter, gradient in zip(self._parameters, sums, strict=True):
+                parameter.grad = gradient
+        self._sums = []
+
+        # -0.0 becomes 0.0: the sign would depend on whether a leaf has a zero gradient or none.
+        if found := [local(p.grad) for p in self._parameters if p.grad is not None]:
+            torch._foreach_add_(found, 0.0)
 
     def _add_up(
         self, gradients: Sequence[Tensor | None], parameters: Sequence[Tensor]
     ) -> Sequence[Tensor | None]:
-        """Add the earlier sums of the tree to the last leaf's gradients of these parameters, in
-        place."""
+        """Add the earlier sums of the tree to the last leaf's gradients, in place."""
         indices = [self._index[id(parameter)] for parameter in parameters]
         for _, earlier in reversed(self._sums):
             gradients = _added(gradients, [earlier[index] for index in indices])
         return gradients
 
     def _exchange(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        """Sum a bucket over the ranks in the tree, while the last leaf's backward runs (DDP
-        communication hook). Each rank adds its piece of all ranks' sums; then all gather the pieces
-        (the bytes of a ring all-reduce)."""
+        """Sum a bucket over the ranks in the tree (DDP communication hook).
+
+        It runs during the last leaf's backward. Each rank adds its piece of all ranks' sums; then
+        all gather the pieces (the bytes of a ring all-reduce).
+        """
         with torch.no_grad():
-            buffer, mine = bucket.buffer(), bucket.parameters()
-            views = [  # views of the bucket, in the parameters' strides
-                buffer.as_strided(p.size(), p.stride(), g.storage_offset()) if dense(p) else g
-                for p, g in zip(mine, bucket.gradients(), strict=True)
-            ]
+            # Add the earlier leaves to views of the bucket, in the parameters' strides.
+            buffer = bucket.buffer()
+            mine = bucket.parameters()
+            views = []
+            for parameter, view in zip(mine, bucket.gradients(), strict=True):
+                if dense(parameter):
+                    start = view.storage_offset()
+                    view = buffer.as_strided(parameter.size(), parameter.stride(), start)
+                views.append(view)
             self._add_up(views, mine)
+
+            # Start to exchange the pieces, and gather those of the bucket before.
             pieces = torch.nn.functional.pad(buffer, (0, -buffer.numel() % self._ranks))
             received = torch.empty_like(pieces)
             work = dist.all_to_all_single(received, pieces, async_op=True)
@@ -190,12 +218,21 @@ class Tree(Reduction):
 
 
 def _added(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the element-wise sums, in the memory of the first argument; a missing gradient counts
-    as zero."""
-    both = [(a, b) for a, b in zip(some, others, strict=True) if a is not None and b is not None]
-    if both:
-        torch._foreach_add_([local(a) for a, _ in both], [local(b) for _, b in both])
-    return [b if a is None else a for a, b in zip(some, others, strict=True)]
+    """Return the element-wise sums, in the memory of the first argument.
+
+    A missing gradient counts as zero.
+    """
+    sums: list[Tensor | None] = []
+    first: list[Tensor] = []
+    second: list[Tensor] = []
+    for one, other in zip(some, others, strict=True):
+        sums.append(other if one is None else one)
+        if one is not None and other is not None:
+            first.append(local(one))
+            second.append(local(other))
+    if first:
+        torch._foreach_add_(first, second)
+    return sums
 
 
 class _Scatter(DefaultReduceScatter):

@@ -1,5 +1,7 @@
-"""Settings of torch and Python for a run: precision of matrix products, memory format, garbage
-collection."""
+"""Settings of torch and Python for a run.
+
+They are the precision of matrix products, the memory format, and garbage collection.
+"""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -15,12 +17,22 @@ _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 def channels_last(
     model: nn.Module, wanted: bool | Literal["auto"], *, device: str, sharded: bool = False
 ) -> bool:
-    """Convert 2-d convolutions of a model that is not yet wrapped to the channels-last memory
-    format, in place.
+    """Convert 2-d convolutions to the channels-last memory format, in place.
 
-    ``wanted`` is the value of machine.channels_last (``auto``: on a CUDA ``device``, without FSDP2,
-    which needs contiguous weights). Return whether the model was converted. Raise ValueError if
-    ``wanted`` is True, and the model has no 2-d convolution or will be ``sharded``."""
+    Args:
+        model: not yet wrapped.
+        wanted: value of machine.channels_last; ``auto``: on a CUDA device, without FSDP2, which
+            needs contiguous weights.
+        device: type of the device.
+        sharded: whether FSDP2 will shard the model.
+
+    Returns:
+        whether the model was converted.
+
+    Raises:
+        ValueError: ``wanted`` is True, and the model has no 2-d convolution or will be sharded.
+    """
+    # Check what was asked for.
     has = any(isinstance(module, _CONVOLUTIONS) for module in model.modules())
     if wanted is True and not has:
         raise ValueError(
@@ -31,7 +43,11 @@ def channels_last(
             "machine.channels_last does not work with FSDP2, which needs contiguous weights; "
             "use ddp.yaml"
         )
-    on = has and ((device == "cuda" and not sharded) if wanted == "auto" else wanted)
+
+    # Convert the weights.
+    if wanted == "auto":
+        wanted = device == "cuda" and not sharded
+    on = has and wanted
     if on:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return on
@@ -40,11 +56,13 @@ def channels_last(
 def float32_products(
     precision: Literal["highest", "high", "medium"], *, benchmark: bool = False
 ) -> None:
-    """Set the precision of float32 products and convolutions: IEEE (``highest``) or TF32, which
-    rounds to 1e-3.
+    """Set the precision of float32 products and convolutions.
 
-    torch's own default for convolutions is TF32. ``benchmark``: cuDNN times its algorithms for
-    every shape, and uses the fastest."""
+    Args:
+        precision: ``highest``: IEEE. The others: TF32, which rounds to 1e-3. torch's own default
+            for convolutions is TF32.
+        benchmark: cuDNN times its algorithms for every shape, and uses the fastest.
+    """
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.benchmark = benchmark
     torch.backends.cudnn.allow_tf32 = precision != "highest"
@@ -75,8 +93,13 @@ _NOT_DETERMINISTIC = (
 def reject_not_deterministic(model: nn.Module, key: str) -> None:
     """Raise ValueError if the model has a layer whose gradient is not deterministic on a GPU.
 
-    ``key`` is the setting that requires it. The layers are those for which torch itself raises an
-    error (torch.use_deterministic_algorithms), known before the first step."""
+    The layers are those for which torch itself raises an error
+    (torch.use_deterministic_algorithms), known before the first step.
+
+    Args:
+        model: all its modules are searched.
+        key: the setting that requires deterministic layers.
+    """
     for name, module in model.named_modules():
         if not isinstance(module, _NOT_DETERMINISTIC):
             continue
@@ -90,8 +113,10 @@ def reject_not_deterministic(model: nn.Module, key: str) -> None:
 
 
 def release_cache() -> None:
-    """Release the device's cached memory. Useful before work with other shapes (evaluation); too
-    slow for the loop."""
+    """Release the device's cached memory.
+
+    Useful before work with other shapes (evaluation); too slow for the loop.
+    """
     if torch.accelerator.is_available():
         torch.accelerator.empty_cache()
 
@@ -101,7 +126,8 @@ def scheduled_garbage(on: bool = True) -> Iterator[Callable[[], object]]:
     """Disable automatic garbage collection in this context, and yield a function that collects.
 
     Objects that exist at the start (modules, the model) are frozen, so that no collection visits
-    them."""
+    them. With ``on`` False, nothing changes, and the function does nothing.
+    """
     before = gc.isenabled()
     if on:
         gc.freeze()
