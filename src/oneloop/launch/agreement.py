@@ -21,7 +21,11 @@ _PATIENCE = 15.0  # seconds that the other ranks have to receive an error of one
 
 
 class Agreement:
-    """Host collectives of one rank; with several ranks, torch.distributed must be initialized."""
+    """Host collectives of one rank; with several ranks, torch.distributed must be initialized.
+
+    Args:
+        ranks: number of ranks.
+    """
 
     def __init__(self, ranks: int) -> None:
         self.ranks = ranks
@@ -67,8 +71,10 @@ class Agreement:
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """Turn an error of one rank into BadInput on all of them, with the message of the first
-        rank that has one."""
+        """Turn an error of one rank into BadInput on all of them.
+
+        The message is that of the first rank that has one. Collective: enter it on every rank.
+        """
         message: str | None = None
         try:
             yield
@@ -76,6 +82,8 @@ class Agreement:
             message = str(error)
         except (ValueError, ImportError) as error:
             message = f"{error}{where(error)}"
+
+        # A rank with an error gets here at once. The others may wait in a collective of the model.
         with _exit_if_blocked(message if self.ranks > 1 else None):
             several = self.gathered(message)
         for shared in several:
@@ -85,15 +93,14 @@ class Agreement:
 
 @contextmanager
 def _exit_if_blocked(message: str | None) -> Iterator[None]:
-    """Print this rank's error and exit if the other ranks do not receive it in time, because they
-    wait in a collective of the model. The launcher then ends them."""
+    """Print this rank's error and exit if the other ranks do not receive it in time.
+
+    They may wait in a collective of the model. The launcher then ends them.
+    """
 
     def end() -> None:
-        print(
-            printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {message}"),
-            file=sys.stderr,
-            flush=True,
-        )
+        line = printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {message}")
+        print(line, file=sys.stderr, flush=True)
         leave_at_once(BAD_INPUT)
 
     timer = threading.Timer(_PATIENCE, end)
@@ -107,20 +114,19 @@ def _exit_if_blocked(message: str | None) -> Iterator[None]:
 
 
 def where(error: BaseException) -> str:
-    """Return the position of an error in the user's code, so that a bug there is not taken for bad
-    input: the innermost line outside of libraries and oneloop; empty if oneloop raised the
-    error."""
+    """Return the position of an error in the user's code, so that a bug is not taken for bad input.
+
+    It is the innermost line outside of libraries and oneloop; empty if oneloop raised the error.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     if _ours(frames[-1].filename):
         return ""
     libraries = tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))
-    own = [
-        frame
-        for frame in frames
-        if not _ours(frame.filename) and not frame.filename.startswith(libraries)
-    ]
-    frame = (own or frames)[-1]
-    return f" ({frame.filename}:{frame.lineno})"
+    found = frames[-1]
+    for frame in frames:
+        if not _ours(frame.filename) and not frame.filename.startswith(libraries):
+            found = frame
+    return f" ({found.filename}:{found.lineno})"
 
 
 def _ours(file: str) -> bool:

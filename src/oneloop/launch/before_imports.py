@@ -1,5 +1,7 @@
-"""The start of a run, before the slow imports: start the supervisor, and report bad input at
-once."""
+"""The start of a run, before the slow imports.
+
+Start the supervisor, and report bad input at once.
+"""
 
 import os
 import selectors
@@ -23,8 +25,10 @@ from oneloop.supervise.worker import Worker
 
 
 def begin() -> None:
-    """Start the supervisor, then read the command line; ``--help`` and bad input end the process
-    here."""
+    """Start the supervisor, then read the command line.
+
+    ``--help`` and bad input end the process here.
+    """
     open_streams()
     supervised()
     report(sys.argv[1:])
@@ -56,18 +60,19 @@ def reject(error: BadInput) -> NoReturn:
 
 
 def is_main() -> bool:
-    """Return whether this is rank 0, from the launcher's variables (no accelerate import
-    needed)."""
+    """Return whether this is rank 0, from the launcher's variables (no accelerate import)."""
     return rank() == 0
 
 
 def supervised() -> None:
     """Fork: the child continues as the training process, and this process becomes its supervisor.
 
-    If a debugger is attached, or fork is not available, the process has no supervisor."""
+    If a debugger is attached, or fork is not available, the process has no supervisor.
+    """
     if sys.gettrace() is not None or not hasattr(os, "fork"):
         return
-    started_by, own = launcher(), os.getpid()
+    started_by = launcher()
+    own = os.getpid()
     selector = selectors.DefaultSelector()
     peers = Supervisors(rank(), ranks(), selector)
     if ranks() > 1 and rank() == 0:
@@ -77,6 +82,8 @@ def supervised() -> None:
     reports, reporting = os.pipe()
     stacks, dumped = os.pipe()
     asked, requests = os.pipe()
+
+    # The child trains.
     pid = os.fork()
     if pid == 0:
         die_with(own)
@@ -85,16 +92,19 @@ def supervised() -> None:
             os.close(handle)
         CHANNEL.open(reporting, dumped, asked)
         return
+
+    # The parent supervises it, and exits with its code.
     for handle in (reporting, dumped, asked):
         os.close(handle)
-    Supervisor(
-        Worker(pid, reports, stacks, requests, rank()), peers, selector, started_by=started_by
-    ).run()
+    worker = Worker(pid, reports, stacks, requests, rank())
+    Supervisor(worker, peers, selector, started_by=started_by).run()
 
 
 def open_streams() -> None:
-    """Open standard streams that the shell has closed on /dev/null, so that no other file gets
-    their descriptors."""
+    """Open standard streams that the shell has closed on /dev/null.
+
+    Else other files would get their descriptors.
+    """
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode))

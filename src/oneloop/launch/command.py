@@ -122,9 +122,9 @@ def launch(
         if run_nodes is not None:
             start = _by_agent(AgentTask(run_nodes, words, program, folder))
         elif variables is not None:
-            start = _directly(program, recipe_words, variables)
+            start = _directly(["-m", program, *recipe_words], variables)
         else:
-            start = _by_accelerate(accelerate_options, program, recipe_words)
+            start = _by_accelerate([*accelerate_options, "-m", program, *recipe_words])
         process = subprocess.Popen(
             start.command,
             env={**os.environ, **exit_file_variable(Path(folder)), **start.variables},
@@ -135,16 +135,14 @@ def launch(
         return Launched(process, Path(folder)).ended(time.monotonic() + seconds)
 
 
-def _directly(program: str, recipe_words: list[str], variables: dict[str, str]) -> _Start:
+def _directly(words: list[str], variables: dict[str, str]) -> _Start:
     """Start one training process, which saves when it notices the end of this process."""
-    command = [sys.executable, "-m", program, *recipe_words]
-    return _Start(command, variables, parent=None)
+    return _Start([sys.executable, *words], variables, parent=None)
 
 
-def _by_accelerate(accelerate_options: list[str], program: str, recipe_words: list[str]) -> _Start:
+def _by_accelerate(words: list[str]) -> _Start:
     """Start accelerate's launcher, which starts the training processes of this node."""
-    accelerate = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-    command = [*accelerate, *accelerate_options, "-m", program, *recipe_words]
+    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *words]
     return _Start(command, {"PET_SIGNALS_TO_HANDLE": "SIGTERM"}, parent=os.getpid())
 
 
@@ -183,6 +181,8 @@ def _known_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | N
     """
     options: dict[str, str] = {}
     rest = list(words)
+
+    # The options end at the recipe.
     while rest and rest[0].startswith("--"):
         name, equals, value = rest.pop(0).removeprefix("--").partition("=")
         if name not in ("config_file", "mixed_precision", "num_processes"):
@@ -204,6 +204,7 @@ def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
     With them, the process needs no launcher. Return None for several processes, and for settings
     that accelerate must read.
     """
+    # Read the config file. Options override it.
     typed = dict(options)
     try:
         file = Path(config_file(typed.pop("config_file")))
@@ -211,6 +212,7 @@ def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
     except (KeyError, OSError, TypeError, yaml.YAMLError):
         return None
 
+    # All other settings must be those of one process.
     precision = str(settings.pop("mixed_precision", "no"))
     plain = all(str(value) == str(_ONE_PROCESS.get(key)) for key, value in settings.items())
     if not plain or "distributed_type" not in settings or precision not in ("no", "bf16", "fp16"):
@@ -243,6 +245,7 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
     """
     from accelerate.utils import is_fp8_available
 
+    # Divide the words at the recipe.
     if not words:
         raise BadInput("no recipe given; for example: oneloop launch --config_file single digits")
     parsed = _parsed(words)
@@ -311,6 +314,7 @@ def _nodes_of_accelerate(parsed: Any, config: dict[str, Any]) -> Nodes | None:
     def setting(name: str) -> Any:
         return getattr(parsed, name) or config.get(name)
 
+    # Options override the config file.
     machines = int(setting("num_machines") or 1)
     processes = int(setting("num_processes") or 0)  # of all machines
     host = setting("main_process_ip")
@@ -374,6 +378,7 @@ def accelerate_variables(
     except (ValueError, RuntimeError) as error:
         raise BadInput(f"accelerate rejects the options: {error}") from error
 
+    # Reject a config file for another number of processes.
     if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
         raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
     if args.use_fsdp and processes * nodes.least < 2:

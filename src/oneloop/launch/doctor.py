@@ -83,7 +83,10 @@ def main(words: Sequence[str]) -> int:
         rest = ["--config_file", "ddp" if several else "single", *rest]
     variables, training, processes = accelerate_variables(rest, known)
     os.environ |= variables
-    folder = _shared_folder(training[:-1])
+    folder = None  # that all hosts share; with a mirror they need not
+    if training[:-1]:
+        recipe = read_once(tuple(training[:-1]))
+        folder = recipe.folder if recipe.mirror is None else None
 
     # Check this host, then all of them together.
     mine = _Host(socket.gethostname(), about(), list(local_problems(folder or Path("runs"))))
@@ -101,16 +104,9 @@ def main(words: Sequence[str]) -> int:
     return _report(mine, met, as_json=as_json)
 
 
-def _shared_folder(words: Sequence[str]) -> Path | None:
-    """Return the run folder that all hosts must share; None without a recipe."""
-    if not words:
-        return None
-    recipe = read_once(tuple(words))
-    return recipe.folder if recipe.mirror is None else None  # a mirror needs no shared one
-
-
 def _report(mine: _Host, met: _Found, *, as_json: bool) -> int:
     """Print what was found; return the exit code."""
+    # Collect the problems.
     first = met.hosts[0]
     shown = met.hosts if first is mine else [mine]  # the first host prints the problems of all
     problems = []
@@ -120,15 +116,11 @@ def _report(mine: _Host, met: _Found, *, as_json: bool) -> int:
     failed = bool(met.problems or any(host.problems for host in met.hosts))
 
     if as_json:
-        content = {
-            "host": mine.name,
-            "about": mine.about,
-            "links": met.links,
-            "problems": problems,
-        }
-        print(dumps(content))
+        found = {"host": mine.name, "about": mine.about, "links": met.links, "problems": problems}
+        print(dumps(found))
         return int(failed)
 
+    # Print one line for each.
     lines = [f"{mine.name}: {mine.about}"]
     if met.links:
         lines.append(met.links)
@@ -161,8 +153,9 @@ def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) ->
     number = store.add("joined", 1) - 1
     hosts = known.least
     if number >= hosts:
-        early = f"{hosts} hosts came before this one; start {hosts} hosts, or raise --nodes"
-        return _Found([mine], [early])
+        return _Found(
+            [mine], [f"{hosts} hosts came before this one; start {hosts} hosts, or raise --nodes"]
+        )
 
     my_facts = facts(mine.name, address, processes, folder, first=number == 0)
     try:
@@ -203,15 +196,16 @@ def _links(known: Nodes, first: int, processes: int, ranks: int) -> list[Any]:
     """Return, for each process of this host, the seconds of its links, or an error message."""
     command = [sys.executable, "-m", "oneloop.launch.doctor"]
     command += [known.host, str(known.port), str(ranks)]
-    started = []
-    for local in range(processes):
-        started.append(
-            subprocess.Popen(
-                [*command, str(first + local), str(local)],
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-            )
+    started = [
+        subprocess.Popen(
+            [*command, str(first + local), str(local)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
         )
+        for local in range(processes)
+    ]
+
+    # Each process prints its answer as JSON, or nothing if it was killed.
     found: list[Any] = []
     until = time.monotonic() + _WAIT
     try:
@@ -232,6 +226,7 @@ def _judged(times: Sequence[Any], hosts: Sequence[str]) -> tuple[str, list[str]]
     ``times`` has for each rank the seconds of its links, or an error message. ``hosts`` has the
     name of its host.
     """
+    # A rank without an answer hides all links.
     ranks = len(hosts)
     for rank, why in enumerate(times):
         if isinstance(why, str):
@@ -247,6 +242,8 @@ def _judged(times: Sequence[Any], hosts: Sequence[str]) -> tuple[str, list[str]]
         for other, seconds in enumerate(row):
             if seconds:
                 links[rank, other] = seconds
+
+    # Report the median, and links that take much longer.
     usual = median(links.values())
     most = max(links.values())
     line = (
@@ -268,6 +265,7 @@ def _measured(store: TCPStore, ranks: int, rank: int, local: int) -> list[float]
 
     The number for itself is 0.
     """
+    # Connect, and check that a sum is right.
     gpu = torch.cuda.is_available()
     dist.init_process_group(
         "nccl" if gpu else "gloo",

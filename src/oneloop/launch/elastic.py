@@ -15,7 +15,6 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
@@ -148,21 +147,27 @@ class Agent(LocalElasticAgent):
 
     def _compare_nodes(self, store: Store, rank: int, nodes: int, processes: int) -> None:
         """Raise BadInput if the nodes do not fit together. Collective: call on every node."""
+        # Collect the facts of all nodes. With a mirror, they need not share the run folder.
         folder = None
-        if self._recipe is not None and self._recipe.mirror is None:  # else none is shared
+        if self._recipe is not None and self._recipe.mirror is None:
             folder = self._recipe.folder
         address = address_towards(self._nodes.host, self._nodes.port)
         mine = facts(self._name, address, processes, folder, first=rank == 0)
         shared = exchanged(store, "facts", asdict(mine), rank, nodes)
         every = [NodeFacts(**one) for one in shared]
+
+        # All nodes must see the file of the first one, which then deletes it.
         seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), rank, nodes)
         if rank == 0 and mine.file is not None:
             Path(mine.file).unlink(missing_ok=True)
+
+        # All nodes find the same error, and stop.
         for wrong in (*compared(every), *seen):
             if wrong:
                 raise BadInput(wrong)
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        # Forget the attempt before.
         self._attempt += 1
         self._failed_at = None
         self._last_beat = ""
@@ -170,8 +175,7 @@ class Agent(LocalElasticAgent):
         os.environ[FILE] = str(self.folder / f"exit_code-{self._attempt}")
         if not worker_group.workers:  # all ranks of this node are spares
             return {}
-        started: dict[int, Any] = super()._start_workers(worker_group)
-        return started
+        return super()._start_workers(worker_group)  # type: ignore[no-any-return]
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         # torch's agent stops healthy workers only if a node joins: they save before they end.
@@ -235,6 +239,7 @@ class Agent(LocalElasticAgent):
                 self._last_beat_at = now
         silent = watches and now - self._last_beat_at > LOST
 
+        # Another node may have reported a failure.
         if store.check(["failed"]):
             self._failed_at = self._failed_at or now
         return silent or (self._failed_at is not None and now - self._failed_at > END)
@@ -247,6 +252,7 @@ class Agent(LocalElasticAgent):
             store.set("counted", "1")
         store.wait(["counted"], timedelta(seconds=END))
 
+        # Count the restarts that are left, also those of failures that other nodes noticed.
         self.code = ERROR
         left = -1  # a run that should stop is not started again
         if not store.check(["stop"]):
@@ -272,24 +278,16 @@ def _end_without_rendezvous(agent: Agent, nodes: Nodes) -> None:
         _exit(agent.folder, ERROR)
 
 
-def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
-    """Train on this node until the run ends.
-
-    Args:
-        nodes: the nodes of the run.
-        words: options of accelerate, recipe and keys.
-        module: the module that the training processes run.
-        folder: the folder of exit codes.
-
-    Returns:
-        oneloop's exit code.
+def run(task: AgentTask) -> int:
+    """Train on this node until the run ends; return oneloop's exit code.
 
     Raises:
         BadInput: wrong options, or nodes that were started with other ones.
         OSError: the rendezvous or another node does not answer.
     """
     # Set the variables of accelerate's launcher and of torch's agent.
-    variables, training, processes = accelerate_variables(words, nodes)
+    nodes = task.nodes
+    variables, training, processes = accelerate_variables(task.words, nodes)
     os.environ |= variables
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -301,7 +299,7 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
     reject_strategy(
         sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most
     )
-    recipe = read_once(tuple(training)) if module == "oneloop.train" else None
+    recipe = read_once(tuple(training)) if task.module == "oneloop.train" else None
     say(f"{nodes}; processes on this node: {processes}")
 
     # Open the store. The first node writes its command there, and the others compare theirs.
@@ -323,11 +321,11 @@ def run(nodes: Nodes, words: Sequence[str], module: str, folder: Path) -> int:
         local_world_size=processes,
         rdzv_handler=handler,
         entrypoint=sys.executable,
-        args=("-m", module, *training),
+        args=("-m", task.module, *training),
         max_restarts=nodes.restarts,
         monitor_interval=0.2,
     )
-    agent = Agent(spec, nodes, folder, recipe, store)
+    agent = Agent(spec, nodes, Path(task.folder), recipe, store)
     on_stops(agent.stop)
     if not holds:
         threading.Thread(target=_end_without_rendezvous, args=(agent, nodes), daemon=True).start()
@@ -361,18 +359,19 @@ def main() -> NoReturn:
     logging.disable(logging.ERROR)  # the messages of torch's agent name no remedy
     given = json.loads(sys.argv[1])
     task = AgentTask(Nodes(**given["nodes"]), given["words"], given["module"], given["folder"])
-    folder = Path(task.folder)
+
+    # Until the agent runs, a signal ends this process.
     register_process()
     on_stops(lambda number, _: os._exit(STOPPED))
     try:
-        code = run(task.nodes, task.words, task.module, folder)
+        code = run(task)
     except BadInput as error:
         say(str(error))
         code = BAD_INPUT
     except OSError as error:
         say(str(error))
         code = ERROR
-    _exit(folder, code)
+    _exit(Path(task.folder), code)
 
 
 def _exit(folder: Path, code: int) -> NoReturn:

@@ -15,7 +15,7 @@ import torch
 
 from oneloop.recipe.schema import Recipe
 
-_PACKAGES = [
+_PACKAGES = (
     "accelerate",
     "bitsandbytes",
     "datasets",
@@ -25,10 +25,10 @@ _PACKAGES = [
     "safetensors",
     "tokenizers",
     "torch",
-]
-_PACKAGES += ["torchmetrics", "torchvision", "transformers"]
-
-
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+)
 _COMPUTE = (
     "bitsandbytes",
     "numpy",
@@ -62,31 +62,39 @@ def _git_revision() -> str | None:
 
 def environment(**more: Any) -> dict[str, Any]:
     """Return versions, machine, git revision and accelerate's settings, for environment.json."""
-    settings = {
-        k: v for k, v in sorted(os.environ.items()) if k.startswith(("ACCELERATE_", "FSDP_"))
-    }
-    host = {
-        "host": socket.gethostname(),
-        "cpus": len(os.sched_getaffinity(0)),
-        "git": _git_revision(),
-    }
-    system = {
+    prefixes = ("ACCELERATE_", "FSDP_")
+    variables = sorted(os.environ.items())
+    settings = {name: value for name, value in variables if name.startswith(prefixes)}
+    return {
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": versions(),
+        "host": socket.gethostname(),
+        "cpus": len(os.sched_getaffinity(0)),
+        "git": _git_revision(),
+        "accelerate": settings,
+        **more,
     }
-    return {**system, **host, "accelerate": settings, **more}
 
 
 def computed_by(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return what bit-identical results require besides the recipe: device, versions, matmul and
-    compile settings."""
-    machine, found = recipe.machine, versions(_COMPUTE)
+    """Return what bit-identical results require besides the recipe.
+
+    They require device, versions, matmul and compile settings.
+    """
+    found = versions(_COMPUTE)
     if device.type == "cuda":
-        found |= {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
-    compiled = f"{machine.compile}, {machine.compile_mode}" if machine.compile != "none" else "none"
-    about = {"device": _kind(device), "versions": found}
-    return {**about, "machine.matmul": machine.matmul, "machine.compile": compiled}
+        found["CUDA"] = str(torch.version.cuda)
+        found["cuDNN"] = str(torch.backends.cudnn.version())
+    compiled: str = recipe.machine.compile
+    if compiled != "none":
+        compiled = f"{compiled}, {recipe.machine.compile_mode}"
+    return {
+        "device": _kind(device),
+        "versions": found,
+        "machine.matmul": recipe.machine.matmul,
+        "machine.compile": compiled,
+    }
 
 
 def _kind(device: torch.device) -> str:
@@ -95,10 +103,12 @@ def _kind(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
     if device.type != "cpu":
         return device.type
-    name = platform.machine()
-    with suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(
-            line.partition(":")[2].strip() for line in lines if line.startswith("model name")
-        )
-    return f"cpu, {name}, {torch.backends.cpu.get_cpu_capability()}"
+    return f"cpu, {_cpu()}, {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu() -> str:
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()

@@ -29,12 +29,16 @@ def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
     Afterwards accelerate's shared state, the environment, torch's switches and the random
     generators are restored. One process makes no process group. With several, the group remains:
     torch cannot create a second one at the launcher's address. Raise BadInput for an unknown
-    precision."""
+    precision.
+    """
+    # Remember the state of accelerate and the environment.
     states = (PartialState, AcceleratorState, GradientState)
     before = [dict(state._shared_state) for state in states]
     environment = dict(os.environ)
     Finalize(None, _end_group, exitpriority=0)
     _clear(states)
+
+    # Run the block, and restore both.
     try:
         with _switches(), _random():
             os.environ["ACCELERATE_MIXED_PRECISION"] = _precision(mixed_precision)
@@ -48,8 +52,7 @@ def borrowed(mixed_precision: str | None = None) -> Iterator[None]:
 
 
 def _end_group() -> None:
-    """Destroy the process group at exit, before destructors run: under gloo these abort
-    sometimes."""
+    """Destroy the process group at exit, before destructors, which abort sometimes under gloo."""
     if dist.is_initialized() and sys.exc_info()[0] is None:
         dist.destroy_process_group()
 
@@ -73,21 +76,25 @@ def _precision(asked: str | None) -> str:
 def _switches() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    products, threads = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    products = torch.get_float32_matmul_precision()
+    threads = torch.get_num_threads()
     cudnn = torch.backends.cudnn
-    convolutions = cudnn.benchmark, cudnn.allow_tf32
+    benchmark = cudnn.benchmark
+    tf32 = cudnn.allow_tf32
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         torch.set_float32_matmul_precision(products)
         torch.set_num_threads(threads)
-        cudnn.benchmark, cudnn.allow_tf32 = convolutions
+        cudnn.benchmark = benchmark
+        cudnn.allow_tf32 = tf32
 
 
 @contextmanager
 def _random() -> Iterator[None]:
-    python, arrays = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    arrays = np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices):

@@ -1,6 +1,8 @@
-"""The checks of nodes. Before a run of several nodes: versions, accelerate's settings, clocks,
-processes, host names, run folder. For ``oneloop doctor`` also devices, limits and disks of each
-node."""
+"""The checks of nodes.
+
+Before a run of several nodes: versions, accelerate's settings, clocks, processes, host names, run
+folder. For ``oneloop doctor`` also devices, limits and disks of each node.
+"""
 
 import csv
 import os
@@ -69,19 +71,18 @@ def facts(
         first: whether this node leaves a file where it would write the run folder.
     """
     now = time.time()
-    settings = versions()
-    for key, value in os.environ.items():
-        if key.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_")):
-            settings[key] = value
+    prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
+    settings = {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
     unreachable = loopback(name, address)
 
+    # Leave a file, which all nodes must see.
     written = None
     if run_folder is not None and first:
         file = existing(run_folder) / f".oneloop-{uuid4().hex[:8]}"
         with suppress(OSError):  # the run itself reports a folder that cannot be written
             file.touch()
             written = str(file)
-    return NodeFacts(name, processes, now, settings, unreachable, written)
+    return NodeFacts(name, processes, now, versions() | settings, unreachable, written)
 
 
 def existing(folder: Path) -> Path:
@@ -108,6 +109,7 @@ def foreign_folder(name: str, first: NodeFacts) -> str:
 
 def compared(every: Sequence[NodeFacts]) -> Iterator[str]:
     """Yield an error message for each fact of the nodes that does not fit together."""
+    # Compare each node with the first one.
     first = every[0]
     for other in every[1:]:
         if other.processes != first.processes:
@@ -133,6 +135,7 @@ def compared(every: Sequence[NodeFacts]) -> Iterator[str]:
                 "set them (NTP)"
             )
 
+    # One node connects to no other.
     if len(every) > 1:
         yield from (one.loopback for one in every if one.loopback)
 
@@ -186,6 +189,7 @@ def _output(*commands: str) -> str:
 
 
 def _devices() -> Iterator[str]:
+    # A driver without a GPU is a mistake, and not a host without GPUs.
     if Path("/proc/driver/nvidia/version").exists() and not torch.cuda.is_available():
         build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
         yield (
@@ -232,6 +236,7 @@ def xid_errors(kernel_log: str) -> Iterator[str]:
 
 
 def _limits() -> Iterator[str]:
+    # Data workers pass batches in shared memory.
     free = shutil.disk_usage("/dev/shm").free if Path("/dev/shm").exists() else _SHARED_MEMORY
     if free < _SHARED_MEMORY:
         yield (
@@ -246,6 +251,7 @@ def _limits() -> Iterator[str]:
                 "more"
             )
 
+    # NCCL registers its buffers with the InfiniBand card.
     infiniband = any(Path("/sys/class/infiniband").glob("*"))
     if infiniband and resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY:
         yield (
@@ -284,16 +290,17 @@ def about() -> str:
 
     It has versions, devices, cores, memory, and what cannot be checked here.
     """
+    # Describe the host.
     count = torch.cuda.device_count()
     devices = {torch.cuda.get_device_name(number) for number in range(count)}
     gpus = f"{count} x {' and '.join(sorted(devices))}" if devices else "no GPU"
     host = f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
 
-    reads_ecc = bool(_output(_SMI))
+    # List the checks that cannot be made.
+    reads_ecc = _output(_SMI)
     reads_xid = "NVRM" in _output(*_KERNEL_LOG)  # the driver's messages begin with it
     missing = ""
-    if devices and not reads_ecc:
-        missing += "; ECC errors are not checked"
-    if devices and not reads_xid:
-        missing += "; Xid errors are not checked"
+    for name, reads in (("ECC", reads_ecc), ("Xid", reads_xid)):
+        if devices and not reads:
+            missing += f"; {name} errors are not checked"
     return f"torch {torch.__version__}, Python {platform.python_version()}, {gpus}, {host}{missing}"

@@ -1,5 +1,7 @@
-"""The nodes (hosts) of a run, from the options of ``oneloop launch`` or from the environment of a
-scheduler."""
+"""The nodes (hosts) of a run.
+
+They come from the options of ``oneloop launch``, or from the environment of a scheduler.
+"""
 
 import re
 import socket
@@ -30,33 +32,50 @@ class Nodes:
     def __str__(self) -> str:
         if self.most == 1:
             return f"one node, up to {self.restarts} restarts"
-        number = f"{self.least}" if self.least == self.most else f"{self.least} to {self.most}"
+        number = f"{self.least}"
+        if self.least != self.most:
+            number += f" to {self.most}"
         each = f", {self.processes} processes each" if self.processes else ""
         return f"{number} nodes{each}, rendezvous at {self.host}:{self.port} (from {self.source})"
 
 
 def options(words: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Split the options of :data:`OPTIONS`, which precede the recipe, from the other words. Raise
-    BadInput."""
+    """Split the options of :data:`OPTIONS`, which precede the recipe, from the other words.
+
+    Raise BadInput for an option without a value.
+    """
     own: dict[str, str] = {}
-    # follows: an option of accelerate, which may take a value
-    rest, left, follows = list[str](), list(words), False
+    rest: list[str] = []
+    left = list(words)
+    follows = False  # whether an option of accelerate precedes, which may take a value
+
+    # The recipe is the first word that is neither an option nor the value of one.
     while left and (left[0].startswith("--") or follows):
         word = left.pop(0)
         name, equals, value = word.removeprefix("--").partition("=")
         follows = word.startswith("--") and not equals and name not in OPTIONS
         if not word.startswith("--") or name not in OPTIONS:
             rest.append(word)
-        elif equals or left:
-            own[name] = value if equals else left.pop(0)
+        elif equals:
+            own[name] = value
+        elif left:
+            own[name] = left.pop(0)
         else:
             raise BadInput(f"--{name} needs a value")
     return own, [*rest, *left]
 
 
 def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
-    """Return the nodes that the options or the environment name; None for one node without
-    restarts. Raise BadInput."""
+    """Return the nodes of a run; None for one node without restarts.
+
+    Args:
+        given: the options of :data:`OPTIONS`.
+        environ: the environment, in which schedulers set variables.
+
+    Raises:
+        BadInput: wrong options, or two schedulers disagree.
+    """
+    # Read the environment.
     found = [one for read in _SOURCES if (one := read(environ)) is not None]
     for other in found[1:]:
         if (other.least, other.most) != (found[0].least, found[0].most):
@@ -64,6 +83,8 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
                 f"two sources disagree: {found[0]}; {other}; give --nodes and --rendezvous"
             )
     known = found[0] if found else None
+
+    # Options override it.
     if "nodes" in given:
         least, most = _range(given["nodes"])
         if known is None:
@@ -80,10 +101,9 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
     elif known.most == 1:
         known = replace(known, host="127.0.0.1", port=0)
     if not known.host:
-        example = f"--nodes {given['nodes']} --rendezvous FIRST_HOST:{PORT}"
         raise BadInput(
             f"--nodes {given['nodes']} needs the address of one node, the same on all of them: "
-            f"{example}"
+            f"--nodes {given['nodes']} --rendezvous FIRST_HOST:{PORT}"
         )
     if "processes_per_node" in given:
         known = replace(known, processes=_whole(given, "processes_per_node", 1))
@@ -91,7 +111,9 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
         known = replace(known, restarts=_whole(given, "max_restarts", 0))
     if "rejoin" in given:
         known = replace(known, rejoin=seconds(given["rejoin"], "--rejoin"))
-    return replace(known, source="options") if {"nodes", "rendezvous"} & given.keys() else known
+    if {"nodes", "rendezvous"} & given.keys():
+        return replace(known, source="options")
+    return known
 
 
 def is_here(host: str) -> bool:
@@ -104,8 +126,10 @@ def is_here(host: str) -> bool:
 
 
 def address_towards(host: str, port: int) -> str:
-    """Return this host's address on the network that leads to ``host``. Raise OSError if no route
-    exists."""
+    """Return this host's address on the network that leads to ``host``.
+
+    Raise OSError if no route exists.
+    """
     # connecting a datagram socket sends nothing
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as unsent:
         unsent.connect((host, port or 9))
@@ -113,6 +137,7 @@ def address_towards(host: str, port: int) -> str:
 
 
 def _range(text: str) -> tuple[int, int]:
+    # One number stands for both.
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
     least = most = 0
     if match:
@@ -130,7 +155,8 @@ def _range(text: str) -> tuple[int, int]:
 
 
 def _endpoint(text: str) -> tuple[str, int]:
-    host, _, port = text.rpartition(":") if ":" in text else (text, "", str(PORT))
+    place = text if ":" in text else f"{text}:{PORT}"
+    host, _, port = place.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
         raise BadInput(
             f"--rendezvous {text} must be the address of one node, and a free port there: "
@@ -152,26 +178,34 @@ def _of_torchrun(environ: Mapping[str, str]) -> Nodes | None:
     least, most = _range(environ["PET_NNODES"])
     own = (environ.get("PET_MASTER_ADDR"), environ.get("PET_MASTER_PORT"))
     place = environ.get("PET_RDZV_ENDPOINT") or ":".join(filter(None, own))
-    each = environ.get("PET_NPROC_PER_NODE", "")
-    host, port = _endpoint(place) if place else ("", PORT)
-    return Nodes(
-        least, most, host, port, int(each) if each.isdigit() else None, source="PET_NNODES, …"
-    )
+    host = ""
+    port = PORT
+    if place:
+        host, port = _endpoint(place)
+    typed = environ.get("PET_NPROC_PER_NODE", "")  # or gpu, cpu, auto
+    each = int(typed) if typed.isdigit() else None
+    return Nodes(least, most, host, port, each, source="PET_NNODES, …")
 
 
 def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
-    """Slurm's variables inside a step of srun; salloc's shell and a batch script have other
-    variables."""
+    """Slurm's variables inside a step of srun.
+
+    salloc's shell and a batch script have other variables.
+    """
     number = environ.get("SLURM_STEP_NUM_NODES", "1")
-    # above: not from srun
+    # steps that srun did not start have larger numbers
     if number == "1" or int(environ.get("SLURM_STEP_ID", "-1")) not in range(1 << 31):
         return None
+
+    # oneloop starts the processes of a node itself.
     tasks = environ.get("SLURM_STEP_TASKS_PER_NODE", "1")
     if not re.fullmatch(r"1(\(x\d+\))?", tasks):
         raise BadInput(
             f"srun starts {tasks} tasks per node, and oneloop launch needs one; add "
             "--ntasks-per-node=1"
         )
+
+    # Take the first host of a list such as node[07-09,12],gpu1.
     first = re.match(r"([^,\[]*)(?:\[(\d+))?", environ.get("SLURM_STEP_NODELIST", ""))
     host = f"{first[1]}{first[2] or ''}" if first else ""
     port = 20000 + int(environ.get("SLURM_JOB_ID", "0")) % 10000  # two jobs may share a node
@@ -181,29 +215,21 @@ def _of_slurm(environ: Mapping[str, str]) -> Nodes | None:
 
 
 def _of_skypilot(environ: Mapping[str, str]) -> Nodes | None:
-    hosts, each = (
-        environ.get("SKYPILOT_NODE_IPS", "").split(),
-        environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0"),
-    )
+    hosts = environ.get("SKYPILOT_NODE_IPS", "").split()
     number = len(hosts)
-    return (
-        Nodes(number, number, hosts[0], PORT, int(each) or None, source="SKYPILOT_NODE_IPS")
-        if number > 1
-        else None
-    )
+    if number < 2:
+        return None
+    each = int(environ.get("SKYPILOT_NUM_GPUS_PER_NODE", "0")) or None
+    return Nodes(number, number, hosts[0], PORT, each, source="SKYPILOT_NODE_IPS")
 
 
 def _of_dstack(environ: Mapping[str, str]) -> Nodes | None:
-    number, host = (
-        int(environ.get("DSTACK_NODES_NUM", "1")),
-        environ.get("DSTACK_MASTER_NODE_IP", ""),
-    )
+    number = int(environ.get("DSTACK_NODES_NUM", "1"))
+    host = environ.get("DSTACK_MASTER_NODE_IP", "")
     each = int(environ.get("DSTACK_GPUS_PER_NODE", "0")) or None
-    return (
-        Nodes(number, number, host, PORT, each, source="DSTACK_NODES_NUM, …")
-        if number > 1
-        else None
-    )
+    if number < 2:
+        return None
+    return Nodes(number, number, host, PORT, each, source="DSTACK_NODES_NUM, …")
 
 
 _SOURCES: tuple[Callable[[Mapping[str, str]], Nodes | None], ...] = (

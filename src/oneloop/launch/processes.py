@@ -36,19 +36,24 @@ _LONG = timedelta(hours=2)
 
 
 class Run(Agreement):
-    """One process of a run: its rank, device and accelerator, and collectives with the other
-    ranks."""
+    """One process of a run, with collectives between the ranks.
+
+    Args:
+        accelerator: as :func:`start` builds it.
+    """
 
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator.num_processes)
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
-        self.began = time.time()
+        self.began = time.time()  # seconds since 1970
+
         self.rank: int = accelerator.process_index
         self.main: bool = accelerator.is_main_process
         self.sharded = bool(accelerator.is_fsdp2)
-        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)
+        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this host
+        self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)  # of this rank
+
         self.stopping = Stopping(looks=self.main)
         self.display = Display(shown=self.main)
         self.command: Sequence[str] = sys.argv  # command of the run: module, recipe and keys
@@ -67,8 +72,10 @@ class Run(Agreement):
         return prepare(model, self.accelerator, blocks=blocks)
 
     def total(self, value: Tensor) -> Tensor:
-        """Return the sum of a small tensor over all ranks, on the device. Collective: call on every
-        rank."""
+        """Return the sum of a small tensor over all ranks, on the device.
+
+        Collective: call on every rank.
+        """
         return cast(Tensor, self.accelerator.reduce(value, "sum"))
 
     def peak_flops(self) -> float:
@@ -91,35 +98,51 @@ def start(
 ) -> Run:
     """Build the Accelerator that the launcher's environment configures.
 
-    ``exact``: bit-identical on any number of processes. This means deterministic algorithms,
-    autocast for half precision (also under FSDP2), and one CPU thread, as the number of threads
-    changes the order of sums. The other arguments are those of accelerate and torch. Raise BadInput
-    if the device does not support the precision, and for strategies other than one process, DDP and
-    FSDP2."""
+    Args:
+        sync_each_batch: reduce gradients in every micro-batch (accelerate).
+        find_unused_parameters: let DDP search for unused parameters.
+        deterministic: use torch's deterministic algorithms.
+        exact: bit-identical on any number of processes. This means deterministic algorithms,
+            autocast for half precision (also under FSDP2), and one CPU thread, as the number of
+            threads changes the order of sums.
+        track: names of trackers (accelerate).
+        folder: run folder, for trackers.
+
+    Raises:
+        BadInput: the device does not support the precision, or the strategy is not one process, DDP
+            or FSDP2.
+    """
+    # Set torch's switches before anything uses the device.
     if deterministic or exact:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+
+    # Check the settings before the ranks connect: all raise the same error, and none waits.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    sharding = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    sharding = _is_true("ACCELERATE_USE_FSDP")
     reject_strategy(sharding=sharding)
     on_cpu = not torch.accelerator.is_available()  # with cpu=True, accelerate uses gloo
-    # Before the ranks connect: all raise the same error, and none waits for another.
     kind = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
     _reject_precision(precision, kind)
     if exact:
         _reject_inexact(precision, kind)
+
+    # Connect.
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives to show if a rank hangs
     state = PartialState(cpu=on_cpu, timeout=_LONG)
+
+    # accelerate must neither step a scheduler nor end a group of micro-batches by itself.
     plugin = _sharding(state, precision, exact=exact) if sharding else None
+    project = None
+    if folder:
+        project = ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard"))
     accelerator = Accelerator(
         cpu=on_cpu,
         fsdp_plugin=plugin,
         log_with=list(track) or None,
-        project_config=ProjectConfiguration(str(folder), logging_dir=str(folder / "tensorboard"))
-        if folder
-        else None,
+        project_config=project,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
             num_steps=1,
             sync_with_dataloader=False,
@@ -133,6 +156,8 @@ def start(
         step_scheduler_with_optimizer=False,
     )
     run = Run(accelerator)
+
+    # The number of threads changes the order of sums. The end of the run restores it.
     if exact and on_cpu:
         run.closing.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
@@ -156,16 +181,27 @@ def _sharding(
     return FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
 
 
+def _is_true(variable: str) -> bool:
+    return os.environ.get(variable, "false").lower() == "true"
+
+
 def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
-    """Raise BadInput for accelerate's settings that oneloop does not support, or not with
-    ``elastic`` nodes."""
+    """Raise BadInput for accelerate's settings that oneloop does not support.
+
+    Args:
+        sharding: whether FSDP shards the model.
+        elastic: whether the number of nodes may change.
+    """
+    # Check numbers first: the tests below convert them.
     for name in ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "FSDP_MIN_NUM_PARAMS", *_AXES):
         if not os.environ.get(name, "0").isdigit():
             raise BadInput(
                 f"{name} must be a whole number, got {os.environ[name]!r}; correct "
                 "accelerate's config file"
             )
-    if sharding and os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true":
+
+    # Reject kinds of sharding.
+    if sharding and _is_true("FSDP_OFFLOAD_PARAMS"):
         raise BadInput(
             "fsdp_offload_params true is not supported: it was never tried; set it to false"
         )
@@ -176,8 +212,10 @@ def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
             "hybrid sharding (HSDP) has a fixed number of processes; give one number of "
             "--nodes or fsdp2"
         )
+
+    # Reject other strategies.
     for other in ("DEEPSPEED", "MEGATRON_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{other}", "false").lower() == "true":
+        if _is_true(f"ACCELERATE_USE_{other}"):
             raise BadInput(
                 f"{other} is not supported; use one of the config files in accelerate_configs/ "
                 "(DDP, FSDP2)"
@@ -185,32 +223,37 @@ def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
     if os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no":
         raise BadInput("accelerate's dynamo_backend is not supported; set dynamo_backend: 'no'")
     if any(int(os.environ.get(axis, 1)) > 1 for axis in _AXES[:3]):
-        why = "only data parallelism (dp_replicate, dp_shard) is supported"
         raise BadInput(
-            f"tensor, context or sequence parallelism is set, and {why}; set the other sizes to 1"
+            "tensor, context or sequence parallelism is set, and only data parallelism "
+            "(dp_replicate, dp_shard) is supported; set the other sizes to 1"
         )
 
 
 def _reject_inexact(precision: str, device: torch.device | None) -> None:
-    asked = "batch.grain requires bit-identical runs on any number of processes, but"
     if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
         raise BadInput(
-            f"{asked} hybrid sharding (HSDP) sums in another order; use fsdp2.yaml or ddp.yaml"
+            "batch.grain requires bit-identical runs on any number of processes, but hybrid "
+            "sharding (HSDP) sums in another order; use fsdp2.yaml or ddp.yaml"
         )
     if precision == "fp8":
-        raise BadInput(f"{asked} fp8 scales by what each process has seen; use bf16 or no")
+        raise BadInput(
+            "batch.grain requires bit-identical runs on any number of processes, but fp8 scales "
+            "by what each process has seen; use bf16 or no"
+        )
     if device is not None and device.type == "mps":
         raise BadInput(
-            f"{asked} mps has no float64, which exact sums require; remove batch.grain, or use "
-            "a CPU"
+            "batch.grain requires bit-identical runs on any number of processes, but mps has no "
+            "float64, which exact sums require; remove batch.grain, or use a CPU"
         )
 
 
 def _reject_precision(precision: str, device: torch.device | None) -> None:
     assert device is not None
+
+    # Check the name, then what the device and the strategy support.
     if precision not in ("no", "fp16", "bf16", "fp8"):
         raise BadInput(f"mixed_precision {precision!r} does not exist; use no, bf16, fp16 or fp8")
-    if precision == "fp8" and os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true":
+    if precision == "fp8" and _is_true("ACCELERATE_USE_FSDP"):
         raise BadInput(
             "mixed_precision fp8 with FSDP2 is not supported: it was never tried on a GPU; use bf16"
         )
@@ -220,11 +263,12 @@ def _reject_precision(precision: str, device: torch.device | None) -> None:
             "bf16 or no"
         )
     if precision == "fp8":
+        # fp8 needs a GPU of compute capability 8.9 (Ada, Hopper), and a library.
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         if capability < (8, 9):
-            needs = "compute capability 8.9 or higher"
             raise BadInput(
-                f"mixed_precision fp8 requires {needs}, got {device.type} {capability}; use bf16"
+                "mixed_precision fp8 requires compute capability 8.9 or higher, got "
+                f"{device.type} {capability}; use bf16"
             )
         from accelerate.utils import is_fp8_available
 

@@ -32,6 +32,7 @@ def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
     The first process on the node of the rendezvous holds it. Raise ConnectionError if the store
     does not answer.
     """
+    # Open the store if it is on this host.
     timeout = timedelta(seconds=30)
     if is_here(nodes.host):
         with suppress(RuntimeError):  # another agent on this host has opened it
@@ -81,7 +82,7 @@ def answers(nodes: Nodes) -> bool:
 
 def rendezvous_handler(nodes: Nodes, store: Store, address: str) -> DynamicRendezvousHandler:
     """Return torch's rendezvous for these nodes; ``address`` is this node's."""
-    handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
+    return DynamicRendezvousHandler.from_backend(  # type: ignore[no-any-return]
         run_id="oneloop",
         store=store,
         backend=C10dRendezvousBackend(store, "oneloop"),
@@ -96,7 +97,6 @@ def rendezvous_handler(nodes: Nodes, store: Store, address: str) -> DynamicRende
         keep_alive_interval=BEAT,
         keep_alive_max_attempt=_BEATS,
     )
-    return handler
 
 
 def lost(nodes: Nodes) -> str:
@@ -125,6 +125,7 @@ def exchanged(
     Raises:
         ConnectionError: the value of a node is missing.
     """
+    # The store's own wait would not let a signal interrupt it.
     store.set(f"{name}/{rank}", json.dumps(mine))
     keys = [f"{name}/{other}" for other in range(ranks)]
     until = time.monotonic() + seconds
@@ -138,9 +139,9 @@ def exchanged(
 
 
 @contextmanager
-def announced(words: str, after: float = 3.0) -> Iterator[None]:
-    """Print the words if the block takes longer than ``after`` seconds."""
-    timer = threading.Timer(after, say, [words])
+def announced(words: str) -> Iterator[None]:
+    """Print the words if the block takes longer than three seconds."""
+    timer = threading.Timer(3.0, say, [words])
     timer.daemon = True
     timer.start()
     try:

@@ -26,20 +26,30 @@ def leave_at_once(code: int) -> NoReturn:
 def leave(code: int, *, main: bool) -> NoReturn:
     """End this process, without destructors if there are several: under gloo these abort sometimes.
 
-    Under ``oneloop launch`` a file passes the code on, since torchrun turns every code into 1."""
+    Under ``oneloop launch`` a file passes the code on, since torchrun turns every code into 1.
+
+    Args:
+        code: oneloop's exit code.
+        main: whether this is rank 0.
+    """
     several = ranks() > 1
     CHANNEL.send(ended=code)
+
+    # Choose the code for the launcher.
     if has_exit_file() and (code != exit_codes.ERROR or not several):
         if main or os.environ.get("LOCAL_RANK") == "0":  # the file is on this node
             report_exit_code(code)
         code = 0
     elif code == exit_codes.STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         code = 0  # torchrun would start the run again
+
+    # End the process group, if this cannot block.
     sys.stdout.flush()
     sys.stderr.flush()
     distributed = sys.modules.get("torch.distributed")  # not imported yet if the input is bad
     if distributed is not None and distributed.is_initialized() and code != exit_codes.ERROR:
         distributed.destroy_process_group()  # after an error, other ranks may never call it
+
     if several:
         if not main and code not in (0, exit_codes.ERROR):
             # torchrun kills all ranks after the first failure: let rank 0 print its error first
@@ -55,32 +65,42 @@ _AT_ONCE = 1.0  # seconds; a second interrupt within them is the first one, forw
 
 
 class Stopping:
-    """Stop requests for this process, by signals, time limit or STOP file; only one rank ``looks``
-    for the file."""
+    """Stop requests for this process, by signals, time limit or STOP file.
+
+    Args:
+        looks: whether this rank looks for the file; only one does.
+    """
 
     def __init__(self, *, looks: bool = True) -> None:
         # source: a signal's name, ``stop.after`` or ``a STOP file``; None: no request
         self.by: str | None = None
-        self._looks, self._last_check = looks, 0.0
+        # times are those of time.monotonic
+        self._looks = looks
+        self._last_check = 0.0  # of the file
         self._file: Path | None = None
         self._deadline = float("inf")
+
         self._signals: list[signal.Signals] = []
         self._last_interrupt = 0.0
         # whether the run has not begun; None: StoppedEarly was raised
         self.early: bool | None = False
 
     def listen(self) -> None:
-        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP from now on: they stop the run after the
-        current step. Before the run has begun they raise :class:`StoppedEarly`. A second SIGINT
-        ends the process at once."""
+        """Handle SIGTERM, SIGINT, SIGUSR1 and SIGHUP from now on.
+
+        They stop the run after the current step. Before the run has begun they raise
+        :class:`StoppedEarly`. A second SIGINT ends the process at once.
+        """
         self.early = True
         on_stops(self._exit_on_second)
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle the same signals in this context; afterwards raise them again for the previous
-        handlers. A second SIGINT raises KeyboardInterrupt at once. Outside of the main thread this
-        does nothing."""
+        """Handle the same signals in this context.
+
+        Afterwards raise them again for the previous handlers. A second SIGINT raises
+        KeyboardInterrupt at once. Outside of the main thread this does nothing.
+        """
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -95,7 +115,8 @@ class Stopping:
 
     def also(self, *, file: Path, after: float) -> None:
         """Also stop when ``file`` appears, and ``after`` seconds from now."""
-        self._file, self._deadline = file, time.monotonic() + after
+        self._file = file
+        self._deadline = time.monotonic() + after
 
     def requested(self) -> bool:
         """Return whether a stop is requested; check the STOP file at most once a second."""
@@ -109,15 +130,15 @@ class Stopping:
         return self.by is not None
 
     def _record(self, number: int, *, apart: float = 0.0) -> bool:
-        """Record a signal; return whether it is a repeated SIGINT, at least ``apart`` seconds after
-        the last one."""
+        """Record a signal; return whether it is a repeated SIGINT.
+
+        Within ``apart`` seconds, a second SIGINT counts as the first one.
+        """
         now = time.monotonic()
-        again = (
-            number == signal.SIGINT
-            and number in self._signals
-            and now - self._last_interrupt >= apart
-        )
-        self._last_interrupt = now if number == signal.SIGINT else self._last_interrupt
+        again = False
+        if number == signal.SIGINT:
+            again = number in self._signals and now - self._last_interrupt >= apart
+            self._last_interrupt = now
         self.by = self.by or signal.Signals(number).name
         self._signals.append(signal.Signals(number))
         return again

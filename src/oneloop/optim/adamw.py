@@ -128,6 +128,8 @@ class AdamW(torch.optim.AdamW):
     def _step_elementwise(self) -> None:
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+
+            # Make missing state.
             for parameter in parameters:
                 if not self.state[parameter]:  # the same initial state as torch's
                     self.state[parameter] = {
@@ -135,6 +137,8 @@ class AdamW(torch.optim.AdamW):
                         "exp_avg_sq": torch.zeros_like(parameter),
                         "step": torch.zeros((), device=local(parameter).device),
                     }
+
+            # Update this rank's shards.
             states = [self.state[parameter] for parameter in parameters]
             adamw_(
                 [local(parameter.detach()) for parameter in parameters],
@@ -183,6 +187,7 @@ class AdamW(torch.optim.AdamW):
         """
         made = []
         for group in self.param_groups:
+            # Read the state of each parameter.
             parameters = list(group["params"])
             if not parameters or group["amsgrad"] or group["maximize"]:
                 return None
@@ -194,6 +199,7 @@ class AdamW(torch.optim.AdamW):
                 held.append(tuple(state[name] for name in _KEPT))
             first, second, steps = zip(*held, strict=True)
 
+            # The kernel takes tensors of one device and dtype.
             lists = _Lists(
                 parameters=parameters,
                 mine=_shards(parameters),

@@ -72,6 +72,7 @@ class BadSteps:
 
     def answer(self, fault: Fault) -> tuple[Action, str]:
         """Count one more bad step; return the action, and the reason as text."""
+        # Too many in a row end the run.
         action = self.policy.action(fault)
         self._in_a_row[action] += 1
         if fault is Fault.SPIKE:

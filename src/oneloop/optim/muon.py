@@ -25,6 +25,7 @@ def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Te
         model: all its modules are searched.
         adamw_for: names of modules to leave out, besides embeddings and the output head.
     """
+    # Embeddings and output heads are not hidden.
     outside = set[Tensor]()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -33,6 +34,7 @@ def hidden_matrices(model: nn.Module, adamw_for: tuple[str, ...] = ()) -> set[Te
         if isinstance(head, nn.Module):
             outside.update(head.parameters())
 
+    # Convolutions are matrices, too: (out channels, the rest).
     hidden = set[Tensor]()
     for name, parameter in model.named_parameters():
         left_out = parameter in outside or set(adamw_for) & set(name.split("."))
@@ -128,7 +130,7 @@ class Muon(Optimizer):
             "weight_decay": weight_decay,
             "muon": True,
         }
-        super().__init__(params, defaults)
+        super().__init__(params, defaults)  # fills in missing settings of groups
         self.dtype = dtype
         self.found_inf: Tensor | None = None
 
@@ -156,12 +158,15 @@ class Muon(Optimizer):
                 self._update_by_adamw(params, group)
 
     def _update_by_adamw(self, params: list[Any], group: dict[str, Any]) -> None:
+        # Collect this rank's shards.
         states = [self.state[parameter] for parameter in params]
         mine = [local(parameter) for parameter in params]
         gradients = [local(parameter.grad) for parameter in params]
         first = [local(state["exp_avg"]) for state in states]
         second = [local(state["exp_avg_sq"]) for state in states]
         steps = [state["step"] for state in states]
+
+        # Update them, as oneloop.optim.adamw does.
         if self.elementwise:
             adamw_(
                 mine,
@@ -214,7 +219,7 @@ class Muon(Optimizer):
         update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         update = self._orthogonalized(update, parameter, group["iterations"])
 
-        # Update the weights. Convolutions count as matrices, (out channels, the rest).
+        # Update the weights, with updates of the size of AdamW's.
         rows = parameter.shape[0]
         columns = parameter.numel() // rows
         size = 0.2 * max(rows, columns) ** 0.5
@@ -230,6 +235,8 @@ class Muon(Optimizer):
                 update, mesh, cut, shape=parameter.shape, stride=parameter.stride()
             )
             update = sharded.full_tensor()  # one all-gather
+
+        # Every rank does the same work: equal bits, and no second exchange.
         matrix = update.flatten(1)
         whole = orthogonalized(matrix, iterations=iterations, dtype=self.dtype).view_as(update)
         if isinstance(parameter, DTensor):

@@ -42,6 +42,7 @@ def build(
         ValueError: ``make`` does not support ``weight_decay`` or ``elementwise``, or returned no
             optimizer.
     """
+    # An optimizer class may lack weight decay.
     arguments = inspect.signature(make).parameters
     wanted = weight_decay
     for own in (settings or {}).values():
@@ -98,6 +99,8 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
     """
     if "model" in inspect.signature(make).parameters and make is not muon:
         return 2.0  # it works with its own model only; assume the state of Adam
+
+    # Make one step. All errors become one message, which names the options.
     toy = nn.Linear(2, 2)
     for parameter in toy.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -113,13 +116,13 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
                     )
     except Exception as error:
         given = "".join(f" {key}={value!r}" for key, value in options.items())
-        if "closure" in str(error):
-            raise ValueError(
-                f"optimizer.name {name}{given} cannot be used: {error} (it needs a closure that "
-                "computes the loss again, and the loop computes it once); correct its options"
-            ) from error
+        why = str(error)
+        if "closure" in why:
+            why += (
+                " (it needs a closure that computes the loss again, and the loop computes it once)"
+            )
         raise ValueError(
-            f"optimizer.name {name}{given} cannot be used: {error}; correct its options"
+            f"optimizer.name {name}{given} cannot be used: {why}; correct its options"
         ) from error
 
     # Count the elements of the state, without numbers such as the step.
@@ -195,8 +198,9 @@ def muon(
     eps: float = 1e-8,
     adamw_for: tuple[str, ...] = ("lm_head", "head", "classifier", "score", "fc"),
 ) -> Optimizer:
-    """Muon (Jordan 2024) for hidden matrices, AdamW for the rest, with one learning rate (Liu et
-    al. 2025).
+    """Muon (Jordan 2024) for hidden matrices, AdamW for the rest.
+
+    Both have one learning rate (Liu et al. 2025).
 
     Args:
         params: parameter groups.
@@ -213,6 +217,7 @@ def muon(
     """
     from oneloop.optim.muon import Muon, hidden_matrices  # late, as AdamW
 
+    # Divide each group into matrices for Muon, and the rest for AdamW.
     matrices = hidden_matrices(model, adamw_for)
     groups: Groups = []
     for group in params:
@@ -239,8 +244,9 @@ def adafactor(
     eps: tuple[float | None, float] = (None, 1e-3),
     d: float = 1.0,
 ) -> Optimizer:
-    """torch's Adafactor (Shazeer & Stern 2018); makes a host sync in every step, and is rejected
-    under FSDP2.
+    """torch's Adafactor (Shazeer & Stern 2018).
+
+    It makes a host sync in every step, and is rejected under FSDP2.
 
     Args:
         params: parameter groups.
@@ -253,8 +259,7 @@ def adafactor(
 
 
 def set_lr(optimizer: Optimizer, lr: float) -> float:
-    """Set the learning rate of every parameter group to ``lr`` times the group's factor; return
-    ``lr``."""
+    """Set the rate of every parameter group to ``lr`` times the group's factor; return ``lr``."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_FACTOR, 1.0)
     return lr

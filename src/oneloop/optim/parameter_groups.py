@@ -37,10 +37,10 @@ def chosen(
     """
     # Pair each name, also of tied parameters, with the parameter's first name.
     first: dict[int, str] = {}  # by id of a parameter
-    names = []
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.append((name, first.setdefault(id(parameter), name)))
+    every = model.named_parameters(remove_duplicate=False)
+    names = [(name, first.setdefault(id(parameter), name)) for name, parameter in every]
 
+    # Merge the settings of all patterns.
     found: dict[str, dict[str, Any]] = {}
     chosen_by: dict[tuple[str, str], str] = {}  # pattern by parameter and setting
     taken: dict[str, list[str]] = {}
@@ -112,12 +112,14 @@ def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> 
             f"optimizer.layer_decay {decay}: {type(model).__name__} has no repeated blocks; set "
             "machine.blocks, or optimizer.groups"
         )
+    # Find the parameters of the blocks.
     inside: dict[int, int] = {}  # depth by id of a parameter
     for number, block in enumerate(blocks, 1):
         for parameter in block.parameters():
             inside[id(parameter)] = number
     last = {id(parameter) for parameter in blocks[-1].parameters()}
 
+    # Walk through the model. Other parameters belong to the block before them.
     factors: dict[str, float] = {}
     at = 0  # the newest block
     over = False  # whether the last block has begun

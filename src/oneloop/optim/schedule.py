@@ -25,14 +25,17 @@ def linear(step: int, total: int, *, final: float = 0.0) -> float:
 
 
 def cosine(step: int, total: int, *, final: float = 0.0) -> float:
-    """Decrease along half a cosine from the peak to ``final`` (Loshchilov & Hutter 2017, without
-    restarts)."""
+    """Decrease along half a cosine from the peak to ``final``.
+
+    (Loshchilov & Hutter 2017, without restarts.)
+    """
     return final + (1.0 - final) * 0.5 * (1.0 + math.cos(math.pi * step / total))
 
 
 def wsd(step: int, total: int, *, final: float = 0.0, decay: Duration = Duration("20%")) -> float:
-    """Warm-up, stable, decay: keep the peak, then decrease linearly to ``final`` (Hu et al. 2024,
-    MiniCPM).
+    """Warm-up, stable, decay: keep the peak, then decrease linearly to ``final``.
+
+    (Hu et al. 2024, MiniCPM.)
 
     Args:
         step: steps since the warm-up.
@@ -50,8 +53,9 @@ def wsd(step: int, total: int, *, final: float = 0.0, decay: Duration = Duration
 def plateau(
     step: int, total: int, *, reductions: int = 0, factor: float = 0.1, patience: int = 3
 ) -> float:
-    """Multiply the rate by ``factor`` whenever ``patience`` evaluations in a row do not improve the
-    best result.
+    """Multiply the rate by ``factor`` whenever evaluations do not improve the best result.
+
+    ``patience`` evaluations in a row must not improve it.
 
     Args:
         step: steps since the warm-up.
@@ -123,6 +127,7 @@ def learning_rate(
         raise ValueError(
             f"schedule.warmup {warmup} is {steps} steps, and the whole run has {total}; shorten it"
         )
+    # Convert the durations among the options. A schedule gets whole steps.
     given = dict(options)
     for name, value in options.items():
         if isinstance(value, Duration):

@@ -46,6 +46,8 @@ class SGD(torch.optim.SGD):
             fused=True,
         )
         self.found_inf: Tensor | None = None
+
+        # Make the whole state now, so that a checkpoint can be loaded before the first step.
         for group in self.param_groups:
             if group["momentum"]:
                 for parameter in group["params"]:
@@ -55,11 +57,14 @@ class SGD(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient once."""
         for group in self.param_groups:
+            # Collect this rank's shards.
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             buffers = [self.state[parameter].get("momentum_buffer") for parameter in params]
             mine = [local(p) for p in params]
             gradients = [local(p.grad) for p in params]
             kept: list[Any] = [b if b is None else local(b) for b in buffers]
+
+            # The fused kernel is faster; element by element, sharding does not change the bits.
             if self.elementwise:
                 sgd_(
                     mine,

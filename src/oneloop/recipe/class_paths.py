@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.recipe.expected import EXPECTED, misfit
+from oneloop.recipe.expected import EXPECTED, MISFITS
 from oneloop.recipe.synonyms import suggestion
 
 _TASKS = {
@@ -48,6 +48,8 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         BadInput: there is none, or it is of another kind.
     """
     path, attribute = _split(group, name)
+
+    # Import the file or module. Each error says what the user can do.
     try:
         with _importing(path):
             if ":" not in name:
@@ -82,8 +84,10 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         raise BadInput(
             f"{group}.name {name!r}: importing {path!r} failed: {type(error).__name__}: {error}"
         ) from error
+
+    # A name can lead to any object.
     if name not in CHOICES[group]:
-        wrong = misfit(group, chosen)
+        wrong = MISFITS[group](chosen)
         if wrong:
             raise BadInput(f"{group}.name {name!r} {wrong}; expected {EXPECTED[group]}")
     return chosen  # type: ignore[no-any-return]
@@ -113,6 +117,8 @@ def _split(group: str, name: str) -> tuple[str, str]:
     Raise BadInput for other forms, and for the standard library.
     """
     known = CHOICES[group]
+
+    # A file, and a name in it.
     if ":" in name or name.endswith(".py"):
         file = name
         attribute = ""
@@ -124,6 +130,8 @@ def _split(group: str, name: str) -> tuple[str, str]:
                 f"{file or 'my_file.py'}:Name"
             )
         return file, attribute
+
+    # A short name, or a module and a name in it.
     module, _, attribute = known.get(name, name).rpartition(".")
     if not module:
         raise BadInput(
@@ -161,6 +169,7 @@ def only_task(file: str) -> str:
                 own |= members.get(ast.unparse(base), set())
             members[node.name] = own
 
+    # Choose the classes that have all needed members.
     names = [name for name in members if name not in packaged and needed <= members[name]]
     if not names:
         raise BadInput(
@@ -190,6 +199,8 @@ def arguments(task: str) -> set[str] | None:
     """
     module, name = _split("task", task)
     packaged = module.startswith("oneloop.tasks.")
+
+    # Read the file. A module of the user's would have to be imported to find its file.
     if packaged:
         file = Path(__file__).parents[2] / f"{module.replace('.', '/')}.py"
     elif ":" in task:
@@ -201,6 +212,7 @@ def arguments(task: str) -> set[str] | None:
     except BadInput:
         return None
 
+    # Take the arguments of __init__.
     for kind, start in _constructors(tree, name):
         found = {one.arg for one in (*start.args.args[1:], *start.args.kwonlyargs)}
         if not start.args.kwarg:
@@ -270,6 +282,7 @@ def path_of(chosen: Any) -> str:
     if module != "__main__":
         return f"{module}.{name}"
 
+    # The class is of the running program.
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None and "." in spec.name:  # python -m package.module
@@ -325,6 +338,7 @@ def module_of(file: Path) -> ModuleType:
         if there and Path(there).resolve() == file:
             return _reloaded(sys.modules[name], file)
 
+    # Its name must lead to this file only.
     name = file.stem
     if "." in name:
         raise BadInput(f"a module's name holds no dot; give {file.name} another name")
@@ -334,6 +348,7 @@ def module_of(file: Path) -> ModuleType:
     if found is not None and found.origin and Path(found.origin).resolve() != file:
         raise BadInput(f"the module {name!r} is {found.origin}; give {file.name} another name")
 
+    # Files next to it become importable, too.
     sys.path.insert(0, str(file.parent))
     _IMPORTED_FILES[file] = file.stat().st_mtime_ns, file.stat().st_size
     return import_module(name)

@@ -45,6 +45,7 @@ def _same(key: str, old: Any, new: Any) -> bool:
 
     Equal durations may be written differently (2ep, 2epochs).
     """
+    # Names and paths may be written in several ways.
     if key == _DATA:
         return bool(_without_paths(old) == _without_paths(new))
     if key in _NAMES:

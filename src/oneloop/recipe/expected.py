@@ -1,11 +1,11 @@
 """What a task, an optimizer and a schedule must look like.
 
-:func:`misfit` checks an object before it is called, since a name can lead to any function of any
+:data:`MISFITS` checks an object before it is called, since a name can lead to any function of any
 package.
 """
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 EXPECTED = {
@@ -14,20 +14,6 @@ EXPECTED = {
     "schedule": "a function (step, total) -> factor",
 }
 _MEMBERS = ("model", "train_set", "eval_sets", "collate", "weight", "loss")  # of a task
-
-
-def misfit(group: str, chosen: Any) -> str:
-    """Return why an object cannot be the task, the optimizer or the schedule; empty if it can.
-
-    Args:
-        group: ``task``, ``optimizer`` or ``schedule``.
-        chosen: the object.
-    """
-    if group == "task":
-        return _unlike_task(chosen)
-    if group == "optimizer":
-        return _unlike_optimizer(chosen)
-    return _unlike_schedule(chosen)
 
 
 def _unlike_task(chosen: Any) -> str:
@@ -57,14 +43,19 @@ def _unlike_schedule(chosen: Any) -> str:
     takes = _parameters(chosen)
     if takes is None:
         return f"is a {type(chosen).__name__}, not a function"
-    needed = 0
-    for one in takes.values():
-        if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD:
-            needed += 1
-    if needed == 2:
+    positional = [one for one in takes.values() if one.kind is one.POSITIONAL_OR_KEYWORD]
+    if sum(one.default is one.empty for one in positional) == 2:
         return ""
     return f"is a function of ({', '.join(takes)}), and not of two arguments"
 
 
 def _parameters(chosen: Any) -> Mapping[str, inspect.Parameter] | None:
     return inspect.signature(chosen).parameters if inspect.isfunction(chosen) else None
+
+
+MISFITS: dict[str, Callable[[Any], str]] = {
+    "task": _unlike_task,
+    "optimizer": _unlike_optimizer,
+    "schedule": _unlike_schedule,
+}
+"""functions that return why an object cannot be the task, …; empty if it can"""

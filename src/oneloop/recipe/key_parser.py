@@ -1,5 +1,7 @@
-"""The argument parser of all keys of a recipe, with the arguments of the chosen task, optimizer and
-schedule."""
+"""The argument parser of all keys of a recipe.
+
+They include the arguments of the chosen task, optimizer and schedule.
+"""
 
 from argparse import Action
 from functools import cache
@@ -77,12 +79,9 @@ def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) ->
         schedule: the name of the chosen schedule.
         options: also the options of these three, which import torch.
     """
-    packaged_only = (
-        task in CHOICES["task"]
-        and optimizer in CHOICES["optimizer"]
-        and schedule in CHOICES["schedule"]
-    )
-    build = _parser_once if packaged_only or not options else _parser
+    chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
+    known = all(name in CHOICES[group] for group, name in chosen.items())
+    build = _parser_once if known or not options else _parser
     made = build(task, optimizer, schedule, options)
     # each parse adds it
     made._actions[:] = [action for action in made._actions if action.dest != "print_shtab"]
@@ -102,6 +101,8 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
         allow_abbrev=False,
         formatter_class=_Help,
     )
+
+    # Add the keys without a group.
     made.add_argument("--seed", type=int, default=0, help="seed of everything random")
     made.add_argument(
         "--duration",
@@ -116,9 +117,11 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
         help="trackers by accelerate's names, comma-separated: tensorboard, wandb, trackio, "
         "mlflow, … ('none': none)",
     )
+
+    # Add the groups. Options of the chosen task, optimizer and schedule are listed in theirs.
     for name, group in GROUPS.items():
         section = made.add_argument_group(name)
-        if name == "init":
+        if name == "init":  # a field cannot have the name "from"
             section.add_argument(
                 "--init.from",
                 type=str | None,
@@ -139,6 +142,7 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
 
 def _add_options(made: ArgumentParser, section: Any, group: str, chosen: str) -> None:
     """Add the arguments of a task, optimizer or schedule. Raise BadInput for a reserved name."""
+    # Add its arguments. jsonargparse also adds an option for help on each, which is removed.
     target = resolve(group, chosen)
     parameters = signature(target).parameters
     taken = {"name", "options"} & parameters.keys()
@@ -155,10 +159,8 @@ def _add_options(made: ArgumentParser, section: Any, group: str, chosen: str) ->
         action.container._remove_action(action)  # type: ignore[attr-defined]
 
     # jsonargparse gives an argument without type and default null: require a value.
-    required = set()
-    for one in parameters.values():
-        if one.default is one.annotation is one.empty:
-            required.add(f"{group}.{one.name}")
+    untyped = [one for one in parameters.values() if one.default is one.annotation is one.empty]
+    required = {f"{group}.{one.name}" for one in untyped}
 
     # Take the help from the docstrings.
     about = documented(target)

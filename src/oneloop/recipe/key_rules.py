@@ -49,6 +49,7 @@ def wanted(kind: Any) -> str:
     """
     if kind in _PLAIN:
         return _PLAIN[kind]
+    # Describe the parts of a type, then the type.
     origin = get_origin(kind)
     inside = get_args(kind)
     if origin is Literal:
@@ -117,10 +118,12 @@ def without_effect(
     Raises:
         BadInput: another key has no effect, and is not at its default.
     """
+    # Let the task's conditions name its own arguments.
     needs = dict(NEEDS)
     for key, conditions in own.items():
         needs[f"task.{key}"] = re.sub(r"\w+(?=!?=)", r"task.\g<0>", conditions)
 
+    # Find keys that are not at their default, and of which a condition is not met.
     dropped = set()
     for key, conditions in needs.items():
         for condition in conditions.split():
@@ -155,11 +158,14 @@ def reject_inexact(
     grain: int, evaluation: EvalConfig, optimizer: OptimizerConfig, machine: MachineConfig
 ) -> None:
     """Raise BadInput for a key that cannot be combined with ``batch.grain``."""
+    # An evaluation in other micro-batches would round differently.
     if evaluation.micro not in (None, grain):
         raise BadInput(
             f"eval.micro {evaluation.micro} differs from batch.grain; set it to {grain}, or "
             "remove it"
         )
+
+    # An update must not depend on how parameters are sharded.
     if optimizer.name == "adafactor":
         raise BadInput(
             f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
@@ -171,6 +177,8 @@ def reject_inexact(
             f"batch.grain {grain} requires bit-identical runs on any number of processes, but "
             f"optimizer.name {optimizer.name} may not be elementwise; use {', '.join(_OPTIMIZERS)}"
         )
+
+    # Each layout must run the same kernels.
     if machine.compile == "whole":
         raise BadInput(
             f"batch.grain {grain} requires bit-identical runs on any number of processes, but "

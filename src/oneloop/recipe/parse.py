@@ -27,8 +27,10 @@ from oneloop.recipe.training_keys import OptimizerConfig, ScheduleConfig, TaskCo
 
 
 def read(argv: Sequence[str]) -> Recipe:
-    """Read the recipe of a command line. Raise BadInput; SystemExit after ``--help`` and
-    ``--print_config``."""
+    """Read the recipe of a command line.
+
+    Raise BadInput on errors, and SystemExit after ``--help`` and ``--print_config``.
+    """
     source, typed, flags = _split(argv)
     if source is None and "help" in flags and "task.name" not in typed:
         return _made("recipe", {}, typed, flags)
@@ -97,6 +99,8 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
         BadInput: wrong keys or values, or a recipe that cannot be found.
     """
     given = from_python(groups)
+
+    # A recipe stands for its resolved keys, if they are still those of its fields.
     if isinstance(source, Recipe):
         again = _made(source.name, flat(source.resolved), {}, set())
         if again != source:
@@ -187,6 +191,8 @@ def _split(argv: Sequence[str]) -> tuple[str | None, dict[str, Any], set[str]]:
     typed: dict[str, Any] = {}
     flags: set[str] = set()
     words = list(argv)
+
+    # A key takes the next word as its value, unless that is a key.
     while words:
         word = words.pop(0)
         if word in ("-h", "--help"):
@@ -222,6 +228,8 @@ def _choose(
         "schedule": ScheduleConfig().name,
     }
     chosen = {}
+
+    # What is typed goes before the file, and that before the default.
     for group, default in defaults.items():
         old = written.get(f"{group}.name", default)
         new = typed.get(f"{group}.name") or old
@@ -284,6 +292,7 @@ def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) 
         )
         return one_line(re.sub(r"<class '([^']+)'>", r"\1", text))
 
+    # Say what the key takes.
     value = given[key]
     text = value if isinstance(value, str) else json.dumps(value, default=str)
     message = f"{key} must be {takes}, got {text}"

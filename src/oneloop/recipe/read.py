@@ -84,6 +84,7 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
         name = Path(source).stem
         text = _text_of_file(source)
 
+    # Parse it.
     try:
         content = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:
@@ -97,6 +98,7 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
 
 def _text_of_file(source: str) -> str:
     """Return the text of a YAML file. Raise BadInput if it cannot be read."""
+    # A name without the suffix of YAML was meant as that of a packaged recipe.
     path = Path(source)
     if path.suffix not in (".yaml", ".yml"):
         known = ", ".join(packaged())
@@ -189,6 +191,7 @@ def as_python(message: str) -> str:
             value = "True" if kinds.get(key) is bool else "…"
         return f'{group}={{"{key}": {value}}}'
 
+    # Rewrite options with their values, then suggestions.
     groups = "|".join(GROUPS)
     message = re.sub(rf"--({groups})\.(\w+)(?: (true|false|null|-?\d[\d.e-]*)\b)?", call, message)
     message = re.sub(

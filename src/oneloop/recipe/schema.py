@@ -40,6 +40,7 @@ class Recipe:
     resolved: Mapping[str, Any]
 
     def __post_init__(self) -> None:
+        # A mirror has one address, and is written by the process that writes checkpoints.
         if self.mirror is not None:
             key = "run.dir" if self.mirror == self.run.dir else "save.mirror"
             check_address(self.mirror, key)
@@ -73,8 +74,6 @@ class Recipe:
         return yaml.safe_dump(dict(self.resolved), sort_keys=False)
 
 
-GROUPS: dict[str, Any] = {}
-for _field in fields(Recipe):
-    if is_dataclass(_field.type):
-        GROUPS[_field.name] = _field.type
+_GROUPS = [one for one in fields(Recipe) if is_dataclass(one.type)]
+GROUPS: dict[str, Any] = {one.name: one.type for one in _GROUPS}
 """the groups of keys and their classes, as ``--help`` lists them"""

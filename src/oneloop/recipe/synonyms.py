@@ -1,11 +1,14 @@
-"""oneloop's keys by the names that Trainer, Lightning, accelerate, timm and torchtune use for the
-same settings."""
+"""oneloop's keys by the names that other trainers use for the same settings.
+
+The trainers are Trainer, Lightning, accelerate, timm and torchtune.
+"""
 
 import difflib
 from collections.abc import Iterable
 from pathlib import Path
 
-_KEYS: dict[str, list[str]] = {}
+# Each line of the file is "key: name name …".
+_KEYS: dict[str, list[str]] = {}  # keys by name
 for _line in Path(__file__).with_suffix(".txt").read_text().splitlines():
     _key, _, _names = _line.partition(": ")
     for _name in _names.split():
@@ -39,6 +42,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
         return (
             f"; it is an option of the launcher: oneloop launch --config_file ddp {option} RECIPE …"
         )
+
+    # Prefer a synonym to a name that is spelled like it.
     synonyms = [key for key in _KEYS.get(last, ()) if key in known]
     near = synonyms or difflib.get_close_matches(word, known, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""

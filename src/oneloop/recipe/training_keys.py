@@ -47,13 +47,14 @@ class BatchConfig:
             self._reject_grain(self.grain)
 
     def _reject_grain(self, grain: int) -> None:
+        # The number of micro-batches must be a power of two, which has one bit.
         leaves, rest = divmod(self.size, grain)
         if rest or leaves & (leaves - 1) or not leaves:
             powers = [grain << power for power in range(self.size.bit_length() + 1)]
             nearest = min(powers, key=lambda size: abs(size - self.size))
-            why = f"batch.size {self.size} is {self.size / grain:.4g} times batch.grain {grain}"
             raise BadInput(
-                f"{why}, and batch.grain requires a power of two; nearest size: {nearest}"
+                f"batch.size {self.size} is {self.size / grain:.4g} times batch.grain {grain}, and "
+                f"batch.grain requires a power of two; nearest size: {nearest}"
             )
         if self.micro not in (None, grain):
             raise BadInput(
@@ -170,12 +171,16 @@ class EmaConfig:
     def __post_init__(self) -> None:
         at_least(0, ema__decay=self.decay, ema__ramp=self.ramp)
         at_least(1, ema__every=self.every)
+
+        # These keys are for runs with EMA weights.
         if not (self.decay or self.half_lives or self.power) and (
             self.every != 1 or self.ramp != 0.05
         ):
             key = "every" if self.every != 1 else "ramp"
-            why = f"ema.{key} {getattr(self, key)} has no effect without EMA weights"
-            raise BadInput(f"{why}; set ema.half_life, ema.decay or ema.power, or remove ema.{key}")
+            raise BadInput(
+                f"ema.{key} {getattr(self, key)} has no effect without EMA weights; set "
+                f"ema.half_life, ema.decay or ema.power, or remove ema.{key}"
+            )
         if self.decay >= 1:
             raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is common")
         if self.decay and self.half_lives:
