@@ -98,6 +98,7 @@ def _exit_if_blocked(message: str | None) -> Iterator[None]:
     They may wait in a collective of the model. The launcher then ends them.
     """
 
+    # On a thread, since this one waits in a collective.
     def end() -> None:
         line = printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {message}")
         print(line, file=sys.stderr, flush=True)

@@ -184,6 +184,7 @@ def _known_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | N
 
     # The options end at the recipe.
     while rest and rest[0].startswith("--"):
+        # --name value, or --name=value
         name, equals, value = rest.pop(0).removeprefix("--").partition("=")
         if name not in ("config_file", "mixed_precision", "num_processes"):
             return None
@@ -272,6 +273,7 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
         except (yaml.YAMLError, AttributeError) as error:
             raise BadInput(f"--config_file {file} is not an accelerate config file") from error
 
+    # accelerate itself would fail in each process.
     if precision == "fp8" and not is_fp8_available():
         raise BadInput(
             "mixed_precision fp8 needs torchao or transformer-engine, and neither is "
@@ -357,6 +359,7 @@ def accelerate_variables(
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_multi_gpu_env
 
+    # accelerate's number is that of all machines, oneloop's that of one.
     options, training, _ = launch_options(words)
     for option in options:
         if nodes.source != ACCELERATE and option.startswith(("--num_processes", "--num-proc")):

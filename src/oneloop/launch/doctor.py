@@ -237,6 +237,7 @@ def _judged(times: Sequence[Any], hosts: Sequence[str]) -> tuple[str, list[str]]
             )
             return "", [problem]
 
+    # Collect the times by (sender, receiver).
     links: dict[tuple[int, int], float] = {}  # seconds, without those of a rank to itself
     for rank, row in enumerate(times):
         for other, seconds in enumerate(row):

@@ -1,10 +1,9 @@
-"""The agent of one node: it starts the node's training processes, and starts them again after a
-failure.
+"""The agent of one node, which starts the node's training processes.
 
-``oneloop launch`` runs it if there are several nodes, or restarts. It is torch's elastic agent,
-with oneloop's exit codes: only an error (1) leads to a restart, and each attempt has a separate
-exit-code file. Ranks over which the batch does not divide evenly are spares: no process is started
-for them.
+It starts them again after a failure. ``oneloop launch`` runs it if there are several nodes, or
+restarts. It is torch's elastic agent, with oneloop's exit codes: only an error (1) leads to a
+restart, and each attempt has a separate exit-code file. Ranks over which the batch does not divide
+evenly are spares: no process is started for them.
 """
 
 import json

@@ -74,6 +74,7 @@ def _precision(asked: str | None) -> str:
 
 @contextmanager
 def _switches() -> Iterator[None]:
+    # Remember what a run sets.
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     products = torch.get_float32_matmul_precision()

@@ -120,6 +120,7 @@ def compared(every: Sequence[NodeFacts]) -> Iterator[str]:
             )
 
         for key in sorted(first.settings.keys() | other.settings.keys()):
+            # a package or variable that one node lacks counts as "none"
             ours = first.settings.get(key, "none")
             theirs = other.settings.get(key, "none")
             if ours != theirs:
@@ -209,6 +210,7 @@ def _devices() -> Iterator[str]:
                 "exclude it"
             )
 
+    # Read what the driver reports.
     yield from gpu_problems(_output(_SMI))
     yield from xid_errors(_output(*_KERNEL_LOG))
 
@@ -244,6 +246,7 @@ def _limits() -> Iterator[str]:
             "one (docker run --shm-size 8g)"
         )
 
+    # Loaders and threads need many files and processes. A negative limit is none.
     for name, kind in _LIMITS.items():
         if 0 <= resource.getrlimit(kind)[0] < _LEAST:
             yield (

@@ -105,6 +105,8 @@ def nodes(given: Mapping[str, str], environ: Mapping[str, str]) -> Nodes | None:
             f"--nodes {given['nodes']} needs the address of one node, the same on all of them: "
             f"--nodes {given['nodes']} --rendezvous FIRST_HOST:{PORT}"
         )
+
+    # These options only add to what is known.
     if "processes_per_node" in given:
         known = replace(known, processes=_whole(given, "processes_per_node", 1))
     if "max_restarts" in given:

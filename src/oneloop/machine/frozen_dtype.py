@@ -60,6 +60,7 @@ def hold_frozen(
 
 
 def _convert_matrices(frozen: Iterable[nn.Parameter], dtype: str, precision: str) -> None:
+    # Products need one dtype, which autocast gives them.
     frozen = list(frozen)
     if not frozen:
         raise ValueError(

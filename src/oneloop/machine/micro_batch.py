@@ -63,6 +63,8 @@ def search(
     if first.fits:
         fitting.append(first)
         low = high
+
+    # Halve the range between them.
     while high - low > 1:
         middle = (low + high) // 2
         tried = attempt(ordered[middle])
@@ -209,6 +211,8 @@ def _serve(
         try:
             steps = steps or make()
             steps(micro)  # the first step allocates the optimizer state
+
+            # Time three more.
             times = []
             for _ in range(3):
                 began = time.perf_counter()

@@ -26,10 +26,12 @@ def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    # Add integers: the order of the ranks does not matter.
     if exact and gradients:
         whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         group = sharded[0].device_mesh.get_group() if sharded else None
         return exact_norm(whole, [local(one) for one in sharded], group).to(gradients[0].dtype)
+    # Unsharded gradients need no exchange.
     if not sharded:
         return _norm(gradients)
 

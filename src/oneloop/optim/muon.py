@@ -66,6 +66,7 @@ def orthogonalized(
     # The iterations need a spectral norm of at most 1, which the Frobenius norm bounds.
     x = x / (torch.linalg.vector_norm(x) + 1e-7)
     a, b, c = _QUINTIC
+    # Each iteration applies the quintic a x + b x^3 + c x^5 to all singular values.
     for _ in range(iterations):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
@@ -228,6 +229,7 @@ class Muon(Optimizer):
 
     def _orthogonalized(self, update: Tensor, parameter: Tensor, iterations: int) -> Tensor:
         """Orthogonalize the whole matrix; return this rank's shard, in the shape of ``update``."""
+        # Gather the rows of the other ranks.
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             cut = parameter.placements

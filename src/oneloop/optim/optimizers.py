@@ -67,6 +67,7 @@ def build(
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
 
+    # Only optimizers that know the flag can leave out fused kernels.
     if elementwise:
         if not hasattr(optimizer, "elementwise"):
             raise ValueError(

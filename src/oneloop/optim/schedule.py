@@ -122,6 +122,7 @@ def learning_rate(
     Raises:
         ValueError: the warm-up, or a duration of the schedule, is longer than the run.
     """
+    # The warm-up must fit into the run.
     steps = warmup.steps(scale, total=total, key="schedule.warmup")
     if steps > total:
         raise ValueError(

@@ -151,6 +151,7 @@ def only_task(file: str) -> str:
     A task is a class that defines ``model`` and ``loss``, itself or in a base class: of the file or
     of oneloop.tasks. Raise BadInput for none or several.
     """
+    # Read the file. It is imported later, and only if it is chosen.
     file = file.removesuffix(":")
     tree = _read(Path(file))
 

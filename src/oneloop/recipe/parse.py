@@ -109,6 +109,8 @@ def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any
                 "changed copy"
             )
         return _made(source.name, flat(source.resolved), given, set())
+
+    # Keys by group are the same as keywords, which go first.
     if isinstance(source, Mapping):
         given = from_python(source) | given
         source = None
@@ -236,6 +238,7 @@ def _choose(
         if not isinstance(new, str):
             raise BadInput(f"{group}.name must be a name or a class path, found {new!r}")
         if new != old:
+            # Keep the keys that all choices of the group have.
             common = {f"{group}.{field.name}" for field in fields(GROUPS[group])}
             options = [key for key in written if key.startswith(f"{group}.") and key not in common]
             written = _without(written, options)

@@ -50,6 +50,8 @@ def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[st
         return load(source)
     if given.get("task.name"):
         return name_after(given["task.name"]), {}
+
+    # There is nothing to train.
     known = ", ".join(packaged())
     raise BadInput(
         f"no recipe given; use a packaged one ({known}), a YAML file, or a task (my_task.py:MyTask)"

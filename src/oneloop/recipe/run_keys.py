@@ -1,5 +1,7 @@
-"""Keys that do not change the trained model: machine, evaluation, saving, logging, the run
-folder."""
+"""Keys that do not change the trained model.
+
+They are for the machine, evaluation, saving, logging and the run folder.
+"""
 
 from dataclasses import dataclass, field
 from typing import Literal

@@ -1,5 +1,7 @@
-"""The training configuration: keys that decide what is trained (task, batch, optimizer, schedule,
-EMA, bad steps)."""
+"""The training configuration: keys that decide what is trained.
+
+They are for task, batch, optimizer, schedule, EMA and bad steps.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
