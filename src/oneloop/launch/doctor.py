@@ -176,7 +176,8 @@ def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) ->
         equal = len({one.processes for one in every}) == 1
         if ranks > 1 and equal and not any(one.loopback for one in every):
             links = _links(known, number * processes, processes, ranks)
-            times, names = [], []
+            times: list[Any] = []
+            names: list[str] = []
             of_hosts = exchanged(store, "links", links, number, hosts, _WAIT + 15)
             for host, of_ranks in zip(met.hosts, of_hosts, strict=True):
                 times += of_ranks

@@ -137,7 +137,7 @@ class Guard:
         if self._window is not None:
             self._bad = torch.maximum(self._bad, self._fault_value(norm, mean))
 
-        # An optimizer that knows no flag must not be called: read the flag.
+        # An optimizer that does not take the flag must not step on bad gradients: read it.
         if not self._on_device:
             fault = Fault(int(self._bad.item()))  # host sync
             if fault is Fault.NONE:
