@@ -15,8 +15,10 @@ import torch
 from adapters import a_base
 from oneloop.cli import main
 from oneloop.launch.command import config_files
-from oneloop.plan.plan import GPUS, grid
-from oneloop.plan.planned import Asked, planned
+from oneloop.plan.changes import grid
+from oneloop.plan.description import Asked, Plan
+from oneloop.plan.gpus import GPUS
+from oneloop.plan.planned import planned
 from oneloop.recipe.parse import read
 from oneloop.recipe.run_keys import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch
@@ -122,35 +124,35 @@ def test_one_more_layer_adds_what_the_formulas_say():
     )
     mlp = 96  # 8/3 x width, rounded up to a multiple of 32
     parameters = 4 * width**2 + 3 * width * mlp + 2 * width
-    assert four["parameters"] - three["parameters"] == parameters
+    assert four.parameters - three.parameters == parameters
     kept = {
-        kind: four["memory"]["kept"][kind] - three["memory"]["kept"][kind]
+        kind: four.memory.kept[kind] - three.memory.kept[kind]
         for kind in ("parameters", "EMA")
     }
     assert kept == {"parameters": 4 * parameters, "EMA": 4 * parameters}
     counters = 9 * 4  # AdamW's step of each tensor
     assert (
-        four["memory"]["kept"]["optimizer"] - three["memory"]["kept"]["optimizer"]
+        four.memory.kept["optimizer"] - three.memory.kept["optimizer"]
         == 8 * parameters + counters
     )
     tokens, matrices = 4 * micro * block, parameters - 2 * width
     # queries x keys and weights x values, not halved for causality
     attention = 4 * micro * 4 * block**2 * width
-    forward = {name: four["flops"][name] - three["flops"][name] for name in ("forward", "backward")}
+    forward = {name: four.flops[name] - three.flops[name] for name in ("forward", "backward")}
     assert forward["forward"] == 2 * matrices * tokens + attention
     # with the recomputed attention matrix
     assert forward["backward"] == 4 * matrices * tokens + 2.5 * attention
-    assert four["disk"]["checkpoint"] - three["disk"]["checkpoint"] == pytest.approx(
+    assert four.disk.checkpoint - three.disk.checkpoint == pytest.approx(
         16 * parameters, rel=0.01
     )
 
 
-def sent(plan: dict, name: str) -> int:
+def sent(plan: Plan, name: str) -> int:
     """Return the bytes of all calls of a collective."""
     return sum(
-        call["size"] * call["calls"]
-        for call in plan["collectives"]
-        if call["name"] == name and call["size"] > 8
+        call.size * call.calls
+        for call in plan.collectives
+        if call.name == name and call.size > 8
     )
 
 
@@ -172,7 +174,7 @@ def test_bytes_of_each_layout(tmp_path):
     ]
     asked += [Asked((*words, "--batch.size", "64"), "hsdp", 4), Asked(words, "ddp", 2)]
     sharded, kept, synced, hybrid, replicated = planned(asked)
-    replica = 4 * sharded["parameters"]
+    replica = 4 * sharded.parameters
     number = replica + 4 * (64 + 1)  # FSDP2 pads the one row of the last layer to two
     root = 4 * 2 * (64 + 1)  # that layer, which stays gathered
     assert sent(sharded, "all-gather") == times * (2 * (number - root) + root)
@@ -186,7 +188,7 @@ def test_bytes_of_each_layout(tmp_path):
     assert sent(hybrid, "all-reduce") == number / 2
     assert sent(replicated, "all-reduce") == replica and not sent(replicated, "all-gather")
     for plan, share in ((sharded, 2), (hybrid, 2), (replicated, 1)):
-        held, size = plan["memory"]["kept"], replica if plan is replicated else number / share
+        held, size = plan.memory.kept, replica if plan is replicated else number / share
         assert held["parameters"] == held["EMA"] == size
         assert held["optimizer"] == pytest.approx(2 * size, rel=0.01)
 
@@ -207,13 +209,13 @@ def test_the_first_change_fits_and_no_cheaper_one_does(capsys):
     plan = planned([asked])[0]
     needs = {change.words: change for change in grid(asked, plan, GPUS["h100"])}
     totals = {
-        words: again["memory"]["total"]
+        words: again.memory.total
         for words, again in zip(
             needs, planned([change.asked for change in needs.values()]), strict=True
         )
     }
     room = sorted(totals.values())[len(totals) // 3] / GIB  # a third of the grid fits
-    assert plan["memory"]["total"] > room * GIB
+    assert plan.memory.total > room * GIB
     assert main(["plan", *words, "--gpu", repr(room), "--json"]) == 1
     change = json.loads(capsys.readouterr().out)["change"]
     # in the order of the predicted cost
@@ -232,7 +234,7 @@ def test_the_fused_loss_has_three_products_of_the_output_layer():
         [Asked((*words, "--task.fused_loss", value), "single", 1) for value in ("false", "true")]
     )
     # its gradient is computed in the forward, in place
-    assert fused["flops"]["total"] == plain["flops"]["total"]
+    assert fused.total_flops == plain.total_flops
 
 
 @pytest.mark.slow
@@ -358,7 +360,7 @@ def test_a_change_that_cannot_be_planned_is_passed_over(capsys):
     ]
     asked = Asked(tuple(words), "ddp", 2)
     plan = planned([asked])[0]
-    room = repr(plan["memory"]["total"] / GIB - 1e-5)
+    room = repr(plan.memory.total / GIB - 1e-5)
     assert (
         main(["plan", *words, "--config_file", "ddp", "--processes", "2", "--gpu", room, "--json"])
         == 1
@@ -397,9 +399,9 @@ def test_every_machine_key_is_planned_or_listed():
     for key, plan in zip(BOUNDS, bounds, strict=True):
         assert any(
             line.startswith(f"machine.{key} ") and "upper bound" in line
-            for line in plan["not_counted"]
+            for line in plan.not_counted
         )
-    listed = set(" ".join(plain["not_counted"]).split("machine.")[1].replace(",", "").split())
+    listed = set(" ".join(plain.not_counted).split("machine.")[1].replace(",", "").split())
     names = {field.name for field in dataclasses.fields(MachineConfig)}
     assert names == (listed & names) | COUNTED.keys() | BOUNDS.keys() | ONE_LAYOUT
     assert not listed & (COUNTED.keys() | BOUNDS.keys() | ONE_LAYOUT)
@@ -412,13 +414,13 @@ def test_keys_of_other_models(recipes):
     asked = [
         Asked((*recipes["lora"], *more), "single", 1, mixed_precision="bf16") for more in ([], BASE)
     ]
-    wide, narrow = (plan["memory"]["kept"]["parameters"] for plan in planned(asked))
+    wide, narrow = (plan.memory.kept["parameters"] for plan in planned(asked))
     assert narrow < 0.6 * wide
     images = [
         Asked(("digits", "--machine.channels_last", value), "single", 1)
         for value in ("true", "false")
     ]
-    one, other = (plan["memory"]["kept"] for plan in planned(images))
+    one, other = (plan.memory.kept for plan in planned(images))
     assert one == other
 
 
@@ -434,9 +436,9 @@ def test_every_config_file_is_planned():
         for name, number in ranks.items()
     ]
     for one, plan in zip(asked, planned(asked), strict=True):
-        assert plan["memory"]["step"]["peak"] > 0 and plan["processes"] == one.processes
-        assert plan["sharded"] is (one.config_file in ("fsdp2", "hsdp"))
-        assert bool(plan["collectives"]) is (one.processes > 1)
+        assert plan.memory.step.peak > 0 and plan.processes == one.processes
+        assert plan.sharded is (one.config_file in ("fsdp2", "hsdp"))
+        assert bool(plan.collectives) is (one.processes > 1)
 
 
 @pytest.mark.parametrize(
@@ -462,11 +464,11 @@ def test_a_llama_of_seven_billion_parameters(processes):
         [Asked(words, "fsdp2", processes, nodes=max(1, processes // 8), mixed_precision="bf16")]
     )[0]
     number, root = 6_738_415_616, 32_000 * 4_096 + 4_096
-    assert plan["parameters"] == number
-    held, padding = plan["memory"]["kept"], 0.02 if processes == 1024 else 1e-6
+    assert plan.parameters == number
+    held, padding = plan.memory.kept, 0.02 if processes == 1024 else 1e-6
     assert held["parameters"] == held["EMA"] == pytest.approx(4 * number / processes, rel=padding)
     assert held["optimizer"] == pytest.approx(8 * number / processes, rel=padding + 1e-6)
-    times = plan["accumulate"]
+    times = plan.accumulate
     assert sent(plan, "all-gather") == pytest.approx(
         times * (4 * (number - root) + 2 * root), rel=padding
     )

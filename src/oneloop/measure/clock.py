@@ -37,11 +37,15 @@ class Clock:
         # (phase, time) not yet summed, which keeps the cost per step low
         self._marks: list[tuple[str, float]] = []
         self._events.clear()
-        self._last = self._began = self._since = perf_counter()
+        now = perf_counter()
+        self._last = now  # the last mark
+        self._began = now  # the current step
+        self._since = now
 
     def mark(self, phase: str) -> None:
-        """Attribute the time since the last mark to ``phase``. No host sync; costs about 1 us (with
-        a GPU, 3 us)."""
+        """Attribute the time since the last mark to ``phase``; no host sync.
+
+        Costs about 1 us (with a GPU, 3 us)."""
         self._marks.append((phase, perf_counter()))
         if self._on_device:
             event = torch.Event(self._device, enable_timing=True)
@@ -82,18 +86,19 @@ class Clock:
         seconds per step, and the total ``seconds`` without evaluation and saving."""
         self._sum()
         spent = dict(self._spent)
-        if self._on_device:
+        if self._on_device:  # the host only queues this work
             spent |= self._of_device(sum(spent.get(phase, 0.0) for phase in _ON_DEVICE))
         for phase, seconds in spent.items():
             self._total[phase] += seconds
+
         whole = sum(spent.values()) or 1.0
         metrics = {f"share/{phase}": spent.get(phase, 0.0) / whole for phase in PHASES}
-        metrics["seconds"] = (
-            perf_counter() - self._since - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
-        )
+        seconds = perf_counter() - self._since
+        metrics["seconds"] = seconds - spent.get("evaluate", 0.0) - spent.get("save", 0.0)
         if self._steps:
             low, middle, high = _quartiles(self._steps)
-            metrics["speed/step_seconds"], metrics["speed/step_seconds_iqr"] = middle, high - low
+            metrics["speed/step_seconds"] = middle
+            metrics["speed/step_seconds_iqr"] = high - low
         self.restart()
         return metrics
 
@@ -104,20 +109,22 @@ class Clock:
     def overall(self) -> dict[str, float]:
         """Return the shares of the time over all reads so far, and its ``seconds``."""
         seconds = sum(self._total.values())
-        return {f"share/{p}": value / (seconds or 1.0) for p, value in self.spent().items()} | {
-            "seconds": seconds
-        }
+        shares = {}
+        for phase, value in self.spent().items():
+            shares[f"share/{phase}"] = value / (seconds or 1.0)
+        return {**shares, "seconds": seconds}
 
     def _of_device(self, seconds: float) -> dict[str, float]:
-        """Divide the host's seconds for the device phases in proportion to the device's own
-        times."""
+        """Divide the host's seconds of these phases in proportion to the device's own times."""
         spent: dict[str, float] = defaultdict(float)
         for marks in self._events:
             for (_, before), (phase, event) in pairwise(marks):
                 if phase in _ON_DEVICE:
                     spent[phase] += before.elapsed_time(event)
         whole = sum(spent.values())
-        return {phase: value / whole * seconds for phase, value in spent.items()} if whole else {}
+        if not whole:
+            return {}
+        return {phase: value / whole * seconds for phase, value in spent.items()}
 
 
 def _quartiles(values: list[float]) -> tuple[float, float, float]:

@@ -27,20 +27,31 @@ _AT_ONCE = 1 << 20  # elements
 
 @torch.no_grad()
 def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return a hash of all tensors as 16 hexadecimal digits (``bits``), and two bytes
-    (little-endian) of each tensor's hash in the order of the names, in base64 (``bits_of``).
-    Collective; one host sync; an all-reduce if any is sharded. Raise ValueError if a tensor is not
-    sharded by rows over one mesh dimension."""
+    """Return a hash of all tensors, and a short one of each.
+
+    Collective; one host sync; an all-reduce if any is sharded.
+
+    Returns:
+        ``bits``: The hash of all tensors, 16 hexadecimal digits. ``bits_of``: Two bytes
+        (little-endian) of each tensor's hash in the order of the names, in base64.
+
+    Raises:
+        ValueError: A tensor is not sharded by rows over one mesh dimension.
+    """
     if not tensors:
         return {"bits": f"{0:016x}", "bits_of": ""}
     ordered = [tensors[name] for name in sorted(tensors)]
     device = ordered[0].device
     hashes = torch.stack([_hash(tensor).to(device) for tensor in ordered])
-    if sharded := [tensor for tensor in ordered if isinstance(tensor, DTensor)]:
+
+    # Sum the shards of all ranks.
+    sharded = [tensor for tensor in ordered if isinstance(tensor, DTensor)]
+    if sharded:
         group = sharded[0].device_mesh.get_group()
         whole = torch.tensor([not isinstance(tensor, DTensor) for tensor in ordered], device=device)
         hashes[whole] *= int(dist.get_rank(group) == 0)  # count replicated tensors once
         dist.all_reduce(hashes, group=group)
+
     values: list[int] = hashes.tolist()  # host sync
     short = b"".join(struct.pack("<H", key(value) & 0xFFFF) for value in values)
     return {"bits": f"{key(*values):016x}", "bits_of": base64.b64encode(short).decode()}
@@ -53,9 +64,9 @@ def _hash(tensor: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=mine.device)
     for begin in range(0, mine.numel(), _AT_ONCE):
         part = mine[begin : begin + _AT_ONCE]
-        factor = torch.arange(
-            first + begin + 1, first + begin + 1 + part.numel(), device=mine.device
-        )
+        # The factor of an element depends on its index in the whole tensor, and is odd.
+        index = first + begin + 1
+        factor = torch.arange(index, index + part.numel(), device=mine.device)
         factor *= GOLDEN - (1 << 64)  # as a signed number: the product is taken modulo 2^64
         factor ^= factor >> 32
         factor |= 1

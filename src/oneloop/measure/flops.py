@@ -1,7 +1,6 @@
 """Floating-point operations of a step, peak of the device, and device utilisation."""
 
 import math
-import re
 import time
 from contextlib import nullcontext
 from functools import cache
@@ -10,24 +9,41 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-_TFLOPS = """GB200: 2500 2500 80; B200: 2250 2250 80; H200: 989 989 67; GH200: 989 989 67
-H100 PCIe: 756 756 51
-H100 NVL: 835 835 60; H100: 989 989 67; A100: 312 312 19.5; A10G: 70 70 35; L40S: 362 362 91.6
-L4: 121 121 30.3; V100: 0 125 15.7; T4: 0 65 8.1; 4090: 165 165 82.6; 3090: 71 71 35.6
-MI300X: 1307 1307 163; MI250X: 383 383 47.9"""
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PEAKS = {
-    name: {
-        dtype: float(peak) * 1e12
-        for dtype, peak in zip(_DTYPES, peaks.split(), strict=True)
-        if peak != "0"
-    }
-    for name, peaks in (entry.split(": ") for entry in re.split(r"; |\n", _TFLOPS))
-}  # dense FLOP/s from the vendors' data sheets, without sparsity; float32 without TF32
 
+def _peaks(bfloat16: float, float16: float, float32: float) -> dict[torch.dtype, float]:
+    """Return FLOP/s by dtype, without those that the device does not have (0)."""
+    peaks = {torch.bfloat16: bfloat16, torch.float16: float16, torch.float32: float32}
+    return {dtype: peak * 1e12 for dtype, peak in peaks.items() if peak}
+
+
+# Dense TFLOP/s from the vendors' data sheets, without sparsity; float32 without TF32. Of two names
+# that are in the name of a device, the first one counts.
+# device: bfloat16, float16, float32
+PEAKS = {
+    "GB200": _peaks(2500, 2500, 80),
+    "B200": _peaks(2250, 2250, 80),
+    "H200": _peaks(989, 989, 67),
+    "GH200": _peaks(989, 989, 67),
+    "H100 PCIe": _peaks(756, 756, 51),
+    "H100 NVL": _peaks(835, 835, 60),
+    "H100": _peaks(989, 989, 67),
+    "A100": _peaks(312, 312, 19.5),
+    "A10G": _peaks(70, 70, 35),
+    "L40S": _peaks(362, 362, 91.6),
+    "L4": _peaks(121, 121, 30.3),
+    "V100": _peaks(0, 125, 15.7),
+    "T4": _peaks(0, 65, 8.1),
+    "4090": _peaks(165, 165, 82.6),
+    "3090": _peaks(71, 71, 35.6),
+    "MI300X": _peaks(1307, 1307, 163),
+    "MI250X": _peaks(383, 383, 47.9),
+}
+
+# Formulas of operators that torch's counter lacks.
+_ATEN = torch.ops.aten
 IN_PLACE = {
-    getattr(torch.ops.aten, f"{n}_"): flop_registry[getattr(torch.ops.aten, n)]
-    for n in ("addmm", "baddbmm")
+    _ATEN.addmm_: flop_registry[_ATEN.addmm],
+    _ATEN.baddbmm_: flop_registry[_ATEN.baddbmm],
 }
 
 
@@ -35,14 +51,18 @@ class Operations(FlopCounterMode):
     """Counts the floating-point operations in its context; a multiply-add counts as two.
 
     Unlike torch's counter, it does not count activation checkpointing's recomputation, which runs
-    in the backward with gradients enabled."""
+    in the backward with gradients enabled.
+
+    Args:
+        modules: Also count by module.
+    """
 
     def __init__(self, *, modules: bool = False) -> None:
         super().__init__(display=False, custom_mapping=IN_PLACE)
-        tracker: Any = nullcontext()
-        tracker.parents = {"Global"}
+        # torch's hooks on modules break a model that differentiates in its forward.
         if not modules:
-            # torch's hooks break a model that differentiates in its forward
+            tracker: Any = nullcontext()
+            tracker.parents = {"Global"}
             self.mod_tracker = tracker
         self.backward = False  # whether the forward is over; set by the caller
 
@@ -53,6 +73,7 @@ class Operations(FlopCounterMode):
 
     @property
     def total(self) -> float:
+        """Number of operations so far."""
         return float(self.get_total_flops())
 
 
@@ -70,12 +91,20 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None) -> float:
-    """Measure the FLOP/s of the fastest of several (``side``, ``side``) matrix products; takes
-    about 0.05 s."""
-    side = side or (512 if device.type == "cpu" else 8192)
-    a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
-    best, until = float("inf"), time.perf_counter() + 0.05
-    torch.mm(a, b)
+    """Measure the FLOP/s of the fastest of several matrix products; takes about 0.05 s.
+
+    Args:
+        device: Where to compute.
+        dtype: dtype of the matrices.
+        side: Rows and columns of the matrices (None: by device).
+    """
+    if side is None:
+        side = 512 if device.type == "cpu" else 8192
+    a = torch.randn(side, side, device=device).to(dtype)
+    b = torch.randn(side, side, device=device).to(dtype)
+    best = math.inf
+    until = time.perf_counter() + 0.05
+    torch.mm(a, b)  # warm up
     while True:
         _wait(device)
         began = time.perf_counter()
@@ -92,8 +121,9 @@ def _wait(device: torch.device) -> None:
 
 
 def utilisation(device: torch.device) -> float:
-    """Return the share of the driver's last sampling period (up to 1 s) in which a kernel ran; NaN
-    if unknown."""
+    """Return the share of the time in which a kernel ran; NaN if unknown.
+
+    The time is the driver's last sampling period, up to 1 s."""
     handle = _handle(device)
     if handle is None:
         return math.nan
@@ -107,16 +137,15 @@ def utilisation(device: torch.device) -> float:
 
 @cache
 def _handle(device: torch.device) -> Any:
-    """Return NVML's handle, or None. Found by UUID, because CUDA_VISIBLE_DEVICES changes the device
-    indices."""
+    """Return NVML's handle, or None."""
     if device.type != "cuda" or torch.version.hip:
         return None
     try:
         import pynvml
 
+        # Find it by UUID, because CUDA_VISIBLE_DEVICES changes the indices.
+        uuid = torch.cuda.get_device_properties(device).uuid
         pynvml.nvmlInit()
-        return pynvml.nvmlDeviceGetHandleByUUID(
-            f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-        )
+        return pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
     except Exception:  # no NVML: the metric is left out
         return None

@@ -31,17 +31,17 @@ from oneloop.basics.exact_sums import digit_rows, rounded_sum, square_sum
 
 
 class Sensor:
-    """Measures squared gradient norms of a step's parts before they are summed; costs nothing in
-    other steps.
+    """Measures squared gradient norms of a step's parts; costs nothing in other steps.
 
     A part is a micro-batch of one rank. Under FSDP2, which first sums a rank's micro-batches, it is
     the rank's share of the step, unless ``exact``.
 
-    Args: ``accelerator``: its ranks share the step; the loss scale of its scaler is undone.
-        ``model``: as prepared.
-    ``exact``: results are bit-identical under every parallel layout. Gradients of each micro-batch
-    are summed over the ranks separately; under FSDP2 the caller passes them to :meth:`see`.
-    ``summed``: gradients are summed over the ranks, not averaged as DDP and FSDP2 do by default.
+    Args:
+        accelerator: Its ranks share the step; the loss scale of its scaler is undone.
+        model: As prepared.
+        exact: Results are bit-identical under every parallel layout. Gradients of each micro-batch
+            are summed over the ranks separately; under FSDP2 the caller passes them to :meth:`see`.
+        summed: Gradients are summed over the ranks, not averaged as DDP and FSDP2 do by default.
     """
 
     def __init__(
@@ -52,31 +52,40 @@ class Sensor:
         exact: bool = False,
         summed: bool = False,
     ) -> None:
-        self._accelerator, self._exact = accelerator, exact
+        self._accelerator = accelerator
+        self._exact = exact
         self._means = 1 if summed else accelerator.num_processes
         self._parameters = [
             parameter for parameter in model.parameters() if parameter.requires_grad
         ]
         self._sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        for module in self._sharded if not exact else ():
-            module.set_custom_reduce_scatter(_MeasuredReduceScatter(self))
+        if not exact:
+            for module in self._sharded:
+                module.set_custom_reduce_scatter(_MeasuredReduceScatter(self))
+        self._scale = 1.0  # of the loss
+
+        # Of the measured step.
         self._on = False
-        self._norms: list[Tensor] = []
-        self._parts: list[tuple[Tensor, float]] = []
-        self._weight, self._scale = 0.0, 1.0
+        self._parts: list[tuple[Tensor, float]] = []  # squared norm (exact: its digits), and weight
+        self._norms: list[Tensor] = []  # of the current part's tensors
+        self._weight = 0.0  # of the current part
 
     @staticmethod
     def why_not(ranks: int, accumulate: int, *, sharded: bool) -> str | None:
-        """Return why a layout cannot measure the noise scale, or None. With batch.grain, pass
-        ``sharded=False``."""
-        if ranks * (1 if sharded else accumulate) > 1:
+        """Return why a layout cannot measure the noise scale, or None.
+
+        With batch.grain, pass ``sharded=False``."""
+        parts = ranks if sharded else ranks * accumulate
+        if parts > 1:
             return None
         return "a step has only one micro-batch; set batch.micro to half of it"
 
     @contextmanager
     def measuring(self, on: bool = True) -> Iterator[None]:
         """Measure the gradients of one step in this context."""
-        self._norms, self._parts, self._weight = [], [], 0.0
+        self._norms = []
+        self._parts = []
+        self._weight = 0.0
         self._on = on
         if on and self._accelerator.scaler is not None:
             self._scale = self._accelerator.scaler.get_scale()  # host sync
@@ -92,55 +101,60 @@ class Sensor:
 
     def see(self, gradient: Tensor) -> None:
         """Add one gradient tensor of the current part."""
-        if self._on:
-            if self._exact:
-                self._norms.append(digit_rows([gradient]))
-            else:
-                wide = torch.promote_types(gradient.dtype, torch.float32)
-                self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide))
+        if not self._on:
+            return
+        if self._exact:
+            self._norms.append(digit_rows([gradient]))
+        else:
+            wide = torch.promote_types(gradient.dtype, torch.float32)
+            self._norms.append(torch.linalg.vector_norm(gradient.detach(), dtype=wide))
 
     def micro_batch(self, weight: float) -> None:
         """Record that a micro-batch's backward is done; ``weight`` is its weight on this rank."""
         self._weight += weight
-        if self._norms:
-            if self._weight > 0:
-                found = (
-                    torch.cat(self._norms)
-                    if self._exact
-                    else torch.stack(self._norms).square().sum()
-                )
-                self._parts.append((found, self._weight))
-            self._norms, self._weight = [], 0.0
+        if not self._norms:
+            return  # FSDP2 reduces gradients only at the end of the step
+        if self._weight > 0:
+            if self._exact:
+                square = torch.cat(self._norms)
+            else:
+                square = torch.stack(self._norms).square().sum()
+            self._parts.append((square, self._weight))
+        self._norms = []
+        self._weight = 0.0
 
     def read(self, weight: float, samples: int) -> tuple[float, float, float]:
-        """Return the statistics of the last measured step, whose summed loss was divided by
-        ``weight``, with ``samples`` over all ranks. Collective; one all-reduce and one host sync.
+        """Return the statistics of the last measured step.
 
-        They are the mean squared norm of the parts' mean gradients, the mean of 1 / samples of a
-        part, and 1 / samples of the step. NaN if all parts have weight 0; :meth:`NoiseScale.add`
-        ignores NaN."""
+        Collective; one all-reduce and one host sync.
+
+        Args:
+            weight: Weight of the global batch, by which the summed loss was divided.
+            samples: Samples of the global batch.
+
+        Returns:
+            The mean squared norm of the parts' mean gradients, the mean of 1 / samples of a part,
+            and 1 / samples of the step. NaN if all parts have weight 0; :meth:`NoiseScale.add`
+            ignores NaN.
+        """
         # Parts' gradients are divided by the step's weight, and scaled: undo both, and divide by
         # the part's weight.
         squares = [square.double().cpu() for square, _ in self._parts]
         undone = [(weight / (self._means * own * self._scale)) ** 2 for _, own in self._parts]
         if self._exact:
-            square, inverse, count = self._exactly(
-                [square_sum(rows.tolist()) for rows in squares], undone
-            )
+            exact = [square_sum(rows.tolist()) for rows in squares]
+            square, inverse, count = self._exactly(exact, undone)
         else:
-            sums = torch.tensor(
-                [
-                    sum(
-                        float(square) * factor
-                        for square, factor in zip(squares, undone, strict=True)
-                    ),
-                    sum(1.0 / own for _, own in self._parts),
-                    len(self._parts),
-                ],
-                dtype=torch.float32 if self._accelerator.device.type == "mps" else torch.float64,
-                device=self._accelerator.device,
-            )
-            square, inverse, count = self._accelerator.reduce(sums, "sum").tolist()
+            each_undone = zip(squares, undone, strict=True)
+            mine = [
+                sum(float(square) * factor for square, factor in each_undone),
+                sum(1.0 / own for _, own in self._parts),
+                len(self._parts),
+            ]
+            device = self._accelerator.device
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            sums = torch.tensor(mine, dtype=wide, device=device)
+            square, inverse, count = self._accelerator.reduce(sums, "sum").tolist()  # host sync
         self._parts = []
         each = weight / samples  # mean weight of a sample
         count = count or math.nan
@@ -148,24 +162,23 @@ class Sensor:
 
     def _exactly(self, squares: list[float], undone: list[float]) -> tuple[float, float, float]:
         """Sum over the parts of all ranks; each sum is rounded once."""
-        mine = torch.tensor(
-            [
-                (square * factor, 1.0 / own)
-                for square, factor, (_, own) in zip(squares, undone, self._parts, strict=True)
-            ],
-            dtype=torch.float64,
-            device=self._accelerator.device,
-        ).view(-1, 2)
-        most = max(self._accelerator.gather(torch.tensor([len(mine)], device=mine.device)).tolist())
-        padded = torch.nn.functional.pad(mine, (0, 0, 0, most - len(mine)))[None]
-        found = [
-            row for rank in self._accelerator.gather(padded).tolist() for row in rank if row[1]
-        ]
-        return (
-            rounded_sum(row[0] for row in found),
-            rounded_sum(row[1] for row in found),
-            len(found),
-        )
+        rows = []
+        for square, factor, (_, own) in zip(squares, undone, self._parts, strict=True):
+            rows.append((square * factor, 1.0 / own))
+        mine = torch.tensor(rows, dtype=torch.float64, device=self._accelerator.device).view(-1, 2)
+
+        # A gather needs equal shapes: pad with rows whose second number, 1 / weight, is 0.
+        counts = self._accelerator.gather(torch.tensor([len(mine)], device=mine.device))
+        missing = max(counts.tolist()) - len(mine)
+        padded = torch.nn.functional.pad(mine, (0, 0, 0, missing))[None]
+        scaled = []
+        inverses = []
+        for rank in self._accelerator.gather(padded).tolist():
+            for square, inverse in rank:
+                if inverse:
+                    scaled.append(square)
+                    inverses.append(inverse)
+        return rounded_sum(scaled), rounded_sum(inverses), len(scaled)
 
 
 class _MeasuredReduceScatter(DefaultReduceScatter):
@@ -181,10 +194,9 @@ class _MeasuredReduceScatter(DefaultReduceScatter):
 
 
 class NoiseScale:
-    """Estimator of the noise scale: the ratio of the means of tr(S) and |G|^2 over the last
-    ``window`` measurements.
+    """Estimator of the noise scale: the ratio of the means of tr(S) and |G|^2.
 
-    Single measurements are far too noisy."""
+    The means are over the last ``window`` measurements; single ones are far too noisy."""
 
     def __init__(self, window: int = 64) -> None:
         self._measured: deque[tuple[float, float]] = deque(maxlen=window)
@@ -205,13 +217,10 @@ class NoiseScale:
 
     @property
     def value(self) -> float | None:
-        """B_simple in samples; None before the first measurement, or if the noise is too large for
-        an estimate."""
-        noise, signal = (
-            (sum(values) for values in zip(*self._measured, strict=True))
-            if self._measured
-            else (0.0, 0.0)
-        )
+        """B_simple in samples; None before the first measurement, or if the noise is too large."""
+        if not self._measured:
+            return None
+        noise, signal = (sum(values) for values in zip(*self._measured, strict=True))
         return noise / signal if noise > 0 and signal > 0 else None
 
     def metrics(self) -> dict[str, float]:
@@ -219,15 +228,23 @@ class NoiseScale:
         return {} if self.value is None else {"train/noise_scale": self.value}
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the measurements in the window."""
         return {"found": [list(pair) for pair in self._measured]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the measurements."""
         self._measured.clear()
         self._measured.extend((noise, signal) for noise, signal in state["found"])
 
 
 def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:
-    """Return a sentence about the noise scale, for a run with this global batch size."""
+    """Return a sentence about the noise scale.
+
+    Args:
+        value: B_simple in samples; None: there is no estimate.
+        batch: Global batch size.
+        why_not: Why it cannot be measured; None: it can.
+    """
     if why_not is not None:
         return f"noise scale n/a: {why_not}"
     if value is None:
@@ -235,17 +252,13 @@ def meaning(value: float | None, batch: int, why_not: str | None = None) -> str:
             "noise scale n/a: the gradient is too noisy to be seen; log more often, or train longer"
         )
     critical = float(f"{value:.2g}")
+    sentence = f"noise scale: critical batch about {critical:,.0f}; you use {batch:,}"
     if critical >= 1.5 * batch:
         times = float(f"{critical / batch:.2g}")
-        more = (
-            f"up to {times:,.{0 if times >= 10 else 1}f}x larger batches cost little data "
-            "efficiency"
-        )
-    elif critical <= batch / 1.5:
-        more = (
-            f"batches down to 1/{batch / critical:,.0f} of it would need fewer samples, and more "
-            "steps"
-        )
-    else:
-        more = "that is about right"
-    return f"noise scale: critical batch about {critical:,.0f}; you use {batch:,}: {more}"
+        decimals = 0 if times >= 10 else 1
+        factor = f"{times:,.{decimals}f}x"
+        return f"{sentence}: up to {factor} larger batches cost little data efficiency"
+    if critical <= batch / 1.5:
+        share = f"1/{batch / critical:,.0f}"
+        return f"{sentence}: batches down to {share} of it would need fewer samples, and more steps"
+    return f"{sentence}: that is about right"

@@ -27,11 +27,13 @@ _SENDING = ("nccl", "gloo:", "c10d::", "record_param_comms")
 class Profiling:
     """Profiles a range of steps on this process.
 
-    Args: ``folder``: output folder, created when there is something to write. ``device``: device to
-    profile in addition to the host. ``profile``: steps of the trace, ``10-15`` or ``10``, counted
-    from 1. ``memory``: steps of the memory snapshot; without a GPU, only the peak is printed.
-    ``say``: prints a message for the user. ``log``: gets the share of exposed communication, as a
-    metric.
+    Args:
+        folder: Output folder, created when there is something to write.
+        device: Device to profile in addition to the host.
+        profile: Steps of the trace, ``10-15`` or ``10``, counted from 1.
+        memory: Steps of the memory snapshot; without a GPU, only the peak is printed.
+        say: Prints a message for the user.
+        log: Gets the share of exposed communication, as a metric.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class Profiling:
         say: Callable[[str], object] = print,
         log: Callable[[dict[str, float]], object] = dict,
     ) -> None:
-        self._folder, self._device, self._say, self._log = folder, device, say, log
+        self._folder = folder
+        self._device = device
+        self._say = say
+        self._log = log
         self._trace = span(profile, "watch.profile") if profile else None
         self._memory = span(memory, "watch.memory") if memory else None
         self._profiler: Any = None
@@ -61,44 +66,52 @@ class Profiling:
 
     def step(self, number: int) -> None:
         """Start or stop recording before the step of this number."""
-        if self._trace and self._profiler is None and self._trace[0] <= number <= self._trace[1]:
-            kinds = [
-                ProfilerActivity.CPU,
-                *([ProfilerActivity.CUDA] if self._device.type == "cuda" else []),
-            ]
-            self._profiler = profile(activities=kinds, record_shapes=True, profile_memory=True)
-            self._profiler.start()
-        elif self._trace and number > self._trace[1]:
-            self._stop_trace()
-        if self._memory and not self._recording and self._memory[0] <= number <= self._memory[1]:
-            self._recording = True
-            if self._device.type == "cuda":
-                torch.cuda.memory._record_memory_history(max_entries=200_000)
-        elif self._memory and number > self._memory[1]:
-            self._stop_memory()
+        if self._trace is not None:
+            first, last = self._trace
+            if self._profiler is None and first <= number <= last:
+                self._start_trace()
+            elif number > last:
+                self._stop_trace()
+        if self._memory is not None:
+            first, last = self._memory
+            if not self._recording and first <= number <= last:
+                self._recording = True
+                if self._device.type == "cuda":
+                    torch.cuda.memory._record_memory_history(max_entries=200_000)
+            elif number > last:
+                self._stop_memory()
+
+    def _start_trace(self) -> None:
+        kinds = [ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            kinds.append(ProfilerActivity.CUDA)
+        self._profiler = profile(activities=kinds, record_shapes=True, profile_memory=True)
+        self._profiler.start()
 
     def _stop_trace(self) -> None:
         if self._profiler is None:
             return
         if self._device.type != "cpu":
-            torch.accelerator.synchronize()
+            torch.accelerator.synchronize()  # the trace should hold all kernels of the steps
         self._profiler.stop()
+
         self._folder.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(self._folder / "trace.json.gz"))
         by = "self_cuda_time_total" if self._device.type == "cuda" else "self_cpu_time_total"
         table = self._profiler.key_averages().table(sort_by=by, row_limit=30)
+
+        # With several ranks, say what the communication costs.
         alone, whole = exposed(self._profiler.events() or ())
         if whole and dist.is_initialized():
-            table = (
-                f"communication that nothing else overlaps: {100 * alone / whole:.1f} % of the "
-                f"span\n{table}"
-            )
+            percent = f"{100 * alone / whole:.1f} %"
+            table = f"communication that nothing else overlaps: {percent} of the span\n{table}"
             self._log({"profile/exposed_communication": alone / whole})
         (self._folder / "operators.txt").write_text(table)
         self._say(
             f"watch.profile: {self._folder}/trace.json.gz (ui.perfetto.dev) and operators.txt"
         )
-        self._profiler, self._trace = None, None
+        self._profiler = None
+        self._trace = None
 
     def _stop_memory(self) -> None:
         if not self._recording:
@@ -110,40 +123,47 @@ class Profiling:
             )
             torch.cuda.memory._record_memory_history(enabled=None)
         else:
-            peak = f"the peak of this process is {peak_memory() / 2**30:.2f} GiB"
             self._say(
-                f"watch.memory: a snapshot needs a GPU; {peak} (watch.profile shows what "
-                "operators allocate)"
+                "watch.memory: a snapshot needs a GPU; the peak of this process is "
+                f"{peak_memory() / 2**30:.2f} GiB (watch.profile shows what operators allocate)"
             )
-        self._recording, self._memory = False, None
+        self._recording = False
+        self._memory = None
 
 
 def memory_snapshot(file: Path) -> Path:
-    """Write a snapshot of the GPU's memory, with the history of allocations if it was recorded;
-    return ``file``."""
+    """Write a snapshot of the GPU's memory, with the recorded history; return ``file``."""
     file.parent.mkdir(parents=True, exist_ok=True)
     torch.cuda.memory._dump_snapshot(str(file))
     return file
 
 
 def exposed(events: Iterable[Any]) -> tuple[float, float]:
-    """Return the microseconds of communication without computation, and of the whole span, from
-    profiler events.
+    """Return the microseconds of communication without computation, and of the whole span.
 
-    On a GPU this compares kernels; without one, host threads, since gloo runs on separate
-    threads."""
+    On a GPU this compares kernels; without one, host threads, since gloo runs on separate threads.
+
+    Args:
+        events: Those of a profiler.
+    """
     found = list(events)
     kernels = [event for event in found if str(event.device_type).endswith("CUDA")]
     compared = kernels or found
-    sending = [(e.time_range.start, e.time_range.end) for e in compared if _sends(e.name)]
-    computing = [
-        (e.time_range.start, e.time_range.end)
-        for e in compared
-        if not _sends(e.name) and (kernels or (e.name.startswith("aten::") and not e.cpu_children))
-    ]
     if not compared:
         return 0.0, 0.0
-    whole = max(e.time_range.end for e in compared) - min(e.time_range.start for e in compared)
+
+    spans = []
+    sending = []
+    computing = []
+    for event in compared:
+        one = (event.time_range.start, event.time_range.end)
+        spans.append(one)
+        if _sends(event.name):
+            sending.append(one)
+        # On the host, an operator that calls others would count twice.
+        elif kernels or (event.name.startswith("aten::") and not event.cpu_children):
+            computing.append(one)
+    whole = max(end for _, end in spans) - min(start for start, _ in spans)
     return covered(chain(sending, computing)) - covered(computing), float(whole)
 
 
@@ -153,7 +173,8 @@ def _sends(name: str) -> bool:
 
 def covered(spans: Iterable[tuple[float, float]]) -> float:
     """Return the length of the union of these spans."""
-    total, end = 0.0, float("-inf")
+    total = 0.0
+    end = float("-inf")
     for start, stop in sorted(spans):
         total += max(0.0, stop - max(start, end))
         end = max(end, stop)

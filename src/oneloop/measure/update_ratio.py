@@ -1,6 +1,6 @@
 """The update ratio |change of the weights| / |weights|; about 1e-3 is common."""
 
-from collections import defaultdict
+import math
 from collections.abc import Iterable, Sequence
 from functools import reduce
 
@@ -20,21 +20,30 @@ class UpdateRatio:
 
     For models with more than some thousand weights it is estimated from a fixed sample, if possible
     the same share of each parameter. Each sampled weight counts for the weights of its parameter
-    that it represents."""
+    that it represents.
+
+    Args:
+        parameters: Of the model; of sharded ones, this rank's shards.
+    """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         mine = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
         stride = max(1, sum(part.numel() for part in mine) // _SAMPLED)
-        by_width: dict[int, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+
+        # Sample runs of adjacent weights; runs of one width are measured together.
+        by_width: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
         for part in mine:
-            if part.numel() and part.is_contiguous():
-                width = min(_RUN, part.numel())
-                runs = part.view(-1)[: part.numel() // width * width].view(-1, width)[::stride]
-                counts = torch.full(
-                    (runs.numel(),), part.numel() / runs.numel(), device=part.device
-                )
-                by_width[width].append((runs, counts))
-        self._samples = [_Sample(*map(list, zip(*each, strict=True))) for each in by_width.values()]
+            size = part.numel()
+            if size and part.is_contiguous():
+                width = min(_RUN, size)
+                whole = part.view(-1)[: size // width * width]
+                runs = whole.view(-1, width)[::stride]
+                number = runs.numel()
+                counts = torch.full((number,), size / number, device=part.device)
+                several = by_width.setdefault(width, ([], []))
+                several[0].append(runs)
+                several[1].append(counts)
+        self._samples = [_Sample(*several) for several in by_width.values()]
         self._begun = False
 
     def before(self) -> None:
@@ -44,13 +53,15 @@ class UpdateRatio:
         self._begun = True
 
     def values(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the squared norms of the change since :meth:`before` and of the weights then,
-        0-dim.
+        """Return the squared norms of the change since :meth:`before`, and of the weights then.
 
-        Both are 0 if :meth:`before` was not called, and on a rank that holds no weights."""
-        each = [sample.squares() for sample in self._samples] if self._begun else []
+        Both are 0-dim. They are 0 if :meth:`before` was not called, and on a rank without
+        weights."""
+        if self._begun and self._samples:
+            moved, size = reduce(torch.add, [sample.squares() for sample in self._samples])
+        else:
+            moved, size = like.new_zeros(2)
         self._begun = False
-        moved, size = reduce(torch.add, each) if each else like.new_zeros(2)
         return moved, size
 
     @staticmethod
@@ -72,13 +83,15 @@ class ExactUpdateRatio:
         stride = max(1, sum(parameter.numel() for parameter in trained) // _SAMPLED)
         # this rank's shard of a parameter, and sampled indices in it
         self._chosen: list[tuple[Tensor, Tensor]] = []
-        offset = 0
+        offset = 0  # index of a parameter's first weight in the whole model
         for parameter in trained:
             mine = as_real(local(parameter.detach()))
             first = offset + first_element(parameter)
             offset += parameter.numel()
+            # Of the runs that this shard overlaps, take those at a multiple of the stride.
             begin = -(-(first // _RUN) // stride) * stride
-            runs = torch.arange(begin, max(begin, -(-(first + mine.numel()) // _RUN)), stride)
+            end = -(-(first + mine.numel()) // _RUN)
+            runs = torch.arange(begin, max(begin, end), stride)
             indices = (runs[:, None] * _RUN + torch.arange(_RUN)).view(-1) - first
             indices = indices[(indices >= 0) & (indices < mine.numel())]
             if len(indices):
@@ -86,30 +99,31 @@ class ExactUpdateRatio:
         self._before: Tensor | None = None
 
     def _sampled(self) -> Tensor:
-        return torch.cat(
-            [mine.reshape(-1).index_select(0, indices) for mine, indices in self._chosen]
-        )
+        parts = [mine.reshape(-1).index_select(0, indices) for mine, indices in self._chosen]
+        return torch.cat(parts)
 
     def before(self) -> None:
         """Store the current weights. Call it before the update."""
         self._before = self._sampled() if self._chosen else None
 
     def values(self, like: Tensor) -> tuple[Tensor, ...]:
-        """Return digits of the squared norms of the change since :meth:`before` and of the weights
-        then."""
-        if self._before is None:
+        """Return the digits of what :meth:`UpdateRatio.values` returns."""
+        before = self._before
+        self._before = None
+        if before is None:
             return tuple(like.new_tensor([NOTHING, 0.0, 0.0, 0.0] * 2, dtype=torch.float64))
-        both, self._before = (self._sampled() - self._before, self._before), None
-        return tuple(torch.cat([digit_rows([tensor])[0] for tensor in both]))
+        moved = digit_rows([self._sampled() - before])[0]
+        size = digit_rows([before])[0]
+        return tuple(torch.cat([moved, size]))
 
     @staticmethod
     def ratio(ranks: Sequence[Sequence[float]]) -> float | None:
         """Return the ratio from the :meth:`values` of all ranks; None if nothing was measured."""
         half = len(ranks[0]) // 2
-        found = square_ratio(
-            [values[:half] for values in ranks], [values[half:] for values in ranks]
-        )
-        return found**0.5 if found == found else None
+        moved = [values[:half] for values in ranks]
+        size = [values[half:] for values in ranks]
+        found = square_ratio(moved, size)
+        return None if math.isnan(found) else found**0.5
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -118,21 +132,24 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 class _Sample:
-    """Sampled runs of one width from several parameters, with the number of weights that each
-    element represents."""
+    """Sampled runs of one width from several parameters.
+
+    ``counts``: the number of weights that each element represents."""
 
     def __init__(self, runs: list[Tensor], counts: list[Tensor]) -> None:
         dtype = reduce(torch.promote_types, (run.dtype for run in runs), torch.float32)
-        self._runs, self._counts = runs, torch.cat(counts).to(dtype)
+        self._runs = runs
+        self._counts = torch.cat(counts).to(dtype)
         self._pair = self._counts.new_empty(2, self._counts.numel())
         # the weights after and before the update
         self._rows = [row.view(-1, runs[0].shape[1]) for row in self._pair]
 
     def take(self, row: int) -> None:
+        """Copy the current weights into row 0 or 1."""
         torch.cat(self._runs, out=self._rows[row])
 
     def squares(self) -> Tensor:
-        """Squared norms of the change and of the weights before, of shape (2,)."""
+        """Return the squared norms of the change and of the weights before, shape (2,)."""
         self.take(0)
         self._rows[0].sub_(self._rows[1])
         return self._pair.square_().mv(self._counts)

@@ -1,5 +1,4 @@
-"""Count the memory, collectives and floating-point operations of code, on real tensors or on fake
-ones.
+"""Count the memory, collectives and floating-point operations of code, on real or fake tensors.
 
 >>> with Ledger() as ledger, ledger.stage("forward"):
 ...     model(batch)
@@ -24,10 +23,16 @@ from torch.utils.flop_counter import flop_registry
 
 from oneloop.measure.flops import IN_PLACE
 
-BACKWARD, RECOMPUTE, COMMUNICATION = "backward", "recompute", "communication buffers"
+BACKWARD = "backward"
+RECOMPUTE = "recompute"
+COMMUNICATION = "communication buffers"
 _FORMULAS = flop_registry | IN_PLACE
-_NAMES = {"allgather": "all-gather", "all_gather": "all-gather", "reduce_scatter": "reduce-scatter"}
-_NAMES |= {
+
+# Parts of the names of operators, and the collective operation that they stand for.
+_NAMES = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
     "alltoall": "all-to-all",
     "all_to_all": "all-to-all",
     "allreduce": "all-reduce",
@@ -45,9 +50,29 @@ class Collective(NamedTuple):
 
     @property
     def wire(self) -> float:
-        """Bytes that this rank sends, in a ring: (n - 1) / n of the size; twice that for an
-        all-reduce."""
-        return self.size * (self.ranks - 1) / self.ranks * (2 if self.name == "all-reduce" else 1)
+        """Bytes that this rank sends in a ring: (n - 1) / n of the size; all-reduce: twice that."""
+        times = 2 if self.name == "all-reduce" else 1
+        return self.size * (self.ranks - 1) / self.ranks * times
+
+
+@dataclass
+class PeakMemory:
+    """The moment at which a step needs most memory."""
+
+    peak: int  # bytes
+    # bytes at the peak by the owner of a tensor, else by the stage that allocated it
+    kinds: dict[str, int]
+    stage: str  # forward, backward, update, …
+    module: str  # its name in the model; empty: the model itself
+    operator: str
+
+
+@dataclass
+class Costs(PeakMemory):
+    """What a step takes, or two micro-batches of the evaluation."""
+
+    collectives: list[tuple[Collective, int]]  # with the number of calls
+    operations: dict[str, float]  # floating-point operations by stage
 
 
 @dataclass
@@ -58,28 +83,37 @@ class _Block:
 
 
 class Ledger(TorchDispatchMode):
-    """Counts every operation in its context. A stage is a name for a part of the step; within the
-    backward pass it is ``backward``, or ``recompute`` for activation checkpointing's second
-    forward.
+    """Counts every operation in its context.
+
+    A stage is a name for a part of the step; within the backward pass it is ``backward``, or
+    ``recompute`` for activation checkpointing's second forward.
 
     Storages are counted with the bytes of their tensors, without the allocator's rounding and
     reserve."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.size = self.peak = self.events = self.peak_event = 0
+        # Bytes and events since :meth:`looking` began; an event is an operation.
+        self.size = 0  # of all storages that are alive
+        self.peak = 0
+        self.events = 0
+        self.peak_event = 0  # number of the event at which the peak was reached
+        self.operator = ""  # of the last event
         self.operators: list[str] | None = None  # names of the operators, if it is a list
         self.collectives: list[Collective] = []
         self.operations: Counter[str] = Counter()  # floating-point operations by stage
-        self._live: dict[int, _Block] = {}
+
+        self._live: dict[int, _Block] = {}  # by the storage's address
         self._stage = "setup"
-        self._look: tuple[int, Callable[[Ledger], None]] = 0, lambda _: None
-        self.operator = ""  # of the last event
+        self._look_at = 0  # number of the event after which to call ``_look``
+        self._look: Callable[[Ledger], None] = lambda _: None
         self._resize = torch.UntypedStorage.resize_
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        before, self._stage = self._stage, name
+        """Name the current part of the step in this context."""
+        before = self._stage
+        self._stage = name
         try:
             yield
         finally:
@@ -89,15 +123,20 @@ class Ledger(TorchDispatchMode):
     def looking(
         self, at: int = 0, then: Callable[["Ledger"], None] = lambda _: None
     ) -> Iterator[None]:
-        """Reset the peak and the counts; in this context, call ``then`` after the event of this
-        number."""
-        self.peak, self.events, self.peak_event = self.size, 0, 0
-        self.collectives, self.operations = [], Counter()
-        self._look = at, then
+        """Reset the peak and the counts.
+
+        In this context, call ``then`` after the event of the number ``at``."""
+        self.peak = self.size
+        self.events = 0
+        self.peak_event = 0
+        self.collectives = []
+        self.operations = Counter()
+        self._look_at = at
+        self._look = then
         try:
             yield
         finally:
-            self._look = 0, then
+            self._look_at = 0
 
     def now(self) -> str:
         """Return the current stage."""
@@ -112,15 +151,16 @@ class Ledger(TorchDispatchMode):
                 block.kind = kind
 
     def __enter__(self) -> "Ledger":
-        ledger, resize = self, self._resize
+        resize = self._resize
 
         def resized(storage: torch.UntypedStorage, size: int) -> Any:
             result = resize(storage, size)
-            ledger.see(storage)
-            ledger._event("resize")
+            self.see(storage)
+            self._event("resize")
             return result
 
-        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment,method-assign]  # FSDP2 uses it
+        # FSDP2 frees and allocates gathered parameters by resizing, which is no operator.
+        torch.UntypedStorage.resize_ = resized  # type: ignore[assignment,method-assign]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -131,17 +171,24 @@ class Ledger(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operations on shards come here
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+
+        # Count what it allocated; a view allocates nothing.
         values = [result] if isinstance(result, Tensor) else tree_leaves(result)
         for value in values:
             if isinstance(value, Tensor):
                 self.see(value.untyped_storage())
         if func.is_view or func.namespace in ("prim", "profiler"):
             return result
+
+        # Count what it sent and computed.
         if func in collective_ops and func not in sync_ops:
             self._communicated(func, result, args, kwargs)
-        elif (counted := _FORMULAS.get(func._overloadpacket)) is not None:
-            self.operations[self.now()] += int(counted(*args, **(kwargs or {}), out_val=result))
+        else:
+            formula = _FORMULAS.get(func._overloadpacket)
+            if formula is not None:
+                self.operations[self.now()] += int(formula(*args, **kwargs, out_val=result))
         if self.operators is not None:
             self.operators.append(str(func))
         self._event(str(func))
@@ -149,36 +196,40 @@ class Ledger(TorchDispatchMode):
 
     def see(self, storage: torch.UntypedStorage) -> None:
         """Count a storage, or its new size."""
-        number, size = storage._cdata, storage.nbytes()
+        number = storage._cdata
+        size = storage.nbytes()
         block = self._live.get(number)
         if block is not None:
             if block.size != size:
                 self.size += size - block.size
                 block.size = size
-                block.kind = self.now() if size else block.kind
+                if size:  # allocated again, in this stage
+                    block.kind = self.now()
             return
 
         def freed(_: Any) -> None:
-            if (gone := self._live.pop(number, None)) is not None:
+            gone = self._live.pop(number, None)
+            if gone is not None:
                 self.size -= gone.size
 
         self._live[number] = _Block(weakref.ref(storage, freed), size, self.now())
         self.size += size
 
     def _event(self, operator: str) -> None:
-        self.events, self.operator = self.events + 1, operator
+        self.events += 1
+        self.operator = operator
         if self.size > self.peak:
-            self.peak, self.peak_event = self.size, self.events
-        if self.events == self._look[0]:
-            self._look[1](self)
+            self.peak = self.size
+            self.peak_event = self.events
+        if self.events == self._look_at:
+            self._look(self)
 
     def classify(self, owners: Mapping[str, Iterable[Any]]) -> dict[str, int]:
         """Return the bytes that are alive now, by kind."""
-        kinds = {
-            storage._cdata: kind
-            for kind, tensors in reversed([*owners.items()])  # of two owners, the first one counts
-            for storage in storages(tensors)
-        }
+        kinds: dict[int, str] = {}
+        for kind, tensors in owners.items():
+            for storage in storages(tensors):
+                kinds.setdefault(storage._cdata, kind)  # of two owners, the first one counts
         sizes: Counter[str] = Counter()
         for number, block in self._live.items():
             sizes[kinds.get(number, block.kind)] += block.size
@@ -186,15 +237,21 @@ class Ledger(TorchDispatchMode):
 
     def _communicated(self, func: Any, result: Any, args: Any, kwargs: Any) -> None:
         words = func._overloadpacket.__name__
-        name = next((name for part, name in _NAMES.items() if part in words), words.strip("_"))
+        name = words.strip("_")
+        for part, known in _NAMES.items():
+            if part in words:
+                name = known
+                break
         group = CollectiveOp.get_process_group(func, args)
         size = CollectiveOp.get_comm_tensor_size(func, result, args, kwargs)
         self.collectives.append(Collective(name, size, group.size()))
-        for storage in (
-            storages(tree_leaves(args)) if name in ("all-gather", "reduce-scatter") else ()
-        ):
-            if (block := self._live.get(storage._cdata)) is not None:
-                block.kind = COMMUNICATION
+
+        # FSDP2 copies parameters and gradients into buffers for these.
+        if name in ("all-gather", "reduce-scatter"):
+            for storage in storages(tree_leaves(args)):
+                block = self._live.get(storage._cdata)
+                if block is not None:
+                    block.kind = COMMUNICATION
 
 
 def storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
@@ -207,12 +264,12 @@ def storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:
 
 @contextmanager
 def module_names(model: nn.Module, entered: list[str]) -> Iterator[None]:
-    """Append to the list the module that runs, forwards or backwards, in this context."""
+    """Append to ``entered`` the name of each module that runs, forwards or backwards."""
 
     def leave(name: str, *given: Any) -> None:
         for tensor in tree_leaves(given[-1]):
             node: Any = tensor.grad_fn if isinstance(tensor, Tensor) else None
-            # else an inner module returned it
+            # A mark says that an inner module returned the tensor, too.
             if node is not None and "oneloop" not in node.metadata:
                 node.metadata["oneloop"] = True
                 node.register_prehook(lambda _: entered.append(name))

@@ -1,16 +1,11 @@
-"""``oneloop plan``: does a run fit, what does it transfer, and what is the cheapest change; needs
-no GPU."""
+"""``oneloop plan``: does a run fit, what does it transfer, what is the cheapest change; no GPU."""
 
 import os
-import shlex
 from argparse import Namespace
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import product
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,8 +13,10 @@ from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.launch.command import config_file
-from oneloop.measure.flops import PEAKS
-from oneloop.plan.planned import GIB, Asked, planned
+from oneloop.plan.changes import Fitting, cheapest
+from oneloop.plan.description import Asked, Memory, NotPlanned, Plan
+from oneloop.plan.gpus import GIB, GPUS, Gpu
+from oneloop.plan.planned import planned
 
 _HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest \
 change that makes it fit.
@@ -31,35 +28,51 @@ does not fit.
 """
 
 
-class Gpu(NamedTuple):
-    memory: float  # GiB, as torch reports it
-    name: str  # in PEAKS
-    link: float  # GB/s to the next GPU, in one direction
+@dataclass
+class _Answer:
+    """Whether the run fits, in the order of ``--json``."""
 
-
-GPUS = {
-    "b200": Gpu(178.4, "B200", 900),
-    "h200": Gpu(139.8, "H200", 450),
-    "h100": Gpu(79.1, "H100", 450),
-}
-GPUS |= {
-    "a100-80": Gpu(79.1, "A100", 300),
-    "l40s": Gpu(44.4, "L40S", 32),
-    "a100-40": Gpu(39.4, "A100", 300),
-}
-GPUS |= {
-    "v100-32": Gpu(31.7, "V100", 150),
-    "4090": Gpu(23.5, "4090", 32),
-    "3090": Gpu(23.6, "3090", 32),
-}
-GPUS |= {"a10g": Gpu(22.1, "A10G", 32), "l4": Gpu(22.0, "L4", 32), "t4": Gpu(14.6, "T4", 32)}
-"""memory as torch reports it, and the links of the data sheets (NVLink, or PCIe 4.0 x16)"""
-_SHARE, _HOST_LINK = 0.5, 25e9  # share of the peak FLOP/s; bytes/s between device and host
-_RECOMPUTE = {"selective": 0.05, "full": 1.0}  # additional share of the forward's FLOPs
+    fits_on: list[str]  # names of known GPUs
+    gpu: str | None  # None: without --gpu
+    fits: bool
+    change: Fitting | None
 
 
 def main(words: Sequence[str]) -> int:
     """Plan a run; return 0 if it fits and 1 if not. Raise BadInput."""
+    given, training = _options().parse_known_args(words)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    name = None
+    if given.gpu is not None:
+        name, gpu = _gpu(given.gpu)
+    asked = _asked(given, training)
+    plan = planned([asked])[0]
+    if isinstance(plan, NotPlanned):
+        raise BadInput(plan.error)
+
+    # Without --gpu, look for a change that fits on the largest one.
+    total = plan.memory.total
+    fits_on = [known for known, one in GPUS.items() if one.holds(total)]
+    if name is not None:
+        fits = gpu.holds(total)
+        word = given.gpu
+    else:
+        fits = bool(fits_on)
+        word, gpu = max(GPUS.items(), key=lambda item: item[1].memory)
+    change = None
+    if not fits and not given.no_changes:
+        change = cheapest(asked, plan, gpu, word)
+
+    answer = _Answer(fits_on, name, fits, change)
+    if given.json:
+        print(dumps(plan.as_json() | asdict(answer)))
+    else:
+        lines = [*_verdict(answer, plan.memory, gpu, tried=not given.no_changes), *_costs(plan)]
+        print(printable("\n".join(lines)))
+    return int(not fits)
+
+
+def _options() -> Options:
     options = Options("plan", _HELP, usage="oneloop plan RECIPE [--key value …] [OPTIONS]")
     options.add_argument(
         "--config_file", metavar="FILE", help="the layout (ddp, fsdp2, …); default: single or ddp"
@@ -73,11 +86,11 @@ def main(words: Sequence[str]) -> int:
     options.add_argument(
         "--nodes", type=positive(int), metavar="M", help="default: the number in the config file"
     )
-    precisions: Any = {
-        "choices": ("no", "bf16", "fp16", "fp8"),
-        "help": "default: that of the config file",
-    }
-    options.add_argument("--mixed_precision", **precisions)
+    options.add_argument(
+        "--mixed_precision",
+        choices=("no", "bf16", "fp16", "fp8"),
+        help="default: that of the config file",
+    )
     options.add_argument(
         "--gpu", metavar="GPU", help=f"{', '.join(GPUS)}, or its memory in GiB (23.5)"
     )
@@ -85,28 +98,13 @@ def main(words: Sequence[str]) -> int:
         "--no_changes", action="store_true", help="do not search for a change that makes it fit"
     )
     options.add_argument("--json", action="store_true", help="print one JSON object")
-    given, training = options.parse_known_args(words)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    gpu = _gpu(given.gpu)
-    asked = _asked(given, training)
-    plan: dict[str, Any] = planned([asked])[0]
-    if "error" in plan:
-        raise BadInput(plan["error"])
-    plan["fits_on"] = [
-        name for name, one in GPUS.items() if plan["memory"]["total"] <= one.memory * GIB
-    ]
-    fits = plan["memory"]["total"] <= gpu[1].memory * GIB if gpu else bool(plan["fits_on"])
-    largest = gpu or max(GPUS.items(), key=lambda item: item[1].memory)
-    plan |= {"gpu": gpu and gpu[0], "fits": fits, "change": None}
-    if not fits and not given.no_changes:
-        plan["change"] = cheapest(asked, plan, largest[1], given.gpu or largest[0])
-    print(dumps(plan) if given.json else printable("\n".join(_lines(plan, given, largest))))
-    return int(not fits)
+    return options
 
 
-def _gpu(text: str | None) -> tuple[str, Gpu] | None:
-    if text is None or text in GPUS:
-        return None if text is None else (text, GPUS[text])
+def _gpu(text: str) -> tuple[str, Gpu]:
+    """Return the name and the device of ``--gpu``. Raise BadInput."""
+    if text in GPUS:
+        return text, GPUS[text]
     try:
         memory = float(text)
     except ValueError:
@@ -115,6 +113,7 @@ def _gpu(text: str | None) -> tuple[str, Gpu] | None:
         raise BadInput(
             f"--gpu {text} is unknown; known: {', '.join(GPUS)}, or its memory in GiB (--gpu 23.5)"
         )
+    # Its speed only orders the changes: take that of a common one.
     return "a GPU", GPUS["h100"]._replace(memory=memory)
 
 
@@ -124,15 +123,16 @@ def _asked(given: Namespace, training: Sequence[str]) -> Asked:
         raise BadInput(
             "oneloop plan takes a recipe first; for example: oneloop plan gpt --processes 8"
         )
-    file = given.config_file or ("ddp" if (given.processes or 1) > 1 else "single")
+    several = given.processes is not None and given.processes > 1
+    file = given.config_file or ("ddp" if several else "single")
     try:
         config = yaml.safe_load(Path(config_file(file)).read_text())
-        processes, nodes = (int(config.get(key) or 1) for key in ("num_processes", "num_machines"))
+        processes = given.processes or int(config.get("num_processes") or 1)
+        nodes = given.nodes or int(config.get("num_machines") or 1)
     except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
         raise BadInput(
             f"--config_file {file} is not a config file of accelerate that can be read: {error}"
         ) from None
-    processes, nodes = given.processes or processes, given.nodes or nodes
     if processes % nodes:
         raise BadInput(
             f"{processes} processes cannot be divided among {nodes} nodes; change --processes "
@@ -141,185 +141,101 @@ def _asked(given: Namespace, training: Sequence[str]) -> Asked:
     return Asked(tuple(training), file, processes, nodes, given.mixed_precision)
 
 
-class Change(NamedTuple):
-    words: tuple[str, ...]  # options and keys of a combination of changes
-    seconds: float  # predicted, per step
-    least: float  # bytes that it needs at least
-    asked: Asked
-
-
-def grid(asked: Asked, plan: Mapping[str, Any], gpu: Gpu) -> list[Change]:
-    """Return all combinations of changes that do not change the result, the cheapest first.
-
-    The cost of each change is predicted from the plan: FLOPs at half of the device's peak, bytes at
-    the speed of links. What it saves is an upper bound: all that it could save."""
-    second, link = max(PEAKS[gpu.name].values()) * _SHARE, gpu.link * 1e9
-    flops, memory, ranks, micro = plan["flops"], plan["memory"], plan["processes"], plan["micro"]
-    kinds, kept = memory["step"]["kinds"], memory["kept"]
-    phases = [memory[phase] for phase in ("step", "evaluation") if phase in memory]
-    words = ("activations", "temporaries")
-    activations = max(
-        sum(n for k, n in one["kinds"].items() if k.split()[0] in words) for one in phases
-    )
-    gradients, ema = kinds.get("gradients", 0), kept.get("EMA", 0)
-    state = gradients + ema + kept["parameters"] + kept.get("optimizer", 0)
-    sent: Any = Counter()
-    for call in plan["collectives"]:
-        sent[call["name"]] += call["wire"]
-    ways: dict[str, list[Any]] = defaultdict(list)
-    if not plan["sharded"] and ranks > 1:
-        more = plan["wire"] * plan["accumulate"] / link
-        ways["shard"].append((("--config_file", "fsdp2"), more, state * (1 - 1 / ranks)))
-    if (
-        plan["sharded"]
-        and plan["accumulate"] > 1
-        and not plan["sync_each_batch"]
-        and not plan["exact"]
-    ):
-        more = sent["reduce-scatter"] * (plan["accumulate"] - 1) / link
-        ways["sync"].append((("--machine.sync_each_batch", "true"), more, gradients))
-    if plan["fused_loss"] == "auto":
-        ways["fuse"].append(
-            (("--task.fused_loss", "true"), 0.02 * flops["forward"] / second, activations)
-        )
-    for part in (2**power for power in range(1, micro.bit_length()) if micro % 2**power == 0):
-        # else the micro-batch changes the result
-        if not plan["exact"] and not plan["batch_statistics"]:
-            more = (part - 1) * (0.005 * flops["total"] / second + sent["all-gather"] / link)
-            ways["micro"].append(
-                (("--batch.micro", str(micro // part)), more, activations * (1 - 1 / part))
-            )
-    if len(phases) == 2 and phases[1]["peak"] > phases[0]["peak"]:
-        ways["eval"] += [
-            (("--eval.micro", str(n)), 0.0, activations)
-            for n in sorted({1, (micro + 3) // 4, micro})
-        ]
-    for mode, share in _RECOMPUTE.items() if plan["blocks"] and plan["recompute"] == "none" else ():
-        ways["mode"].append(
-            (("--machine.recompute", mode), share * flops["forward"] / second, activations)
-        )
-    if ema:
-        ways["ema"].append((("--ema.device", "cpu"), ema / _HOST_LINK, ema))
-    found = []
-    for chosen in product(*([((), 0.0, 0.0), *several] for several in ways.values())):
-        words = tuple(word for way in chosen for word in way[0])
-        shard = words[:1] == ("--config_file",)
-        keys = words[2:] if shard else words
-        file = "fsdp2" if shard else asked.config_file
-        changed = replace(asked, training=(*asked.training, *keys), config_file=file)
-        found.append(
-            Change(
-                words,
-                sum(way[1] for way in chosen),
-                memory["total"] - sum(w[2] for w in chosen),
-                changed,
-            )
-        )
-    return sorted(
-        (change for change in found if change.words),
-        key=lambda change: (change.seconds, len(change.words)),
-    )
-
-
-def cheapest(asked: Asked, plan: Mapping[str, Any], gpu: Gpu, name: str) -> dict[str, Any] | None:
-    """Plan the changes again, the cheapest first; return the first one that fits, or None."""
-    left = [change for change in grid(asked, plan, gpu) if change.least <= gpu.memory * GIB]
-    largest = {  # the combinations that save most; FSDP2 and the fused loss can also cost memory
-        (change.asked.config_file, "--task.fused_loss" in change.words): change.asked
-        for change in sorted(left, key=lambda change: (-change.least, change.seconds))
-    }
-    if not any(
-        "error" in one or one["memory"]["total"] <= gpu.memory * GIB
-        for one in planned([*largest.values()])
-    ):
-        return None
-    while left:
-        tried, left = left[:2], left[2:]
-        for change, again in zip(tried, planned([one.asked for one in tried]), strict=True):
-            if "error" not in again and (total := again["memory"]["total"]) <= gpu.memory * GIB:
-                command = shlex.join(["oneloop", "plan", *change.asked.words(), "--gpu", name])
-                return {
-                    "words": list(change.words),
-                    "command": command,
-                    "total": total,
-                    "seconds": change.seconds,
-                }
-    return None
-
-
-def _lines(plan: Mapping[str, Any], given: Namespace, device: tuple[str, Gpu]) -> Iterator[str]:
-    memory = plan["memory"]
-    unit, name = (GIB, "GiB") if memory["total"] > 4 * GIB else (GIB / 1024, "MiB")
-    peaks = {phase: memory[phase] for phase in ("step", "evaluation") if phase in memory}
-    total, room = f"{memory['total'] / GIB:.2f} GiB per process", device[1].memory
-    if plan["gpu"]:
-        left = f"{room:g} GiB of {plan['gpu']}, {room - memory['total'] / GIB:.2f} GiB left"
-        yield f"{'fits' if plan['fits'] else 'does not fit'}: {total}, of {left}"
+def _verdict(answer: _Answer, memory: Memory, gpu: Gpu, *, tried: bool) -> Iterator[str]:
+    """Yield the three lines that answer the question; ``tried``: whether changes were planned."""
+    # Does it fit?
+    total = f"{memory.total / GIB:.2f} GiB per process"
+    if answer.gpu is not None:
+        room = f"{gpu.memory:g} GiB of {answer.gpu}"
+        left = f"{gpu.memory - memory.total / GIB:.2f} GiB left"
+        fits = "fits" if answer.fits else "does not fit"
+        yield f"{fits}: {total}, of {room}, {left}"
+    elif answer.fits:
+        yield f"fits on {', '.join(answer.fits_on)}: {total}"
     else:
-        yield (
-            f"fits on {', '.join(plan['fits_on'])}: {total}"
-            if plan["fits"]
-            else f"fits on no known GPU: {total}"
-        )
-    peak = max(peaks.values(), key=lambda one: one["peak"])
-    kind, size = next(iter(peak["kinds"].items()))
-    place = (
-        f"{peak['stage']} of {peak['module'] or 'the model'} "
-        f"({peak['operator'].removeprefix('aten.')})"
-    )
+        yield f"fits on no known GPU: {total}"
+
+    # What limits it?
+    unit, name = _unit(memory)
+    peak = max(memory.phases().values(), key=lambda one: one.peak)
+    kind, size = next(iter(peak.kinds.items()))
+    operator = peak.operator.removeprefix("aten.")
     yield (
-        f"limited by {kind}: {size / unit:,.2f} of {peak['peak'] / unit:,.2f} {name} at the peak, "
-        f"in the {place}"
+        f"limited by {kind}: {size / unit:,.2f} of {peak.peak / unit:,.2f} {name} at the peak, "
+        f"in the {peak.stage} of {peak.module or 'the model'} ({operator})"
     )
-    found = (
-        "no change "
-        f"{'is needed' if plan['fits'] else 'was tried' if given.no_changes else 'makes it fit'}"
-    )
-    change = plan["change"]
+
+    # What would make it fit?
+    if answer.change is not None:
+        yield f"cheapest change ({answer.change.total / GIB:.2f} GiB): {answer.change.command}"
+    elif answer.fits:
+        yield "no change is needed"
+    elif tried:
+        yield "no change makes it fit"
+    else:
+        yield "no change was tried"
+
+
+def _costs(plan: Plan) -> Iterator[str]:
+    """Yield the lines about memory, one step, and the whole run."""
+    yield from _table(plan.memory)
+    host = [f"{name} {size / GIB:,.2f}" for name, size in plan.host.items()]
+    yield f"host memory per node, GiB: {', '.join(host)}"
+
+    # One step.
+    layout = f"{Path(plan.config_file).stem}, {plan.mixed_precision}, {plan.processes} processes"
     yield (
-        f"cheapest change ({change['total'] / GIB:.2f} GiB): {change['command']}"
-        if change
-        else found
+        f"\none step of a process ({layout}): {plan.accumulate} micro-batches of "
+        f"{plan.micro} samples"
     )
-    yield f"\n{name + ' per process':34}" + "".join(f"{phase:>12}" for phase in peaks)
-    labels = [label for one in peaks.values() for label in one["kinds"]]
-    rows = {label: [one["kinds"].get(label, 0) for one in peaks.values()] for label in labels}
-    rows |= {
-        f"{label} (rule of thumb)": [size] * len(peaks)
-        for label, size in memory["allowances"].items()
-    }
-    rows = {label: sizes for label, sizes in rows.items() if max(sizes) / unit >= 0.005}
-    rows["total"] = [sum(each) for each in zip(*rows.values(), strict=True)]
-    yield from (
-        f"  {label:32}" + "".join(f"{size / unit:12,.2f}" for size in sizes)
-        for label, sizes in rows.items()
-    )
-    yield "host memory per node, GiB: " + ", ".join(
-        f"{name} {size / GIB:,.2f}" for name, size in plan["host"].items()
-    )
-    flops, run, disk = plan["flops"], plan["run"], plan["disk"]
-    layout = (
-        f"{Path(plan['config_file']).stem}, {plan['mixed_precision']}, {plan['processes']} "
-        "processes"
-    )
+    recomputed = plan.flops.get("recompute", 0) / 1e12
+    yield f"  {plan.total_flops / 1e12:,.3f} TFLOP, of which {recomputed:,.3f} recompute"
+    for call in plan.collectives:
+        if call.wire >= 5e3:  # smaller ones would be printed as 0.00 MB
+            each = f"{call.calls:,} of {call.size / 1e6:,.2f} MB over {call.ranks} processes"
+            yield f"  {call.name:16}{each}; one process sends {call.wire / 1e6:,.2f} MB"
+
+    # The whole run.
+    tokens = f", {plan.run.tokens:,.0f} tokens" if plan.run.tokens else ""
     yield (
-        f"\none step of a process ({layout}): {plan['accumulate']} micro-batches of "
-        f"{plan['micro']} samples"
-    )
-    yield (
-        f"  {flops['total'] / 1e12:,.3f} TFLOP, of which {flops.get('recompute', 0) / 1e12:,.3f} "
-        "recompute"
-    )
-    for call in (call for call in plan["collectives"] if call["wire"] >= 5e3):
-        each = f"{call['calls']:,} of {call['size'] / 1e6:,.2f} MB over {call['ranks']} processes"
-        yield f"  {call['name']:16}{each}; one process sends {call['wire'] / 1e6:,.2f} MB"
-    tokens = f", {run['tokens']:,.0f} tokens" if run["tokens"] else ""
-    yield (
-        f"{plan['parameters']:,} parameters; {run['steps']:,} steps, {run['samples']:,} "
+        f"{plan.parameters:,} parameters; {plan.run.steps:,} steps, {plan.run.samples:,} "
         f"samples{tokens}"
     )
     yield (
-        f"checkpoint {disk['checkpoint'] / 1e9:,.2f} GB; disk space for the run "
-        f"{disk['total'] / 1e9:,.2f} GB"
+        f"checkpoint {plan.disk.checkpoint / 1e9:,.2f} GB; disk space for the run "
+        f"{plan.disk.total / 1e9:,.2f} GB"
     )
-    yield from (f"not counted: {line}" for line in plan["not_counted"])
+    for line in plan.not_counted:
+        yield f"not counted: {line}"
+
+
+def _unit(memory: Memory) -> tuple[float, str]:
+    """Return the unit of the table in bytes, and its name."""
+    if memory.total > 4 * GIB:
+        return GIB, "GiB"
+    return GIB / 1024, "MiB"
+
+
+def _table(memory: Memory) -> Iterator[str]:
+    """Yield the table of memory: a row for each kind, a column for each phase."""
+    phases = memory.phases()
+    rows: dict[str, list[float]] = {}
+    for phase in phases.values():
+        for label in phase.kinds:
+            rows[label] = [other.kinds.get(label, 0) for other in phases.values()]
+    for label, size in memory.allowances.items():
+        rows[f"{label} (rule of thumb)"] = [size] * len(phases)
+
+    # Skip rows that would be printed as 0.00; the total is that of the printed ones.
+    unit, name = _unit(memory)
+    yield f"\n{name + ' per process':34}" + "".join(f"{phase:>12}" for phase in phases)
+    totals = [0.0] * len(phases)
+    for label, sizes in rows.items():
+        if max(sizes) / unit >= 0.005:
+            totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+            yield _row(label, sizes, unit)
+    yield _row("total", totals, unit)
+
+
+def _row(label: str, sizes: Sequence[float], unit: float) -> str:
+    return f"  {label:32}" + "".join(f"{size / unit:12,.2f}" for size in sizes)

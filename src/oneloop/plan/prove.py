@@ -1,5 +1,6 @@
-"""``oneloop prove``: does a parallel layout train the same weights as one process? Real runs of a
-few steps."""
+"""``oneloop prove``: does a parallel layout train the same weights as one process?
+
+The answer comes from real runs of a few steps."""
 
 import json
 import os
@@ -27,29 +28,27 @@ Start = Callable[[Sequence[str], int], int]
 """runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the
 exit code"""
 _SECONDS = 1800.0  # time limit of one run
+
+# Keys of every run.
 _KEYS = {
     "eval.every": 0,
     "save.every": 0,
     "save.best": False,
     "save.final": "last",
     "save.mirror": None,
-}
-_KEYS |= {
     "log.every": 1,
     "log.noise_scale": False,
     "watch.quiet": False,
     "watch.profile": None,
     "watch.memory": None,
-}
-_KEYS |= {
     "track": "none",
     "run.resume": "auto",
     "stop.after": None,
     "debug.dry_run": False,
+    # Only rank 0's weights are compared: end a run whose replicas differ.
     "machine.check_every": 1,
 }
-"""keys of every run; check_every ends a run whose replicas differ, because only rank 0's weights
-are compared"""
+
 # the layout may differ from the reference by at most this multiple of the control's difference
 _FACTOR = 10.0
 # relative limit: minimum, and maximum
@@ -63,9 +62,16 @@ class _Failed(RuntimeError):
 
 
 def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None) -> int:
-    """Compare the layout of ``own`` (config_file, processes, steps, json) with one process on the
-    recipe in ``training``, and print the verdict. Return 0 (the same) or 1 (different, failed).
-    Raise BadInput."""
+    """Compare a parallel layout with one process, and print the verdict. Raise BadInput.
+
+    Args:
+        own: The options config_file, processes, steps and json.
+        training: Recipe and keys.
+        start: Starts a run; default: ``oneloop launch``.
+
+    Returns:
+        The exit code: 0 (the same) or 1 (different, failed).
+    """
     with TemporaryDirectory(prefix="oneloop-") as scratch:
         proof = _Proof(training, own, Path(scratch), start or _launch)
         try:
@@ -83,33 +89,35 @@ class _Proof:
     def __init__(
         self, training: Sequence[str], own: Namespace, scratch: Path, start: Start
     ) -> None:
-        self.recipe, file = (
-            read(training),
-            launch_options(["--config_file", own.config_file, "recipe"])[0][1],
-        )
-        settings, batch = yaml.safe_load(Path(file).read_text()), self.recipe.batch
-        number, gpus = (
-            own.processes or settings.get("num_processes") or 1,
-            torch.cuda.device_count(),
-        )
-        micro, half = (
-            batch.micro if isinstance(batch.micro, int) else None,
-            settings.get("mixed_precision") or "no",
-        )
+        self.recipe = read(training)
+        batch = self.recipe.batch
+        file = launch_options(["--config_file", own.config_file, "recipe"])[0][1]
+        settings = yaml.safe_load(Path(file).read_text())
+        number = own.processes or settings.get("num_processes") or 1
+        gpus = torch.cuda.device_count()
+
+        micro = batch.micro if isinstance(batch.micro, int) else None
+        sharded = settings.get("distributed_type") == "FSDP"
         try:
-            sharded = settings.get("distributed_type") == "FSDP"
             self.batch = BatchLayout(batch.size, number, micro, grain=batch.grain, sharded=sharded)
         except ValueError as error:
             raise BadInput(str(error)) from None
-        precision = ["--mixed_precision", half if batch.grain else "no"]
-        self.single = ["--config_file", config_file("single"), *precision]
-        self.layout = ["--config_file", file, "--num_processes", str(number), *precision]
         if (settings.get("num_machines") or 1) > 1:
             raise BadInput(
                 f"oneloop prove runs on one machine, but {own.config_file} is for several; use "
                 "ddp or fsdp2"
             )
-        self.training, self.scratch, self.start = [str(own.steps), *training], scratch, start
+
+        # Options of the two layouts.
+        half = settings.get("mixed_precision") or "no"
+        precision = ["--mixed_precision", half if batch.grain else "no"]
+        self.single = ["--config_file", config_file("single"), *precision]
+        self.layout = ["--config_file", file, "--num_processes", str(number), *precision]
+        self.training = [str(own.steps), *training]
+        self.scratch = scratch
+        self.start = start
+
+        # What the user should know about the comparison.
         self.notes = []
         if number > max(1, gpus):
             os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the runs
@@ -121,46 +129,49 @@ class _Proof:
                 f"compared without mixed precision ({half}), because half precision rounds "
                 "differently"
             )
-        layout = f"{Path(file).stem} on {number} process{'es' * (number > 1)}"
         self.about = {
             "recipe": self.recipe.name,
-            "layout": layout,
+            "layout": f"{Path(file).stem} on {number} process{'es' * (number > 1)}",
             "steps": own.steps,
             "notes": self.notes,
         }
 
     def result(self) -> dict[str, Any]:
-        machine, keys = self.recipe.machine, {"machine.matmul": "highest"}
+        """Make the runs and compare them. Raise BadInput, or _Failed if a run fails."""
+        machine = self.recipe.machine
+        # With batch.grain, layouts promise the same bits: compare the hashes in the logs.
         if self.recipe.batch.grain:
-            layout, reference = (
-                self._run("layout", self.layout, {}),
-                self._run("reference", self.single, {}),
-            )
-            return {
-                "dtype": machine.dtype,
-                **_verdict(parting(reference, layout)[0], "bit-identical"),
-                "reason": None,
-            }
-        keys |= (
-            {"machine.base_dtype": "float32"} if machine.base_dtype not in (None, "float32") else {}
-        )
+            layout = self._run("layout", self.layout, {})
+            reference = self._run("reference", self.single, {})
+            verdict = _verdict(parting(reference, layout)[0], "bit-identical")
+            return {"dtype": machine.dtype, **verdict, "reason": None}
+
+        keys: dict[str, Any] = {"machine.matmul": "highest"}
+        if machine.base_dtype not in (None, "float32"):
+            keys["machine.base_dtype"] = "float32"
         try:
             return self._compare_runs({**keys, "machine.dtype": "float64"}, "float64")
         except (_Failed, BadInput) as error:
             if machine.dtype == "float64":
                 raise
             failed = str(error).splitlines()[-1]
+
+        # Not every operation exists in float64.
         result = self._compare_runs({**keys, "machine.dtype": "float32"}, "float32")
         self.notes.append(f"compared in float32, because a run in float64 failed: {failed}")
         return result
 
     def _compare_runs(self, keys: Mapping[str, Any], dtype: str, again: str = "") -> dict[str, Any]:
-        size, each = self.batch.size, self.batch.each
+        # The control differs from the reference only in its micro-batch: that is the rounding.
+        size = self.batch.size
+        each = self.batch.each
         if self.recipe.batch.micro != each and each % 2 == 0:
             each //= 2  # so that the layout also accumulates gradients
-        larger = next(
-            (micro for micro in range(2 * each, size + 1, each) if size % micro == 0), each
-        )
+        larger = each
+        for micro in range(2 * each, size + 1, each):
+            if size % micro == 0:
+                larger = micro
+                break
         layout = self._run(f"layout{again}", self.layout, {**keys, "batch.micro": each})
         reference = self._run(f"reference{again}", self.single, {**keys, "batch.micro": larger})
         control = self._run(f"control{again}", self.single, {**keys, "batch.micro": each})
@@ -168,102 +179,98 @@ class _Proof:
         result |= {"dtype": dtype, **_verdict(parted, "equal"), "reason": None}
         if parted:
             result["reason"] = self._reason(layout, control=result["control"] > _CONTROL[dtype])
+
+        # Clipping spreads a difference to all tensors at once; without it, the first tensor is the
+        # cause.
         if parted and self.recipe.optimizer.clip and not (result["reason"] or again):
-            # Clipping spreads a difference to all tensors at once. Without it, the first tensor is
-            # the cause.
             other = self._compare_runs({**keys, "optimizer.clip": 0.0}, dtype, " without clipping")
-            result |= {
-                key: other[key] for key in ("step", "tensor", "tensors", "by") if other["step"]
-            }
+            if other["step"]:
+                for key in ("step", "tensor", "tensors", "by"):
+                    result[key] = other[key]
         return result
 
     def _run(self, name: str, options: Sequence[str], keys: Mapping[str, Any]) -> Path:
         folder = self.scratch / f"{name}-{keys.get('machine.dtype', '')}"
         print(f"oneloop prove: {name} …", file=sys.stderr, flush=True)
-        arguments = [
-            *options,
-            *self.training,
-            *as_arguments({**_KEYS, **keys, "run.dir": str(folder)}),
-        ]
+        own = as_arguments({**_KEYS, **keys, "run.dir": str(folder)})
+        output = folder.with_suffix(".txt")
         try:
-            with folder.with_suffix(".txt").open("wb") as output:
-                code = self.start(arguments, output.fileno())
+            with output.open("wb") as stream:
+                code = self.start([*options, *self.training, *own], stream.fileno())
         except TimeoutError:
             raise _Failed(f"the {name} run did not end within {_SECONDS:.0f} s") from None
-        text, summary = (
-            folder.with_suffix(".txt").read_text(errors="replace").strip(),
-            folder / "summary.json",
-        )
+
+        text = output.read_text(errors="replace").strip()
+        summary = folder / "summary.json"
         if code == BAD_INPUT:
             raise BadInput(text.rpartition("oneloop: ")[2])
         if code == STOPPED:
             sys.exit(code)
         if code:
-            why = (
-                json.loads(summary.read_text())["exit_reason"] if summary.exists() else text[-2000:]
-            )
+            why = text[-2000:]
+            if summary.exists():
+                why = json.loads(summary.read_text())["exit_reason"]
             raise _Failed(f"the {name} run ended with exit code {code}: {why}")
         return folder
 
     def _reason(self, layout: Path, *, control: bool) -> str | None:
-        """Return the start-up line that names a cause (BatchNorm, random numbers, unused
-        parameters), or None."""
+        """Return a known cause of a difference, or None.
+
+        It is a start-up line of the run (BatchNorm, random numbers, unused parameters), or that the
+        ``control`` differs, too."""
         lines = layout.with_suffix(".txt").read_text(errors="replace").splitlines()
-        known = [
-            line
-            for line in lines
-            if "parallel layout" in line and not line.startswith("any parallel layout")
-        ]
-        known += [
-            line
-            for line in lines
-            if line.startswith("parameters without a gradient in the preflight check")
-        ]
-        known += (
-            ["on one process, another micro-batch (the control) changes the weights, too"]
-            if control
-            else []
-        )
-        return known[0] if known else None
+        for line in lines:
+            if "parallel layout" in line and not line.startswith("any parallel layout"):
+                return line
+        for line in lines:
+            if line.startswith("parameters without a gradient in the preflight check"):
+                return line
+        if control:
+            return "on one process, another micro-batch (the control) changes the weights, too"
+        return None
 
 
 def _compare(runs: Sequence[Path], dtype: str) -> tuple[FirstDifference | None, dict[str, Any]]:
-    """Compare gradients (first step) and weights (each step) of layout, control and reference, in
-    this order."""
-    result, differing, rounding = dict[str, Any](), dict[str, float](), torch.zeros(())
-    eps, (always, most) = torch.finfo(getattr(torch, dtype)).eps, _GRADIENTS[dtype]
-    parted, steps = None, len(list(runs[0].glob("step-*.pt")))
+    """Compare gradients (first step) and weights (each step).
+
+    ``runs``: layout, control and reference. Return the first difference, and the relative distances
+    by name."""
+    result = dict[str, Any]()
+    rounding = torch.zeros(())
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    always, most = _GRADIENTS[dtype]
+    parted = None
+    steps = len(list(runs[0].glob("step-*.pt")))
     for step in range(1, 1 + steps):
         saved = [torch.load(run / f"step-{step}.pt", map_location="cpu") for run in runs]
         for kind, tensors in zip(("gradients", "weights"), zip(*saved, strict=True), strict=True):
             names, distance, noise, norm, size = _distances(*tensors)
             if kind == "weights":
+                # The rounding per element; the larger one of tensor and model.
                 each = torch.maximum(noise / size.sqrt(), noise.norm() / size.sum().sqrt())
-                # per element; the larger of tensor and model
                 rounding = torch.maximum(rounding, each)
                 limit = torch.maximum(_FACTOR * rounding * size.sqrt(), 16 * eps * norm)
-                result |= {
-                    kind: float(distance.norm() / norm.norm()),
-                    "control": float(noise.norm() / norm.norm()),
-                }
+                result[kind] = float(distance.norm() / norm.norm())
+                result["control"] = float(noise.norm() / norm.norm())
             elif step == 1:
-                # a norm that is small by cancellation
+                # A norm may be small by cancellation: no tensor has less than a share of the whole.
                 norm = norm.clamp(min=float(norm.norm()) / 1000)
-                limit = norm * max(
-                    always, min(_FACTOR * float((noise / norm).nan_to_num().max()), most)
-                )
+                largest = float((noise / norm).nan_to_num().max())
+                limit = norm * max(always, min(_FACTOR * largest, most))
                 result[kind] = float((distance / norm).nan_to_num().max())
             else:
-                continue
-            relative = dict(zip(names, (distance / norm).tolist(), strict=True))
-            differing = {
-                name: relative[name]
-                for name, fits in zip(names, distance <= limit, strict=True)
-                if not fits
-            }
-            if differing and parted is None:
-                parted = FirstDifference(step, list(differing), len(names))
-                result["by"] = differing[parted.names[0]]
+                continue  # later gradients are those of other weights
+
+            # Keep the first difference.
+            if parted is None and not bool((distance <= limit).all()):
+                differing = [
+                    name for name, fits in zip(names, distance <= limit, strict=True) if not fits
+                ]
+                parted = FirstDifference(step, differing, len(names))
+                first = names.index(differing[0])
+                result["by"] = (distance / norm).tolist()[first]
+
+    # A control that differs as much proves nothing.
     if parted is None and not result["control"] <= _CONTROL[dtype]:
         parted = FirstDifference(steps, [], len(names))
     return parted, result
@@ -277,13 +284,14 @@ def _distances(*runs: Mapping[str, Tensor]) -> tuple[list[str], Tensor, Tensor, 
     rows = {}
     for name in {name: None for run in reversed(runs) for name in run}:
         layout, control, reference = (run.get(name, torch.zeros(())).double() for run in runs)
-        distances = float((layout - reference).norm()), float((control - reference).norm())
         rows[name] = (
-            *distances,
+            float((layout - reference).norm()),
+            float((control - reference).norm()),
             float(reference.norm()),
             float(max(1, layout.numel(), reference.numel())),
         )
-    return list(rows), *torch.tensor(list(rows.values()), dtype=torch.float64).T  # type: ignore[return-value]
+    columns = torch.tensor(list(rows.values()), dtype=torch.float64).T
+    return list(rows), *columns  # type: ignore[return-value]
 
 
 def _verdict(parted: FirstDifference | None, same: str) -> dict[str, Any]:
@@ -295,13 +303,15 @@ def _verdict(parted: FirstDifference | None, same: str) -> dict[str, Any]:
 
 
 def _lines(result: Mapping[str, Any]) -> Iterator[str]:
-    verdict, layout = result["verdict"], result["layout"]
+    verdict = result["verdict"]
+    layout = result["layout"]
     numbers = f"{result['steps']} steps in {result.get('dtype')}"
     if "weights" in result:
         numbers += (
             f": gradients within {result['gradients']:.1e}, weights within {result['weights']:.1e}"
+            f", control {result['control']:.1e}"
         )
-        numbers += f", control {result['control']:.1e}"
+
     if verdict == "failed":
         yield f"failed: {layout}: {result['reason']}"
     elif verdict == "different":
@@ -312,7 +322,8 @@ def _lines(result: Mapping[str, Any]) -> Iterator[str]:
         yield f"likely reason: {result['reason'] or 'unknown; see docs/how-to/prove.md'}"
     else:
         yield f"{verdict}: {layout} trains like one process ({numbers})"
-    yield from (f"note: {note}" for note in result["notes"])
+    for note in result["notes"]:
+        yield f"note: {note}"
 
 
 def _launch(arguments: Sequence[str], output: int) -> int:

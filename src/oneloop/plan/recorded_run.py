@@ -1,5 +1,4 @@
-"""One run of ``oneloop prove``: train a few steps with ``oneloop.train`` and save each step's
-gradients and weights.
+"""One run of ``oneloop prove``: train a few steps, and save gradients and weights of each step.
 
 ``accelerate launch … -m oneloop.plan.recorded_run STEPS RECIPE [--key value …]``
 """
@@ -37,13 +36,13 @@ def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str,
     make = job.make_optimizer
 
     def optimizer(model: nn.Module) -> Optimizer:
-        made, numbers = make(model), count(1)
+        made = make(model)
+        numbers = count(1)
 
         def keep(*_: Any) -> None:
-            gradients = {
-                f"model.{bare_name(name)}": parameter.grad
-                for name, parameter in model.named_parameters()
-            }
+            gradients = {}
+            for name, parameter in model.named_parameters():
+                gradients[f"model.{bare_name(name)}"] = parameter.grad
             both = _full_tensors(gradients), _full_tensors(model_tensors(model, frozen=False))
             if run.main:
                 torch.save(both, folder.path / f"step-{next(numbers)}.pt")
@@ -52,23 +51,24 @@ def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str,
         return made
 
     intervals = replace(job.intervals, total=min(steps, job.steps))
-    return train(
-        replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer), run, folder
-    )
+    job = replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer)
+    return train(job, run, folder)
 
 
 def _full_tensors(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Collective: call on every rank."""
-    present = {name: tensor.detach() for name, tensor in tensors.items() if tensor is not None}
-    return {
-        name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-        for name, tensor in present.items()
-    }
+    """Return whole tensors, without those that are None. Collective: call on every rank."""
+    whole = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            mine = tensor.detach()
+            whole[name] = mine.full_tensor() if isinstance(mine, DTensor) else mine
+    return whole
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Train; ``argv`` is the number of steps and the recipe. End the process with oneloop's exit
-    code."""
+    """Train, and end the process with oneloop's exit code.
+
+    ``argv`` is the number of steps, and the recipe with its keys."""
     entry.main(partial(_train_recorded, int(argv[0])), argv[1:])
 
 

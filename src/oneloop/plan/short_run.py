@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from oneloop.basics.launcher import die_with
-from oneloop.plan.techniques import PRECISION, as_arguments
+from oneloop.plan.techniques import PRECISION, Machine, as_arguments
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,21 @@ class Measured:
     # peak memory of the process in MiB: of the device, or of the host if there is no device
     peak: float = 0.0
     fault: str = ""  # why there is no result; empty: it succeeded
-    # of the model and the machine, for :class:`oneloop.plan.techniques.Machine`
-    facts: Mapping[str, Any] | None = None
+    machine: Machine | None = None  # where it ran
     weights: Mapping[str, Tensor] | None = None  # final weights, if requested
 
 
 class Runner:
-    """Starts short runs, one at a time, from a fork server that has done the slow imports. A run
-    that takes more than ``timeout`` seconds counts as hung."""
+    """Starts short runs, one at a time, from a fork server that has done the slow imports.
+
+    Args:
+        recipe: Recipe and keys.
+        timeout: Seconds after which a run counts as hung.
+    """
 
     def __init__(self, recipe: Sequence[str], *, timeout: float) -> None:
-        self._recipe, self._timeout = list(recipe), timeout
+        self._recipe = list(recipe)
+        self._timeout = timeout
         self._context = multiprocessing.get_context("forkserver")
         # The first optimizer that is built imports torch._dynamo, which takes seconds.
         self._context.set_forkserver_preload(
@@ -49,7 +53,14 @@ class Runner:
     def __call__(
         self, keys: Mapping[str, Any], *, steps: int, warm: int, weights: bool = False
     ) -> Measured:
-        """Train ``steps`` steps with these recipe keys; time the steps after the first ``warm``."""
+        """Train a few steps.
+
+        Args:
+            keys: Keys of the recipe; with them, the precision.
+            steps: Number of steps.
+            warm: Number of first steps that are not timed.
+            weights: Also return the final weights.
+        """
         with tempfile.TemporaryDirectory(prefix="oneloop-") as scratch:
             common = {
                 "duration": steps,
@@ -57,8 +68,6 @@ class Runner:
                 "save.every": 0,
                 "save.best": False,
                 "track": "none",
-            }
-            common |= {
                 "run.dir": f"{scratch}/run",
                 "log.noise_scale": False,
                 "watch.quiet": True,
@@ -67,20 +76,25 @@ class Runner:
             arguments = [*self._recipe, *as_arguments({**common, **keys})]
             pipe, sender = self._context.Pipe()
             precision = str(keys.get(PRECISION, "no"))
-            process_arguments = (sender, arguments, precision, warm, scratch)
-            process = self._context.Process(target=_serve, args=process_arguments)
+            process = self._context.Process(
+                target=_serve, args=(sender, arguments, precision, warm, scratch)
+            )
             process.start()
-            sender.close()
+            sender.close()  # else a crash would not end the pipe
+
             with _terminated(process):
                 try:
-                    late: dict[str, Any] = {"fault": f"did not end within {self._timeout:.0f} s"}
-                    answer = pipe.recv() if pipe.poll(self._timeout) else late
+                    if pipe.poll(self._timeout):
+                        answer: Measured = pipe.recv()
+                    else:
+                        answer = Measured(fault=f"did not end within {self._timeout:.0f} s")
                 except EOFError:
                     process.join()
-                    answer = {"fault": f"the process exited with code {process.exitcode}"}
-            if weights and not answer.get("fault"):
-                answer["weights"] = load_file(Path(scratch) / "run" / "final" / "model.safetensors")
-            return Measured(**answer)
+                    answer = Measured(fault=f"the process exited with code {process.exitcode}")
+            if weights and not answer.fault:
+                file = Path(scratch) / "run" / "final" / "model.safetensors"
+                answer = replace(answer, weights=load_file(file))
+            return answer
 
 
 @contextmanager
@@ -98,19 +112,21 @@ def _serve(pipe: Connection, arguments: list[str], precision: str, warm: int, sc
     die_with(os.getppid())  # the fork server, which ends with the process that started it
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     output = os.open(Path(scratch) / "output.txt", os.O_CREAT | os.O_WRONLY)
-    os.dup2(output, 1), os.dup2(output, 2)
-    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    sys.stdout = os.fdopen(1, "w")
+    sys.stderr = os.fdopen(2, "w")
     try:
         pipe.send(_train(arguments, warm))
     except BaseException as error:
         from oneloop.machine.micro_batch import is_out_of_memory
 
         last = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
-        pipe.send({"fault": "out of memory" if is_out_of_memory(error) else last})
+        pipe.send(Measured(fault="out of memory" if is_out_of_memory(error) else last))
     pipe.close()
 
 
-def _train(arguments: list[str], warm: int) -> dict[str, Any]:
+def _train(arguments: list[str], warm: int) -> Measured:
     from torch import nn
 
     from oneloop.job.build import build_job
@@ -122,8 +138,14 @@ def _train(arguments: list[str], warm: int) -> dict[str, Any]:
     recipe = read(arguments)
     run = start()
     job = build_job(recipe, ranks=1, device=run.device.type)
-    convolutions = any(isinstance(module, nn.Conv2d) for module in job.model.modules())
-    facts = {"device": run.device.type, "cores": run.cores, "blocks": bool(job.built.blocks)}
+    machine = Machine(
+        device=run.device.type,
+        cores=run.cores,
+        blocks=bool(job.built.blocks),
+        convolutions=any(isinstance(module, nn.Conv2d) for module in job.model.modules()),
+    )
+
+    # Note the time before each update.
     times: list[float] = []
     make = job.make_optimizer
 
@@ -136,8 +158,14 @@ def _train(arguments: list[str], warm: int) -> dict[str, Any]:
     run.command = ["oneloop.train", *arguments]
     with run.display, run.closing:
         train(replace(job, eval_sets={}, make_optimizer=timed), run, folder)
-    lines = [json.loads(line) for line in (folder.path / "metrics.jsonl").read_text().splitlines()]
-    peak = max(line["memory/peak_gib"] for line in lines if "memory/peak_gib" in line)
+
+    peaks = []
+    for text in (folder.path / "metrics.jsonl").read_text().splitlines():
+        line = json.loads(text)
+        if "memory/peak_gib" in line:
+            peaks.append(line["memory/peak_gib"])
     timed_steps = len(times) - 1 - warm
-    rate = recipe.batch.size * timed_steps / (times[-1] - times[warm]) if timed_steps > 0 else 0.0
-    return {"rate": rate, "peak": 1024 * peak, "facts": {**facts, "convolutions": convolutions}}
+    rate = 0.0
+    if timed_steps > 0:
+        rate = recipe.batch.size * timed_steps / (times[-1] - times[warm])
+    return Measured(rate, peak=1024 * max(peaks), machine=machine)

@@ -41,18 +41,17 @@ def _fused(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     if plain is None:
         return f"optimizer {recipe.optimizer.name} has no unfused version"
     options = {f"optimizer.{name}": value for name, value in recipe.optimizer.options.items()}
-    return {"optimizer.name": recipe.optimizer.name, **options}, {
-        "optimizer.name": plain,
-        **options,
-    }
+    on = {"optimizer.name": recipe.optimizer.name, **options}
+    off = {"optimizer.name": plain, **options}
+    return on, off
 
 
 def _accumulation(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     size = recipe.batch.size
-    count = next((count for count in (4, 2) if size % count == 0), 1)
-    if count == 1:
-        return f"batch.size {size} is not divisible by 2"
-    return {"batch.micro": size // count}, {"batch.micro": size}
+    for count in (4, 2):
+        if size % count == 0:
+            return {"batch.micro": size // count}, {"batch.micro": size}
+    return f"batch.size {size} is not divisible by 2"
 
 
 def _workers(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
@@ -60,9 +59,8 @@ def _workers(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
 
 
 def _compile(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
-    return {"machine.compile": "regional" if machine.blocks else "whole"}, {
-        "machine.compile": "none"
-    }
+    mode = "regional" if machine.blocks else "whole"
+    return {"machine.compile": mode}, {"machine.compile": "none"}
 
 
 def _on(
@@ -72,32 +70,40 @@ def _on(
     *,
     needs: str = "",
     has: Callable[[Machine], bool] = lambda machine: True,
-) -> Any:
-    return lambda recipe, machine: ({key: on}, {key: off}) if has(machine) else f"needs {needs}"
+) -> Callable[[Recipe, Machine], tuple[Keys, Keys] | str]:
+    """Return the ``keys`` of a technique that is one key."""
+
+    def keys(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
+        if not has(machine):
+            return f"needs {needs}"
+        return {key: on}, {key: off}
+
+    return keys
 
 
 def _gpu(machine: Machine) -> bool:
     return machine.device == "cuda"
 
 
-_channels_last = _on(
-    "machine.channels_last", True, False, needs="2-d convolutions", has=attrgetter("convolutions")
-)
-_recompute = _on(
-    "machine.recompute", "full", "none", needs="a model with blocks", has=attrgetter("blocks")
-)
-
-
-_FP16 = _on(PRECISION, "fp16", "no", needs="a GPU", has=_gpu)
+_CONVOLUTIONS = attrgetter("convolutions")
+_BLOCKS = attrgetter("blocks")
 _PINNED = "pinned host memory and asynchronous copies to the device"
 TECHNIQUES = (
     Technique("fused", "one fused kernel for the update of all parameters", _fused),
     Technique("bf16", "bfloat16 mixed precision", _on(PRECISION, "bf16", "no")),
     Technique("workers", "processes that load the data", _workers),
     Technique("pinned", _PINNED, _on("machine.pinned", True, False, needs="a GPU", has=_gpu)),
-    Technique("channels_last", "memory layout of convolutions", _channels_last),
+    Technique(
+        "channels_last",
+        "memory layout of convolutions",
+        _on("machine.channels_last", True, False, needs="2-d convolutions", has=_CONVOLUTIONS),
+    ),
     Technique("accumulation", "gradient accumulation over 4 micro-batches, or 2", _accumulation),
-    Technique("recompute", "activation (gradient) checkpointing of every block", _recompute),
+    Technique(
+        "recompute",
+        "activation (gradient) checkpointing of every block",
+        _on("machine.recompute", "full", "none", needs="a model with blocks", has=_BLOCKS),
+    ),
     Technique("ema", "EMA weights", _on("ema.half_life", "1ep", "0")),
     Technique("clip", "clipping by the global gradient norm", _on("optimizer.clip", 1.0, 0.0)),
     Technique("logging", "a line of metrics at every step", _on("log.every", 1, 10**9)),
@@ -112,8 +118,8 @@ TECHNIQUES = (
 
 def as_arguments(keys: Mapping[str, Any]) -> list[str]:
     """Return keys as command-line arguments: ``--batch.micro 16``."""
-    typed = {key: value for key, value in keys.items() if key != PRECISION}
-    texts = {
-        key: value if isinstance(value, str) else json.dumps(value) for key, value in typed.items()
-    }
-    return [argument for key, text in texts.items() for argument in (f"--{key}", text)]
+    arguments = []
+    for key, value in keys.items():
+        if key != PRECISION:
+            arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
+    return arguments

@@ -1,5 +1,4 @@
-"""``oneloop worth``: measure the speed and memory effect of each technique on this recipe and
-machine."""
+"""``oneloop worth``: measure what each technique gains on this recipe and machine."""
 
 import platform
 import random
@@ -24,9 +23,16 @@ from oneloop.show.worth_table import as_page, as_table, sentences
 
 
 def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
-    """Measure the recipe in ``words``, print a table, and write worth.json and worth.html to
-    ``folder`` (default: runs/worth-RECIPE). Return the exit code. Raise BadInput. ``how``: see
-    :func:`measured`."""
+    """Measure a recipe, print a table, and write worth.json and worth.html. Raise BadInput.
+
+    Args:
+        words: Recipe and keys.
+        folder: Where to write (None: runs/worth-RECIPE).
+        how: See :func:`measured`.
+
+    Returns:
+        The exit code.
+    """
     if read(words).batch.grain is not None:
         raise BadInput(
             "oneloop worth changes how a recipe is computed, which batch.grain forbids; remove it"
@@ -35,12 +41,10 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
     folder = folder or Path(f"runs/worth-{results['recipe']}")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for file, content in (
-            ("worth.json", dumps(results, indent=1) + "\n"),
-            ("worth.html", as_page(results)),
-        ):
+        texts = {"worth.json": dumps(results, indent=1) + "\n", "worth.html": as_page(results)}
+        for file, text in texts.items():
             with replacing(folder / file) as draft:
-                draft.write_text(content)
+                draft.write_text(text)
     except OSError as error:
         raise BadInput(f"--to {folder} cannot be written: {error.strerror}") from error
     console = Console()
@@ -71,59 +75,83 @@ def measured(
     timeout: float = 300.0,
     say: Callable[[str], object] = print,
 ) -> dict[str, Any]:
-    """Measure techniques on the recipe and keys in ``words``; return the results as plain data.
+    """Measure techniques on a recipe; return the results as plain data.
 
-    ``only`` names techniques (default: the first eight that this machine and model support). Each
-    run trains for about ``seconds``; each of the ``rounds`` has one run per variant. A run of more
-    than ``timeout`` seconds counts as hung. Raise BadInput if the recipe or a name is wrong, or if
-    the recipe does not train at all."""
+    Args:
+        words: Recipe and keys.
+        only: Names of techniques (default: the first eight that this machine and model support).
+        rounds: Each round has one run per variant.
+        seconds: Each run trains for about so long.
+        timeout: A run of more seconds counts as hung.
+        say: Prints a line about the progress.
+
+    Raises:
+        BadInput: The recipe or a name is wrong, or the recipe does not train at all.
+    """
     recipe = read(words)
     known = {technique.name: technique for technique in TECHNIQUES}
-    if strange := [name for name in only if name not in known]:
-        raise BadInput(f"--only {strange[0]!r} is not a technique; known: {', '.join(known)}")
+    for name in only:
+        if name not in known:
+            raise BadInput(f"--only {name!r} is not a technique; known: {', '.join(known)}")
+
+    # Choose what can be tried on this machine.
     runner = Runner(words, timeout=timeout)
     steps, machine = _steps_and_machine(runner, seconds, recipe.batch.size)
     tried, rejected = _select(recipe, machine, [known[name] for name in only])
-    base = {key: value for trial in tried for key, value in trial.off.items()}
+    base: Keys = {}
+    for trial in tried:
+        base |= trial.off
     say(f"{recipe.name}: {len(tried)} techniques, {steps} steps per run, {rounds} rounds")
+
+    # Compare the weights first: what fails here is not timed.
     same, faults = _compare_weights(runner, base, tried)
-    rejected = {name: f"does not work with this recipe: {why}" for name, why in rejected.items()}
-    rejected |= {name: f"failed: {fault}" for name, fault in faults.items()}
-    rows = [
-        {"name": name, "about": known[name].about, "fault": why} for name, why in rejected.items()
-    ]
+    failed = []
+    for name, why in rejected.items():
+        failed.append(_failed(known[name], f"does not work with this recipe: {why}"))
+    for name, fault in faults.items():
+        failed.append(_failed(known[name], f"failed: {fault}"))
     tried = [trial for trial in tried if trial.technique.name not in faults]
+
     runs = _run_rounds(runner, base, tried, steps=steps, rounds=rounds, say=say)
-    rates = [outcome.rate for outcome in runs["none"] if not outcome.fault]
-    about = {"processor": platform.machine(), "device": machine.device, "cores": machine.cores}
-    about |= {"torch": torch.__version__, "python": platform.python_version()}
+    none = runs["none"]
     return {
-        **{
-            "recipe": recipe.name,
-            "words": list(words),
-            "date": str(date.today()),
-            "machine": about,
+        "recipe": recipe.name,
+        "words": list(words),
+        "date": str(date.today()),
+        "machine": {
+            "processor": platform.machine(),
+            "device": machine.device,
+            "cores": machine.cores,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
         },
-        **{"steps": steps, "rounds": rounds},
-        "none": {**_summary(rates), "peak": _peak(runs["none"])},
+        "steps": steps,
+        "rounds": rounds,
+        "none": {
+            **_summary([outcome.rate for outcome in none if not outcome.fault]),
+            "peak": _peak(none),
+        },
         "all": {
-            **_ratios(runs["all"], runs["none"]),
+            **_ratios(runs["all"], none),
             "peak": _peak(runs["all"]),
             "fault": _faults(runs["all"]),
         },
-        "control": _ratios(runs["none again"], runs["none"]),
-        "techniques": [*(_row(trial, runs, same[trial.technique.name]) for trial in tried), *rows],
+        "control": _ratios(runs["none again"], none),
+        "techniques": [_row(trial, runs, same[trial.technique.name]) for trial in tried] + failed,
     }
 
 
+def _failed(technique: Technique, why: str) -> dict[str, Any]:
+    return {"name": technique.name, "about": technique.about, "fault": why}
+
+
 def _steps_and_machine(runner: Runner, seconds: float, batch: int) -> tuple[int, Machine]:
-    """Return the number of steps that take about ``seconds``, and the machine, both from a run of
-    the recipe."""
+    """Run the recipe; return the number of steps that take about ``seconds``, and the machine."""
     outcome = runner({}, steps=_WARM_UP + 6, warm=_WARM_UP)
-    if outcome.fault or outcome.facts is None:
+    if outcome.fault or outcome.machine is None:
         raise BadInput(f"the unchanged recipe does not train: {outcome.fault}")
     steps = _WARM_UP + 1 + max(6, min(400, round(seconds * outcome.rate / batch)))
-    return steps, Machine(**outcome.facts)
+    return steps, outcome.machine
 
 
 def _select(
@@ -160,11 +188,13 @@ def _difference(weights: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> 
     if all(torch.equal(weights[name], others[name]) for name in others):
         return "bit-identical"
     apart = sum(
-        float((weights[name].double() - others[name].double()).square().sum()) for name in others
+        float((weights[name].double() - other.double()).square().sum())
+        for name, other in others.items()
     )
-    size = sum(float(others[name].double().square().sum()) for name in others)
+    size = sum(float(other.double().square().sum()) for other in others.values())
     distance = (apart / size) ** 0.5
-    return f"{'equal up to rounding' if distance <= _ROUNDING else 'different'} ({distance:.1e})"
+    words = "equal up to rounding" if distance <= _ROUNDING else "different"
+    return f"{words} ({distance:.1e})"
 
 
 def _run_rounds(
@@ -177,12 +207,16 @@ def _run_rounds(
     say: Callable[[str], object],
 ) -> dict[str, list[Measured]]:
     """Return the outcomes by configuration, one list entry per round."""
-    full = {**base, **{key: value for trial in tried for key, value in trial.on.items()}}
+    full = dict(base)
+    for trial in tried:
+        full |= trial.on
     configurations: dict[str, Keys] = {"none": base, "none again": base, "all": full}
     for trial in tried:
         configurations[f"+{trial.technique.name}"] = {**base, **trial.on}
         configurations[f"-{trial.technique.name}"] = {**full, **trial.off}
     order = list(configurations)
+
+    # Shuffle each round, so that a drift of the machine's speed is in no variant alone.
     outcomes: dict[str, list[Measured]] = {name: [] for name in configurations}
     for number in range(rounds):
         random.Random(number).shuffle(order)
@@ -194,15 +228,14 @@ def _run_rounds(
 
 def _row(trial: _Trial, runs: Mapping[str, list[Measured]], same: str) -> dict[str, Any]:
     name = trial.technique.name
-    alone, without = runs[f"+{name}"], runs[f"-{name}"]
+    alone = runs[f"+{name}"]
+    without = runs[f"-{name}"]
     return {
-        **{
-            "name": name,
-            "about": trial.technique.about,
-            "on": trial.on,
-            "off": trial.off,
-            "result": same,
-        },
+        "name": name,
+        "about": trial.technique.about,
+        "on": trial.on,
+        "off": trial.off,
+        "result": same,
         "alone": _ratios(alone, runs["none"]) | {"memory": _peak(alone) - _peak(runs["none"])},
         "on top": _ratios(runs["all"], without) | {"memory": _peak(runs["all"]) - _peak(without)},
         "fault": _faults([*alone, *without]),

@@ -1,0 +1,42 @@
+"""The GPUs that ``oneloop plan`` knows."""
+
+from typing import NamedTuple
+
+from oneloop.measure.flops import PEAKS
+
+GIB = 2.0**30  # bytes
+_SHARE = 0.5  # of the peak FLOP/s, which a run is assumed to reach
+
+
+class Gpu(NamedTuple):
+    """One GPU and its link to the next one."""
+
+    memory: float  # GiB, as torch reports it
+    name: str  # in PEAKS
+    link: float  # bytes/s to the next GPU, in one direction
+
+    def holds(self, total: float) -> bool:
+        """Return whether its memory is enough for so many bytes."""
+        return total <= self.memory * GIB
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s that a run is assumed to reach."""
+        return max(PEAKS[self.name].values()) * _SHARE
+
+
+# The links are those of the data sheets: NVLink, or PCIe 4.0 x16.
+GPUS = {
+    "b200": Gpu(178.4, "B200", 900e9),
+    "h200": Gpu(139.8, "H200", 450e9),
+    "h100": Gpu(79.1, "H100", 450e9),
+    "a100-80": Gpu(79.1, "A100", 300e9),
+    "l40s": Gpu(44.4, "L40S", 32e9),
+    "a100-40": Gpu(39.4, "A100", 300e9),
+    "v100-32": Gpu(31.7, "V100", 150e9),
+    "4090": Gpu(23.5, "4090", 32e9),
+    "3090": Gpu(23.6, "3090", 32e9),
+    "a10g": Gpu(22.1, "A10G", 32e9),
+    "l4": Gpu(22.0, "L4", 32e9),
+    "t4": Gpu(14.6, "T4", 32e9),
+}
