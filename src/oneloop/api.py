@@ -32,8 +32,9 @@ def fit(
     mixed_precision: str | None = None,
     **groups: Any,
 ) -> dict[str, Any]:
-    """Train a recipe from Python, on all processes of the launcher: in a script, a notebook, or a
-    function that accelerate's ``notebook_launcher`` starts.
+    """Train a recipe from Python, on all processes of the launcher.
+
+    Call it in a script, a notebook, or a function that accelerate's ``notebook_launcher`` starts.
 
     >>> summary = fit("digits", batch={"size": 128}, run={"dir": "runs/larger"})
     >>> summary = fit(MyTask, duration="5ep", task={"width": 32})
@@ -66,9 +67,8 @@ def fit(
     with _alone("fit"):
         source, typed, chosen = _read(recipe, groups)
         with borrowed(mixed_precision):
-            run = start_run(
-                chosen, command=["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed]
-            )
+            command = ["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed]
+            run = start_run(chosen, command=command)
             with run.stopping.listening():
                 summary, fault = conduct(train, chosen, run)
     if fault is not None:
@@ -78,8 +78,9 @@ def fit(
 
 @contextmanager
 def _alone(name: str) -> Iterator[None]:
-    """Reject a second call in this process. Of BadInput, only the message is raised, with keys in
-    Python's syntax."""
+    """Reject a second call in this process.
+
+    Of BadInput, only the message is raised, with keys in Python's syntax."""
     die_with_launcher()
     reject_while_importing()
     if not _LOCK.acquire(blocking=False):
@@ -95,8 +96,9 @@ def _alone(name: str) -> Iterator[None]:
 
 
 def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) -> dict[str, Any]:
-    """Return loss and metrics of a run's weights, as ``oneloop evaluate`` prints them. Collective:
-    call on every rank.
+    """Return loss and metrics of a run's weights, as ``oneloop evaluate`` prints them.
+
+    Collective: call on every rank.
 
     >>> evaluate("runs/digits", data="new/")["data/accuracy"]
 
@@ -116,8 +118,9 @@ def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) ->
 def predict(
     run: Run, *, to: str | Path | None = None, mixed_precision: str | None = None, **options: Any
 ) -> list[dict[str, Any]] | Path:
-    """Predict every row of a run's validation set, or of other ``data``, in order. Collective: call
-    on every rank.
+    """Predict every row of a run's validation set, or of other ``data``, in order.
+
+    Collective: call on every rank.
 
     Args:
         run: the run folder, or the summary that :func:`fit` returned.
@@ -140,16 +143,15 @@ def predict(
         check_file(file)
         with borrowed(mixed_precision):
             perform("predict", _options("predict", run, {**options, "to": file}))
-        return (
-            file if to is not None else [json.loads(line) for line in file.read_text().splitlines()]
-        )
+        if to is not None:
+            return file
+        return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def export(
     run: Run, *, to: str | Path | None = None, push: str | None = None, **options: Any
 ) -> str:
-    """Write a run's weights to the folder ``to``, or ``push`` them to the hub; return a line about
-    it.
+    """Write a run's weights to the folder ``to``, or ``push`` them to the hub; return a line.
 
     Args:
         run: the run folder, or the summary that :func:`fit` returned.
@@ -169,11 +171,18 @@ def export(
 def report(*runs: Run, to: str | Path | None = None) -> Path:
     """Write one HTML page about a run, or about several runs in the same charts; return its path.
 
-    By default it is report.html in the folder of the only run, or in the current folder. Raises
-    BadInput."""
+    Args:
+        runs: run folders, or summaries that :func:`fit` returned.
+        to: the file to write; None: report.html in the folder of the only run, or in the current
+            folder.
+
+    Raises:
+        BadInput: a run cannot be read.
+    """
     return write_report([_folder(run) for run in runs], None if to is None else Path(to))
 
 
+# Defaults of the options of each command.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "evaluate": {
         "data": None,
@@ -194,21 +203,26 @@ _DEFAULTS["predict"] = {**_DEFAULTS["evaluate"], "raw": False}
 
 
 def _options(command: str, run: Run, given: dict[str, Any]) -> Namespace:
-    """Return the options of a command as its parser would. Raises TypeError for an unknown one, as
-    Python does."""
-    known = {**_DEFAULTS[command], "task": None, "to": None, "push": None}
-    if unknown := given.keys() - known.keys():
+    """Return the options of a command as its parser would.
+
+    Raise TypeError for an unknown one, as Python does."""
+    options = {**_DEFAULTS[command], "task": None, "to": None, "push": None}
+    unknown = given.keys() - options.keys()
+    if unknown:
         raise TypeError(f"{command}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
-    task, data = given.get("task"), given.get("data")
-    texts = {
-        "task": path_of(task) if isinstance(task, type) else task,
-        "data": data if data is None else str(data),
-    }
-    checkpoint = given.get("checkpoint")
-    return Namespace(
-        run=_folder(run),
-        **{**known, **given, **texts, "checkpoint": checkpoint and str(checkpoint)},
-    )
+    options |= given
+
+    # On a command line, these are texts.
+    if isinstance(options["task"], type):
+        options["task"] = path_of(options["task"])
+    if options.get("data") is not None:
+        options["data"] = str(options["data"])
+    if options["checkpoint"]:
+        options["checkpoint"] = str(options["checkpoint"])
+    options.setdefault("data", None)
+    found = Namespace(run=_folder(run))
+    vars(found).update(options)
+    return found
 
 
 def _folder(run: Run) -> Path:
@@ -226,7 +240,8 @@ def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
                 f"two tasks given, {recipe!r} and {own!r}; give the class, and its arguments "
                 f"by task={{…}}"
             )
-        groups = {**groups, "task": {**own, "name": recipe}}
+        groups = groups.copy()
+        groups["task"] = {**own, "name": recipe}
         recipe = None
     elif not (recipe is None or isinstance(recipe, str | Recipe | Mapping)):
         raise BadInput(
@@ -234,13 +249,13 @@ def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
             f"task={{…}}"
         )
     given = from_python(groups)
-    source = (
-        recipe if isinstance(recipe, str) else given.get("task.name", "") if recipe is None else ""
-    )
-    words = [
-        word
-        for key, value in sorted(given.items())
-        if value != source
-        for word in (f"--{key}", typed(value))
-    ]
-    return str(source), words, recipe_of(recipe, **groups)
+    source = ""
+    if isinstance(recipe, str):
+        source = recipe
+    elif recipe is None:
+        source = str(given.get("task.name", ""))
+    words = []
+    for key, value in sorted(given.items()):
+        if value != source:
+            words += [f"--{key}", typed(value)]
+    return source, words, recipe_of(recipe, **groups)

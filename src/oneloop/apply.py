@@ -1,5 +1,7 @@
-"""Evaluate and predict after training: ``python -m oneloop.apply evaluate|predict RUN …``, on one
-or more processes."""
+"""Evaluate and predict after training, on one or more processes.
+
+``python -m oneloop.apply evaluate|predict RUN …``
+"""
 
 import sys
 from argparse import Namespace
@@ -42,8 +44,7 @@ _MORE = """
 
 
 def parsed(command: str, words: Sequence[str]) -> Namespace:
-    """Parse the options of ``evaluate`` or ``predict``; raise BadInput for what is wrong before
-    anything is loaded."""
+    """Parse the options of ``evaluate`` or ``predict``; load nothing. Raise BadInput."""
     options = Options(command, f"{_PAGES[command]}\n{_MORE}")
     options.add_argument("run", type=local_run, metavar="RUN")
     options.add_argument("--data", metavar="DATA", help="rows to use instead of the run's own sets")
@@ -84,36 +85,49 @@ def check_file(to: Path) -> None:
 
 
 def perform(command: str, given: Namespace) -> tuple[Run, Any]:
-    """Evaluate or predict with these options (of :func:`parsed`). Return the processes, and the
-    metrics of ``evaluate`` or a line about the file of ``predict``. Raise BadInput. Collective:
-    call on every rank."""
+    """Evaluate or predict. Collective: call on every rank.
+
+    Args:
+        command: ``evaluate`` or ``predict``.
+        given: The options of :func:`parsed`.
+
+    Returns:
+        The processes, and the metrics of ``evaluate`` or a line about the file of ``predict``.
+
+    Raises:
+        BadInput: The run, the data or an option is invalid.
+    """
     recipe = recipe_of(given.run, command=command, task=given.task)
     run = start(deterministic=recipe.machine.deterministic)
     float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
-    about: dict[str, Any] = {"checkpoint": given.checkpoint, "weights": given.weights}
-    about["own_data"] = command == "evaluate" or given.data is None
-    about |= {
-        "accept_changes": given.accept_changes,
-        "sharded": run.sharded,
-        "device": run.device.type,
-    }
+    evaluates = command == "evaluate"
     with run.setting_up():
-        of = trained(given.run, recipe, **about)
-        sets = _sets(of, given.data, labelled=command == "evaluate")
+        of = trained(
+            given.run,
+            recipe,
+            checkpoint=given.checkpoint,
+            weights=given.weights,
+            sharded=run.sharded,
+            device=run.device.type,
+            accept_changes=given.accept_changes,
+            own_data=evaluates or given.data is None,
+        )
+        sets = _sets(of, given.data, labelled=evaluates)
     model = _prepared(of, run)
-    options = {**of.options, **({"micro": given.micro} if given.micro else {})}
+    options = of.options
+    if given.micro:
+        options["micro"] = given.micro
     with run.setting_up():
-        if command == "evaluate":
-            options["window"] = recipe.batch.size
-            found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
-            assert found is not None
-            return run, {"weights": of.about, **found["raw"]}
-        return run, _predicted(of, model, sets, run, options, given.to, raw=given.raw)
+        if not evaluates:
+            return run, _predicted(of, model, sets, run, options, given.to, raw=given.raw)
+        options["window"] = recipe.batch.size
+        found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
+        assert found is not None
+        return run, {"weights": of.about, **found["raw"]}
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Run ``evaluate`` or ``predict`` as the command line says; end the process with oneloop's exit
-    code."""
+    """Run ``evaluate`` or ``predict``; end the process with oneloop's exit code."""
     try:
         command, *words = argv or [""]
         if command not in _PAGES:
@@ -125,17 +139,18 @@ def main(argv: Sequence[str]) -> NoReturn:
     except BadInput as error:
         reject(error)
     if run.main:
-        print(
-            result if command == "predict" else dumps(result) if given.json else _table(result),
-            flush=True,
-        )
+        if command == "evaluate":
+            result = dumps(result) if given.json else _table(result)
+        print(result, flush=True)
     leave(exit_codes.DONE, main=is_main())
 
 
 def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
+    """Return the data sets by name: those of the run, or ``data``. Without labels, only one."""
     if data is None:
-        own = of.task.eval_sets()
-        sets = own if labelled else {name: own[name] for name in list(own)[:1]}
+        sets = dict(of.task.eval_sets())
+        if not labelled:
+            sets = dict(list(sets.items())[:1])
         if not sets:
             raise ValueError("the run's task has no validation set; give data with --data")
     elif not hasattr(of.task, "samples_of"):
@@ -143,12 +158,9 @@ def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
             f"--data {data}: {type(of.task).__name__} has no samples_of() to open it; remove --data"
         )
     else:
+        opened = partial(of.task.samples_of, data, labelled=labelled)
         try:
-            sets = {
-                "data": theirs(
-                    of.task, "samples_of", partial(of.task.samples_of, data, labelled=labelled)
-                )
-            }
+            sets = {"data": theirs(of.task, "samples_of", opened)}
         except ValueError as error:
             raise ValueError(f"--data {data}: {str(error).removeprefix('task.data: ')}") from error
     check_sets(next(iter(sets.values())), sets)
@@ -164,10 +176,11 @@ def _prepared(of: Trained, run: Run) -> nn.Module:
 
 def _table(metrics: Mapping[str, Any]) -> str:
     width = max(map(len, metrics))
-    shown = {
-        name: value if isinstance(value, str) else f"{value:.6g}" for name, value in metrics.items()
-    }
-    return "\n".join(f"{name:{width}}  {value}" for name, value in shown.items())
+    lines = []
+    for name, value in metrics.items():
+        text = value if isinstance(value, str) else f"{value:.6g}"
+        lines.append(f"{name:{width}}  {text}")
+    return "\n".join(lines)
 
 
 def _predicted(
@@ -186,8 +199,9 @@ def _predicted(
         rows = write(to, result, accelerator=run.accelerator)
     except OSError as error:
         raise ValueError(f"--to {to} cannot be written: {error.strerror}") from error
+    line = f"{rows:,} rows of {of.about} are in {to}"
     warning = getattr(dataset, "warning", "")
-    return f"{rows:,} rows of {of.about} are in {to}" + (f"\n{warning}" if warning else "")
+    return f"{line}\n{warning}" if warning else line
 
 
 if __name__ == "__main__":

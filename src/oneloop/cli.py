@@ -30,13 +30,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``oneloop`` command; return its exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
-        pages = {
-            name: next(iter((command.__doc__ or "").strip().splitlines()))
-            for name, command in COMMANDS.items()
-        }
-        pages |= ABOUT
         print("usage: oneloop COMMAND … (oneloop COMMAND --help explains a command)\n")
-        print("\n".join(f"  {name:10}{page}" for name, page in pages.items()))
+        for name, command in COMMANDS.items():
+            page = ABOUT.get(name) or (command.__doc__ or "").strip().splitlines()[0]
+            print(f"  {name:10}{page}")
         return 0 if words else BAD_INPUT
     try:
         if words[0] not in COMMANDS:
@@ -69,28 +66,13 @@ def new(words: Sequence[str]) -> int:
             "folder"
         )
     else:
-        file = given.file
-        installed = importlib.util.find_spec(file.stem) if file.stem.isidentifier() else None
-        taken = installed is not None and "site-packages" in str(installed.origin)
-        if (
-            file.suffix != ".py"
-            or not file.stem.isidentifier()
-            or taken
-            or file.stem in sys.stdlib_module_names
-        ):
-            raise BadInput(
-                f"oneloop new: {file} cannot be a module of yours; name it like my_task.py"
-            )
-        template = (Path(__file__).parent / "tasks" / "template.txt").read_text()
-        texts = {
-            file: re.sub(
-                r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else file.stem, template
-            )
-        }
-    if there := [str(path) for path in texts if path.exists()]:
+        texts = {given.file: _task_template(given.file)}
+    there = [str(path) for path in texts if path.exists()]
+    if there:
         raise BadInput(
             f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it"
         )
+
     try:
         next(iter(texts)).parent.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
@@ -99,13 +81,25 @@ def new(words: Sequence[str]) -> int:
         raise BadInput(
             f"oneloop new: {error.filename} cannot be written: {error.strerror}"
         ) from error
-    hint = (
-        []
-        if given.configs
-        else [f"train it with: oneloop launch --config_file single {given.file}:MyTask"]
-    )
-    print(printable("\n".join([*map(str, texts), *hint])))
+    lines = [str(path) for path in texts]
+    if not given.configs:
+        lines.append(f"train it with: oneloop launch --config_file single {given.file}:MyTask")
+    print(printable("\n".join(lines)))
     return 0
+
+
+def _task_template(file: Path) -> str:
+    """Return the text of a task for this file. Raise BadInput if it cannot be a module."""
+    name = file.stem
+    usable = file.suffix == ".py" and name.isidentifier() and name not in sys.stdlib_module_names
+    if usable:
+        installed = importlib.util.find_spec(name)
+        usable = installed is None or "site-packages" not in str(installed.origin)
+    if not usable:
+        raise BadInput(f"oneloop new: {file} cannot be a module of yours; name it like my_task.py")
+    template = (Path(__file__).parent / "tasks" / "template.txt").read_text()
+    # The template names its file and its module.
+    return re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else name, template)
 
 
 def launch_processes(words: Sequence[str]) -> int:
@@ -124,9 +118,8 @@ def launch_processes(words: Sequence[str]) -> int:
 
     if words and words[0] in ("-h", "--help"):
         about = (launch_processes.__doc__ or "").replace("CONFIGS", ", ".join(config_files()))
-        Options(
-            "launch", about, usage="oneloop launch [accelerate's OPTIONS] RECIPE [--key value …]"
-        ).print_help()
+        usage = "oneloop launch [accelerate's OPTIONS] RECIPE [--key value …]"
+        Options("launch", about, usage=usage).print_help()
         return 0
     return launch(words, after=AFTER)
 
@@ -150,16 +143,17 @@ def verify(words: Sequence[str]) -> int:
         parted, lines = parting(given.same, given.run)
         print(printable("\n".join(lines)))
         return ERROR if parted else 0
-    store, final = Store(given.run / "checkpoints"), given.run / "final"
-    if not store.sealed():
+
+    store = Store(given.run / "checkpoints")
+    paths = [*store.sealed()]
+    if not paths:
         raise BadInput(f"{given.run} holds no checkpoint (looked for {store.root}/step-…)")
-    paths = [*store.sealed(), *([final] if (final / MANIFEST).exists() else [])]
+    final = given.run / "final"
+    if (final / MANIFEST).exists():
+        paths.append(final)
     wrong = {path.name: problems_at(path) for path in paths}
-    print(
-        printable(
-            "\n".join(f"{name}: {'; '.join(found) or 'good'}" for name, found in wrong.items())
-        )
-    )
+    lines = [f"{name}: {'; '.join(found) or 'good'}" for name, found in wrong.items()]
+    print(printable("\n".join(lines)))
     return ERROR if any(wrong.values()) else 0
 
 
@@ -195,13 +189,13 @@ def report(words: Sequence[str]) -> int:
     """
     options = Options("report", report.__doc__)
     options.add_argument("runs", type=local_run, nargs="+", metavar="RUN")
-    to = "default: report.html in the run folder, or in the current folder for several runs"
-    options.add_argument("--to", type=Path, metavar="FILE", help=to)
+    where = "default: report.html in the run folder, or in the current folder for several runs"
+    options.add_argument("--to", type=Path, metavar="FILE", help=where)
     given = options.parse_intermixed_args(words)
-    copied = (given.runs[0] / ADDRESS).exists()  # of a mirror
-    print(
-        printable(write_report(given.runs, given.to or (Path("report.html") if copied else None)))
-    )
+    to = given.to
+    if to is None and (given.runs[0] / ADDRESS).exists():  # a copy of a mirror
+        to = Path("report.html")
+    print(printable(write_report(given.runs, to)))
     return 0
 
 
@@ -327,8 +321,9 @@ def export(words: Sequence[str]) -> int:
 
 
 def export_run(given: Namespace) -> list[str]:
-    """Write or push a run's weights with the options of ``oneloop export``; return lines about it.
-    Raise BadInput."""
+    """Write or push a run's weights; return lines about it. Raise BadInput.
+
+    ``given``: the options of ``oneloop export``."""
     if given.to is None and given.push is None:
         raise BadInput(
             "export needs a folder to write to (--to DIR), or a repository of the hub (--push "
@@ -349,15 +344,28 @@ def export_run(given: Namespace) -> list[str]:
             if given.push is not None:
                 check_push(given.push)
             recipe = recipe_of(given.run, command="export", task=given.task)
-            how = {"merge": given.merged, "base_dtype": recipe.machine.base_dtype}
-            export_checkpoint(checkpoint, folder, make_task(recipe), weights=given.weights, **how)
+            export_checkpoint(
+                checkpoint,
+                folder,
+                make_task(recipe),
+                weights=given.weights,
+                merge=given.merged,
+                base_dtype=recipe.machine.base_dtype,
+            )
             with suppress(ValueError):  # no card if the metrics of the run cannot be read
                 write_card(given.run, folder, folder.name, licence=given.license)
+        except BadInput:
+            raise
         except (ValueError, OSError) as error:
-            raise error if isinstance(error, BadInput) else BadInput(str(error)) from error
-        how = {"licence": given.license, "public": given.public}
-        pushed = [] if given.push is None else [push(given.run, folder, given.push, **how)]
-        return [f"{checkpoint.name} of {given.run} is in {given.to}"] * bool(given.to) + pushed
+            raise BadInput(str(error)) from error
+
+        lines = []
+        if given.to:
+            lines.append(f"{checkpoint.name} of {given.run} is in {given.to}")
+        if given.push is not None:
+            licence = given.license
+            lines.append(push(given.run, folder, given.push, licence=licence, public=given.public))
+        return lines
 
 
 def _elsewhere(module: str, words: Sequence[str], *, command: Sequence[str] = ()) -> int:
@@ -365,28 +373,26 @@ def _elsewhere(module: str, words: Sequence[str], *, command: Sequence[str] = ()
     return int(importlib.import_module(module).main([*command, *words]))
 
 
+# First lines of the help pages that are elsewhere.
 ABOUT = {
     "evaluate": "Print loss and metrics of a run's weights.",
     "predict": "Write predictions to a file.",
+    "doctor": "Check that this host can train, and that several hosts can train together.",
+    "plan": "Report what a run needs, and the cheapest change that makes it fit; needs no GPU.",
 }
-ABOUT |= {"doctor": "Check that this host can train, and that several hosts can train together."}
-ABOUT |= {
-    "plan": "Report what a run needs, and the cheapest change that makes it fit; needs no GPU."
-}
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"new": new, "launch": launch_processes}
-COMMANDS |= {
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "new": new,
+    "launch": launch_processes,
     "doctor": partial(_elsewhere, "oneloop.launch.doctor"),
     "plan": partial(_elsewhere, "oneloop.plan.plan"),
-}
-COMMANDS |= {
     "verify": verify,
     "check": check,
     "report": report,
     "compare": compare,
     "watch": watch,
     "worth": worth,
+    "prove": prove,
+    "evaluate": partial(_elsewhere, "oneloop.apply", command=["evaluate"]),
+    "predict": partial(_elsewhere, "oneloop.apply", command=["predict"]),
+    "export": export,
 }
-COMMANDS |= {"prove": prove} | {
-    name: partial(_elsewhere, "oneloop.apply", command=[name]) for name in AFTER
-}
-COMMANDS |= {"export": export}

@@ -1,5 +1,6 @@
-"""EMA (exponential moving average) of the weights, kept per shard. Also works in a plain Accelerate
-script.
+"""EMA (exponential moving average) of the weights, kept per shard.
+
+Also works in a plain Accelerate script.
 
 >>> ema = EMA(model, half_life=10_000)           # in samples; after accelerator.prepare
 >>> optimizer.step()
@@ -30,20 +31,19 @@ from oneloop.basics.tensors import as_real, local, reshard
 def average_(
     averages: list[Tensor], weights: list[Tensor], keep: float, *, cast: bool = False
 ) -> None:
-    """Set average = keep * average + (1 - keep) * weight, in place; other forms would round
-    differently.
+    """Set average = keep * average + (1 - keep) * weight, in place.
 
-    ``cast``: the weights have another dtype than the averages."""
+    Other forms would round differently. ``cast``: the weights have another dtype."""
     if cast:
-        weights = [
-            weight.to(average.dtype) for weight, average in zip(weights, averages, strict=True)
-        ]
+        pairs = zip(weights, averages, strict=True)
+        weights = [weight.to(average.dtype) for weight, average in pairs]
     torch._foreach_lerp_(averages, weights, 1.0 - keep)
 
 
 class EMA:
-    """EMA of a model's parameters, in float32 or better. Give exactly one of half_life, decay and
-    power.
+    """EMA of a model's parameters, in float32 or better.
+
+    Give exactly one of half_life, decay and power.
 
     Args:
         model: as prepared; under FSDP2 each rank averages its own shards.
@@ -62,7 +62,8 @@ class EMA:
             copy.
         name: name in checkpoints, logs and file names.
 
-    Raises ValueError: not exactly one of the three is given, or a value is out of range.
+    Raises:
+        ValueError: Not exactly one of the three is given, or a value is out of range.
     """
 
     def __init__(
@@ -84,25 +85,41 @@ class EMA:
                 f"an EMA needs one of half_life, decay and power; {len(kinds)} are given"
             )
         self._keep = _law(half_life, decay, power, ramp)
-        self.name, self.every = name, every
+        self.name = name
+        self.every = every
         self.seen = 0.0  # amount trained so far, as :meth:`update` counts it
-        self._due, self._updates = 0.0, 0
-        self._model = model
+        self._due = 0.0  # amount since the last computation
+        self._updates = 0  # calls since the last computation
+
         # Reshard first: after a forward without backward, FSDP2's root has other parameter objects.
+        self._model = model
         reshard(self._model)
-        self._parameters = {bare_name(n): p for n, p in model.named_parameters() if p.requires_grad}
-        self._shadow = {
-            name: _new(p, torch.promote_types(p.dtype, torch.float32), device)
-            for name, p in self._parameters.items()
-        }
-        pairs = [(local(self._shadow[name]), local(p)) for name, p in self._parameters.items()]
-        # uneven shards may be empty
-        pairs = [(mine, weight.detach()) for mine, weight in pairs if mine.numel()]
-        self._mine, self._weights = [mine for mine, _ in pairs], [weight for _, weight in pairs]
-        self._cast = any(mine.dtype != weight.dtype for mine, weight in pairs)
-        self._held = [name for name in self._parameters if local(self._shadow[name]).numel()]
-        away = device == "cpu" and pairs and pairs[0][1].device.type != "cpu"
-        self._away = HostCopies(self._weights, optimizer) if away else None
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._shadow: dict[str, Tensor] = {}
+        for full_name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                bare = bare_name(full_name)
+                wide = torch.promote_types(parameter.dtype, torch.float32)
+                self._parameters[bare] = parameter
+                self._shadow[bare] = _new(parameter, wide, device)
+
+        # This rank's shards, in lists for fused operations; uneven shards may be empty.
+        self._held: list[str] = []  # their names
+        self._mine: list[Tensor] = []
+        self._weights: list[Tensor] = []
+        self._cast = False
+        for bare, parameter in self._parameters.items():
+            mine = local(self._shadow[bare])
+            weight = local(parameter).detach()
+            if mine.numel():
+                self._held.append(bare)
+                self._mine.append(mine)
+                self._weights.append(weight)
+                self._cast |= mine.dtype != weight.dtype
+
+        self._away: HostCopies | None = None
+        if device == "cpu" and self._weights and self._weights[0].device.type != "cpu":
+            self._away = HostCopies(self._weights, optimizer)
         self.restart()
 
     @torch.no_grad()
@@ -110,27 +127,30 @@ class EMA:
         """Reset the average to the current weights."""
         for mine, weight in zip(self._mine, self._weights, strict=True):
             mine.copy_(weight)
-        self.seen, self._due, self._updates = 0.0, 0.0, 0
+        self.seen = 0.0
+        self._due = 0.0
+        self._updates = 0
 
     @torch.no_grad()
     def begin(self, names: Collection[str]) -> None:
-        """Reset the average of these tensors, named as in :meth:`tensors`, to the current
-        weights."""
+        """Reset the average of these tensors (names of :meth:`tensors`) to the current weights."""
         for name, mine, weight in zip(self._held, self._mine, self._weights, strict=True):
             if f"ema.{self.name}.{name}" in names:
                 mine.copy_(weight)
 
     @torch.no_grad()
     def update(self, amount: float) -> None:
-        """Update with the weights after an optimizer step of ``amount`` samples (or tokens) over
-        all processes."""
+        """Update with the weights after an optimizer step.
+
+        ``amount``: samples (or tokens) of the step, over all processes."""
         self._due += amount
         self.seen += amount
         self._updates += 1
         if self._updates < self.every:
             return
         keep = self._keep(self._due, self.seen, self._updates)
-        self._due, self._updates = 0.0, 0
+        self._due = 0.0
+        self._updates = 0
         if self._away is not None:
             self._away.then(lambda weights: average_(self._mine, weights, keep, cast=True))
         elif self._mine:  # else this rank has no shard
@@ -138,8 +158,7 @@ class EMA:
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
-        """Swap the EMA weights into the model in this context, and swap the training weights back
-        afterwards.
+        """Swap the EMA weights into the model in this context; afterwards swap them back.
 
         One tensor is exchanged at a time, without a second copy of the model; only 16-bit weights
         are copied aside."""
@@ -156,20 +175,19 @@ class EMA:
         reshard(self._model)  # else FSDP2 would use the gathered weights
         taken: dict[int, Tensor] = {}
         for number, (mine, weight) in enumerate(zip(self._mine, self._weights, strict=True)):
-            if number in aside:
+            if number in aside:  # the average was not overwritten
                 weight.copy_(aside[number])
                 continue
             held = weight.clone()
             weight.copy_(mine)
             if held.dtype == mine.dtype:
                 mine.copy_(held)
-            else:
+            else:  # a copy of the average in 16 bits would lose digits
                 taken[number] = held
         return taken
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the EMA tensors (not copies) by ``ema.<name>.<parameter>``, sharded as the
-        parameters."""
+        """Return the EMA tensors by ``ema.<name>.<parameter>``: not copies, sharded likewise."""
         if self._away is not None:
             self._away.wait()
         return {f"ema.{self.name}.{name}": as_real(tensor) for name, tensor in self._shadow.items()}
@@ -182,7 +200,9 @@ class EMA:
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the counters."""
-        self.seen, self._due, self._updates = state["seen"], state["due"], int(state["updates"])
+        self.seen = state["seen"]
+        self._due = state["due"]
+        self._updates = int(state["updates"])
 
 
 Law = Callable[[float, float, int], float]
@@ -190,14 +210,15 @@ Law = Callable[[float, float, int], float]
 
 
 def _law(half_life: float | None, decay: float | None, power: float | None, ramp: float) -> Law:
+    """Return how much of the average to keep. Raise ValueError."""
     if half_life is not None:
         if not half_life > 0 or ramp < 0:
             raise ValueError(
                 f"ema.half_life must be > 0 and ema.ramp must be >= 0; got {half_life} and {ramp}"
             )
-        return lambda amount, seen, _: (
-            0.5 ** (amount / (min(half_life, ramp * seen) if ramp else half_life))
-        )
+        if not ramp:
+            return lambda amount, seen, _: 0.5 ** (amount / half_life)
+        return lambda amount, seen, _: 0.5 ** (amount / min(half_life, ramp * seen))
     if decay is not None:
         if not 0 <= decay < 1:
             raise ValueError(f"ema.decay {decay} must be at least 0 and below 1")
@@ -210,9 +231,8 @@ def _law(half_life: float | None, decay: float | None, power: float | None, ramp
 def _new(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
     if device is None or device == parameter.device.type:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-    mine = torch.empty(
-        local(parameter).shape, dtype=dtype, device=device, pin_memory=device == "cpu"
-    )
+    shape = local(parameter).shape
+    mine = torch.empty(shape, dtype=dtype, device=device, pin_memory=device == "cpu")
     if not isinstance(parameter, DTensor):
         return mine
     meta = parameter._spec.tensor_meta
@@ -222,8 +242,9 @@ def _new(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
 
 
 def gamma(sigma_rel: float) -> float:
-    """Return the exponent of the power-function average of this relative standard deviation (Karras
-    et al. 2024, algorithm 2). Raise ValueError if none is that wide."""
+    """Return the exponent of the power-function average of a relative standard deviation.
+
+    This is algorithm 2 of Karras et al. 2024. Raise ValueError if no average is that wide."""
     import numpy as np
 
     widest = 12**-0.5
@@ -237,27 +258,38 @@ def gamma(sigma_rel: float) -> float:
 
 
 def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> list[float]:
-    """Return the least-squares factors that combine saved power-function averages into one that was
-    not kept (Karras et al. 2024, algorithm 3). An average is a pair: samples seen, sigma_rel."""
+    """Return the factors that combine saved power-function averages into one that was not kept.
+
+    They are a least-squares fit (Karras et al. 2024, algorithm 3). An average is a pair: samples
+    seen, sigma_rel."""
     import numpy as np
 
     def inner(t_a: Any, gamma_a: Any, t_b: Any, gamma_b: Any) -> Any:
+        # The inner product of two averages' weight functions.
         ratio = (t_a / t_b) ** np.where(t_a < t_b, gamma_b, -gamma_a)
-        return (
-            (gamma_a + 1) * (gamma_b + 1) * ratio / ((gamma_a + gamma_b + 1) * np.maximum(t_a, t_b))
-        )
+        scale = (gamma_a + gamma_b + 1) * np.maximum(t_a, t_b)
+        return (gamma_a + 1) * (gamma_b + 1) * ratio / scale
 
     t = np.array([seen for seen, _ in saved])[:, None]
     g = np.array([gamma(sigma_rel) for _, sigma_rel in saved])[:, None]
-    factors = np.linalg.solve(inner(t, g, t.T, g.T), inner(t, g, wanted[0], gamma(wanted[1])))
+    seen, sigma_rel = wanted
+    among = inner(t, g, t.T, g.T)
+    factors = np.linalg.solve(among, inner(t, g, seen, gamma(sigma_rel)))
     return [float(factor) for factor in factors[:, 0]]
 
 
 class HostCopies:
     """Copies weights to pinned host memory on a separate stream, and passes them to a thread.
 
-    The device continues during a copy; only the optimizer's next step waits for it. Raises
-    ValueError without an optimizer."""
+    The device continues during a copy; only the optimizer's next step waits for it.
+
+    Args:
+        weights: On the device.
+        optimizer: Its step changes the weights.
+
+    Raises:
+        ValueError: There is no optimizer.
+    """
 
     def __init__(self, weights: list[Tensor], optimizer: Optimizer | None) -> None:
         if optimizer is None:
@@ -265,15 +297,16 @@ class HostCopies:
                 "an EMA in host memory needs the optimizer, whose next step waits for the copy"
             )
         self._weights = weights
-        self._landing = [
-            torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True) for tensor in weights
-        ]
+        self._landing = []
+        for tensor in weights:
+            self._landing.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
         self._stream = torch.Stream(weights[0].device)
         self._copied: torch.Event | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
         self._using: Future[None] | None = None
+
+        # The end of the last step: the copy waits for it only, not for work queued since.
         self._stepped = torch.Event(weights[0].device)
-        """the end of the last step: the copy waits for it only, not for work queued since"""
         self._stepped.record()
         optimizer.register_step_post_hook(lambda *_: self._stepped.record())
         optimizer.register_step_pre_hook(lambda *_: self._hold())
@@ -298,6 +331,7 @@ class HostCopies:
             torch.accelerator.current_stream(self._weights[0].device).wait_event(self._copied)
 
     def wait(self) -> None:
+        """Wait until the last copy was used."""
         if self._using is not None:
             self._using.result()
             self._using = None

@@ -28,8 +28,9 @@ from oneloop.tasks.whole_batch import is_whole_batch
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Use eval mode without gradients; afterwards restore the mode of every module, and FSDP2's
-    shards."""
+    """Use eval mode without gradients in this context.
+
+    Afterwards restore the mode of every module, and FSDP2's shards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -57,8 +58,7 @@ def evaluate(
     exact: bool = False,
     window: int | None = None,
 ) -> dict[str, float] | None:
-    """Return loss (weighted as in training) and the task's metrics over ``dataset``. Collective:
-    call on every rank.
+    """Return loss (weighted as in training) and metrics. Collective: call on every rank.
 
     Args:
         task: has ``collate``, ``weight``, ``loss`` (or ``embed`` with ``batch_loss``) and,
@@ -79,30 +79,30 @@ def evaluate(
         window: samples of each loss over a whole batch; the last window may be smaller (default:
             ``micro``).
 
-    Return ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``;
-    None if interrupted.
+    Returns:
+        ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``; None
+        if interrupted.
     """
     sources = getattr(dataset, "sources", None) or {"": range(len(dataset))}
-    share = share_of(
-        [*sources.values()], micro, accelerator.num_processes, accelerator.process_index
-    )
-    keyed, device = SeededSamples(dataset, seed=seed, name=name), accelerator.device
-    # samples may differ in weight
-    collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)
+    ranks = accelerator.num_processes
+    share = share_of([*sources.values()], micro, ranks, accelerator.process_index)
+    device = accelerator.device
+    keyed = SeededSamples(dataset, seed=seed, name=name)
+    collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # weights may differ
+
+    # Choose how to sum.
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
-    sums: Together | Apart | WholeBatches = (Apart if exact else Together)(
-        task, len(sources), device, measured
-    )
+    kind = Apart if exact else Together
+    sums: Together | Apart | WholeBatches = kind(task, len(sources), device, measured)
     if is_whole_batch(task):
         sums = WholeBatches(
             task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed)
         )
+
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
     share_buffers(model)
-    with (
-        evaluating(model),
-        closing(_weighed(loaded, device, (seed, share.first) if exact else None)) as weighed,
-    ):
+    seeded = (seed, share.first) if exact else None
+    with evaluating(model), closing(_weighed(loaded, device, seeded)) as weighed:
         batches = tracked(weighed, "evaluating", total=len(share.places))
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
@@ -112,20 +112,15 @@ def evaluate(
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
             found = partial(_chosen, keyed, collate, device)
+            look = partial(examples.look, cast(Shows, task), model, len(dataset), found)
             with BEATS.phase(METRICS):
-                examples.look(
-                    cast(Shows, task),
-                    model,
-                    len(dataset),
-                    found,
-                    micro=micro,
-                    accelerator=accelerator,
-                )
+                look(micro=micro, accelerator=accelerator)
+
     with BEATS.phase(METRICS):
-        losses = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
-        return losses | (
-            {} if measured is None else _computed(task, adapted(measured), accelerator, examples)
-        )
+        results = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
+        if measured is not None:
+            results |= _computed(task, adapted(measured), accelerator, examples)
+        return results
 
 
 def _losses(
@@ -133,8 +128,9 @@ def _losses(
 ) -> dict[str, float]:
     metrics = {"loss": math.fsum(totals) / math.fsum(weights)}
     if len(totals) > 1:
-        each = zip(sources, totals, weights, strict=True)
-        metrics |= {f"loss/{name}": total / weight for name, total, weight in each if weight}
+        for name, total, weight in zip(sources, totals, weights, strict=True):
+            if weight:
+                metrics[f"loss/{name}"] = total / weight
     return metrics
 
 
@@ -143,8 +139,10 @@ def _weighed(
     device: torch.device,
     seeded: tuple[int, int] | None = None,
 ) -> Generator[tuple[Batch, float]]:
-    """Yield the batches on the device with their weights; copy the next one meanwhile. ``seeded``
-    (seed, index of the first batch): seed the random generators before each batch."""
+    """Yield the batches on the device with their weights; copy the next one meanwhile.
+
+    ``seeded``: seed, and index of the first batch, to seed the random generators before each one.
+    """
     weights: deque[float] = deque()
 
     def batches() -> Iterator[Batch]:
@@ -154,14 +152,15 @@ def _weighed(
 
     for number, batch in enumerate(transferred(batches(), device)):
         if seeded is not None:
-            reseed(device, seeded[0], seeded[1] + number, others=True)
+            seed, first = seeded
+            reseed(device, seed, first + number, others=True)
         yield batch, weights.popleft()
 
 
 def _computed(
     task: Any, metrics: Metrics, accelerator: Accelerator, examples: Examples | None
 ) -> dict[str, float]:
-    for mine in metrics.sums():
+    for mine in metrics.sums():  # collective: the same sums in the same order on every rank
         mine.copy_(accelerator.reduce(mine, "sum"))
     values = metrics.compute()
     if examples is not None:
@@ -172,8 +171,10 @@ def _computed(
 def _chosen(
     keyed: SeededSamples, collate: CollateWithWeight, device: torch.device, indices: list[int]
 ) -> tuple[list[Any], Batch]:
+    """Return the samples of these indices, and their batch on the device."""
     samples = [keyed[0, index] for index in indices]
-    return [sample for _, sample in samples], next(transferred(iter([collate(samples)[0]]), device))
+    batch, _ = collate(samples)
+    return [sample for _, sample in samples], next(transferred(iter([batch]), device))
 
 
 @dataclass(frozen=True)
@@ -193,21 +194,26 @@ class Share:
 
 
 def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Share:
-    """Return this rank's micro-batches: consecutive ones, so that one rank reads adjacent samples.
-    Each micro-batch has samples of one source only.
+    """Return this rank's micro-batches: consecutive ones, so that it reads adjacent samples.
 
-    FSDP2 needs equal forward counts, so a rank without micro-batches left repeats the first one,
-    and does not count it.
+    Each micro-batch has samples of one source only. FSDP2 needs equal forward counts, so a rank
+    without micro-batches left repeats the first one, and does not count it.
     """
-    cut = [
-        (number, range(start, min(start + micro, source.stop)))
-        for number, source in enumerate(sources)
-        for start in range(source.start, source.stop, micro)
-    ]
+    cut = []
+    for number, source in enumerate(sources):
+        for start in range(source.start, source.stop, micro):
+            cut.append((number, range(start, min(start + micro, source.stop))))
+
     each = math.ceil(len(cut) / ranks)
-    mine = range(rank * each, (rank + 1) * each)
-    places = [[(0, index) for index in cut[at if at < len(cut) else 0][1]] for at in mine]
-    return Share(places, [cut[at][0] if at < len(cut) else None for at in mine], mine.start, cut)
+    first = rank * each
+    places: list[list[Place]] = []
+    counted: list[int | None] = []
+    for at in range(first, first + each):
+        left = at < len(cut)
+        number, samples = cut[at if left else 0]
+        places.append([(0, index) for index in samples])
+        counted.append(number if left else None)
+    return Share(places, counted, first, cut)
 
 
 def evaluate_all(
@@ -221,14 +227,21 @@ def evaluate_all(
 ) -> dict[str, dict[str, float]] | None:
     """:func:`evaluate` several sets, with the weights and with each EMA.
 
-    ``examples`` are from the first set, with the weights.
+    Args:
+        task: See :func:`evaluate`.
+        model: As prepared for training.
+        sets: Data sets by name.
+        emas: Averages of the model's weights.
+        examples: Collects samples of the first set to show, with the weights.
+        options: Other arguments of :func:`evaluate`.
 
-    Returns ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None if interrupted."""
+    Returns:
+        ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None if interrupted.
+    """
     results: dict[str, dict[str, float]] = {}
-    holding: dict[str, Callable[[], Any]] = {
-        "raw": nullcontext,
-        **{ema.name: ema.swapped for ema in emas},
-    }
+    holding: dict[str, Callable[[], Any]] = {"raw": nullcontext}
+    for ema in emas:
+        holding[ema.name] = ema.swapped
     for weights, held in holding.items():
         results[weights] = {}
         with held():
@@ -237,7 +250,6 @@ def evaluate_all(
                 examples = None
                 if metrics is None:
                     return None
-                results[weights] |= {
-                    f"{prefix(name)}/{metric}": value for metric, value in metrics.items()
-                }
+                for metric, value in metrics.items():
+                    results[weights][f"{prefix(name)}/{metric}"] = value
     return results

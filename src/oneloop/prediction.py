@@ -1,4 +1,4 @@
-"""Predict every sample, in order, on one process or several, and write the predictions to one file.
+"""Predict every sample, in order, on one process or several, and write the predictions to a file.
 
 >>> predicted = predictions(task, model, dataset, accelerator=accelerator, micro=32)
 >>> write(Path("predictions.parquet"), predicted, accelerator=accelerator)
@@ -44,8 +44,9 @@ def predictions(
     seed: int = 0,
     raw: bool = False,
 ) -> Iterator[Columns]:
-    """Yield columns for each micro-batch of this rank's samples, in order of rank. Collective: call
-    on every rank.
+    """Yield columns for each micro-batch of this rank's samples, in order of rank.
+
+    Collective: call on every rank.
 
     Args:
         task: ``loss`` returns the outputs and, if the task ``writes``, ``generate`` returns more;
@@ -60,19 +61,14 @@ def predictions(
         seed: seed of random data sets.
         raw: add the outputs as columns.
 
-    Raises ValueError: an output or a column does not have one entry per sample.
+    Raises:
+        ValueError: An output or a column does not have one entry per sample.
     """
-    share = share_of(
-        [range(len(dataset))], micro, accelerator.num_processes, accelerator.process_index
-    )
+    ranks = accelerator.num_processes
+    share = share_of([range(len(dataset))], micro, ranks, accelerator.process_index)
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)
-    loaded = loader(
-        SeededSamples(dataset, seed=seed),
-        collate,
-        share.places,
-        workers=workers,
-        device=accelerator.device,
-    )
+    keyed = SeededSamples(dataset, seed=seed)
+    loaded = loader(keyed, collate, share.places, workers=workers, device=accelerator.device)
     share_buffers(model)
     with evaluating(model):
         batches = transferred((batch for batch, _ in loaded), accelerator.device)
@@ -83,15 +79,18 @@ def predictions(
                 outputs = {**outputs, **task.generate(model, batch)}  # type: ignore[attr-defined]
             if source is None:
                 continue  # a repeated micro-batch: FSDP2 needs equal forward counts
-            found = (
-                _columns(task, task.predicted(batch, outputs), len(places))
-                if hasattr(task, "predicted")
-                else {}
-            )
-            columns = {"row": [index for _, index in places]}
+
+            # A row has its number, its file, the task's columns, and the outputs.
+            columns: Columns = {"row": [index for _, index in places]}
             if hasattr(dataset, "file"):
                 columns["file"] = [dataset.file(index) for _, index in places]
-            yield columns | found | (_outputs(outputs, len(places)) if raw or not found else {})
+            found: Columns = {}
+            if hasattr(task, "predicted"):
+                found = _columns(task, task.predicted(batch, outputs), len(places))
+            columns |= found
+            if raw or not found:
+                columns |= _outputs(outputs, len(places))
+            yield columns
 
 
 def _columns(task: Any, predicted: Any, samples: int) -> Columns:
@@ -100,49 +99,57 @@ def _columns(task: Any, predicted: Any, samples: int) -> Columns:
         raise ValueError(
             f"{member} returned a {type(predicted).__name__}; a dict of columns is needed"
         )
-    columns = {
-        str(name): value.tolist() if hasattr(value, "tolist") else value
-        for name, value in predicted.items()
-    }
+    columns = {}
+    for name, value in predicted.items():
+        columns[str(name)] = value.tolist() if hasattr(value, "tolist") else value
     for name, value in columns.items():
-        if not isinstance(value, list | tuple) or len(value) != samples:
-            number = (
-                f"{len(value)} entries"
-                if isinstance(value, list | tuple)
-                else f"a {type(value).__name__}"
-            )
-            raise ValueError(
-                f"{member} returned {number} as {name!r} for {samples} samples; give each one"
-            )
+        several = isinstance(value, list | tuple)
+        if several and len(value) == samples:
+            continue
+        number = f"{len(value)} entries" if several else f"a {type(value).__name__}"
+        raise ValueError(
+            f"{member} returned {number} as {name!r} for {samples} samples; give each one"
+        )
     return columns
 
 
 def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
-    own = {
-        name: tensor for name, tensor in outputs.items() if tensor.ndim and len(tensor) == samples
-    }
-    if not own:
+    columns = {}
+    for name, tensor in outputs.items():
+        if tensor.ndim and len(tensor) == samples:
+            wide = tensor.float() if tensor.is_floating_point() else tensor
+            columns[name] = wide.tolist()
+    if not columns:
         raise ValueError(
             "the task's loss() returns no outputs with an entry for each sample; give it "
             "predicted()"
         )
-    return {
-        name: (tensor.float() if tensor.is_floating_point() else tensor).tolist()
-        for name, tensor in own.items()
-    }
+    return columns
 
 
 def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator) -> int:
     """Write all ranks' columns of :func:`predictions` to one file, equal on any number of ranks.
-    Collective: call on every rank of ``accelerator``; they share the file system.
 
-    The file is .parquet, .jsonl or .csv, and is written atomically. Return the number of rows, on
-    rank 0. Raise ValueError if a column for a .csv holds lists."""
-    rank, shards = accelerator.process_index, file.with_name(f".{file.name}.parts")
+    Collective: call on every rank; they share the file system. The file is written atomically.
+
+    Args:
+        file: .parquet, .jsonl or .csv.
+        predicted: Columns of this rank.
+        accelerator: Its ranks write their rows in order of rank.
+
+    Returns:
+        The number of rows, on rank 0.
+
+    Raises:
+        ValueError: A column for a .csv holds lists.
+    """
+    rank = accelerator.process_index
+    shards = file.with_name(f".{file.name}.parts")
     if rank == 0:
         shutil.rmtree(shards, ignore_errors=True)
         shards.mkdir(parents=True)
     accelerator.wait_for_everyone()
+
     problem = None
     try:
         try:
@@ -151,9 +158,11 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
             if accelerator.is_fsdp2:
                 raise  # the other ranks wait for this one inside the model
             problem = str(error)
+        # All ranks raise the first error; else every shard is complete.
         problems: list[str | None] = gather_object([problem])  # type: ignore[no-untyped-call]
-        if wrong := [found for found in problems if found]:
-            raise ValueError(wrong[0])
+        for found in problems:
+            if found:
+                raise ValueError(found)
         rows = 0
         if rank == 0:
             with replacing(file) as draft:
@@ -169,15 +178,18 @@ def _write_shard(shard: Path, predicted: Iterable[Columns], *, flat: bool) -> No
         for columns in predicted:
             for row in zip(*columns.values(), strict=True):
                 line = dict(zip(columns, row, strict=True))
-                if flat and (
-                    lists := [name for name, value in line.items() if isinstance(value, list)]
-                ):
-                    which = ", ".join(lists)
-                    raise ValueError(
-                        f"{which} hold a list for each sample, and csv has none; write parquet "
-                        "or jsonl"
-                    )
+                if flat:
+                    _reject_lists(line)
                 stream.write(json.dumps(line, ensure_ascii=False, default=_plain) + "\n")
+
+
+def _reject_lists(row: Mapping[str, Any]) -> None:
+    lists = [name for name, value in row.items() if isinstance(value, list)]
+    if lists:
+        raise ValueError(
+            f"{', '.join(lists)} hold a list for each sample, and csv has none; write parquet or "
+            "jsonl"
+        )
 
 
 def _plain(value: Any) -> Any:
@@ -200,12 +212,14 @@ def _to_parquet(draft: Path, shards: Sequence[Path]) -> int:
     from pyarrow import Table, unify_schemas
     from pyarrow.parquet import ParquetWriter
 
-    schema, rows = None, 0
+    schema = None
     for chunk in _chunks(shards):
         own = Table.from_pylist(chunk).schema
-        schema = (
-            own if schema is None else unify_schemas([schema, own], promote_options="permissive")
-        )
+        if schema is not None:
+            own = unify_schemas([schema, own], promote_options="permissive")
+        schema = own
+
+    rows = 0
     with ParquetWriter(str(draft), schema) as sink:
         for chunk in _chunks(shards):
             sink.write_table(Table.from_pylist(chunk, schema=schema))
@@ -229,7 +243,8 @@ def _to_lines(draft: Path, shards: Sequence[Path]) -> int:
 
 
 def _to_csv(draft: Path, shards: Sequence[Path]) -> int:
-    rows, names = 0, dict.fromkeys(name for row in _rows(shards) for name in row)
+    names = dict.fromkeys(name for row in _rows(shards) for name in row)
+    rows = 0
     with draft.open("w", encoding="utf-8", newline="") as stream:
         sink = csv.DictWriter(stream, [*names], lineterminator="\n")
         sink.writeheader()

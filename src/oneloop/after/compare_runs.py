@@ -1,5 +1,4 @@
-"""``oneloop compare``: settings, metrics and curves of several runs, side by side in the
-terminal."""
+"""``oneloop compare``: settings, metrics and curves of runs, side by side in the terminal."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,9 +19,15 @@ _HEIGHT = 8  # lines of a chart
 
 
 def compare(folders: Sequence[Path], *, metrics: Sequence[str] = ()) -> None:
-    """Print tables of the differing keys and of the final and best metrics, a chart of each of
-    ``metrics`` (none given: losses and the first metric), and whether the runs are bit-identical.
-    Raise BadInput if a folder holds no run."""
+    """Print differing keys, final and best metrics, charts, and whether runs are bit-identical.
+
+    Args:
+        folders: Run folders; the first one is compared with each other one.
+        metrics: Names of the charts (none: losses and the first metric).
+
+    Raises:
+        BadInput: A folder holds no run.
+    """
     console = Console()
     for part in _parts(folders, metrics, console.width):
         console.print(part)
@@ -35,26 +40,16 @@ def _parts(folders: Sequence[Path], metrics: Sequence[str], width: int) -> Itera
         raise BadInput(str(error)) from error
     names = [run.name for run in runs]
     changed = differences(runs)
-    yield (
-        _table(["key", *names], changed)
-        if changed
-        else Text("the recipes are equal, except for run.dir")
-    )
+    if changed:
+        yield _table(["key", *names], changed)
+    else:
+        yield Text("the recipes are equal, except for run.dir")
     yield _table(["metric", *names], [*_results(runs)])
-    evals = [
-        name
-        for run in runs
-        for name in run.metrics()
-        if name.startswith("eval/") and name != "eval/loss"
-    ]
-    drawn = [
-        name
-        for name in ("train/loss", "eval/loss", *evals[:1])
-        if any(len(_curve(r, name)) > 1 for r in runs)
-    ]
-    for name in metrics or drawn:
+
+    for name in metrics or _drawn(runs):
         series = [(run.name, _curve(run, name)) for run in runs]
         yield chart(series, head=f"{name}:  ", width=max(width, 36), height=_HEIGHT)
+
     for folder in folders[1:]:
         try:
             lines = parting(folders[0], folder)[1]
@@ -63,37 +58,50 @@ def _parts(folders: Sequence[Path], metrics: Sequence[str], width: int) -> Itera
         yield Text(printable(f"{folders[0]} and {folder}: {'; '.join(lines)}"))
 
 
+def _drawn(runs: Sequence[Record]) -> list[str]:
+    """Return the losses and the first metric of an evaluation, if they have a curve."""
+    candidates = ["train/loss", "eval/loss"]
+    for name in _names(runs, ("eval/",)):
+        if name != "eval/loss":
+            candidates.append(name)
+            break
+    return [name for name in candidates if any(len(_curve(run, name)) > 1 for run in runs)]
+
+
+def _names(runs: Sequence[Record], beginnings: tuple[str, ...]) -> list[str]:
+    """Return the names of metrics that begin with one of these words, in order, once each."""
+    names = dict[str, None]()
+    for run in runs:
+        for name in run.metrics():
+            if name.startswith(beginnings):
+                names[name] = None
+    return list(names)
+
+
 def _results(runs: Sequence[Record]) -> Iterator[tuple[str, ...]]:
-    summaries = [run.summary for run in runs]
     yield "step", *("" if run.last is None else f"{run.last:,}" for run in runs)
-    for name in dict.fromkeys(
-        name for run in runs for name in run.metrics() if name.startswith(("eval/", "test/"))
-    ):
+    for name in _names(runs, ("eval/", "test/")):
         last = [run.curve(name, "raw")[1][-1:] for run in runs]
         yield name, *(metric(values[0]) if values else "" for values in last)
-    best = [(summary.get("best") or {}) for summary in summaries]
-    for name in dict.fromkeys(one["metric"] for one in best if one.get("value") is not None):
-        own = [
-            one if one.get("metric") == name and one.get("value") is not None else None
-            for one in best
-        ]
-        yield (
-            f"best {name}",
-            *(
-                "" if one is None else f"{metric(one['value'])} at step {one['step']:,}"
-                for one in own
-            ),
-        )
-    yield (
-        "seconds",
-        *(f"{summary['seconds']:,.1f}" if "seconds" in summary else "" for summary in summaries),
-    )
+
+    best = [run.summary.get("best") or {} for run in runs]
+    chosen = dict.fromkeys(one["metric"] for one in best if one.get("value") is not None)
+    for name in chosen:
+        cells = []
+        for one in best:
+            if one.get("metric") == name and one.get("value") is not None:
+                cells.append(f"{metric(one['value'])} at step {one['step']:,}")
+            else:
+                cells.append("")
+        yield f"best {name}", *cells
+
+    seconds = [run.summary.get("seconds") for run in runs]
+    yield "seconds", *("" if value is None else f"{value:,.1f}" for value in seconds)
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
-    table = Table(
-        *(Column(Text(printable(name))) for name in head), show_edge=False, pad_edge=False
-    )
+    columns = [Column(Text(printable(name))) for name in head]
+    table = Table(*columns, show_edge=False, pad_edge=False)
     for row in rows:
         table.add_row(*(Text(printable(str(cell))) for cell in row))
     return table
@@ -101,6 +109,5 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
 
 def _curve(run: Record, name: str) -> list[tuple[int, float]]:
     """Return the points of a metric; of an evaluation those of the raw weights, not of EMAs."""
-    return [
-        *zip(*run.curve(name, "raw" if "raw" in run.curves.get(name, ()) else None), strict=True)
-    ]
+    weights = "raw" if "raw" in run.curves.get(name, ()) else None
+    return list(zip(*run.curve(name, weights), strict=True))

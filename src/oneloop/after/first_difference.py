@@ -26,54 +26,61 @@ class FirstDifference(NamedTuple):
     why: str = ""  # the known reason if there are no names
 
     def __str__(self) -> str:
+        if not self.names:
+            return self.why
         more = f" and {len(self.names) - 1} more" if len(self.names) > 1 else ""
-        return f"{self.names[0]}{more}, of {self.of} tensors" if self.names else self.why
+        return f"{self.names[0]}{more}, of {self.of} tensors"
 
 
 def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
-    """Compare weights, EMA weights and optimizer state of two runs at every step that both have
-    logged.
+    """Compare weights, EMA weights and optimizer state of two runs.
 
-    Return the first difference (None: bit-identical), and lines that describe it. Raise BadInput if
-    a folder has no such log, or if no step is in both."""
+    They are compared at every step that both have logged.
+
+    Args:
+        one: A run folder.
+        other: Another one.
+
+    Returns:
+        The first difference (None: bit-identical), and lines that describe it.
+
+    Raises:
+        BadInput: A folder has no such log, or no step is in both.
+    """
     logs = {folder: _log(folder) for folder in (one, other)}
     steps = sorted(logs[one].keys() & logs[other].keys())
     if not steps:
         record = " and ".join(f"{folder} ({_first_steps(log)})" for folder, log in logs.items())
         raise BadInput(f"{record} have logged no step in common; give both the same log.every")
-    lines, parted, before = [], None, None
-    for step in steps:
-        left, right = logs[one][step], logs[other][step]
-        if left["bits"] != right["bits"]:
-            since = (
-                "before it nothing was logged"
-                if before is None
-                else f"at step {before} they were bit-identical"
-            )
-            parted = FirstDifference(step, *_tensors(one, other, left, right))
-            lines = [f"they differ from step {step} on ({since}): {parted}"]
-            break
-        before = step
+    first = steps[0]
+    last = steps[-1]
+
+    # Different settings may explain a difference.
     recipes = [_recipe(folder) for folder in (one, other)]
     apart = difference(*recipes) if all(recipes) else []
     changed = [f"different settings: {'; '.join(apart)}"] if apart else []
-    if parted:
-        return parted, lines + changed
+
+    before = None
+    for step in steps:
+        left = logs[one][step]
+        right = logs[other][step]
+        if left["bits"] != right["bits"]:
+            since = "before it nothing was logged"
+            if before is not None:
+                since = f"at step {before} they were bit-identical"
+            parted = FirstDifference(step, *_tensors(one, other, left, right))
+            return parted, [f"they differ from step {step} on ({since}): {parted}", *changed]
+        before = step
+
+    which = f"step {first}"
+    if len(steps) > 1:
+        which = f"{len(steps)} log lines, step {first} to {last}"
+    lines = [f"bit-identical at {which}: weights, EMA weights and optimizer state"]
     longest = max(logs, key=lambda folder: max(logs[folder]))
-    more = max(logs[longest]) - steps[-1]
-    rest = (
-        [f"{longest} goes on for {more} steps, which the other run does not have"] if more else []
-    )
-    which = (
-        f"step {steps[0]}"
-        if len(steps) == 1
-        else f"{len(steps)} log lines, step {steps[0]} to {steps[-1]}"
-    )
-    return None, [
-        f"bit-identical at {which}: weights, EMA weights and optimizer state",
-        *rest,
-        *changed,
-    ]
+    more = max(logs[longest]) - last
+    if more:
+        lines.append(f"{longest} goes on for {more} steps, which the other run does not have")
+    return None, lines + changed
 
 
 def _log(folder: Path) -> dict[int, Mapping[str, Any]]:
@@ -111,8 +118,9 @@ def _recipe(folder: Path) -> dict[str, Any]:
 def _tensors(
     one: Path, other: Path, left: Mapping[str, Any], right: Mapping[str, Any]
 ) -> tuple[list[str], int, str]:
-    """Return the names of the tensors that differ, the number of all tensors, and a reason if there
-    are no names."""
+    """Return the names of the tensors that differ, the number of all tensors, and a reason.
+
+    The reason says more if there are no names."""
     try:
         raw = [base64.b64decode(line["bits_of"]) for line in (left, right)]
         hashes = [struct.unpack(f"<{len(text) // 2}H", text) for text in raw]
@@ -123,17 +131,16 @@ def _tensors(
         return [], number, f"one holds {number} tensors, the other {len(hashes[1])}"
     apart = [a != b for a, b in zip(*hashes, strict=True)]
     names = _names(one, number) or _names(other, number)
+    # The hashes are in the order of the sorted names.
     differ = dict(zip(sorted(names), apart, strict=False))
-    return (
-        [name for name in names if differ[name]],
-        number,
-        f"{sum(apart) or 'some'} of {number} tensors",
-    )
+    wrong = [name for name in names if differ[name]]
+    return wrong, number, f"{sum(apart) or 'some'} of {number} tensors"
 
 
 def _names(folder: Path, number: int) -> list[str]:
-    """Return the names of the hashed tensors, in model order, from a checkpoint of the run; empty
-    if none matches."""
+    """Return the names of the hashed tensors, in model order, from a checkpoint of the run.
+
+    Empty if no checkpoint has this number of tensors."""
     for path in reversed(Store(folder / "checkpoints").sealed()):
         names = list(read_manifest(path).get("tensors") or {})
         if len(names) == number and all(name.split(".")[0] in _KINDS for name in names):

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,11 +51,9 @@ class Trained:
     def options(self) -> dict[str, Any]:
         """Return the options for evaluation: micro-batch size, dtype and seed."""
         recipe = self.recipe
-        own = (
-            recipe.batch.micro
-            if isinstance(recipe.batch.micro, int)
-            else min(recipe.batch.size, 64)
-        )
+        own = recipe.batch.micro
+        if not isinstance(own, int):
+            own = min(recipe.batch.size, 64)
         return {
             "micro": recipe.eval.micro or self.eval_micro or own,
             "dtype": torch_dtype(recipe),
@@ -63,29 +62,35 @@ class Trained:
 
 
 def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
-    """Return the recipe of a run for ``command``; print the file from which its task is imported,
-    if it is the user's.
+    """Return the recipe of a run; print the file of its task, if it is the user's.
 
-    ``task`` overrides the recorded task (None), and you must trust its file. Raise BadInput if
-    there is no recipe."""
+    Args:
+        run: The run folder.
+        command: Name of the command, for the line.
+        task: Overrides the recorded task; you must trust its file.
+
+    Raises:
+        BadInput: There is no recipe.
+    """
     file = run / "recipe.yaml"
     if not file.is_file():
         raise BadInput(f"{run} holds no run (no recipe.yaml)")
     name = task or _trusted(task_name(file), run)
-    if is_main() and (place := source("task", name)):
-        print(
-            printable(f"oneloop {command}: task.name {name} of {file} is imported from {place}"),
-            file=sys.stderr,
-        )
+    place = source("task", name) if is_main() else None
+    if place:
+        line = f"oneloop {command}: task.name {name} of {file} is imported from {place}"
+        print(printable(line), file=sys.stderr)
     return read_again(file, task=name)
 
 
 def _trusted(name: str, run: Path) -> str:
-    """Return the run's task if its file is below the current directory and not in the run folder,
-    else raise BadInput: the user must say whose code to run."""
+    """Return the run's task, or raise BadInput: the user must say whose code to run.
+
+    A file is trusted if it is below the current directory, and not in the run folder."""
     if name in CHOICES["task"]:
         return name
-    here, there = Path.cwd().resolve(), run.resolve()
+    here = Path.cwd().resolve()
+    there = run.resolve()
     recorded = Path(str(_recorded(run).get("task", "unknown"))).resolve()
     if recorded.is_relative_to(here) and not recorded.is_relative_to(there):
         name = from_there(name, recorded)
@@ -96,11 +101,10 @@ def _trusted(name: str, run: Path) -> str:
         place.is_relative_to(there) or (":" in name and not place.is_relative_to(here))
     ):
         return name
-    where = (
-        "which is in the run folder"
-        if place.is_relative_to(there)
-        else "which is not below the current folder"
-    )
+
+    where = "which is not below the current folder"
+    if place.is_relative_to(there):
+        where = "which is in the run folder"
     trust = f"--task {place}:{name.rpartition(':')[2].rpartition('.')[2]}"
     raise BadInput(
         f"{run}: its task {name} would be imported from {place}, {where}; to trust that file, "
@@ -129,45 +133,48 @@ def trained(
 ) -> Trained:
     """Return task and model of a run, before the model is wrapped for distributed execution.
 
-    ``checkpoint`` is ``final``, ``newest``, ``best`` or a step (None: ``final/`` if the run has
-    ended, else newest), ``weights`` ``raw`` or the name of an EMA. ``accept_changes`` accepts data
-    other than the training data. Without ``own_data``, a packaged task does not open its data if
-    the run has recorded its classes. Raise ValueError if the weights are missing or damaged, the
-    task cannot be created, or its data differs."""
+    Args:
+        run: The run folder.
+        recipe: Its recipe, from :func:`recipe_of`.
+        checkpoint: ``final``, ``newest``, ``best`` or a step (None: ``final/`` if the run has
+            ended, else newest).
+        weights: ``raw`` or the name of an EMA.
+        sharded: Whether the model will be sharded (FSDP2).
+        device: Type of the device.
+        accept_changes: Accept data other than the training data.
+        own_data: Whether the run's data is used; else a packaged task does not open it if the run
+            has recorded its classes.
+
+    Raises:
+        ValueError: The weights are missing or damaged, the task cannot be created, or its data
+            differs.
+    """
     if weights.startswith("power:"):
         raise ValueError(
             f"--weights {weights}: only oneloop export can mix EMAs; give raw, or the name of "
             "a saved EMA"
         )
     chosen = chosen_of(run, checkpoint, weights=weights)
-    plain = replace(recipe.machine, compile="none", recompute="none", offload=False)
-    if plain.base_dtype != "float32":
-        plain = replace(plain, base_dtype=None)
-    options = recipe.task.options
-    named = (
-        "base" in read_manifest(chosen)["about"]
-        if chosen.name == FINAL
-        else base_model_of(chosen) is not None
-    )
-    if (
-        not named
-        and recipe.task.name in CHOICES["task"]
-        and options.get("pretrained") not in (None, False)
-    ):
-        options = {**options, "pretrained": False}  # the run's weights replace the pretrained ones
-    bare = replace(
-        recipe, init=InitConfig(), machine=plain, task=replace(recipe.task, options=options)
-    )
+
+    if chosen.name == FINAL:
+        named = "base" in read_manifest(chosen)["about"]
+    else:
+        named = base_model_of(chosen) is not None
+    bare = _without_training(recipe, keeps_base=named)
+
+    # Use the recorded classes, unless --task names another task.
     recorded = None if own_data else _recorded(run).get("recorded")
-    # --task may name another task
-    recorded = recorded if recorded and recorded["task"] == recipe.task.name else None
-    token = RECORDED.set(recorded)
+    if recorded and recorded["task"] != recipe.task.name:
+        recorded = None
+    token = RECORDED.set(recorded or None)
     try:
         task = make_task(bare)
     finally:
         RECORDED.reset(token)
     if not (accept_changes or recorded):
         _reject_changed_data(run, recipe, task)
+
+    # Load the weights.
     built = build_model(bare, task, BatchLayout(1, 1), sharded=sharded, device=device)
     origin = getattr(task, "origin", None)
     reject_other_origin(chosen, origin)
@@ -180,31 +187,51 @@ def trained(
     load_task_state(task, chosen)
     if hasattr(task, "progress"):
         task.progress = Progress(lambda: 1, 1, 1)  # progress at the end of training
+
+    about = f"{chosen.name} of {run}"
+    if weights != "raw":
+        about += f", {weights}"
     micro = _recorded(run).get("eval_micro")
-    about = f"{chosen.name} of {run}{'' if weights == 'raw' else f', {weights}'}"
-    return Trained(
-        recipe, task, built, about, micro if isinstance(micro, int) and micro > 0 else None
-    )
+    if not isinstance(micro, int) or micro <= 0:
+        micro = None
+    return Trained(recipe, task, built, about, micro)
+
+
+def _without_training(recipe: Recipe, *, keeps_base: bool) -> Recipe:
+    """Return the recipe without what only training needs.
+
+    ``keeps_base``: the run's weights do not replace those of a pretrained model."""
+    machine = replace(recipe.machine, compile="none", recompute="none", offload=False)
+    if machine.base_dtype != "float32":
+        machine = replace(machine, base_dtype=None)
+    task = recipe.task
+    pretrained = task.options.get("pretrained") not in (None, False)
+    if pretrained and not keeps_base and task.name in CHOICES["task"]:
+        task = replace(task, options={**task.options, "pretrained": False})
+    return replace(recipe, init=InitConfig(), machine=machine, task=task)
 
 
 def _reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
-    """Raise ValueError if the data differs from the training data: classes and validation split
-    could differ."""
+    """Raise ValueError if the data is not that of the training.
+
+    Its classes and its validation split could differ."""
     sealed = Store(run / "checkpoints").sealed()
-    try:
-        there = json.loads((sealed[-1] / "state.json").read_text())["identity"] if sealed else None
-    except (OSError, ValueError, KeyError):
-        there = None
+    there = None
+    if sealed:
+        with suppress(OSError, ValueError, KeyError):
+            there = json.loads((sealed[-1] / "state.json").read_text())["identity"]
     if not there:
+        why = "cannot be read, or was written by an older oneloop" if sealed else "is missing"
         if is_main():
-            why = "cannot be read, or was written by an older oneloop" if sealed else "is missing"
-            print(
-                printable(f"{run}: its newest checkpoint {why}: its data is not compared"),
-                file=sys.stderr,
-            )
+            line = f"{run}: its newest checkpoint {why}: its data is not compared"
+            print(printable(line), file=sys.stderr)
         return
+
     sets = {"train": task.train_set(), **task.eval_sets()}
     now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there["recipe"]}
-    if changed := data_differences(there, now):
-        ways = "restore it, or set --accept_changes (classes and held-out rows may differ)"
-        raise ValueError(f"{run} was trained with other data: {'; '.join(changed)}; {ways}")
+    changed = data_differences(there, now)
+    if changed:
+        raise ValueError(
+            f"{run} was trained with other data: {'; '.join(changed)}; restore it, or set "
+            "--accept_changes (classes and held-out rows may differ)"
+        )
