@@ -139,6 +139,8 @@ def predict(
             raise BadInput(
                 "predict on several processes needs a file to write to: to='predictions.jsonl'"
             )
+
+        # Without a file, write to a temporary one and read it.
         file = Path(to or f"{scratch}/rows.jsonl")
         check_file(file)
         with borrowed(mixed_precision):
@@ -233,6 +235,8 @@ def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
     """Return the arguments as command-line words (source, overrides), and the recipe."""
     if isinstance(recipe, Path):
         recipe = str(recipe)
+
+    # The class of a task is a task.name; its arguments are in the same group.
     if isinstance(recipe, type):
         own = groups.get("task") or {}
         if not isinstance(own, Mapping) or "name" in own:
@@ -248,6 +252,8 @@ def _read(recipe: Any, groups: dict[str, Any]) -> tuple[str, list[str], Recipe]:
             f"fit takes a recipe or the class of a task, got {recipe!r}; pass its arguments as "
             f"task={{…}}"
         )
+
+    # Write the same command as on a command line, for the log.
     given = from_python(groups)
     source = ""
     if isinstance(recipe, str):

@@ -46,6 +46,8 @@ _MORE = """
 def parsed(command: str, words: Sequence[str]) -> Namespace:
     """Parse the options of ``evaluate`` or ``predict``; load nothing. Raise BadInput."""
     options = Options(command, f"{_PAGES[command]}\n{_MORE}")
+
+    # Options of both commands.
     options.add_argument("run", type=local_run, metavar="RUN")
     options.add_argument("--data", metavar="DATA", help="rows to use instead of the run's own sets")
     options.add_argument(
@@ -58,6 +60,8 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
     options.add_argument(
         "--task", help="the task to use, if it is not the recorded one (my_task.py:MyTask)"
     )
+
+    # Options of one of them.
     if command == "evaluate":
         options.add_argument("--json", action="store_true", help="print the metrics as JSON")
         return options.parse_args(words)
@@ -70,7 +74,7 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
         raise BadInput(
             "oneloop predict needs a file to write to: --to FILE.parquet, .jsonl or .csv"
         )
-    check_file(given.to)
+    check_file(given.to)  # before the model is loaded
     return given
 
 
@@ -101,6 +105,8 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
     run = start(deterministic=recipe.machine.deterministic)
     float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
     evaluates = command == "evaluate"
+
+    # Load the model and the data; with a wrong input, all ranks raise the same error.
     with run.setting_up():
         of = trained(
             given.run,
@@ -113,6 +119,7 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
             own_data=evaluates or given.data is None,
         )
         sets = _sets(of, given.data, labelled=evaluates)
+
     model = _prepared(of, run)
     options = of.options
     if given.micro:
@@ -120,6 +127,7 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
     with run.setting_up():
         if not evaluates:
             return run, _predicted(of, model, sets, run, options, given.to, raw=given.raw)
+        # A loss over a whole batch is evaluated in windows of the training's batch size.
         options["window"] = recipe.batch.size
         found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
         assert found is not None
@@ -168,6 +176,7 @@ def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
 
 
 def _prepared(of: Trained, run: Run) -> nn.Module:
+    """Return the model for distributed execution."""
     if run.sharded:
         return run.prepare(of.model, blocks=of.built.blocks)
     prepared: nn.Module = run.accelerator.prepare_model(of.model, evaluation_mode=True)

@@ -68,7 +68,7 @@ def new(words: Sequence[str]) -> int:
     else:
         texts = {given.file: _task_template(given.file)}
     there = [str(path) for path in texts if path.exists()]
-    if there:
+    if there:  # never overwrite
         raise BadInput(
             f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it"
         )
@@ -144,6 +144,7 @@ def verify(words: Sequence[str]) -> int:
         print(printable("\n".join(lines)))
         return ERROR if parted else 0
 
+    # Check every file of every checkpoint, and of the final weights.
     store = Store(given.run / "checkpoints")
     paths = [*store.sealed()]
     if not paths:
@@ -232,7 +233,7 @@ def watch(words: Sequence[str]) -> int:
     for folder in given.runs:
         if not folder.is_dir() or (given.once and not (folder / "metrics.jsonl").exists()):
             raise BadInput(f"{folder} holds no run (no metrics.jsonl)")
-    # the exit restores the terminal
+    # End as an exception would: the exit restores the terminal.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with suppress(KeyboardInterrupt):
         live(given.runs, metrics=given.metrics, every=given.every, once=given.once)
@@ -341,6 +342,7 @@ def export_run(given: Namespace) -> list[str]:
     with TemporaryDirectory(prefix="oneloop-") as scratch:
         folder = given.to or Path(scratch)
         try:
+            # Reject a repository before the weights are read.
             if given.push is not None:
                 check_push(given.push)
             recipe = recipe_of(given.run, command="export", task=given.task)

@@ -151,6 +151,7 @@ class EMA:
         keep = self._keep(self._due, self.seen, self._updates)
         self._due = 0.0
         self._updates = 0
+        # On the host, the average follows in a thread.
         if self._away is not None:
             self._away.then(lambda weights: average_(self._mine, weights, keep, cast=True))
         elif self._mine:  # else this rank has no shard
@@ -172,6 +173,9 @@ class EMA:
 
     @torch.no_grad()
     def _exchange(self, aside: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Exchange averages and weights; return the weights that do not fit into the average.
+
+        ``aside``: those of the exchange before, by number."""
         reshard(self._model)  # else FSDP2 would use the gathered weights
         taken: dict[int, Tensor] = {}
         for number, (mine, weight) in enumerate(zip(self._mine, self._weights, strict=True)):
@@ -229,12 +233,15 @@ def _law(half_life: float | None, decay: float | None, power: float | None, ramp
 
 
 def _new(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
+    """Return a tensor for the average, sharded as the parameter."""
     if device is None or device == parameter.device.type:
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     shape = local(parameter).shape
     mine = torch.empty(shape, dtype=dtype, device=device, pin_memory=device == "cpu")
     if not isinstance(parameter, DTensor):
         return mine
+
+    # Describe the host's shard with the parameter's placements.
     meta = parameter._spec.tensor_meta
     assert meta is not None
     spec = replace(parameter._spec, tensor_meta=meta._replace(dtype=dtype))
@@ -253,6 +260,7 @@ def gamma(sigma_rel: float) -> float:
             f"ema.power {sigma_rel} must be above 0 and below {widest:.3f}; common values: "
             "0.05 to 0.15"
         )
+    # The exponent is the largest root of a cubic polynomial.
     t = sigma_rel**-2
     return float(np.roots([1, 7, 16 - t, 12 - t]).real.max())
 
@@ -308,6 +316,7 @@ class HostCopies:
         # The end of the last step: the copy waits for it only, not for work queued since.
         self._stepped = torch.Event(weights[0].device)
         self._stepped.record()
+        # No copy may read weights while a step writes them.
         optimizer.register_step_post_hook(lambda *_: self._stepped.record())
         optimizer.register_step_pre_hook(lambda *_: self._hold())
 

@@ -70,8 +70,7 @@ def evaluate(
         workers: number of data loading processes.
         dtype: dtype of floating-point inputs.
         seed: seed of random data sets.
-        interrupted: called once per micro-batch, with the same result on all ranks; True ends the
-            evaluation.
+        interrupted: called once per micro-batch, equal on all ranks; True ends the evaluation.
         examples: collects samples to show, if the task can show them, and the confusion matrix.
         name: name of the set, for messages.
         exact: make sums bit-identical on any number of ranks; ValueError for a metric that does not
@@ -100,6 +99,8 @@ def evaluate(
         )
 
     loaded = loader(keyed, collate, share.places, workers=workers, device=device)
+
+    # Run the forwards. After an exception, close the loader: else its workers stay alive.
     share_buffers(model)
     seeded = (seed, share.first) if exact else None
     with evaluating(model), closing(_weighed(loaded, device, seeded)) as weighed:
@@ -116,7 +117,7 @@ def evaluate(
             with BEATS.phase(METRICS):
                 look(micro=micro, accelerator=accelerator)
 
-    with BEATS.phase(METRICS):
+    with BEATS.phase(METRICS):  # collective: sum over the ranks
         results = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
         if measured is not None:
             results |= _computed(task, adapted(measured), accelerator, examples)
@@ -199,11 +200,13 @@ def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Sha
     Each micro-batch has samples of one source only. FSDP2 needs equal forward counts, so a rank
     without micro-batches left repeats the first one, and does not count it.
     """
+    # Cut each source into micro-batches.
     cut = []
     for number, source in enumerate(sources):
         for start in range(source.start, source.stop, micro):
             cut.append((number, range(start, min(start + micro, source.stop))))
 
+    # Take this rank's range of them.
     each = math.ceil(len(cut) / ranks)
     first = rank * each
     places: list[list[Place]] = []

@@ -148,8 +148,9 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
     if rank == 0:
         shutil.rmtree(shards, ignore_errors=True)
         shards.mkdir(parents=True)
-    accelerator.wait_for_everyone()
+    accelerator.wait_for_everyone()  # the folder exists now
 
+    # Write this rank's rows. An error must reach all ranks, or the others would wait.
     problem = None
     try:
         try:
@@ -163,6 +164,8 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
         for found in problems:
             if found:
                 raise ValueError(found)
+
+        # Join the shards, in order of rank.
         rows = 0
         if rank == 0:
             with replacing(file) as draft:
@@ -212,6 +215,7 @@ def _to_parquet(draft: Path, shards: Sequence[Path]) -> int:
     from pyarrow import Table, unify_schemas
     from pyarrow.parquet import ParquetWriter
 
+    # Find a schema that all rows fit into.
     schema = None
     for chunk in _chunks(shards):
         own = Table.from_pylist(chunk).schema
@@ -219,6 +223,7 @@ def _to_parquet(draft: Path, shards: Sequence[Path]) -> int:
             own = unify_schemas([schema, own], promote_options="permissive")
         schema = own
 
+    # Read the rows again, and write them.
     rows = 0
     with ParquetWriter(str(draft), schema) as sink:
         for chunk in _chunks(shards):

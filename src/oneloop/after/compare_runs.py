@@ -46,10 +46,12 @@ def _parts(folders: Sequence[Path], metrics: Sequence[str], width: int) -> Itera
         yield Text("the recipes are equal, except for run.dir")
     yield _table(["metric", *names], [*_results(runs)])
 
+    # Draw the curves.
     for name in metrics or _drawn(runs):
         series = [(run.name, _curve(run, name)) for run in runs]
         yield chart(series, head=f"{name}:  ", width=max(width, 36), height=_HEIGHT)
 
+    # Compare the hashes in the logs.
     for folder in folders[1:]:
         try:
             lines = parting(folders[0], folder)[1]
@@ -79,11 +81,13 @@ def _names(runs: Sequence[Record], beginnings: tuple[str, ...]) -> list[str]:
 
 
 def _results(runs: Sequence[Record]) -> Iterator[tuple[str, ...]]:
+    # The last value of each metric of an evaluation.
     yield "step", *("" if run.last is None else f"{run.last:,}" for run in runs)
     for name in _names(runs, ("eval/", "test/")):
         last = [run.curve(name, "raw")[1][-1:] for run in runs]
         yield name, *(metric(values[0]) if values else "" for values in last)
 
+    # The best value of each metric that a run was judged by.
     best = [run.summary.get("best") or {} for run in runs]
     chosen = dict.fromkeys(one["metric"] for one in best if one.get("value") is not None)
     for name in chosen:

@@ -60,6 +60,7 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
     apart = difference(*recipes) if all(recipes) else []
     changed = [f"different settings: {'; '.join(apart)}"] if apart else []
 
+    # Find the first step with other hashes.
     before = None
     for step in steps:
         left = logs[one][step]
@@ -72,6 +73,7 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
             return parted, [f"they differ from step {step} on ({since}): {parted}", *changed]
         before = step
 
+    # The runs are bit-identical as far as both have logged.
     which = f"step {first}"
     if len(steps) > 1:
         which = f"{len(steps)} log lines, step {first} to {last}"

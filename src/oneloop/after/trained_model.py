@@ -149,6 +149,7 @@ def trained(
         ValueError: The weights are missing or damaged, the task cannot be created, or its data
             differs.
     """
+    # Find the checkpoint.
     if weights.startswith("power:"):
         raise ValueError(
             f"--weights {weights}: only oneloop export can mix EMAs; give raw, or the name of "
@@ -188,6 +189,7 @@ def trained(
     if hasattr(task, "progress"):
         task.progress = Progress(lambda: 1, 1, 1)  # progress at the end of training
 
+    # Describe the weights, and how the run evaluated them.
     about = f"{chosen.name} of {run}"
     if weights != "raw":
         about += f", {weights}"
@@ -227,6 +229,7 @@ def _reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
             print(printable(line), file=sys.stderr)
         return
 
+    # Compare the fingerprints of the data.
     sets = {"train": task.train_set(), **task.eval_sets()}
     now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there["recipe"]}
     changed = data_differences(there, now)

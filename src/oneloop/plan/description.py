@@ -45,10 +45,14 @@ class Asked:
 
     def words(self) -> list[str]:
         """Return the words that follow ``oneloop plan``."""
-        words = [*self.training, *self.options()]
-        words += ["--processes", str(self.processes)]
-        words += ["--nodes", str(self.nodes)]
-        return words
+        return [
+            *self.training,
+            *self.options(),
+            "--processes",
+            str(self.processes),
+            "--nodes",
+            str(self.nodes),
+        ]
 
 
 @dataclass

@@ -166,13 +166,13 @@ def _set_environment(asked: Asked, variables: Mapping[str, str]) -> None:
         os.environ.pop(name, None)
     os.environ |= variables
     if asked.processes > 1:
-        os.environ["RANK"] = "0"
-        os.environ["LOCAL_RANK"] = "0"
-        os.environ["WORLD_SIZE"] = str(asked.processes)
-        os.environ["LOCAL_WORLD_SIZE"] = str(asked.processes // asked.nodes)
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
-    os.environ["MASTER_PORT"] = "0"
-    os.environ["OMP_NUM_THREADS"] = "1"
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": str(asked.processes),
+            "LOCAL_WORLD_SIZE": str(asked.processes // asked.nodes),
+        }
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
 
 
 def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, list[str]]:

@@ -43,6 +43,7 @@ def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str,
             gradients = {}
             for name, parameter in model.named_parameters():
                 gradients[f"model.{bare_name(name)}"] = parameter.grad
+            # Collective under FSDP2: every rank gathers, rank 0 writes.
             both = _full_tensors(gradients), _full_tensors(model_tensors(model, frozen=False))
             if run.main:
                 torch.save(both, folder.path / f"step-{next(numbers)}.pt")

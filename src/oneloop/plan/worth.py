@@ -112,6 +112,7 @@ def measured(
         failed.append(_failed(known[name], f"failed: {fault}"))
     tried = [trial for trial in tried if trial.technique.name not in faults]
 
+    # Time what works.
     runs = _run_rounds(runner, base, tried, steps=steps, rounds=rounds, say=say)
     none = runs["none"]
     return {
