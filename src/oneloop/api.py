@@ -64,6 +64,7 @@ def fit(
         SampleError: a sample cannot be loaded; the original error is its cause. (1.)
         Exception: any other error, for example of the task's code, as it was raised. (1.)
     """
+    # An error is raised after the state of the interpreter is restored.
     with _alone("fit"):
         source, typed, chosen = _read(recipe, groups)
         with borrowed(mixed_precision):

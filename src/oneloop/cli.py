@@ -57,6 +57,7 @@ def new(words: Sequence[str]) -> int:
     )
     options.add_argument("--configs", action="store_true", help="write the config files")
     given = options.parse_args(words)
+    # Collect the texts by file; write them only if no file exists.
     if given.configs:
         folder = given.file or Path("accelerate_configs")
         texts = {folder / path.name: path.read_text() for path in config_files().values()}
@@ -68,7 +69,7 @@ def new(words: Sequence[str]) -> int:
     else:
         texts = {given.file: _task_template(given.file)}
     there = [str(path) for path in texts if path.exists()]
-    if there:  # never overwrite
+    if there:
         raise BadInput(
             f"oneloop new: {', '.join(there)} already exists; choose another name, or remove it"
         )
@@ -342,7 +343,6 @@ def export_run(given: Namespace) -> list[str]:
     with TemporaryDirectory(prefix="oneloop-") as scratch:
         folder = given.to or Path(scratch)
         try:
-            # Reject a repository before the weights are read.
             if given.push is not None:
                 check_push(given.push)
             recipe = recipe_of(given.run, command="export", task=given.task)

@@ -241,6 +241,7 @@ def evaluate_all(
     Returns:
         ``{"raw": {"eval/loss": …, "test/loss": …}, "ema": …}``; None if interrupted.
     """
+    # Each kind of weights is in the model within its context.
     results: dict[str, dict[str, float]] = {}
     holding: dict[str, Callable[[], Any]] = {"raw": nullcontext}
     for ema in emas:

@@ -45,6 +45,7 @@ class Trained:
 
     @property
     def model(self) -> nn.Module:
+        """The model with the weights of the run."""
         return self.built.model
 
     @property
@@ -94,6 +95,8 @@ def _trusted(name: str, run: Path) -> str:
     recorded = Path(str(_recorded(run).get("task", "unknown"))).resolve()
     if recorded.is_relative_to(here) and not recorded.is_relative_to(there):
         name = from_there(name, recorded)
+
+    # Find the file that would be imported; None: an installed module.
     place = source("task", name)
     if ":" in name and recorded.is_file() and place is not None and not place.exists():
         place = recorded  # imported from its recorded path

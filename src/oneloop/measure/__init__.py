@@ -1,2 +1,3 @@
-"""Metrics of a run, for example where its time goes; there is no host sync between two log
-steps."""
+"""Metrics of a run, for example where its time goes.
+
+There is no host sync between two log steps."""

@@ -65,6 +65,7 @@ class Sums:
         if not self._names:
             return
 
+        # Weight the named metrics in float64.
         wide = _wide(loss.device)
         missing = loss.new_full((), torch.nan)
         means = [outputs.get(name, missing).detach().to(wide) for name in self._names]
@@ -365,6 +366,7 @@ class Meter:
         else:
             self._loss = 0.0
 
+        # Named metrics: per rank on the same number of ranks, else in sum on rank 0.
         rows = torch.tensor(state.get("figures", []), dtype=self._wide, device=self._metrics.device)
         if not len(rows) or rows.shape[1] != len(self._names):  # other metrics: begin at zero
             self._metrics = torch.zeros_like(self._metrics)

@@ -1,2 +1,1 @@
-"""Commands that run short trainings to answer a question: ``oneloop worth`` and ``oneloop
-prove``."""
+"""Commands that answer a question before a long run: ``oneloop plan``, ``worth``, ``prove``."""

@@ -277,10 +277,10 @@ def _compare(runs: Sequence[Path], dtype: str) -> tuple[FirstDifference | None, 
 
 
 def _distances(*runs: Mapping[str, Tensor]) -> tuple[list[str], Tensor, Tensor, Tensor, Tensor]:
-    """Return names in model order, the L2 distances of layout and control from the reference, its
-    norm, and sizes.
+    """Compare the tensors of layout, control and reference.
 
-    A tensor that a run lacks (the gradient of an unused parameter) counts as 0."""
+    Return names in model order, the L2 distances of layout and control from the reference, its
+    norm, and sizes. A tensor that a run lacks (the gradient of an unused parameter) counts as 0."""
     rows = {}
     for name in {name: None for run in reversed(runs) for name in run}:
         layout, control, reference = (run.get(name, torch.zeros(())).double() for run in runs)

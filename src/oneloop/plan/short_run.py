@@ -73,6 +73,8 @@ class Runner:
                 "watch.quiet": True,
                 "save.mirror": None,
             }
+
+            # Start the run in a process of its own.
             arguments = [*self._recipe, *as_arguments({**common, **keys})]
             pipe, sender = self._context.Pipe()
             precision = str(keys.get(PRECISION, "no"))
@@ -82,6 +84,7 @@ class Runner:
             process.start()
             sender.close()  # else a crash would not end the pipe
 
+            # Wait for its result; a crash closes the pipe without one.
             with _terminated(process):
                 try:
                     if pipe.poll(self._timeout):

@@ -247,6 +247,7 @@ class StepCosts:
         return costs
 
     def _run_step(self) -> None:
+        # Call the functions of the page itself, on the same micro-batches every time.
         job = self.job
         guard = self._guard
         self._laps = []

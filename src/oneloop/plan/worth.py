@@ -37,6 +37,8 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
         raise BadInput(
             "oneloop worth changes how a recipe is computed, which batch.grain forbids; remove it"
         )
+
+    # Measure before the folder is created: nothing is written if that fails.
     results = measured(words, **how)
     folder = folder or Path(f"runs/worth-{results['recipe']}")
     try:
@@ -47,6 +49,8 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
                 draft.write_text(text)
     except OSError as error:
         raise BadInput(f"--to {folder} cannot be written: {error.strerror}") from error
+
+    # Print the table, and what it means.
     console = Console()
     console.print(as_table(results))
     for line in [*sentences(results), f"results in {folder}"]:
