@@ -2,180 +2,271 @@
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from oneloop.show.run_reader import Record, read_record
-from oneloop.show.watch import PlotCurve, plotted
+from oneloop.show.run_reader import Curve, Record, read_record
+from oneloop.show.watch import plotted
 
 _KINDS = {
     "image_classification": "image-classification",
     "token_classification": "token-classification",
+    "text_classification": "text-classification",
+    "text_regression": "text-classification",
+    "text_pairs": "sentence-similarity",
+    "causal_lm": "text-generation",
+    "sft": "text-generation",
 }
-_KINDS |= dict.fromkeys(("causal_lm", "sft"), "text-generation") | {
-    "text_pairs": "sentence-similarity"
-}
-_KINDS |= dict.fromkeys(("text_classification", "text_regression"), "text-classification")
 """the hub's task names (pipeline tags) by oneloop's"""
+_LIBRARIES = ("oneloop", "torch", "transformers", "peft")  # whose versions a card names
+_RECIPE_KEYS = ("seed", "duration")  # keys of the recipe that a card shows, before the groups
+_RECIPE_GROUPS = ("task", "batch", "optimizer", "schedule")
+_NEW_ENCODERS = ("bytes", "bpe")  # values of task.model that name no base model
 _HUB = "hf:"
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """What a card reports: a run, and the weights of it that are published."""
+
+    record: Record
+    kind: str | None  # pipeline tag; None: the hub has none for this task
+    data: list[str]  # sources of the training data
+    metrics: dict[str, float]  # finite evaluation and test metrics
+
+    adapters: bool  # whether the weights are adapters
+    weights: str | None  # name of the EMA; None: the raw weights
+    base: str | None  # the base model: path, or name on the hub
+    base_details: Mapping[str, Any]  # its entry in the manifest, if the weights are adapters
 
 
 def model_card(
     run: Path, name: str, about: Mapping[str, Any], *, licence: str | None, language_model: bool
 ) -> str:
-    """Return the card of a run's weights in the repository ``name``.
+    """Return the card of a run's weights, as Markdown.
 
-    ``about`` is the manifest's entry of the weights; its ``base`` is the base model of adapters.
-    ``licence`` is the hub's identifier, or None. ``language_model``: whether transformers, or peft,
-    can load the weights."""
-    from huggingface_hub import EvalResult, ModelCardData
+    Args:
+        run: the run folder.
+        name: the repository on the hub.
+        about: the manifest's entry of the weights; its ``base`` is the base model of adapters.
+        licence: the hub's identifier of a license, or None.
+        language_model: whether transformers, or peft, can load the weights.
+    """
+    from huggingface_hub import ModelCardData
 
+    trained = _trained(run, about)
+    datasets = list(filter(None, map(_repository_of, trained.data)))
+    tags = ["oneloop"]
+    if trained.adapters:
+        tags.append("lora")
+    head = ModelCardData(
+        model_name=name.rpartition("/")[2],
+        license=licence,
+        library_name=_library(trained, language_model=language_model),
+        pipeline_tag=trained.kind,
+        base_model=_repository_of(trained.base),
+        datasets=datasets or None,
+        tags=tags,
+        eval_results=_eval_results(trained) or None,
+    )
+    sections = [
+        f"# {name}",
+        _sentence(trained),
+        _results(trained.metrics),
+        _content(trained),
+        _curves(trained.record),
+        "## Recipe\n\nAs `recipe.yaml` in this repository, in full.\n\n" + _recipe(trained.record),
+    ]
+    body = "\n\n".join(filter(None, sections))
+    return f"---\n{head.to_yaml()}\n---\n\n{body}\n"
+
+
+def _trained(run: Path, about: Mapping[str, Any]) -> _Trained:
+    """Read what the card reports from the run folder and the weights' entry in the manifest."""
     record = read_record(run)
     task = record.recipe.get("task", {})
-    base = (about.get("base") or {}).get("place") or task.get("model")
-    base = None if base in ("bytes", "bpe") else base  # new encoders
-    kind = _KINDS.get(str(task.get("name")))
-    metrics = {
-        key: value for key, value in record.summary.items() if key.startswith(("eval/", "test/"))
-    }
-    metrics = {
-        key: value
-        for key, value in metrics.items()
-        if isinstance(value, int | float) and math.isfinite(value)
-    }
-    named = task.get("data")
-    sources = [entry.get("data") for entry in named] if isinstance(named, list) else [named]
-    data = [str(source) for source in sources if source is not None]
-    library: str | None = (
-        ("peft" if "base" in about else "transformers") if language_model else None
+
+    # Adapters record their base model; other weights may start from one that the recipe names.
+    base_details = about.get("base") or {}
+    base = base_details.get("place") or task.get("model")
+    if base in _NEW_ENCODERS:
+        base = None
+
+    weights = about.get("weights")
+    if weights == "raw":
+        weights = None
+    return _Trained(
+        record=record,
+        kind=_KINDS.get(str(task.get("name"))),
+        data=_sources(task.get("data")),
+        metrics=_metrics(record),
+        adapters="base" in about,
+        weights=weights,
+        base=base,
+        base_details=base_details,
     )
-    library = "sentence-transformers" if kind == "sentence-similarity" else library
-    results = [
-        EvalResult(
-            task_type=kind or "other",
+
+
+def _sources(data: Any) -> list[str]:
+    """Return the sources that task.data names: one, or those of a mixture."""
+    if data is None:
+        return []
+    if not isinstance(data, list):
+        return [str(data)]
+    sources = []
+    for entry in data:
+        if entry.get("data") is not None:
+            sources.append(str(entry["data"]))
+    return sources
+
+
+def _metrics(record: Record) -> dict[str, float]:
+    """Return the finite evaluation and test metrics of the summary."""
+    metrics = {}
+    for name, value in record.summary.items():
+        if not name.startswith(("eval/", "test/")):
+            continue
+        if isinstance(value, int | float) and math.isfinite(value):
+            metrics[name] = value
+    return metrics
+
+
+def _library(trained: _Trained, *, language_model: bool) -> str | None:
+    """Return the library that the hub suggests for loading the weights."""
+    if trained.kind == "sentence-similarity":
+        return "sentence-transformers"
+    if not language_model:
+        return None
+    return "peft" if trained.adapters else "transformers"
+
+
+def _eval_results(trained: _Trained) -> list[Any]:
+    """Return the metrics as results on the first data set."""
+    from huggingface_hub import EvalResult
+
+    if not trained.data:
+        return []
+    source = trained.data[0]
+    results = []
+    for name, value in trained.metrics.items():
+        split, _, metric = name.partition("/")
+        result = EvalResult(
+            task_type=trained.kind or "other",
             dataset_type=source.removeprefix(_HUB).partition("@")[0],
             dataset_name=source,
-            dataset_split=key.partition("/")[0].replace("eval", "validation"),
-            metric_type=key.partition("/")[2],
+            dataset_split=split.replace("eval", "validation"),
+            metric_type=metric,
             metric_value=value,
         )
-        for key, value in metrics.items()
-        for source in data[:1]
-    ]
-    fields: dict[str, Any] = {
-        "datasets": [found for source in data if (found := _repository_of(source))] or None
-    }
-    fields |= {
-        "tags": ["oneloop", *(["lora"] if "base" in about else [])],
-        "base_model": _repository_of(base),
-    }
-    fields |= {
-        "license": licence,
-        "library_name": library,
-        "pipeline_tag": kind,
-        "eval_results": results or None,
-    }
-    head = ModelCardData(model_name=name.rpartition("/")[2], **fields)
-    parts = [
-        f"# {name}",
-        _sentence(record, about, base),
-        _results(metrics),
-        _content(record, base, about),
-    ]
-    parts += [
-        _curves(record),
-        "## Recipe\n\nAs `recipe.yaml` in this repository, in full.\n\n" + _recipe(record),
-    ]
-    return f"---\n{head.to_yaml()}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+        results.append(result)
+    return results
 
 
 def _repository_of(source: Any) -> str | None:
     """Return the hub repository of a source; None for a local path."""
-    return (
-        source.removeprefix(_HUB).partition("@")[0]
-        if isinstance(source, str) and source.startswith(_HUB)
-        else None
-    )
+    if not isinstance(source, str) or not source.startswith(_HUB):
+        return None
+    return source.removeprefix(_HUB).partition("@")[0]
 
 
-def _sentence(record: Record, about: Mapping[str, Any], base: str | None) -> str:
-    summary = record.summary
-    what = "Low-rank adapters (LoRA)" if "base" in about else "A model"
-    stands = f" based on {base}" if base else ""
-    weights = {"raw": "", None: ""}.get(about.get("weights"), f" Weights: {about.get('weights')}.")
-    length = (
-        f"{summary['step']:,} steps, {summary['samples']:,} samples"
-        if "step" in summary
-        else "a run in progress"
-    )
-    versions = record.environment.get("versions", {})
-    known = ", ".join(
-        f"{k} {versions[k]}" for k in ("oneloop", "torch", "transformers", "peft") if k in versions
-    )
-    return f"{what}{stands}, trained with oneloop: {length}.{weights} Versions: {known}."
+def _sentence(trained: _Trained) -> str:
+    """Return what was trained, for how long, and with which versions."""
+    what = "Low-rank adapters (LoRA)" if trained.adapters else "A model"
+    if trained.base:
+        what = f"{what} based on {trained.base}"
+
+    summary = trained.record.summary
+    length = "a run in progress"
+    if "step" in summary:
+        length = f"{summary['step']:,} steps, {summary['samples']:,} samples"
+
+    weights = ""
+    if trained.weights is not None:
+        weights = f" Weights: {trained.weights}."
+
+    installed = trained.record.environment.get("versions", {})
+    versions = ", ".join(f"{name} {installed[name]}" for name in _LIBRARIES if name in installed)
+    return f"{what}, trained with oneloop: {length}.{weights} Versions: {versions}."
 
 
 def _results(metrics: Mapping[str, float]) -> str:
     if not metrics:
         return ""
-    rows = [f"| {key} | {value:.6g} |" for key, value in metrics.items()]
-    return "\n".join(["## Results", "", "| metric | value |", "|---|---|", *rows])
+    lines = ["## Results", "", "| metric | value |", "|---|---|"]
+    for name, value in metrics.items():
+        lines.append(f"| {name} | {value:.6g} |")
+    return "\n".join(lines)
 
 
-def _content(record: Record, base: str | None, about: Mapping[str, Any]) -> str:
+def _content(trained: _Trained) -> str:
+    """Return a table of the data's fingerprints and of the base model."""
     rows = []
-    for part, entry in record.environment.get("data", {}).items():
-        if isinstance(entry, Mapping):
-            what = ", ".join(
-                f"{key} {_short(value)}" for key, value in entry.items() if key != "made by"
-            )
-            rows.append(f"| data, {part} | {what} |")
-    if stands := about.get("base"):
-        what = ", ".join(f"{key} {_short(value)}" for key, value in stands.items())
-        rows.append(f"| base | {what} |")
-    elif base:
-        rows.append(f"| base | {base} |")
-    return "\n".join(["## Data and revisions", "", "| | |", "|---|---|", *rows]) if rows else ""
+    for split, fingerprint in trained.record.environment.get("data", {}).items():
+        if isinstance(fingerprint, Mapping):
+            shown = dict(fingerprint)
+            shown.pop("made by", None)  # long, and the same for every split
+            rows.append(f"| data, {split} | {_details(shown)} |")
+    if trained.base_details:
+        rows.append(f"| base | {_details(trained.base_details)} |")
+    elif trained.base:
+        rows.append(f"| base | {trained.base} |")
+
+    if not rows:
+        return ""
+    return "\n".join(["## Data and revisions", "", "| | |", "|---|---|", *rows])
+
+
+def _details(entry: Mapping[str, Any]) -> str:
+    return ", ".join(f"{key} {_short(value)}" for key, value in entry.items())
 
 
 def _short(value: Any) -> str:
+    """Return a value in one cell of a table, cut after four items."""
     if isinstance(value, Mapping):
         return "; ".join(f"{key}: {_short(inside)}" for key, inside in list(value.items())[:4])
     if isinstance(value, list):
-        return " ".join(str(inside) for inside in value[:4])
+        return " ".join(map(str, value[:4]))
     return str(value).replace("|", "\\|").replace("\n", " ")
 
 
 def _curves(record: Record) -> str:
+    """Return the loss curves as text, one chart for each metric and each set of weights."""
     charts = []
     for metric in ("train/loss", "eval/loss"):
         for weights, curve in record.curves.get(metric, {}).items():
-            points = [
-                (step, value)
-                for step, value in zip(*curve.points(), strict=True)
-                if math.isfinite(value)
-            ]
-            if len(points) < 2:
-                continue
-            steps, values = zip(*points, strict=True)
-            drawn: list[PlotCurve] = [(steps, values, None)]
-            title = f"{metric} over steps{f' ({weights})' if weights not in ('', 'raw') else ''}"
-            charts.append(
-                "\n".join([title, *(line.rstrip() for line in plotted(drawn, width=60, height=10))])
-            )
-    return "## Curves\n\n```text\n" + "\n\n".join(charts) + "\n```" if charts else ""
+            title = f"{metric} over steps"
+            if weights not in ("", "raw"):
+                title = f"{title} ({weights})"
+            charts += _chart(title, curve)
+    if not charts:
+        return ""
+    return "## Curves\n\n```text\n" + "\n\n".join(charts) + "\n```"
+
+
+def _chart(title: str, curve: Curve) -> list[str]:
+    """Return the chart of a curve; nothing if it has fewer than two finite points."""
+    steps = []
+    values = []
+    for step, value in zip(*curve.points(), strict=True):
+        if math.isfinite(value):
+            steps.append(step)
+            values.append(value)
+    if len(steps) < 2:
+        return []
+    lines = plotted([(steps, values, None)], width=60, height=10)
+    return ["\n".join([title, *map(str.rstrip, lines)])]
 
 
 def _recipe(record: Record) -> str:
-    groups = {
-        key: value
-        for key, value in record.recipe.items()
-        if key in ("task", "batch", "optimizer", "schedule")
-    }
-    more: dict[str, Any] = {
-        key: record.recipe[key] for key in ("seed", "duration") if key in record.recipe
-    }
-    more |= groups
-    return f"```yaml\n{yaml.safe_dump(more, sort_keys=False, allow_unicode=True).rstrip()}\n```"
+    """Return the recipe's keys that decide what is trained, as YAML."""
+    shown = {}
+    for name in _RECIPE_KEYS:
+        if name in record.recipe:
+            shown[name] = record.recipe[name]
+    for name, group in record.recipe.items():
+        if name in _RECIPE_GROUPS:
+            shown[name] = group
+    return f"```yaml\n{yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip()}\n```"

@@ -23,15 +23,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Findings:
-    """The result of ``oneloop check``: position and reason of each row that cannot be used, the
-    number of images that are converted by kind, and class folders without images. ``values``:
-    whether the values of the rows were checked."""
+    """The result of ``oneloop check``."""
 
     rows: int = 0
-    values: bool = True
-    unusable: list[tuple[str, str]] = field(default_factory=list)
-    converted: Counter[str] = field(default_factory=Counter)
-    empty: list[str] = field(default_factory=list)
+    values: bool = True  # whether the values of the rows were checked
+    unusable: list[tuple[str, str]] = field(default_factory=list)  # position and reason of each row
+    converted: Counter[str] = field(default_factory=Counter)  # number of converted images, by kind
+    empty: list[str] = field(default_factory=list)  # class folders without images
 
 
 FINDINGS: ContextVar[Findings | None] = ContextVar("FINDINGS", default=None)
@@ -39,8 +37,12 @@ FINDINGS: ContextVar[Findings | None] = ContextVar("FINDINGS", default=None)
 
 
 def unusable(where: str, why: str) -> None:
-    """Raise ValueError about a row (``where``: file and number); during ``oneloop check`` add it to
-    the findings."""
+    """Raise ValueError about a row; during ``oneloop check`` add it to the findings.
+
+    Args:
+        where: file and number of the row.
+        why: what is wrong; follows ``where`` in the message.
+    """
     findings = FINDINGS.get()
     if findings is None:
         raise ValueError(f"{where}{why}")
@@ -70,16 +72,24 @@ class Rows(Protocol):
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
     ) -> "Rows":
-        """Return the rows of ascending ``indices``, or (``exclude``) all others; ``index_file`` may
-        store them."""
+        """Return some rows.
+
+        Args:
+            indices: ascending indices of the rows to keep.
+            exclude: keep all other rows instead.
+            index_file: a file that may store the indices.
+        """
 
 
 class Mapped:
-    """The samples that ``make`` returns for each row, in order. A ValueError names the row's file
-    and number."""
+    """The samples that ``make`` returns for each row, in order.
+
+    If ``make`` raises, a ValueError names the row's file and number.
+    """
 
     def __init__(self, rows: Any, make: Callable[[Any], Any]) -> None:
-        self.rows, self.make = rows, make
+        self.rows = rows
+        self.make = make
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -93,11 +103,17 @@ class Mapped:
 
     def where(self, index: int) -> str:
         """Return file and number of a row for messages."""
-        return self.rows.where(index) if hasattr(self.rows, "where") else f"row {index}"
+        if not hasattr(self.rows, "where"):
+            return f"row {index}"
+        where: str = self.rows.where(index)
+        return where
 
     def near(self, index: int) -> range:
         """Return the rows that are cheap to read after this one: those of its row group, or all."""
-        return self.rows.near(index) if hasattr(self.rows, "near") else range(len(self))
+        if not hasattr(self.rows, "near"):
+            return range(len(self))
+        near: range = self.rows.near(index)
+        return near
 
     def order(self, *, seed: int, batch: int) -> Ordered:
         """Return the order that the rows define, or a permutation."""
@@ -110,14 +126,21 @@ class Mapped:
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return the fingerprint of the rows; None if they have none."""
-        return self.rows.fingerprint() if hasattr(self.rows, "fingerprint") else None
+        if not hasattr(self.rows, "fingerprint"):
+            return None
+        fingerprint: dict[str, Any] | None = self.rows.fingerprint()
+        return fingerprint
 
     def about(self) -> str | None:
         """Return how the rows are read, for the log; None if there is nothing to report."""
-        return self.rows.about() if hasattr(self.rows, "about") else None
+        if not hasattr(self.rows, "about"):
+            return None
+        about: str | None = self.rows.about()
+        return about
 
 
 _DRAWS = 1_000_000
+_NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
 def divided(
@@ -125,53 +148,71 @@ def divided(
     share: float,
     unusable: Mapping[str, NDArray[np.int64]] | None = None,
 ) -> dict[str, Rows]:
-    """Return train, validation and test rows. Existing splits stay; missing ones get ``share`` of
-    the training rows. Rows of equal content are in the same split. Indices in ``unusable`` (by
-    split) are left out. Raises ValueError if there are too few rows."""
-    wrong = {split: indices for split, indices in (unusable or {}).items() if len(indices)}
-    for split, indices in wrong.items():
-        if len(indices) == len(splits[split]):
+    """Return train, validation and test rows; take the missing splits from the training rows.
+
+    Existing splits stay, and rows of equal content are in the same split. If there is a validation
+    split, a missing test split stays missing.
+
+    Args:
+        splits: the rows by split; all under ``""`` if there are no splits.
+        share: share of the training rows for each missing split.
+        unusable: ascending indices of the rows to leave out, by split.
+
+    Raises:
+        ValueError: there are too few rows.
+    """
+    unusable = unusable or {}
+    for split, indices in unusable.items():
+        if len(indices) and len(indices) == len(splits[split]):
             raise ValueError(
                 f"{splits[split].where(0)}: no row of the {split or 'whole'} set can be used"
             )
+
     if "validation" in splits:
-        return {
-            k: rows.select(wrong[k], exclude=True) if k in wrong else rows
-            for k, rows in splits.items()
-        }
-    rows = splits.get("train", splits.get(""))
-    assert rows is not None
-    out = next(
-        (wrong[split] for split in ("train", "") if split in wrong), np.zeros(0, dtype=np.int64)
-    )
+        return {split: _without(rows, unusable.get(split)) for split, rows in splits.items()}
+
+    training = "train" if "train" in splits else ""
+    rows = splits[training]
     if len(rows) < 3:
-        raise ValueError(
-            f"{rows.where(0) if len(rows) else 'the data'}: {len(rows)} rows are too few for "
-            "three splits"
-        )
+        if not len(rows):
+            raise ValueError("the data: 0 rows are too few for three splits")
+        raise ValueError(f"{rows.where(0)}: {len(rows)} rows are too few for three splits")
+
+    # Draw from all rows, so that the splits do not depend on which rows are left out.
+    out = unusable.get(training, _NO_ROWS)
     with alone(f"held-out/{key_of(rows.fingerprint(), share)}.npz") as path:
         validation, test = _draw_splits(rows, share, path)
         if "test" in splits:
-            validation, test = np.sort(np.concatenate([validation, test])), test[:0]
+            # The validation split gets the rows of both draws.
+            validation = np.sort(np.concatenate([validation, test]))
+            test = _NO_ROWS
         others = np.union1d(np.concatenate([validation, test]), out)
-        index_file = path.with_suffix(
-            f".{len(others)}{f'-{key_of(out.tolist())}' if len(out) else ''}.arrow"
-        )
-        train = rows.select(others, exclude=True, index_file=index_file)
+
+        # Name the index file by what it leaves out: other calls share this cache entry.
+        suffix = f".{len(others)}.arrow"
+        if len(out):
+            suffix = f".{len(others)}-{key_of(out.tolist())}.arrow"
+        train = rows.select(others, exclude=True, index_file=path.with_suffix(suffix))
+
     made = {"train": train, "validation": rows.select(np.setdiff1d(validation, out))}
     if "test" in splits:
-        made["test"] = (
-            splits["test"].select(wrong["test"], exclude=True)
-            if "test" in wrong
-            else splits["test"]
-        )
+        made["test"] = _without(splits["test"], unusable.get("test"))
     else:
         made["test"] = rows.select(np.setdiff1d(test, out))
-    if empty := [split for split, kept in made.items() if not len(kept)]:
-        raise ValueError(
-            f"{rows.where(0)}: no row is left for {empty[0]}; set a larger task.held_out"
-        )
+
+    for split, kept in made.items():
+        if not len(kept):
+            raise ValueError(
+                f"{rows.where(0)}: no row is left for {split}; set a larger task.held_out"
+            )
     return made
+
+
+def _without(rows: Rows, out: NDArray[np.int64] | None) -> Rows:
+    """Return the rows without those at the ascending indices ``out``."""
+    if out is None or not len(out):
+        return rows
+    return rows.select(out, exclude=True)
 
 
 def _draw_splits(
@@ -183,23 +224,31 @@ def _draw_splits(
             return cached["validation"], cached["test"]
     except (OSError, ValueError, KeyError, BadZipFile):
         pass  # missing or damaged: recomputed below
+
+    # Draw a number for each row from its content, so that equal rows get equal numbers.
     names = sorted(rows.types)
     draws = [np.zeros(0, dtype=np.int32)]
     for arrays in tracked(zip(*map(rows.values, names), strict=True), "dividing the rows"):
         columns = [array.to_pylist() for array in arrays]
-        draws.append(
-            np.fromiter((draw(names, row) for row in zip(*columns, strict=True)), np.int32)
-        )
+        numbers = (draw(names, row) for row in zip(*columns, strict=True))
+        draws.append(np.fromiter(numbers, np.int32))
     drawn = np.concatenate(draws)
+
+    # The lowest numbers are the validation split, the next ones the test split.
     validation = np.flatnonzero(drawn < share * _DRAWS)
     test = np.flatnonzero((drawn >= share * _DRAWS) & (drawn < 2 * share * _DRAWS))
-    if not len(validation) or not len(test):  # few rows: take the two smallest draws
+
+    # There are few rows: take the two smallest numbers.
+    if not len(validation) or not len(test):
         smallest = np.unique(drawn)
         if len(smallest) < 3:
             raise ValueError(
                 f"{rows.where(0)}: {len(smallest)} different rows are too few for three splits"
             )
-        validation, test = (np.flatnonzero(drawn == draw) for draw in smallest[:2])
+        validation = np.flatnonzero(drawn == smallest[0])
+        test = np.flatnonzero(drawn == smallest[1])
+
+    # Replace the file as a whole: a process that is killed here leaves no half of it.
     draft = path.with_suffix(f".{os.getpid()}.npz")
     np.savez(draft, validation=validation, test=test)
     draft.replace(path)
@@ -207,18 +256,25 @@ def _draw_splits(
 
 
 def draw(names: Sequence[str], row: Sequence[Any]) -> int:
-    """Return a number below a million from a row's content: an image's bytes, or the last two names
-    of its path."""
+    """Return a number below a million from a row's content.
+
+    Of an image, the content is its bytes, or the last two names of its path.
+
+    Args:
+        names: the columns' names.
+        row: the values, one per name.
+    """
     state = xxh3_64()
     for name, value in zip(names, row, strict=True):
         if isinstance(value, dict) and set(value) == {"bytes", "path"}:
             value = value["bytes"] or "/".join(Path(str(value["path"])).parts[-2:])
+
+        if isinstance(value, bytes):
+            content = value
+        elif isinstance(value, str):
+            content = value.encode()
+        else:
+            content = json.dumps(value, sort_keys=True, default=repr).encode()
         state.update(name.encode() + b"\0")
-        if isinstance(value, str):
-            value = value.encode()
-        state.update(
-            value
-            if isinstance(value, bytes)
-            else json.dumps(value, sort_keys=True, default=repr).encode()
-        )
+        state.update(content)
     return state.intdigest() % _DRAWS
