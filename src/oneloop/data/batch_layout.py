@@ -1,53 +1,70 @@
 """How a global batch is divided among processes and micro-batches."""
 
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The layout of a global batch: ``size = ranks x accumulate x micro`` samples, else
-    ValueError."""
+    """The layout of a global batch: ``size = ranks x accumulate x micro`` samples.
+
+    Args:
+        size: samples of a step, on all processes.
+        ranks: number of processes.
+        micro: samples of one micro-batch; None: ``grain`` if set, else size / ranks.
+        grain: samples of a micro-batch (leaf) for bit-identical results; size / grain and ranks are
+            then powers of two.
+        sharded: whether consecutive leaves are on consecutive ranks (FSDP2); else each rank has a
+            contiguous range of them.
+
+    Raises:
+        ValueError: there is no such layout.
+    """
 
     size: int
     ranks: int
-    # samples of one micro-batch (None: ``grain`` if set, else size / ranks)
     micro: int | None = None
     grain: int | None = None
-    """samples of a micro-batch (leaf) for bit-identical results; size / grain and ranks are then
-    powers of two"""
     sharded: bool = False
-    """whether consecutive leaves are on consecutive ranks (FSDP2); else each rank has a contiguous
-    range of them"""
     accumulate: int = field(init=False)  # micro-batches of one step on one process
 
     def __post_init__(self) -> None:
-        if self.grain and (self.ranks & (self.ranks - 1) or self.ranks > self.size // self.grain):
-            counts = (
-                f"batch.size {self.size} / batch.grain {self.grain} gives "
-                f"{self.size // self.grain} micro-batches"
-            )
-            needs = "both must be powers of two, with at most one process per micro-batch"
-            raise ValueError(f"{counts} on {self.ranks} ranks; {needs}")
+        if self.grain:
+            leaves = self.size // self.grain
+            power_of_two = not self.ranks & (self.ranks - 1)
+            if not power_of_two or self.ranks > leaves:
+                raise ValueError(
+                    f"batch.size {self.size} / batch.grain {self.grain} gives {leaves} "
+                    f"micro-batches on {self.ranks} ranks; both must be powers of two, with at "
+                    "most one process per micro-batch"
+                )
         micro = self.grain or self.micro or max(1, self.size // self.ranks)
         if self.size % (self.ranks * micro):
-            unit = self.ranks * micro
-            nearest = max(1, round(self.size / unit)) * unit
-            share, rest = divmod(self.size, self.ranks)
-            # batch.micro does not change the results, batch.size does
-            if not rest and not self.grain:
-                fits = min(
-                    (n for n in range(1, share + 1) if not share % n),
-                    key=lambda n: (abs(n - micro), -n),
-                )
-                each = f"batch.size {self.size} over {self.ranks} ranks is {share} samples each"
-                raise ValueError(
-                    f"{each}; batch.micro {micro} does not divide this number; nearest: {fits}"
-                )
-            requested = "" if self.micro is None else f" x micro {micro}"
-            message = f"{self.ranks} ranks{requested}; nearest size: {nearest}"
-            raise ValueError(f"batch.size {self.size} cannot be split over {message}")
+            self._reject(micro)
+        # The class is frozen: set the derived fields past its check.
         object.__setattr__(self, "micro", micro)
         object.__setattr__(self, "accumulate", self.size // (self.ranks * micro))
+
+    def _reject(self, micro: int) -> NoReturn:
+        """Raise ValueError with the nearest number that divides the batch."""
+        # Suggest another batch.micro if that is possible: it does not change the results.
+        share, rest = divmod(self.size, self.ranks)
+        if not rest and not self.grain:
+            divisors = (count for count in range(1, share + 1) if not share % count)
+            fits = min(divisors, key=lambda count: (abs(count - micro), -count))
+            raise ValueError(
+                f"batch.size {self.size} over {self.ranks} ranks is {share} samples each; "
+                f"batch.micro {micro} does not divide this number; nearest: {fits}"
+            )
+
+        # Suggest another batch.size, which does change them.
+        unit = self.ranks * micro
+        nearest = max(1, round(self.size / unit)) * unit
+        requested = "" if self.micro is None else f" x micro {micro}"
+        raise ValueError(
+            f"batch.size {self.size} cannot be split over {self.ranks} ranks{requested}; "
+            f"nearest size: {nearest}"
+        )
 
     @property
     def each(self) -> int:
@@ -56,13 +73,15 @@ class BatchLayout:
         return self.micro
 
     def leaf(self, rank: int, micro: int) -> int:
-        """Return the index, among all micro-batches of a step, of the ``micro``-th one of
-        ``rank``."""
-        return (
-            micro * self.ranks + rank
-            if self.grain and self.sharded
-            else rank * self.accumulate + micro
-        )
+        """Return a micro-batch's index among all micro-batches of a step.
+
+        Args:
+            rank: the process.
+            micro: index of the micro-batch on this process.
+        """
+        if self.grain and self.sharded:
+            return micro * self.ranks + rank
+        return rank * self.accumulate + micro
 
     def __str__(self) -> str:
         return (

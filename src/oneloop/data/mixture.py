@@ -1,5 +1,6 @@
-"""A stateless mixture of data sets, on any number of processes. Every prefix has the shares within
-one sample.
+"""A stateless mixture of data sets, on any number of processes.
+
+Every prefix has the shares within one sample.
 
 >>> mixture = Mixture({"code": code, "books": books}, weights=[0.7, 0.3])
 """
@@ -21,17 +22,22 @@ class Mixture:
     """A map-style data set of several concatenated sets; its :meth:`order` draws from them by
     weight.
 
-    Args: ``sets``: the data sets by name. ``weights``: sampling weight of each set, in any unit. An
-    epoch has as many samples as all sets together.
+    An epoch has as many samples as all sets together.
 
-    Raises ValueError: a set is empty, or the weights are invalid.
+    Args:
+        sets: the data sets by name.
+        weights: sampling weight of each set, in any unit.
+
+    Raises:
+        ValueError: a set is empty, or the weights are invalid.
     """
 
     def __init__(self, sets: Mapping[str, Any], weights: Sequence[float]) -> None:
         for name, dataset in sets.items():
             if not len(dataset):
                 raise ValueError(f"the set {name!r} of a mixture is empty; remove it")
-        self.sets, self.weights = dict(sets), list(weights)
+        self.sets = dict(sets)
+        self.weights = list(weights)
         self.cycle = proportions(weights)
         # first index of each set, and the total length
         self.bounds = np.cumsum([0, *map(len, self.sets.values())])
@@ -39,29 +45,40 @@ class Mixture:
     @property
     def sources(self) -> dict[str, range]:
         """Return the range of sample indices of each set, by name."""
-        return {name: range(*self.bounds[i : i + 2].tolist()) for i, name in enumerate(self.sets)}
+        bounds = self.bounds.tolist()
+        ranges = map(range, bounds, bounds[1:])
+        return dict(zip(self.sets, ranges, strict=True))
 
     def __len__(self) -> int:
         return int(self.bounds[-1])
 
     def __getitem__(self, index: int) -> Any:
+        _, dataset, first = self._set_of(index)
+        return dataset[int(index - first)]
+
+    def _set_of(self, index: int) -> tuple[str, Any, int]:
+        """Return the set of a sample: its name, the set, and the index of its first sample."""
         which = int(np.searchsorted(self.bounds, index, side="right")) - 1
-        return [*self.sets.values()][which][int(index - self.bounds[which])]
+        name, dataset = list(self.sets.items())[which]
+        return name, dataset, int(self.bounds[which])
 
     def near(self, index: int) -> range:
-        """Return the indices that are cheap to read after this one: those of the same row group, or
-        set."""
-        which = int(np.searchsorted(self.bounds, index, side="right")) - 1
-        dataset, first = [*self.sets.values()][which], int(self.bounds[which])
+        """Return the indices that are cheap to read after this one.
+
+        These are the indices of the same row group, or of the same set.
+        """
+        _, dataset, first = self._set_of(index)
         local = dataset.near(index - first) if hasattr(dataset, "near") else range(len(dataset))
         return range(first + local.start, first + local.stop)
 
     def where(self, index: int) -> str:
-        """Return the source of a sample (file and row, or set and index) for messages."""
-        which = int(np.searchsorted(self.bounds, index, side="right")) - 1
-        name, dataset = [*self.sets.items()][which]
-        local = int(index - self.bounds[which])
-        return dataset.where(local) if hasattr(dataset, "where") else f"{name}, sample {local}"
+        """Return the source of a sample for messages: file and row, or set and index."""
+        name, dataset, first = self._set_of(index)
+        local = int(index - first)
+        if not hasattr(dataset, "where"):
+            return f"{name}, sample {local}"
+        where: str = dataset.where(local)
+        return where
 
     def order(self, *, seed: int, batch: int) -> Ordered:
         """Return the order of samples; ``batch`` has no effect."""
@@ -70,12 +87,11 @@ class Mixture:
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return the fingerprint of the sets; None if one of them has none."""
-        described = {
-            name: s.fingerprint() if hasattr(s, "fingerprint") else None
-            for name, s in self.sets.items()
-        }
-        if None in described.values():
-            return None
+        described = {}
+        for name, dataset in self.sets.items():
+            described[name] = dataset.fingerprint() if hasattr(dataset, "fingerprint") else None
+            if described[name] is None:
+                return None
         return {
             "length": len(self),
             "weights": self.weights,
@@ -86,28 +102,35 @@ class Mixture:
     def about(self) -> str:
         """Return the share and size of each set for the log."""
         total = sum(self.weights)
-        return "mixture: " + ", ".join(
-            f"{name} {weight / total:.1%} ({len(dataset):,} samples)"
-            for (name, dataset), weight in zip(self.sets.items(), self.weights, strict=True)
-        )
+        shares = []
+        for (name, dataset), weight in zip(self.sets.items(), self.weights, strict=True):
+            shares.append(f"{name} {weight / total:.1%} ({len(dataset):,} samples)")
+        return f"mixture: {', '.join(shares)}"
 
 
 class Mixed:
     """An endless order over several sets: position -> (epoch of its set, index).
 
-    Args: ``orders``: the order of each set. ``offsets``: index of the first sample of each set.
-    ``cycle``: the set number at each position, repeated endlessly, as :func:`proportions` returns
-    it.
+    Args:
+        orders: the order of each set.
+        offsets: index of the first sample of each set.
+        cycle: the set number at each position, repeated endlessly, as :func:`proportions` returns
+            it.
     """
 
     def __init__(
         self, orders: Sequence[Ordered], offsets: NDArray[np.int64], cycle: NDArray[np.int64]
     ) -> None:
-        self.orders, self._offsets, self._cycle = orders, offsets, cycle
-        each = cycle[:, None] == np.arange(len(orders))[None, :]
-        self._each = each.sum(0)
-        self._before = (np.cumsum(each, axis=0) - each)[np.arange(len(cycle)), cycle]
-        """for each position of the cycle: how often its set occurs before it"""
+        self.orders = orders
+        self._offsets = offsets
+        self._cycle = cycle
+
+        # For each set, how often it occurs in the cycle. For each position of the cycle, how often
+        # its set occurs before it.
+        is_set = cycle[:, None] == np.arange(len(orders))[None, :]
+        earlier = np.cumsum(is_set, axis=0) - is_set
+        self._each = is_set.sum(0)
+        self._before = earlier[np.arange(len(cycle)), cycle]
 
     def __getitem__(self, window: slice) -> EpochsAndIndices:
         return self.at(positions_of(window))
@@ -118,7 +141,8 @@ class Mixed:
         which = self._cycle[offsets]
         # position within its set's order
         local = cycles * self._each[which] + self._before[offsets]
-        epochs, indices = np.empty_like(local), np.empty_like(local)
+        epochs = np.empty_like(local)
+        indices = np.empty_like(local)
         for number, order in enumerate(self.orders):
             of_set = which == number
             if of_set.any():
@@ -128,36 +152,46 @@ class Mixed:
 
 
 def proportions(weights: Sequence[float]) -> NDArray[np.int64]:
-    """Return a cycle of set numbers. In every prefix, each set's count is its share, rounded down
-    or up.
+    """Return a cycle of set numbers with these proportions.
 
-    Candidates are the sets whose count is below their share of the prefix, rounded up. The
-    candidate whose next sample is due first is chosen. Such a cycle always exists (Still 1979;
-    Tijdeman 1980). Its length is the least common denominator of the shares.
+    In every prefix, each set's count is its share, rounded down or up. Candidates are the sets
+    whose count is below their share of the prefix, rounded up. The candidate whose next sample is
+    due first is chosen. Such a cycle always exists (Still 1979; Tijdeman 1980). Its length is the
+    least common denominator of the shares.
 
-    Raises ValueError: a weight is negative or not a number, all are 0, or the cycle would be too
-    long."""
+    Raises:
+        ValueError: a weight is negative or not a number, all are 0, or the cycle would be too long.
+    """
+    described = ", ".join(map(str, weights))
     if any(not math.isfinite(weight) or weight < 0 for weight in weights) or not sum(weights):
-        described = ", ".join(map(str, weights))
         raise ValueError(
             f"the weights of a mixture are {described}; expected numbers above 0 (0 drops a set)"
         )
+
+    # Convert the decimal text, not the binary number: 0.1 is 1/10.
     exact = [Fraction(str(weight)) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
     length = math.lcm(*(share.denominator for share in shares))
     if length > _MAX_CYCLE:
-        described = ", ".join(map(str, weights))
         raise ValueError(
             f"the weights of a mixture are {described}, shares of {length:,}; round them to "
             "four digits"
         )
-    each = [int(share * length) for share in shares]
-    cycle, counts = np.zeros(length, dtype=np.int64), [0] * len(weights)
+
+    each = [int(share * length) for share in shares]  # samples of each set in the cycle
+    counts = [0] * len(weights)  # samples of each set so far
+    cycle = np.zeros(length, dtype=np.int64)
+
+    def due(which: int) -> tuple[int, int]:
+        """Return the position by which the next sample of a set must come; ties go by number."""
+        return -(-(counts[which] + 1) * length // each[which]), which
+
     for position in range(length):
-        candidates = [
-            i for i, count in enumerate(counts) if count * length < each[i] * (position + 1)
-        ]
-        chosen = min(candidates, key=lambda i: (-(-(counts[i] + 1) * length // each[i]), i))
+        candidates = []
+        for which, count in enumerate(counts):
+            if count * length < each[which] * (position + 1):
+                candidates.append(which)
+        chosen = min(candidates, key=due)
         cycle[position] = chosen
         counts[chosen] += 1
     return cycle

@@ -27,33 +27,39 @@ def _mix(state: UInt64Array) -> UInt64Array:
 
 
 def permuted(positions: UInt64Array, sizes: int | UInt64Array, keys: UInt64Array) -> UInt64Array:
-    """Return the image of each position under a keyed permutation of ``range(size)``; sizes may
-    differ.
+    """Return the image of each position under a keyed permutation of ``range(size)``.
 
-    Args: ``positions``: (n,), each below its size. ``sizes``: one size for all positions, or (n,).
-    ``keys``: (n,), each selects a permutation.
+    Args:
+        positions: (n,), each below its size.
+        sizes: one size for all positions, or (n,).
+        keys: (n,), each selects a permutation.
     """
     if isinstance(sizes, int):
         bits: Any = max(_MIN_BITS, (sizes - 1).bit_length())
+        right_bits: Any = np.uint64(bits - bits // 2)
     else:
-        bits = np.maximum(np.frexp((sizes - np.uint64(1)).astype(np.float64))[1], _MIN_BITS).astype(
-            np.int64
-        )
-    right_bits = (
-        np.uint64(bits - bits // 2)
-        if isinstance(sizes, int)
-        else (bits - bits // 2).astype(np.uint64)
-    )
-    left_mask, right_mask = _mask(bits // 2), _mask(bits - bits // 2)
+        # The binary exponent of size - 1 is its number of bits.
+        exponents = np.frexp((sizes - np.uint64(1)).astype(np.float64))[1]
+        bits = np.maximum(exponents, _MIN_BITS).astype(np.int64)
+        right_bits = (bits - bits // 2).astype(np.uint64)
+    left_mask = _mask(bits // 2)
+    right_mask = _mask(bits - bits // 2)
 
     def select(value: Any, which: NDArray[np.int64]) -> Any:
         return value[which] if isinstance(value, np.ndarray) else value
 
+    # Walk the cycle until the image is inside the data set: about one more pass for sizes above
+    # 32, because the domain is less than twice the size.
     images = _network(positions, keys, right_bits, left_mask, right_mask)
     outside = np.flatnonzero(images >= sizes)
-    while outside.size:  # about one pass for sizes above 32: the domain is less than twice the size
-        masks = select(right_bits, outside), select(left_mask, outside), select(right_mask, outside)
-        images[outside] = _network(images[outside], keys[outside], *masks)
+    while outside.size:
+        images[outside] = _network(
+            images[outside],
+            keys[outside],
+            select(right_bits, outside),
+            select(left_mask, outside),
+            select(right_mask, outside),
+        )
         outside = outside[images[outside] >= select(sizes, outside)]
     return np.asarray(images)
 
@@ -67,10 +73,13 @@ def _mask(bits: Any) -> Any:
 def _network(
     positions: UInt64Array, keys: UInt64Array, shift: Any, left_mask: Any, right_mask: Any
 ) -> Any:
-    left, right = positions >> shift, positions & right_mask
+    """Apply the Feistel rounds: each half is mixed with a keyed hash of the other half."""
+    left = positions >> shift
+    right = positions & right_mask
     for turn in range(0, _ROUNDS, 2):
-        left = left ^ (_mix(keys + right + np.uint64((turn << 40) + 1)) & left_mask)
-        right = right ^ (_mix(keys + left + np.uint64((turn << 40) + (1 << 39))) & right_mask)
+        number = turn << 40  # a different constant for each round
+        left = left ^ (_mix(keys + right + np.uint64(number + 1)) & left_mask)
+        right = right ^ (_mix(keys + left + np.uint64(number + (1 << 39))) & right_mask)
     return left << shift | right
 
 
@@ -84,7 +93,8 @@ class Order:
 
     >>> epochs, indices = Order(1797, seed=0)[10_000:10_064]      # any slice, O(its length)
 
-    Raises ValueError: ``size`` is less than 1, or a slice lacks start or stop.
+    Raises:
+        ValueError: ``size`` is less than 1, or a slice lacks start or stop.
     """
 
     def __init__(self, size: int, *, seed: int) -> None:
@@ -94,8 +104,10 @@ class Order:
         self.seed = seed
 
     def __getitem__(self, window: slice) -> EpochsAndIndices:
-        """Return epochs and sample indices of the positions ``start:stop``, each of shape (stop -
-        start,)."""
+        """Return epochs and sample indices of the positions ``start:stop``.
+
+        Both have the shape (stop - start,).
+        """
         return self.at(positions_of(window))
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
@@ -106,8 +118,10 @@ class Order:
 
 
 class Ordered(Protocol):
-    """A map from positions to samples: :class:`Order`, or the result of a data set's ``order``
-    method."""
+    """A map from positions to samples.
+
+    It is an :class:`Order`, or the result of a data set's ``order`` method.
+    """
 
     def __getitem__(self, window: slice) -> EpochsAndIndices:
         """Return epochs and sample indices of the positions ``start:stop``."""
@@ -117,23 +131,25 @@ class Ordered(Protocol):
 
 
 def positions_of(window: slice) -> NDArray[np.int64]:
-    """Return the positions of a slice of an endless order. Raise ValueError if the slice lacks
-    start or stop."""
+    """Return the positions of a slice of an endless order.
+
+    Raises:
+        ValueError: the slice lacks start or stop, has a step, or starts below 0.
+    """
     if window.start is None or window.stop is None or window.step is not None or window.start < 0:
         raise ValueError(f"an order is endless and requires a slice start:stop, got {window}")
     return np.arange(window.start, window.stop, dtype=np.int64)
 
 
 def order_of(dataset: Any, *, seed: int, batch: int) -> Ordered:
-    """Return the data set's order (``dataset.order(seed=…, batch=…)``) if it defines one, else a
-    permutation.
+    """Return the data set's order if it defines one, else a permutation.
 
-    Args: ``dataset``: a map-style data set. ``seed``: seed of the order. ``batch``: samples of a
-        step.
+    Args:
+        dataset: a map-style data set; its order is ``dataset.order(seed=…, batch=…)``.
+        seed: seed of the order.
+        batch: samples of a step.
     """
-    order: Ordered = (
-        dataset.order(seed=seed, batch=batch)
-        if hasattr(dataset, "order")
-        else Order(len(dataset), seed=seed)
-    )
+    if not hasattr(dataset, "order"):
+        return Order(len(dataset), seed=seed)
+    order: Ordered = dataset.order(seed=seed, batch=batch)
     return order

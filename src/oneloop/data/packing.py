@@ -36,14 +36,23 @@ class Bins:
 def packed(lengths: NDArray[np.int64], capacity: int) -> Bins:
     """Return bins by best fit decreasing; among equal lengths, the lower index comes first.
 
-    Raise ValueError if a length is outside 1..capacity, or if the capacity is below 1."""
+    Args:
+        lengths: (items,), length of each item.
+        capacity: largest sum of the lengths of a bin.
+
+    Raises:
+        ValueError: a length is outside 1..capacity, or the capacity is below 1.
+    """
     lengths = np.asarray(lengths, dtype=np.int64)
     _check(lengths, capacity)
     if not len(lengths):
         return Bins(lengths, lengths)
+
     longest_first = np.argsort(-lengths, kind="stable")
     bin_of = np.empty_like(lengths)
     bin_of[longest_first] = _assign_bins(lengths[longest_first], capacity)
+
+    # Number the bins by their first item.
     firsts = np.unique(bin_of, return_index=True)[1]
     numbers = np.empty_like(firsts)
     numbers[np.argsort(firsts)] = np.arange(len(firsts))
@@ -56,32 +65,40 @@ def _check(lengths: NDArray[np.int64], capacity: int) -> None:
         raise ValueError(f"the capacity must be a positive integer, got {capacity}")
     wrong = np.flatnonzero((lengths < 1) | (lengths > capacity))
     if wrong.size:
-        first = f"the first at index {wrong[0]}: {lengths[wrong[0]]}"
-        wide = f"{wrong.size} of {len(lengths)} lengths are not from 1 to {capacity}, {first}"
-        raise ValueError(f"{wide}; remove these samples, cut them, or raise the capacity")
+        raise ValueError(
+            f"{wrong.size} of {len(lengths)} lengths are not from 1 to {capacity}, the first at "
+            f"index {wrong[0]}: {lengths[wrong[0]]}; remove these samples, cut them, or raise the "
+            "capacity"
+        )
 
 
 def _assign_bins(descending: NDArray[np.int64], capacity: int) -> NDArray[np.int64]:
     """Return the bin of each length (descending), numbered in the order of opening."""
     found = np.empty_like(descending)
-    firsts = np.flatnonzero(np.diff(descending, prepend=-1))
     spaces = _FreeSpace()
     opened = 0
-    for start, stop in zip(firsts.tolist(), [*firsts[1:].tolist(), len(descending)], strict=True):
+    starts = np.flatnonzero(np.diff(descending, prepend=-1)).tolist()
+    for start, stop in zip(starts, [*starts[1:], len(descending)], strict=True):
+        # Place all items of this length, several bins at a time.
         length = int(descending[start])
         while start < stop:
             space = spaces.least(length)
             if space is None:
-                space, each = capacity, capacity // length
-                bins = [*range(opened, opened - (start - stop) // each)]
+                # No open bin has room: open as many as the remaining items need.
+                space = capacity
+                each = capacity // length  # items of a bin
+                bins = list(range(opened, opened - (start - stop) // each))
                 opened += len(bins)
             else:
                 # After one item this bin is the fullest that fits the next of equal length, so it
                 # is filled at once.
                 each = space // length
                 bins = spaces.take(space, -((start - stop) // each))
-            last = min(stop - start, each * len(bins)) - each * (len(bins) - 1)
-            filled = np.repeat(np.array(bins), each)[: each * (len(bins) - 1) + last]
+
+            # Fill the bins; the last one gets the rest.
+            before_last = each * (len(bins) - 1)
+            last = min(stop - start, each * len(bins)) - before_last
+            filled = np.repeat(np.array(bins), each)[: before_last + last]
             found[start : start + len(filled)] = filled
             start += len(filled)
             spaces.put(space - each * length, bins[:-1])
@@ -98,17 +115,23 @@ class _FreeSpace:
         self._occupied = 0
 
     def least(self, length: int) -> int | None:
+        """Return the smallest free space that holds the length; None if no bin has it."""
         above = self._occupied >> length
-        return length + (above & -above).bit_length() - 1 if above else None
+        if not above:
+            return None
+        lowest = above & -above  # its lowest bit that is set
+        return length + lowest.bit_length() - 1
 
     def take(self, space: int, most: int) -> list[int]:
+        """Remove and return at most ``most`` bins of this free space."""
         bins = self._bins[space]
-        taken, self._bins[space] = bins[:most], bins[most:]
+        self._bins[space] = bins[most:]
         if not self._bins[space]:
             self._occupied ^= 1 << space
-        return taken
+        return bins[:most]
 
     def put(self, space: int, bins: list[int]) -> None:
+        """Add bins of this free space; drop full ones."""
         if bins and space:
             self._bins.setdefault(space, []).extend(bins)
             self._occupied |= 1 << space
@@ -118,18 +141,29 @@ class Bucketed:
     """An endless seeded order by similar length: position -> (epoch, index).
 
     It is a pure function of the position, like :class:`oneloop.data.order.Order`, and caches the
-    last two windows. ``window`` steps of ``batch`` samples are sorted together: larger windows pad
-    less, smaller ones shuffle better. The remainder of an epoch is spread over its windows. Raises
-    ValueError if an argument is not positive.
+    last two windows. The remainder of an epoch is spread over its windows.
 
     >>> epochs, indices = Bucketed(lengths, seed=0, batch=32)[3_200:3_232]  # one step, by length
+
+    Args:
+        lengths: length of each sample.
+        seed: seed of the order.
+        batch: samples of a step.
+        window: steps whose samples are sorted together. Larger windows pad less, smaller ones
+            shuffle better.
+
+    Raises:
+        ValueError: an argument is not positive.
     """
 
     def __init__(
         self, lengths: Sequence[int] | NDArray[np.int64], *, seed: int, batch: int, window: int = 50
     ) -> None:
         self.lengths = np.asarray(lengths)
-        self.size, self.seed, self.batch, self.window = len(self.lengths), seed, batch, window
+        self.size = len(self.lengths)
+        self.seed = seed
+        self.batch = batch
+        self.window = window
         if self.size < 1:
             raise ValueError("an order needs at least one sample, got no lengths")
         if batch < 1 or window < 1:
@@ -146,50 +180,68 @@ class Bucketed:
         """Return epochs and sample indices, each in the shape of ``positions``."""
         flat = positions.reshape(-1)
         indices = np.empty_like(flat)
+        if not flat.size:
+            return positions, positions
         epochs, offsets = np.divmod(flat, self.size)
+
+        # Find the window of each position, as _window_indices cuts them.
         phases, steps, numbers = self._window_layout(epochs)
-        # as in _window_indices
-        windows = (((offsets + phases) // self.batch + 1) * numbers - 1) // steps
+        step = (offsets + phases) // self.batch
+        windows = ((step + 1) * numbers - 1) // steps
+
         # Epoch and window ascend with the position, so the sorted positions form one run per
         # window.
         ascending = np.argsort(flat, kind="stable")
-        changes = np.diff(epochs[ascending]).astype(bool) | np.diff(windows[ascending]).astype(bool)
-        for run in np.split(ascending, np.flatnonzero(changes) + 1) if flat.size else ():
-            begin, row = self._window(int(epochs[run[0]]), int(windows[run[0]]))
+        new_epoch = np.diff(epochs[ascending]).astype(bool)
+        new_window = np.diff(windows[ascending]).astype(bool)
+        for run in np.split(ascending, np.flatnonzero(new_epoch | new_window) + 1):
+            first = run[0]
+            begin, row = self._window(int(epochs[first]), int(windows[first]))
             indices[run] = row[offsets[run] - begin]
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
 
     def _window_layout(self, epoch: Any) -> tuple[Any, Any, Any]:
-        """Return the offset (samples) of an epoch's start in its step, and its numbers of steps and
-        of windows."""
+        """Return where an epoch starts in its step (samples), and its numbers of steps and windows.
+
+        Args:
+            epoch: a number, or an array of numbers.
+        """
         phase = epoch * self.size % self.batch
         steps = -(-(phase + self.size) // self.batch)
         return phase, steps, np.maximum(steps // self.window, 1)
 
     def _window(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
+        """Return the offset of a window in its epoch, and its sample indices; cache two windows."""
         found = self._windows.get((epoch, number))
         if found is None:
             found = self._window_indices(epoch, number)
-            self._windows = {**dict([*self._windows.items()][-1:]), (epoch, number): found}
+            newest = dict(list(self._windows.items())[-1:])
+            newest[epoch, number] = found
+            self._windows = newest
         return found
 
     def _window_indices(self, epoch: int, number: int) -> tuple[int, NDArray[np.int64]]:
         phase, steps, windows = self._window_layout(epoch)
-        first, last = number * steps // windows, (number + 1) * steps // windows
-        edges = np.clip(
-            np.arange(first, last + 1, dtype=np.int64) * self.batch - phase, 0, self.size
-        )
+        first = number * steps // windows
+        last = (number + 1) * steps // windows
+        begins_of_steps = np.arange(first, last + 1, dtype=np.int64) * self.batch - phase
+        edges = np.clip(begins_of_steps, 0, self.size)
+
+        # Shuffle the epoch, take this window, and sort it by length.
         offsets = np.arange(edges[0], edges[-1], dtype=np.uint64)
         epoch_key = epoch_keys(np.array([epoch], dtype=np.int64), self.seed)
-        row = permuted(offsets, self.size, np.repeat(epoch_key, len(offsets))).astype(np.int64)
+        keys = np.repeat(epoch_key, len(offsets))
+        row = permuted(offsets, self.size, keys).astype(np.int64)
         row = row[np.argsort(self.lengths[row], kind="stable")]
-        # The partial steps at an epoch's ends keep their position, but draw their run of lengths
-        # like all steps.
+
+        # Shuffle the steps. The partial steps at an epoch's ends keep their position, but draw their
+        # run of lengths like all steps.
         shares = np.diff(edges)
-        draws = epoch_keys(np.arange(len(shares), dtype=np.int64), key(self.seed, epoch, number))
+        numbers = np.arange(len(shares), dtype=np.int64)
+        draws = epoch_keys(numbers, key(self.seed, epoch, number))
         ranks = np.argsort(draws, kind="stable")
         by_length = np.empty_like(shares)
         by_length[ranks] = shares
         begins = (np.cumsum(by_length) - by_length)[ranks]
-        moved = row[np.repeat(begins - (edges[:-1] - edges[0]), shares) + np.arange(len(row))]
-        return int(edges[0]), moved
+        moves = begins - (edges[:-1] - edges[0])  # of each step, in samples
+        return int(edges[0]), row[np.repeat(moves, shares) + np.arange(len(row))]

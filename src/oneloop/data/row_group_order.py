@@ -1,5 +1,6 @@
-"""The order of samples that are stored in groups which are read whole, such as the row groups of
-Parquet files.
+"""The order of samples that are stored in groups, such as the row groups of Parquet files.
+
+A group can only be read as a whole.
 
 A full permutation would read a group for nearly every sample. Instead, each epoch shuffles the
 groups, cuts them into windows of a few groups, and shuffles the samples within each window. A
@@ -13,6 +14,7 @@ the batch size, never on the number of ranks.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,25 +30,37 @@ class Windows:
     """An endless seeded order over the samples of groups: position -> (epoch, index).
 
     Samples are numbered group by group. The order is a pure function of the position, like
-    :class:`oneloop.data.order.Order`, and caches the last two epochs (one number per group). All
-    open windows together have about ``open_groups`` groups; if that is every group, the order is a
-    permutation of all samples. ``batch`` is in samples. Raises ValueError if there are no samples
-    or open groups."""
+    :class:`oneloop.data.order.Order`, and caches the last two epochs (one number per group).
+
+    Args:
+        sizes: samples of each group.
+        seed: seed of the order.
+        open_groups: groups of all open windows together, about. If that is every group, the order
+            is a permutation of all samples.
+        batch: samples of a step.
+
+    Raises:
+        ValueError: there are no samples or no open groups.
+    """
 
     def __init__(
         self, sizes: Sequence[int] | NDArray[np.int64], *, seed: int, open_groups: int, batch: int
     ) -> None:
-        self.sizes, self.seed = np.asarray(sizes, dtype=np.int64), seed
+        self.sizes = np.asarray(sizes, dtype=np.int64)
+        self.seed = seed
         self.size = int(self.sizes.sum())
         if self.size < 1 or open_groups < 1:
             raise ValueError(
                 f"an order requires samples and open groups, got {self.size} and {open_groups}"
             )
         self._firsts = np.cumsum(self.sizes) - self.sizes
-        all_open = open_groups >= len(self.sizes)
-        self.lanes = 1 if all_open else lanes(open_groups, batch)
-        # groups of a window
-        self.window = len(self.sizes) if all_open else open_groups // self.lanes
+
+        if open_groups >= len(self.sizes):
+            self.lanes = 1
+            self.window = len(self.sizes)  # groups of a window
+        else:
+            self.lanes = lanes(open_groups, batch)
+            self.window = open_groups // self.lanes
         self.run = batch // self.lanes  # consecutive samples of one lane
         self._layouts: dict[int, _Layout] = {}
 
@@ -56,7 +70,8 @@ class Windows:
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""
         flat = positions.reshape(-1)
-        epochs, indices = flat // self.size, np.empty_like(flat)
+        epochs = flat // self.size
+        indices = np.empty_like(flat)
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
             indices[of_epoch] = self._epoch_indices(epoch, flat[of_epoch] - epoch * self.size)
@@ -64,19 +79,25 @@ class Windows:
 
     def _epoch_indices(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         layout = self._layout(epoch)
+
+        # Find the lane of each offset and the sample's number in the epoch, lane after lane. The
+        # lanes take turns, in runs of samples.
         rounds, within = np.divmod(offsets + layout.phase, self.lanes * self.run)
         lane, offset = np.divmod(within, self.run)
         sample = layout.starts[lane] + rounds * self.run + offset - layout.missing[lane]
+
+        # Shuffle within the window.
         window = np.searchsorted(layout.edges, sample, side="right") - 1
         first = layout.edges[window]
         size = (layout.edges[window + 1] - first).astype(np.uint64)
         keys = layout.key + window.astype(np.uint64) * np.uint64(GOLDEN)
         sample = first + permuted((sample - first).astype(np.uint64), size, keys).astype(np.int64)
+
+        # Convert the number in shuffled groups to the number in groups as stored.
         slot = np.searchsorted(layout.ends, sample, side="right")
         group = layout.groups[slot]
-        indices: NDArray[np.int64] = (
-            self._firsts[group] + sample - (layout.ends[slot] - self.sizes[group])
-        )
+        start = layout.ends[slot] - self.sizes[group]
+        indices: NDArray[np.int64] = self._firsts[group] + sample - start
         return indices
 
     def _layout(self, epoch: int) -> "_Layout":
@@ -87,31 +108,41 @@ class Windows:
         return self._layouts[epoch]
 
     def _new_layout(self, epoch: int) -> "_Layout":
+        # Shuffle the groups.
         total = len(self.sizes)
         key = epoch_keys(np.array([epoch], dtype=np.int64), self.seed)[0]
-        groups = permuted(np.arange(total, dtype=np.uint64), total, np.full(total, key)).astype(
-            np.int64
-        )
+        keys = np.full(total, key)
+        groups = permuted(np.arange(total, dtype=np.uint64), total, keys).astype(np.int64)
         ends = np.cumsum(self.sizes[groups])
-        # If the epoch begins within a step, its first round continues the round of the previous
-        # epoch.
+
+        # Divide the samples among the lanes. If the epoch begins within a step, its first round
+        # continues the round of the previous epoch.
         phase = epoch * self.size % (self.lanes * self.run)
         missing = self._counts_by_lane(phase)
         counts = self._counts_by_lane(phase + self.size) - missing
         starts = np.cumsum(counts) - counts
-        edges = [
-            self._edges(ends, start, start + count)
-            for start, count in zip(starts, counts, strict=True)
-            if count
-        ]
+
+        # Cut each lane into windows.
+        edges: list[Any] = []
+        for start, count in zip(starts, counts, strict=True):
+            if count:
+                edges.append(self._edges(ends, start, start + count))
+        edges.append([self.size])
         return _Layout(
-            groups, ends, starts, missing, np.concatenate([*edges, [self.size]]), phase, key
+            groups=groups,
+            ends=ends,
+            starts=starts,
+            missing=missing,
+            edges=np.concatenate(edges),
+            phase=phase,
+            key=key,
         )
 
     def _counts_by_lane(self, samples: int) -> NDArray[np.int64]:
         """Return how many of the first ``samples`` samples each lane has."""
         rounds, rest = divmod(samples, self.lanes * self.run)
-        return rounds * self.run + np.clip(rest - self.run * np.arange(self.lanes), 0, self.run)
+        begun = np.clip(rest - self.run * np.arange(self.lanes), 0, self.run)  # of the last round
+        return rounds * self.run + begun
 
     def _edges(self, ends: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
         """Return the first sample of each window of a lane."""
@@ -121,8 +152,10 @@ class Windows:
 
 @dataclass(frozen=True)
 class _Layout:
-    """The shuffled groups of one epoch, cut into lanes and windows; sample numbers follow the
-    shuffled groups."""
+    """The shuffled groups of one epoch, cut into lanes and windows.
+
+    Sample numbers follow the shuffled groups.
+    """
 
     groups: NDArray[np.int64]
     ends: NDArray[np.int64]  # end of each group
@@ -135,7 +168,11 @@ class _Layout:
 
 
 def lanes(open_groups: int, batch: int) -> int:
-    """Return the largest number of lanes that divides the batch and leaves windows of at least
-    eight groups."""
+    """Return the largest number of lanes that divides the batch and leaves large windows.
+
+    Args:
+        open_groups: groups of all open windows; each window gets at least eight.
+        batch: samples of a step.
+    """
     most = max(1, min(_MAX_LANES, open_groups // _MIN_GROUPS, batch))
     return max(count for count in range(1, most + 1) if batch % count == 0)

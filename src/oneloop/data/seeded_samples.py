@@ -1,5 +1,7 @@
-"""Samples whose random numbers depend only on (seed, epoch, index), not on the process that loads
-them. If a data set draws none, the cost is negligible.
+"""Samples whose random numbers depend only on (seed, epoch, index).
+
+They do not depend on the process that loads a sample. If a data set draws none, the cost is
+negligible.
 
 >>> samples = SeededSamples(dataset, seed=0)
 >>> index, sample = samples[epoch, 7]
@@ -27,18 +29,30 @@ class SeededSamples(Dataset[Any]):
     sample. Most data sets draw from torch only, or not at all. :meth:`batch` therefore checks
     afterwards whether Python's or numpy's generator was used (about 6 us). If so, it loads that
     batch again with seeds, and seeds every later sample. torch is always seeded (about 1 us),
-    because draws inside ``torch.random.fork_rng()`` cannot be detected. Messages use ``name``.
+    because draws inside ``torch.random.fork_rng()`` cannot be detected.
 
     A set with ``__getitems__`` loads whole batches if it draws nothing. The first batch checks that
-    both ways agree."""
+    both ways agree.
+
+    Args:
+        dataset: a map-style data set.
+        seed: seed of the random numbers.
+        name: name of the set in messages.
+    """
 
     def __init__(self, dataset: Any, *, seed: int, name: str = "") -> None:
-        self.dataset, self.seed, self.name = dataset, seed, name
+        self.dataset = dataset
+        self.seed = seed
+        self.name = name
         self._loading: Place | None = None  # the sample being loaded
         self._draws = False  # whether the set has drawn from Python's or numpy's generator
+
+        # whether ``__getitems__`` is used; None: not checked yet
         self._together: bool | None = None if hasattr(dataset, "__getitems__") else False
-        """whether ``__getitems__`` is used; None: not checked yet"""
-        self._epoch, self._prefix = -1, 0
+
+        # the epoch of the last sample, and the part of its key that depends on the epoch only
+        self._epoch = -1
+        self._prefix = 0
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -49,9 +63,16 @@ class SeededSamples(Dataset[Any]):
     def batch(
         self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]
     ) -> Collated:
-        """Return the collated samples of these (epoch, index) pairs; ``collate`` may draw random
-        numbers, too. Raise SampleError if a sample cannot be loaded; the message names the sample,
-        the set and the worker."""
+        """Return collated samples.
+
+        Args:
+            places: (epoch, index) of each sample.
+            collate: makes the batch from (index, sample) pairs; may draw random numbers, too.
+
+        Raises:
+            SampleError: a sample cannot be loaded; the message names the sample, the set and the
+                worker.
+        """
         try:
             return self._batch(places, collate)
         except Exception as error:
@@ -73,27 +94,30 @@ class SeededSamples(Dataset[Any]):
     def _batch(
         self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]
     ) -> Collated:
-        # for one sample, seeding costs no more than checking
+        # Seed torch only, and check afterwards whether another generator was used. For one sample,
+        # seeding all of them costs no more than this check.
         if not self._draws and len(places) > 1:
             if self._together is None:
                 self._together = self._same_together(places)
             _seed_others(0)
-            samples = (
-                self._load_together(places)
-                if self._together
-                else self._one_by_one(places, self._seed_torch)
-            )
+            if self._together:
+                samples = self._load_together(places)
+            else:
+                samples = self._one_by_one(places, self._seed_torch)
             if samples is not None:
                 collated = collate(samples)
                 if _next_draws() == _UNTOUCHED:
                     return collated
             self._draws = True
+
+        # The set draws: seed all generators before each sample.
         return collate(self._one_by_one(places, self._seed))
 
     def _one_by_one(
         self, places: Sequence[Place], seed: Callable[[Place], object]
     ) -> list[tuple[int, Any]]:
-        samples, dataset = [], self.dataset
+        dataset = self.dataset
+        samples = []
         for place in places:
             self._loading = place
             seed(place)
@@ -102,8 +126,10 @@ class SeededSamples(Dataset[Any]):
         return samples
 
     def _load_together(self, places: Sequence[Place]) -> list[tuple[int, Any]] | None:
-        """Load with ``__getitems__``. Return None if that drew from torch: each sample then needs
-        its own seed."""
+        """Load with ``__getitems__``.
+
+        Return None if that drew from torch: each sample then needs its own seed.
+        """
         indices = [index for _, index in places]
         self._seed_torch(places[-1])
         before = torch.default_generator.get_state()
@@ -112,18 +138,23 @@ class SeededSamples(Dataset[Any]):
         except Exception:
             self._one_by_one(places, self._seed_torch)  # finds the failing sample
             raise
-        return samples if torch.equal(torch.default_generator.get_state(), before) else None
+        if not torch.equal(torch.default_generator.get_state(), before):
+            return None
+        return samples
 
     def _same_together(self, places: Sequence[Place]) -> bool:
+        """Return whether ``__getitems__`` returns the same samples as one call for each."""
         single = [self[place][1] for place in places]
         self._seed_torch(places[0])
-        return _equal(single, list(self.dataset.__getitems__([index for _, index in places])))
+        together = self.dataset.__getitems__([index for _, index in places])
+        return _equal(single, list(together))
 
     def _seed_torch(self, place: Place) -> int:
         """Seed torch with the key of (seed, epoch, index) and return the key."""
         epoch, index = place
         if epoch != self._epoch:
-            self._epoch, self._prefix = epoch, mixed(mixed(GOLDEN, self.seed), epoch)
+            self._epoch = epoch
+            self._prefix = mixed(mixed(GOLDEN, self.seed), epoch)
         number = mixed(self._prefix, index) >> 1  # key(seed, epoch, index)
         torch.default_generator.manual_seed(number)
         return number
@@ -141,13 +172,16 @@ class UnfitSample(SampleError, ValueError):
 
 
 class Batches(Dataset[Any]):
-    """Collated batches of a :class:`SeededSamples` set, indexed by lists of (epoch, index)
-    pairs."""
+    """Collated batches of a :class:`SeededSamples` set.
+
+    They are indexed by lists of (epoch, index) pairs.
+    """
 
     def __init__(
         self, samples: SeededSamples, collate: Callable[[list[tuple[int, Any]]], Any]
     ) -> None:
-        self.samples, self.collate = samples, collate
+        self.samples = samples
+        self.collate = collate
 
     def __getitem__(self, places: Sequence[Place]) -> Any:
         return self.samples.batch(places, self.collate)
@@ -175,7 +209,9 @@ def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray):
         return np.array_equal(a, b)
     if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[name], b[name]) for name in a)
+        if a.keys() != b.keys():
+            return False
+        return all(_equal(a[name], b[name]) for name in a)
     if isinstance(a, list | tuple):
         return len(a) == len(b) and all(map(_equal, a, b))
     try:

@@ -26,15 +26,19 @@ Batch = dict[str, Any]
 
 @dataclass
 class Group:
-    """The micro-batches of one step on this process, and their weight (the divisor of the summed
-    loss)."""
+    """The micro-batches of one step on this process, and their weight.
+
+    The weight is the divisor of the summed loss.
+    """
 
     batches: Iterator[Batch]  # on the device; the next one is copied while the current one is used
     weights: list[float]  # weight of each micro-batch, known before the first is used
-    apart: bool = False
-    """whether the total must be bit-identical on every layout; the ranks then exchange every single
-    weight"""
     total: float = math.nan  # weight of the global batch, after the all-reduce
+
+    # whether the total must be bit-identical on every layout; the ranks then exchange every single
+    # weight
+    apart: bool = False
+
     stop: bool = False  # whether any rank was requested to stop after this step
     save: bool = False  # whether the time for a save after this step has come, by rank 0's clock
 
@@ -47,8 +51,14 @@ class Group:
 class CollateWithWeight:
     """A collate function that also returns the weight: [(index, sample)] -> (batch, weight).
 
-    ``batch["index"]`` holds the indices of the samples. float32 tensors are converted to
-    ``dtype``."""
+    ``batch["index"]`` holds the indices of the samples.
+
+    Args:
+        collate: makes a batch from samples.
+        weight: returns the weight of a batch as a tensor of one element.
+        sample_weight: weight of a sample if all have the same; ``weight`` is then not called.
+        dtype: float32 tensors are converted to it.
+    """
 
     def __init__(
         self,
@@ -58,12 +68,10 @@ class CollateWithWeight:
         sample_weight: float | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.collate, self.weight, self.sample_weight, self.dtype = (
-            collate,
-            weight,
-            sample_weight,
-            dtype,
-        )
+        self.collate = collate
+        self.weight = weight
+        self.sample_weight = sample_weight
+        self.dtype = dtype
 
     def __call__(self, samples: list[tuple[int, Any]]) -> tuple[Batch, float]:
         indices, values = zip(*samples, strict=True)
@@ -73,8 +81,15 @@ class CollateWithWeight:
         return batch, float(self.weight(batch).numpy())
 
     def completed(self, batch: Batch, indices: Sequence[int]) -> Batch:
-        """Add the sample indices to a collated batch and convert its float32 tensors to ``dtype``;
-        return the batch."""
+        """Add the sample indices to a collated batch and convert its float32 tensors.
+
+        Args:
+            batch: is changed.
+            indices: index of each sample.
+
+        Returns:
+            The batch.
+        """
         batch["index"] = torch.tensor(indices)
         if self.dtype is not torch.float32:
             for name, value in batch.items():
@@ -87,16 +102,19 @@ class _RankBatches:
     """The endless micro-batches of (epoch, index) pairs of one rank, from position ``start`` on."""
 
     def __init__(self, order: Ordered, layout: BatchLayout, *, rank: int, start: int) -> None:
-        self.order, self.layout, self.rank, self.start = order, layout, rank, start
+        self.order = order
+        self.layout = layout
+        self.rank = rank
+        self.start = start
 
     def __iter__(self) -> Iterator[list[Place]]:
+        # Find the offsets of this rank's samples within a step.
         each = self.layout.each
-        starts = each * np.array(
-            [self.layout.leaf(self.rank, micro) for micro in range(self.layout.accumulate)]
-        )
-        # offsets of this rank's samples within a step
+        leaves = [self.layout.leaf(self.rank, micro) for micro in range(self.layout.accumulate)]
+        starts = each * np.array(leaves)
         share = (starts[:, None] + np.arange(each)).reshape(-1)
-        # steps per computation: the overhead of numpy's calls dominates
+
+        # Compute several steps at once, because the overhead of numpy's calls dominates.
         ahead = max(1, 4096 // len(share))
         start = self.start
         while True:
@@ -109,20 +127,26 @@ class _RankBatches:
 
 
 def workers_here(requested: int | str, *, device: torch.device, local_ranks: int) -> int:
-    """Return the number of worker processes per training process; ``auto`` is 0 on a CPU, whose
-    cores train."""
+    """Return the number of worker processes per training process.
+
+    Args:
+        requested: a number, or ``auto``.
+        device: the device that trains.
+        local_ranks: training processes on this host.
+    """
     if requested != "auto":
         return int(requested)
-    return (
-        0
-        if device.type == "cpu"
-        else max(1, min(8, len(os.sched_getaffinity(0)) // local_ranks - 1))
-    )
+    if device.type == "cpu":
+        return 0  # the cores train
+    cores = len(os.sched_getaffinity(0)) // local_ranks
+    return max(1, min(8, cores - 1))
 
 
 def in_memory(dataset: Any) -> bool:
-    """Whether a data set is a tensor or a list of samples, so that workers would load nothing
-    faster."""
+    """Return whether a data set is a tensor or a list of samples.
+
+    Workers would load such a set no faster.
+    """
     return isinstance(dataset, Tensor | list | tuple | TensorDataset)
 
 
@@ -136,29 +160,45 @@ def loader(
     ahead: int = 2,
     pinned: bool = True,
 ) -> Iterable[tuple[Batch, float]]:
-    """Return batches and their weights for lists of (epoch, index) pairs; draw nothing from the
-    global generator."""
+    """Return batches and their weights; draw nothing from the global generator.
+
+    Args:
+        samples: the data set.
+        collate: makes a batch and its weight.
+        batches: (epoch, index) of each sample, for each batch.
+        workers: worker processes; 0: load in this process.
+        device: the device that trains.
+        ahead: batches that the workers load in advance.
+        pinned: load into pinned memory if the device is CUDA.
+    """
     dataset = Batches(samples, collate)
-    # a DataLoader would only add a profiler record (8 us) per batch
+    # Use no DataLoader here: it would only add a profiler record (8 us) per batch.
     if not workers and device.type != "cuda":
         return map(dataset.__getitem__, batches)
-    options: dict[str, Any] = {
-        "num_workers": workers,
-        "persistent_workers": False,
-        "generator": torch.Generator(),
-    }
-    options |= {"prefetch_factor": max(2, math.ceil(ahead / workers)) if workers else None}
-    options |= {
-        "pin_memory": pinned and device.type == "cuda",
-        "worker_init_fn": partial(_begin_worker, os.getpid()),
-    }
-    loading = DataLoader(dataset, batch_size=None, sampler=batches, collate_fn=_identity, **options)
+    loading = DataLoader(
+        dataset,
+        batch_size=None,
+        sampler=batches,
+        collate_fn=_identity,
+        num_workers=workers,
+        prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
+        persistent_workers=False,
+        worker_init_fn=partial(_begin_worker, os.getpid()),
+        pin_memory=pinned and device.type == "cuda",
+        generator=torch.Generator(),
+    )
     return _from_workers(loading) if workers else loading
 
 
 def end_workers(error: BaseException | None) -> None:
-    """Shut down DataLoader workers after an exception: its traceback, or that of a cause, keeps
-    their iterator alive. Otherwise torch raises in unrelated code when a worker ends."""
+    """Shut down DataLoader workers after an exception.
+
+    The traceback of the exception, or of a cause, keeps their iterator alive. Torch would then
+    raise in unrelated code when a worker ends.
+
+    Args:
+        error: the exception; None does nothing.
+    """
     while error is not None:
         for frame, _ in traceback.walk_tb(error.__traceback__):
             if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
@@ -167,8 +207,10 @@ def end_workers(error: BaseException | None) -> None:
 
 
 def _from_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch, float]]:
-    """Yield what the workers load. Raise RuntimeError if one has exited, however torch reports
-    that."""
+    """Yield what the workers load.
+
+    Raise RuntimeError if one has exited, however torch reports that.
+    """
     try:
         yield from loading
     except (ConnectionError, EOFError) as error:
@@ -200,20 +242,31 @@ def groups(
     workers: int = 0,
     pinned: bool = True,
 ) -> Iterator[Group]:
-    """Yield the micro-batches of each step of ``rank`` endlessly, from position ``start`` on.
+    """Yield the micro-batches of each step endlessly.
 
     Use all batches of a group before the next group. Workers load two groups ahead. On CUDA the
-    next micro-batch is copied while the current one is used."""
-    batches_of_rank = _RankBatches(order, layout, rank=rank, start=start)
-    keyed, ahead = SeededSamples(dataset, seed=seed, name="train"), 2 * layout.accumulate
+    next micro-batch is copied while the current one is used.
+
+    Args:
+        dataset: a map-style data set.
+        collate: makes a batch and its weight.
+        order: which sample is at which position.
+        layout: how a step is divided.
+        rank: this process.
+        seed: seed of the samples' random numbers.
+        start: first position, in samples.
+        device: the device that trains.
+        workers: worker processes of this process.
+        pinned: whether batches are loaded into pinned memory on CUDA.
+    """
     batches = iter(
         loader(
-            keyed,
+            SeededSamples(dataset, seed=seed, name="train"),
             collate,
-            batches_of_rank,
+            _RankBatches(order, layout, rank=rank, start=start),
             workers=workers,
             device=device,
-            ahead=ahead,
+            ahead=2 * layout.accumulate,
             pinned=pinned,
         )
     )
@@ -232,14 +285,14 @@ def groups(
             yield loaded.popleft()
 
     moved = transferred(stream(), device, pinned=pinned)
-    ahead = 2 if device.type == "cuda" else 1  # the batch to copy in advance is then loaded already
+    # Load a second group on CUDA, so that the batch to copy in advance is loaded already.
+    groups_ahead = 2 if device.type == "cuda" else 1
+    apart = bool(layout.grain)
     try:
         while True:
-            while len(weights) < ahead:
+            while len(weights) < groups_ahead:
                 load()
-            yield Group(
-                islice(moved, layout.accumulate), weights.popleft(), apart=bool(layout.grain)
-            )
+            yield Group(islice(moved, layout.accumulate), weights.popleft(), apart=apart)
     finally:
         batches = iter(())  # ends the workers, even if the caller keeps a group
 
@@ -247,24 +300,31 @@ def groups(
 def transferred(
     batches: Iterator[Batch], device: torch.device, *, pinned: bool = True
 ) -> Iterator[Batch]:
-    """Yield the batches on ``device``; on CUDA a second stream copies each while the previous one
-    is used.
+    """Yield the batches on ``device``; on CUDA a second stream copies each batch in advance.
 
-    Args: ``batches``: in host memory. ``device``: the target device. ``pinned``: whether they are
-    in pinned memory; if not, the host waits for each copy.
+    Args:
+        batches: in host memory.
+        device: the target device.
+        pinned: whether they are in pinned memory; if not, the host waits for each copy.
     """
-    if device.type != "cuda" or not pinned:
-        yield from (
-            batches if device.type == "cpu" else (to_device(batch, device) for batch in batches)
-        )
+    if device.type == "cpu":
+        yield from batches
         return
+    if device.type != "cuda" or not pinned:
+        for batch in batches:
+            yield to_device(batch, device)
+        return
+
     copies = torch.cuda.Stream(device)
     current: Batch | None = None
     for batch in batches:
+        # Copy the next batch while the caller uses the current one.
         with torch.cuda.stream(copies):
             upcoming = to_device(batch, device)
         if current is not None:
             yield current
+
+        # The caller's stream waits for the copy; the host does not.
         torch.cuda.current_stream(device).wait_stream(copies)
         for value in upcoming.values():
             if torch.is_tensor(value):
@@ -276,6 +336,8 @@ def transferred(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    return {
-        k: v.to(device, non_blocking=True) if torch.is_tensor(v) else v for k, v in batch.items()
-    }
+    """Return the batch with its tensors on the device, and other values as they are."""
+    moved = {}
+    for name, value in batch.items():
+        moved[name] = value.to(device, non_blocking=True) if torch.is_tensor(value) else value
+    return moved
