@@ -234,8 +234,8 @@ class Bucketed:
         row = permuted(offsets, self.size, keys).astype(np.int64)
         row = row[np.argsort(self.lengths[row], kind="stable")]
 
-        # Shuffle the steps. The partial steps at an epoch's ends keep their position, but draw their
-        # run of lengths like all steps.
+        # Shuffle the steps. The partial steps at an epoch's ends keep their position, but draw
+        # their run of lengths like all steps.
         shares = np.diff(edges)
         numbers = np.arange(len(shares), dtype=np.int64)
         draws = epoch_keys(numbers, key(self.seed, epoch, number))

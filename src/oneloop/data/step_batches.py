@@ -33,12 +33,12 @@ class Group:
 
     batches: Iterator[Batch]  # on the device; the next one is copied while the current one is used
     weights: list[float]  # weight of each micro-batch, known before the first is used
-    total: float = math.nan  # weight of the global batch, after the all-reduce
 
     # whether the total must be bit-identical on every layout; the ranks then exchange every single
     # weight
     apart: bool = False
 
+    total: float = math.nan  # weight of the global batch, after the all-reduce
     stop: bool = False  # whether any rank was requested to stop after this step
     save: bool = False  # whether the time for a save after this step has come, by rank 0's clock
 

@@ -15,60 +15,80 @@ from torch import Tensor
 from torch.nn import functional
 
 _SIDE = 160  # pixels of a shown image's longer side, at most
-_LINE = 15
-_CELL = 34
-_GOOD, _BAD, _INK = (24, 110, 60), (180, 35, 45), (30, 36, 48)
+_LINE = 15  # pixels of a line of text
+_CELL = 34  # pixels of a cell with a number
+
+# colours
+_GOOD = (24, 110, 60)
+_BAD = (180, 35, 45)
+_INK = (30, 36, 48)
 
 
 def picture(image: Tensor) -> Image.Image:
-    """Convert (channels, height, width) or (height, width) to an image; scale values, and small
-    images up."""
-    values = image.detach().float().cpu()
-    values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
-    low, high = values.amin(), values.amax()
-    levels = ((values - low) / (high - low).clamp(min=1e-12) * 255).round().byte()
-    drawn = Image.fromarray(
-        levels[0].numpy() if len(levels) == 1 else levels.permute(1, 2, 0).contiguous().numpy()
-    )
+    """Convert a tensor to an image; scale its values to the full range, and small images up.
+
+    Args:
+        image: (channels, height, width) or (height, width).
+    """
+    values = _scaled(image)
+    levels = (values * 255).round().byte()
+    if len(levels) == 1:
+        drawn = Image.fromarray(levels[0].numpy())
+    else:
+        drawn = Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
+
     longest = max(drawn.size)
+    factor = _SIDE // longest
     if longest > _SIDE:
         drawn.thumbnail((_SIDE, _SIDE))
-    elif factor := _SIDE // longest:
-        drawn = drawn.resize(
-            (drawn.width * factor, drawn.height * factor), Image.Resampling.NEAREST
-        )
+    elif factor:
+        size = (drawn.width * factor, drawn.height * factor)
+        drawn = drawn.resize(size, Image.Resampling.NEAREST)
     return drawn
 
 
-def side_by_side(images: Sequence[Tensor]) -> Tensor:
-    """Return images and masks from left to right, as high as the highest, each over its own range:
-    (3, height, width).
+def _scaled(image: Tensor) -> Tensor:
+    """Return (1 or 3, height, width) on the CPU, with values from 0 to 1."""
+    values = image.detach().float().cpu()
+    if values.ndim == 2:
+        values = values[None]
+    elif len(values) >= 3:
+        values = values[:3]
+    else:
+        values = values[:1]
+    low, high = values.amin(), values.amax()
+    return (values - low) / (high - low).clamp(min=1e-12)
 
-    A two-dimensional tensor of whole numbers is a mask, whose classes get a colour each (0:
-    black)."""
+
+def side_by_side(images: Sequence[Tensor]) -> Tensor:
+    """Return images and masks from left to right, as high as the highest: (3, height, width).
+
+    Each is scaled to its own range. A two-dimensional tensor of whole numbers is a mask, whose
+    classes get a colour each (0: black).
+
+    Args:
+        images: each (channels, height, width) or (height, width).
+    """
     drawn = [_rgb(image) for image in images]
     height = max(len(one[0]) for one in drawn)
-    sized = [
-        functional.interpolate(
-            one[None], (height, max(1, round(one.shape[2] * height / one.shape[1])))
-        )[0]
-        for one in drawn
-    ]
     gap = torch.ones(3, height, max(1, height // 32))
-    return torch.cat([part for one in sized for part in (gap, one)][1:], dim=2)
+    parts: list[Tensor] = []
+    for one in drawn:
+        width = max(1, round(one.shape[2] * height / one.shape[1]))
+        parts += [gap, functional.interpolate(one[None], (height, width))[0]]
+    return torch.cat(parts[1:], dim=2)
 
 
 def _rgb(image: Tensor) -> Tensor:
-    if image.ndim == 2 and not image.is_floating_point():
-        classes = image.long().cpu() - min(0, int(image.min()))
-        colours = [(0.0, 0.0, 0.0)] + [
-            colorsys.hsv_to_rgb(0.618 * n % 1, 0.7, 0.95) for n in range(int(classes.max()))
-        ]
-        return torch.tensor(colours)[classes].permute(2, 0, 1)
-    values = image.detach().float().cpu()
-    values = values[None] if values.ndim == 2 else values[:3] if len(values) >= 3 else values[:1]
-    low, high = values.amin(), values.amax()
-    return ((values - low) / (high - low).clamp(min=1e-12)).expand(3, -1, -1)
+    """Return (3, height, width) with values from 0 to 1."""
+    if image.ndim != 2 or image.is_floating_point():
+        return _scaled(image).expand(3, -1, -1)
+    classes = image.long().cpu() - min(0, int(image.min()))
+    colours = [(0.0, 0.0, 0.0)]
+    for number in range(int(classes.max())):
+        # Steps of the golden ratio keep the hues of near classes apart.
+        colours.append(colorsys.hsv_to_rgb(0.618 * number % 1, 0.7, 0.95))
+    return torch.tensor(colours)[classes].permute(2, 0, 1)
 
 
 def data_url(image: Tensor) -> str:
@@ -79,54 +99,68 @@ def data_url(image: Tensor) -> str:
 
 
 def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
-    """Draw samples with an "image" in rows of 8, each above its target and prediction: (height,
-    width, 3)."""
+    """Draw samples in rows of 8, each above its target and prediction: (height, width, 3).
+
+    Args:
+        samples: each has an "image".
+    """
     drawn = [picture(sample["image"]) for sample in samples]
     width = max(90, *(image.width for image in drawn)) + 8
     height = max(image.height for image in drawn) + 2 * _LINE + 10
     columns = min(8, len(drawn))
-    sheet = Image.new("RGB", (columns * width, math.ceil(len(drawn) / columns) * height), "white")
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
+    rows = math.ceil(len(drawn) / columns)
+    sheet = Image.new("RGB", (columns * width, rows * height), "white")
+    pen = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default()
     for index, (sample, image) in enumerate(zip(samples, drawn, strict=True)):
-        x, y = index % columns * width + 4, index // columns * height + 4
+        row, column = divmod(index, columns)
+        x, y = column * width + 4, row * height + 4
         sheet.paste(image, (x, y))
-        colour = (_GOOD if sample["right"] else _BAD) if "right" in sample else _INK
-        for line, (name, word, ink) in enumerate(
-            (("target", "label", _INK), ("prediction", "model", colour))
-        ):
-            if name in sample:
-                text = f"{word} {sample[name]}"[:14]
-                pen.text((x, y + image.height + 1 + line * _LINE), text, fill=ink, font=font)
+
+        colour = _INK
+        if "right" in sample:
+            colour = _GOOD if sample["right"] else _BAD
+        y += image.height + 1
+        if "target" in sample:
+            pen.text((x, y), f"label {sample['target']}"[:14], fill=_INK, font=font)
+        if "prediction" in sample:
+            text = f"model {sample['prediction']}"[:14]
+            pen.text((x, y + _LINE), text, fill=colour, font=font)
     return np.asarray(sheet)
 
 
 def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """Draw a confusion matrix; rows are the true classes, shades the share of the row: (height,
-    width, 3)."""
-    classes, counts = confusion["classes"], np.asarray(confusion["counts"], dtype=float)
+    """Draw a confusion matrix, with the share of the row as shade: (height, width, 3).
+
+    Args:
+        confusion: ``classes``, the names, and ``counts``, whose rows are the true classes.
+    """
+    classes = confusion["classes"]
+    counts = np.asarray(confusion["counts"], dtype=float)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
     size = len(classes)
     cell = _CELL if size <= 30 else 8
-    margin = 80
-    sheet = Image.new("RGB", (margin + size * cell, margin // 2 + size * cell), "white")
-    pen, font = ImageDraw.Draw(sheet), ImageFont.load_default()
+    left = 80  # pixels of the margins
+    top = left // 2
+    sheet = Image.new("RGB", (left + size * cell, top + size * cell), "white")
+    pen = ImageDraw.Draw(sheet)
+    font = ImageFont.load_default()
     for row in range(size):
+        y = top + row * cell
         for column in range(size):
-            shade, x, y = shares[row, column], margin + column * cell, margin // 2 + row * cell
-            right = row == column
-            ground = tuple(round(255 - shade * (255 - part)) for part in (_GOOD if right else _BAD))
+            x = left + column * cell
+            shade = shares[row, column]
+            colour = _GOOD if row == column else _BAD
+            ground = tuple(round(255 - shade * (255 - part)) for part in colour)
             pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=ground)
             if cell == _CELL and counts[row, column]:
-                pen.text(
-                    (x + 3, y + 8),
-                    f"{counts[row, column]:.0f}",
-                    fill="white" if shade > 0.5 else _INK,
-                    font=font,
-                )
+                ink = "white" if shade > 0.5 else _INK
+                pen.text((x + 3, y + 8), f"{counts[row, column]:.0f}", fill=ink, font=font)
+
+        # Name the row's class at the left, and the same class above its column.
         if cell == _CELL:
-            pen.text((4, margin // 2 + row * cell + 8), classes[row][:12], fill=_INK, font=font)
-            pen.text(
-                (margin + row * cell + 2, margin // 2 - 16), classes[row][:5], fill=_INK, font=font
-            )
+            x = left + row * cell
+            pen.text((4, y + 8), classes[row][:12], fill=_INK, font=font)
+            pen.text((x + 2, top - 16), classes[row][:5], fill=_INK, font=font)
     pen.text((4, 4), "rows: label, columns: prediction", fill=_INK, font=font)
     return np.asarray(sheet)

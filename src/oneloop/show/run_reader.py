@@ -1,5 +1,6 @@
-"""Read a run folder: of a finished or unfinished run, in bounded memory, even if its files are
-damaged.
+"""Read a run folder of a finished or unfinished run, even if its files are damaged.
+
+The memory is bounded.
 
 >>> steps, losses = read_record(Path("runs/digits")).curve("train/loss")
 """
@@ -23,14 +24,17 @@ EVENTS = 2000  # events kept of a run; some saves are dropped above it
 _NOT_FINITE = ("nan", "inf", "-inf", "NaN", "Infinity", "-Infinity")
 _AT_ONCE = 1 << 25  # bytes of metrics.jsonl; more new content is only sampled
 
-
 Point = tuple[int, float]  # step and value
 
 
 class Curve:
-    """One metric over the steps. Of many points, each stretch of the run keeps its lowest, its
-    highest and its first non-finite one; the first and last point of the run stay."""
+    """One metric over the steps, in bounded memory.
 
+    Of many points, each stretch of the run keeps its lowest, its highest and its first non-finite
+    one; the first and last point of the run stay.
+    """
+
+    # It thins out the points of one metric. A Record has many of them.
     __slots__ = ("_first", "_pending", "_stretches", "_width")
 
     def __init__(self) -> None:
@@ -40,6 +44,7 @@ class Curve:
         self._width = 1  # points per stretch
 
     def add(self, step: int, value: float) -> None:
+        """Add a point; steps ascend."""
         self._pending.append((step, value))
         if len(self._pending) >= self._width:
             self._end_stretch()
@@ -49,6 +54,8 @@ class Curve:
             self._first = self._pending[0]
         self._stretches.append(_extremes(self._pending))
         self._pending = []
+
+        # Join pairs of stretches when there are too many.
         if len(self._stretches) >= 2 * _STRETCHES:
             pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
             self._stretches = [_extremes(one + other) for one, other in pairs]
@@ -56,14 +63,24 @@ class Curve:
 
     def points(self) -> tuple[list[int], list[float]]:
         """Return steps and values."""
-        end = self._pending and [*_extremes(self._pending), self._pending[-1]]
-        kept = [point for stretch in (*self._stretches, end) for point in stretch]
+        kept: list[Point] = []
         if self._first is not None:
-            kept = [self._first, *kept]
-        kept = [
-            point for index, point in enumerate(kept) if not index or point is not kept[index - 1]
-        ]
-        return [step for step, _ in kept], [value for _, value in kept]
+            kept.append(self._first)
+        for stretch in self._stretches:
+            kept += stretch
+        if self._pending:
+            kept += [*_extremes(self._pending), self._pending[-1]]
+
+        # The first and the last point may also be an extreme of their stretch.
+        steps: list[int] = []
+        values: list[float] = []
+        before: Point | None = None
+        for point in kept:
+            if point is not before:
+                steps.append(point[0])
+                values.append(point[1])
+            before = point
+        return steps, values
 
 
 def _extremes(points: list[Point]) -> list[Point]:
@@ -72,16 +89,15 @@ def _extremes(points: list[Point]) -> list[Point]:
         return points
     values = [value for _, value in points]
     low, high = min(values), max(values)
-    if low - low == 0 == high - high and sum(values) - sum(values) == 0:  # all are finite
+    # x - x is 0 only if x is finite, and a sum is finite only if all its terms are.
+    if low - low == 0 == high - high and sum(values) - sum(values) == 0:
         indices = {values.index(low), values.index(high)}
     else:
         finite = [index for index, value in enumerate(values) if math.isfinite(value)]
         indices = {next(index for index, value in enumerate(values) if not math.isfinite(value))}
-        indices |= (
-            {min(finite, key=values.__getitem__), max(finite, key=values.__getitem__)}
-            if finite
-            else set()
-        )
+        if finite:
+            indices.add(min(finite, key=values.__getitem__))
+            indices.add(max(finite, key=values.__getitem__))
     return [points[index] for index in sorted(indices)]
 
 
@@ -89,9 +105,13 @@ def _extremes(points: list[Point]) -> list[Point]:
 class Record:
     """The recorded content of a run folder."""
 
+    # It reads a whole run once, for the report. Follower reads a growing run again and again, and
+    # Lines (metrics_file.py) is the training process's own view, which also writes and repairs.
     name: str
+
+    # by metric, and by the evaluated weights (empty: a training metric)
     curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: defaultdict(dict))
-    """by metric, and by the evaluated weights (empty: a training metric)"""
+
     # events; many saves are thinned out
     event_lines: list[dict[str, Any]] = field(default_factory=list)
     last: int | None = None  # step of the last line
@@ -110,35 +130,44 @@ class Record:
             return
         weights = line.get("weights", "")
         for name, value in line.items():
-            if "/" in name:
-                if type(value) is not float:
-                    if type(value) is not int and value not in _NOT_FINITE:
-                        continue
-                    value = number(value)
-                of = self.curves[name]
-                if weights not in of:
-                    of[weights] = Curve()
-                of[weights].add(step, value)
+            if "/" not in name:
+                continue
+            if type(value) is not float:  # the usual case, so it is checked first
+                if type(value) is not int and value not in _NOT_FINITE:
+                    continue
+                value = number(value)
+            of = self.curves[name]
+            if weights not in of:
+                of[weights] = Curve()
+            of[weights].add(step, value)
 
     def _thin_events(self) -> None:
         """Drop every second save; if too many events remain, also drop those in the middle."""
-        events = [
-            event
-            for index, event in enumerate(self.event_lines)
-            if event["event"] != "save" or index % 2
-        ]
-        self.event_lines = (
-            events if len(events) <= EVENTS else [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
-        )
+        events = []
+        for index, event in enumerate(self.event_lines):
+            if event["event"] != "save" or index % 2:
+                events.append(event)
+        if len(events) > EVENTS:
+            events = [*events[: EVENTS // 2], *events[-EVENTS // 2 :]]
+        self.event_lines = events
 
     def curve(self, metric: str, weights: str | None = None) -> tuple[list[int], list[float]]:
-        """Return steps and values of one metric; ``weights`` selects the evaluated weights (None:
-        all)."""
+        """Return steps and values of one metric.
+
+        Args:
+            metric: its name.
+            weights: the evaluated weights; None: the curves of all weights, in order of steps.
+        """
         of = self.curves.get(metric, {})
-        chosen = list(of.values()) if weights is None else [of[weights]] if weights in of else []
+        if weights is None:
+            chosen = list(of.values())
+        else:
+            chosen = [of[weights]] if weights in of else []
         if len(chosen) == 1:
             return chosen[0].points()
-        points = [point for one in chosen for point in zip(*one.points(), strict=True)]
+        points: list[Point] = []
+        for one in chosen:
+            points += zip(*one.points(), strict=True)
         points.sort(key=lambda point: point[0])
         return [step for step, _ in points], [value for _, value in points]
 
@@ -148,9 +177,10 @@ class Record:
 
     def weights(self) -> list[str]:
         """Return the names of the evaluated weights: raw, and the EMAs."""
-        return list(
-            dict.fromkeys(weights for of in self.curves.values() for weights in of if weights)
-        )
+        names: dict[str, None] = {}
+        for of in self.curves.values():
+            names.update(dict.fromkeys(filter(None, of)))
+        return list(names)
 
     def events(self) -> list[dict[str, Any]]:
         """Return the events: saves, resumes and bad steps."""
@@ -158,31 +188,42 @@ class Record:
 
 
 def number(value: Any) -> float:
-    """Convert a logged metric to a float; NaN if it is not a number. (NaN and Inf are logged as
-    text.)"""
+    """Convert a logged metric to a float; NaN if it is not a number.
+
+    NaN and Inf are logged as text.
+    """
     if isinstance(value, int | float) and not isinstance(value, bool):
         try:
             return float(value)
         except OverflowError:
             return math.inf
-    return float(value) if isinstance(value, str) and value in _NOT_FINITE else math.nan
+    if isinstance(value, str) and value in _NOT_FINITE:
+        return float(value)
+    return math.nan
 
 
 def read_record(folder: Path) -> Record:
-    """Read a run folder, in memory that does not grow with the run. Raise ValueError if it has no
-    metrics.jsonl."""
+    """Read a run folder, in memory that does not grow with the run.
 
-    def content(name: str, parse: Callable[[str], Any]) -> dict[str, Any]:
+    Raises:
+        ValueError: the folder has no metrics.jsonl.
+    """
+
+    def content(name: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+        """Return what a file holds; empty if it is missing or damaged."""
         try:
             found = parse((folder / name).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    files: Any = {
-        name: content(f"{name}.json", json.loads) for name in ("summary", "environment", "examples")
-    }
-    record = Record(folder.resolve().name, recipe=content("recipe.yaml", yaml.safe_load), **files)
+    record = Record(
+        name=folder.resolve().name,
+        summary=content("summary.json"),
+        recipe=content("recipe.yaml", yaml.safe_load),
+        environment=content("environment.json"),
+        examples=content("examples.json"),
+    )
     try:
         with (folder / "metrics.jsonl").open("rb") as file:
             for line in parsed(file):
@@ -199,51 +240,57 @@ def parsed(lines: Any) -> Iterator[dict[str, Any]]:
             content = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if (
-            isinstance(content, dict)
-            and type(content.get("step")) is int
-            and 0 <= content["step"] < 1 << 53
-        ):
-            if not isinstance(content.get("event", ""), str) or not isinstance(
-                content.get("weights", ""), str
-            ):
-                continue
+        if not isinstance(content, dict) or type(content.get("step")) is not int:
+            continue
+        if not 0 <= content["step"] < 1 << 53:
+            continue
+        if not isinstance(content.get("event", ""), str):
+            continue
+        if isinstance(content.get("weights", ""), str):
             yield content
 
 
 def distinct(records: list[Record]) -> list[Record]:
     """Append a number to the names of runs that have the same name."""
     names = [record.name for record in records]
-    return [
-        replace(record, name=f"{record.name} [{number}]")
-        if names.count(record.name) > 1
-        else record
-        for number, record in enumerate(records, 1)
-    ]
+    renamed = []
+    for number, record in enumerate(records, 1):
+        if names.count(record.name) > 1:
+            record = replace(record, name=f"{record.name} [{number}]")
+        renamed.append(record)
+    return renamed
 
 
 def differences(records: Sequence[Record]) -> list[tuple[Any, ...]]:
-    """Return the keys that differ between the recipes of runs, each with its values; ``run.dir`` is
-    left out."""
+    """Return the keys that differ between the recipes of runs, each with its values.
+
+    ``run.dir`` is left out.
+    """
     flat = [flattened(record.recipe) for record in records]
     keys = dict.fromkeys(key for recipe in flat for key in recipe if key != "run.dir")
-    values = [(key, *(recipe.get(key) for recipe in flat)) for key in keys]
-    return [row for row in values if len(set(map(str, row[1:]))) > 1]
+    rows: list[tuple[Any, ...]] = []
+    for key in keys:
+        values = [recipe.get(key) for recipe in flat]
+        if len(set(map(str, values))) > 1:
+            rows.append((key, *values))
+    return rows
 
 
 class Follower:
-    """The lines of a run in progress: each :meth:`read` reads new lines, or all if the file was
-    truncated.
+    """The lines of a run in progress.
 
-    The first read of a long file takes samples that are spread over it, and its end."""
+    Each :meth:`read` reads new lines, or all if the file was truncated. The first read of a long
+    file takes samples that are spread over it, and its end.
+    """
 
+    # It keeps lines, and not curves as a Record does: a chart in the terminal shows the newest.
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.lines: list[dict[str, Any]] = []
         self.sampled = False  # whether there are more lines than these
         self._file = folder / "metrics.jsonl"
-        self._read = 0
-        self._tail = b""
+        self._read = 0  # bytes
+        self._tail = b""  # the last bytes that were read
 
     def read(self) -> bool:
         """Read new lines; return whether there are any lines yet."""
@@ -252,7 +299,10 @@ class Follower:
                 file.seek(self._read - len(self._tail))
                 if file.read(len(self._tail)) != self._tail:  # a resume has truncated the file
                     file.seek(0)
-                    self.lines, self._read, self._tail, self.sampled = [], 0, b"", False
+                    self.lines = []
+                    self.sampled = False
+                    self._read = 0
+                    self._tail = b""
                 size = file.seek(0, 2)
                 if size - self._read > _AT_ONCE:
                     self._sample(file, size)
@@ -260,17 +310,22 @@ class Follower:
                 new = file.read()
         except OSError:
             return bool(self.lines)
+
+        # Leave an incomplete last line to the next read.
         whole = new[: new.rfind(b"\n") + 1]
         self._read += len(whole)
         self._tail = (self._tail + whole)[-256:]
         self.lines += parsed(whole.splitlines())
         if len(self.lines) > _LINES:  # drop every second line, except the newest
-            self.lines, self.sampled = self.lines[:-1000:2] + self.lines[-1000:], True
+            self.lines = self.lines[:-1000:2] + self.lines[-1000:]
+            self.sampled = True
         return bool(self.lines)
 
     def _sample(self, file: Any, size: int) -> None:
-        """Read some lines at a hundred positions of the unread part, up to a megabyte before its
-        end."""
+        """Read some lines at a hundred positions of the unread part.
+
+        The last megabyte is left to the caller.
+        """
         end = size - (1 << 20)
         for part in range(100):
             file.seek(self._read + part * (end - self._read) // 100)
@@ -280,15 +335,15 @@ class Follower:
             self.lines += parsed(block[: block.rfind(b"\n") + 1].splitlines())
         file.seek(end)
         self._read = end + len(file.readline())
-        self._tail, self.sampled = b"", True
+        self._tail = b""
+        self.sampled = True
 
     @property
     def exit_reason(self) -> str:
         """Return why the run has ended; empty while it trains."""
         try:
-            return printable(
-                str(json.loads((self.folder / "summary.json").read_text())["exit_reason"])
-            )
+            summary = json.loads((self.folder / "summary.json").read_text())
+            return printable(str(summary["exit_reason"]))
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             return ""
 

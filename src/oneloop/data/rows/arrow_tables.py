@@ -1,5 +1,7 @@
-"""Rows in memory-mapped Arrow files of ``datasets``: JSON Lines, csv, Arrow, image folders, hub
-data sets."""
+"""Rows in memory-mapped Arrow files of ``datasets``.
+
+They come from JSON Lines, csv and Arrow files, image folders, and data sets of the hub.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,14 +17,22 @@ from oneloop.data.rows.csv_json import converted
 from oneloop.data.rows.find_files import SPLITS, Found, image_rows, metadata_of
 from oneloop.data.rows.rows import Row
 
-_BATCH = 1000
+_BATCH = 1000  # rows per Arrow array of a column
 
 
 class Table:
-    """The rows of a ``datasets.Dataset``; ``content`` is the fingerprint."""
+    """The rows of a ``datasets.Dataset``.
+
+    Args:
+        dataset: the data set.
+        content: its fingerprint.
+        name: its name in messages.
+    """
 
     def __init__(self, dataset: Any, content: Mapping[str, Any], name: str) -> None:
-        self.dataset, self.content, self.name = dataset, content, name
+        self.dataset = dataset
+        self.content = content
+        self.name = name
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -36,6 +46,7 @@ class Table:
         return row
 
     def where(self, index: int) -> str:
+        # Report the row of the file, also after select().
         mapping = self.dataset._indices
         row = index if mapping is None else mapping.column(0)[int(index)].as_py()
         return f"{self.name}, row {row}"
@@ -53,36 +64,42 @@ class Table:
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
     ) -> "Table":
         rows = np.delete(np.arange(len(self)), indices) if exclude else indices
-        dataset = self.dataset.select(
-            rows, indices_cache_file_name=str(index_file) if index_file else None
-        )
-        return Table(
-            dataset, {**self.content, "rows": numbers_key(indices, exclude=exclude)}, self.name
-        )
+        cache_file = str(index_file) if index_file else None
+        dataset = self.dataset.select(rows, indices_cache_file_name=cache_file)
+        content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
+        return Table(dataset, content, self.name)
 
 
 def tables(found: Found, columns: Sequence[str]) -> dict[str, Table]:
-    """Return the files' rows by split; json lines and csv are converted once, in the cache. Raises
-    ValueError."""
+    """Return the files' rows by split; json lines and csv are converted once, in the cache.
+
+    Args:
+        found: the files.
+        columns: the columns to keep.
+
+    Raises:
+        ValueError: a file cannot be read, or a column is missing.
+    """
     return {split: _table(found, split, files, columns) for split, files in found.parts.items()}
 
 
 def _table(found: Found, split: str, files: Sequence[Path], columns: Sequence[str]) -> Table:
     name = str(files[0] if len(files) == 1 else found.root)
-    content = content_of(
-        [*files, *(metadata_of(found) if found.kind == "image" else [])], found.root
-    )
+    described = [*files]
+    if found.kind == "image":
+        described += metadata_of(found)
+    content = content_of(described, found.root)
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
-        dataset = image_rows(found, split) if found.kind == "image" else None
-        if found.kind == "arrow":
+        dataset = None
+        if found.kind == "image":
+            dataset = image_rows(found, split)
+        elif found.kind == "arrow":
             dataset = _mapped(files)
         if dataset is None:
             dataset = converted(found, split, files, content)
-    return Table(
-        with_columns(dataset, columns, name),
-        {**content, **({"part": split} if split else {})},
-        name,
-    )
+    if split:
+        content["part"] = split
+    return Table(with_columns(dataset, columns, name), content, name)
 
 
 def _mapped(files: Sequence[Path]) -> Any:
@@ -97,8 +114,16 @@ def _mapped(files: Sequence[Path]) -> Any:
 
 
 def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
-    """Return the data set with only these columns, images and sounds as stored. Raises ValueError
-    if one is missing."""
+    """Return the data set with only these columns, images and sounds as stored.
+
+    Args:
+        dataset: a ``datasets.Dataset``.
+        columns: names of the columns.
+        name: name of the data set in messages.
+
+    Raises:
+        ValueError: a column is missing.
+    """
     from datasets import Audio, Image
 
     for column in columns:
@@ -112,7 +137,13 @@ def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
 
 
 class NoColumn(ValueError):
-    """An error: the rows have no column of that name."""
+    """The rows have no column of that name.
+
+    Args:
+        name: name of the rows in the message.
+        column: the missing column.
+        known: the columns that exist.
+    """
 
     def __init__(self, name: str, column: str, known: Sequence[str]) -> None:
         super().__init__(f"{name} has no column {column!r}; it has {', '.join(known)}")
@@ -120,7 +151,13 @@ class NoColumn(ValueError):
 
 
 def no_column(name: str, column: str, known: Sequence[str]) -> ValueError:
-    """Return the error for a column that is missing or occurs twice."""
+    """Return the error for a column that is missing or occurs twice.
+
+    Args:
+        name: name of the rows in the message.
+        column: the column.
+        known: the columns that exist.
+    """
     if column in known:
         return ValueError(f"{name} has two columns {column!r}; rename one of them")
     return NoColumn(name, column, known)
@@ -128,11 +165,14 @@ def no_column(name: str, column: str, known: Sequence[str]) -> ValueError:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Silence ``datasets``: its progress bars appear on every rank, and it logs errors that it also
-    raises."""
+    """Silence ``datasets``.
+
+    Its progress bars appear on every rank, and it logs errors that it also raises.
+    """
     import datasets
 
-    shown, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
+    shown = datasets.is_progress_bar_enabled()
+    level = datasets.logging.get_verbosity()
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     try:
@@ -144,14 +184,23 @@ def quiet() -> Iterator[None]:
 
 
 def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
-    """Open a data set of the hub by its own splits: ``NAME[:CONFIG][@REVISION]``. Raises ValueError
-    if it, its training split or a column is missing."""
+    """Open a data set of the hub by its own splits.
+
+    Args:
+        name: ``NAME[:CONFIG][@REVISION]``.
+        columns: the columns to keep.
+
+    Raises:
+        ValueError: the data set, its training split or a column is missing.
+    """
     from datasets import load_dataset_builder
 
     if not name.strip(":@ "):
         raise ValueError(
             "task.data hf: has no data set name; write hf:NAME, hf:NAME:CONFIG or hf:NAME@REVISION"
         )
+
+    # Other processes wait for the download, and then read the local copy.
     wanted, _, revision = name.partition("@")
     path, _, config = wanted.partition(":")
     with alone(f"hub/{key_of(name)}"), quiet(), Working(f"loading {name}"):
@@ -167,11 +216,12 @@ def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
         raise ValueError(
             f"data set {name!r} has no training split; its splits are {', '.join(loaded)}"
         )
+
+    # Keep the splits with known names, under oneloop's names.
     splits = {}
     for hub_split, rows in loaded.items():
-        if split := SPLITS.get(hub_split):
+        if hub_split in SPLITS:
             content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
-            splits[split] = Table(
-                with_columns(rows, columns, f"data set {name!r}"), content, f"{name} {hub_split}"
-            )
+            kept = with_columns(rows, columns, f"data set {name!r}")
+            splits[SPLITS[hub_split]] = Table(kept, content, f"{name} {hub_split}")
     return splits

@@ -14,14 +14,22 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from oneloop.basics.files import cache_folder, replacing
 from oneloop.basics.progress import Working
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 22  # bytes of a file per read
 _LISTED = 1000  # a fingerprint names at most this many files
 
 
 @contextmanager
 def alone(name: str) -> Iterator[Path]:
-    """Yield a path in the cache, locked: other processes wait at the lock, not in a collective with
-    a time limit. Raises ValueError if the cache cannot be written."""
+    """Yield a path in the cache, locked.
+
+    Other processes wait at the lock, and not in a collective with a time limit.
+
+    Args:
+        name: path relative to the cache.
+
+    Raises:
+        ValueError: the cache cannot be written.
+    """
     path = cache_folder() / name
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,12 +62,19 @@ def below(file: Path, root: Path) -> str:
 
 
 def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
-    """Return the content of files: ``{"files": {name relative to root: [bytes, xxh3-64]}}``, or a
-    digest of very many.
+    """Return the sizes and checksums of files, as a fingerprint.
 
+    It is ``{"files": {name relative to root: [bytes, xxh3-64]}}``, or a digest of very many files.
     Checksums are cached by path, size, mtime, ctime and inode, so that a file is read again if one
     of them differs: a copy that keeps size and mtime (``rsync -t``, a restored backup) is noticed.
-    Raises ValueError if a file cannot be read."""
+
+    Args:
+        files: the files.
+        root: the folder of the data set, or its only file.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
     with alone(f"checksums/{xxh3_64_hexdigest(str(root.absolute()).encode())}.json") as cache_file:
         known = _known(cache_file)
         fresh = {}
@@ -68,29 +83,34 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
                 try:
                     about = file.stat()
                     entry = [about.st_size, about.st_mtime_ns, about.st_ctime_ns, about.st_ino]
-                    before = known.get(str(file))
-                    fresh[str(file)] = (
-                        before if before and before[:-1] == entry else [*entry, checksum_of(file)]
-                    )
+                    cached = known.get(str(file))
+                    if cached and cached[:-1] == entry:
+                        fresh[str(file)] = cached
+                    else:
+                        fresh[str(file)] = [*entry, checksum_of(file)]
                 except OSError as error:
                     raise ValueError(f"{file} cannot be read: {error.strerror}") from error
                 bar.advance()
         if any(known.get(file) != entry for file, entry in fresh.items()):
             with replacing(cache_file) as draft:
                 draft.write_text(json.dumps({**known, **fresh}))
-    named = {below(file, root): [fresh[str(file)][0], fresh[str(file)][-1]] for file in files}
+
+    named = {}
+    for file in files:
+        size, *_, checksum = fresh[str(file)]
+        named[below(file, root)] = [size, checksum]
     if len(named) <= _LISTED:
         return {"files": named}
-    return {
-        "files": {
-            "count": len(named),
-            "bytes": sum(size for size, _ in named.values()),
-            "digest": key_of(named),
-        }
+    digest = {
+        "count": len(named),
+        "bytes": sum(size for size, _ in named.values()),
+        "digest": key_of(named),
     }
+    return {"files": digest}
 
 
 def _known(cache_file: Path) -> dict[str, Any]:
+    """Return the cached checksums; empty if the file is missing or damaged."""
     try:
         known = json.loads(cache_file.read_text())
     except (OSError, ValueError):
@@ -115,66 +135,83 @@ def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
     fingerprint = dataset.fingerprint() if hasattr(dataset, "fingerprint") else None
     if fingerprint is None:
         return None
-    return (
-        dict(fingerprint) if isinstance(fingerprint, Mapping) else {"fingerprint": str(fingerprint)}
-    )
+    if isinstance(fingerprint, Mapping):
+        return dict(fingerprint)
+    return {"fingerprint": str(fingerprint)}
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return one line per difference between two fingerprints; files by name."""
-    lines = [*_of_files(before.get("files"), now.get("files"))]
+    """Return one line per difference between two fingerprints; files by name.
+
+    Args:
+        before: the recorded fingerprint.
+        now: the current one.
+    """
+    lines = list(_of_files(before.get("files"), now.get("files")))
     for key in dict.fromkeys([*before, *now]):
-        there, here = before.get(key), now.get(key)
-        if there == here or key == "files" or (lines and key in ("length", "samples", "rows")):
+        old = before.get(key)
+        new = now.get(key)
+        if old == new or key == "files":
+            continue
+        if lines and key in ("length", "samples", "rows"):
             continue  # the row count differs because the files differ
-        if key == "sets" and isinstance(there, Mapping) and isinstance(here, Mapping):
-            lines += [
-                f"{name} is {'missing' if name in there else 'new'}"
-                for name in there.keys() ^ here.keys()
-            ]
-            for name in there.keys() & here.keys():
-                lines += [f"{name}: {line}" for line in changes(there[name], here[name])]
+        if key == "sets" and isinstance(old, Mapping) and isinstance(new, Mapping):
+            lines += _of_sets(old, new)
+        elif key in ("length", "samples") and old and new:
+            lines.append(f"{new:,} samples, not {old:,}")
         elif key in ("length", "samples"):
-            lines.append(
-                f"{here:,} samples, not {there:,}"
-                if there and here
-                else f"{there} -> {here} samples"
-            )
+            lines.append(f"{old} -> {new} samples")
         else:
-            lines.append(f"{key} {there} -> {here}")
+            lines.append(f"{key} {old} -> {new}")
     return lines
 
 
+def _of_sets(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield one line per difference between the sets of two mixtures."""
+    for name in before.keys() ^ now.keys():
+        yield f"{name} is {'missing' if name in before else 'new'}"
+    for name in before.keys() & now.keys():
+        for line in changes(before[name], now[name]):
+            yield f"{name}: {line}"
+
+
 def _of_files(before: Any, now: Any) -> Iterator[str]:
+    """Yield one line per difference between the files of two fingerprints."""
     if before == now:
         return
     if not isinstance(before, Mapping) or not isinstance(now, Mapping):
         yield "new files" if not before else "missing files"
         return
+
+    # Compare the numbers of files if there are too many to list.
     if "digest" in before or "digest" in now:
-        count, here = before.get("count", len(before)), now.get("count", len(now))
-        yield (
-            f"{here:,} files, expected {count:,}"
-            if count != here
-            else "the content of a file has changed"
-        )
+        old_count = before.get("count", len(before))
+        new_count = now.get("count", len(now))
+        if old_count != new_count:
+            yield f"{new_count:,} files, expected {old_count:,}"
+        else:
+            yield "the content of a file has changed"
         return
-    gone, new = [n for n in before if n not in now], [n for n in now if n not in before]
+
+    # A file of the same content under a new name was renamed.
+    gone = [name for name in before if name not in now]
+    new = [name for name in now if name not in before]
     renamed = [(old, name) for old in gone for name in new if before[old] == now[name]]
     for old, name in renamed[:_NAMED]:
         yield f"{old} was renamed to {name}"
-    yield from _listed(
-        "is new", [name for name in new if name not in {name for _, name in renamed}]
-    )
-    yield from _listed(
-        "is missing", [old for old in gone if old not in {old for old, _ in renamed}]
-    )
-    yield from _listed(
-        "has different content", [n for n in before if n in now and before[n] != now[n]]
-    )
+    old_names = {old for old, _ in renamed}
+    new_names = {name for _, name in renamed}
+    yield from _listed("is new", [name for name in new if name not in new_names])
+    yield from _listed("is missing", [name for name in gone if name not in old_names])
+
+    both = [name for name in before if name in now]
+    different = [name for name in both if before[name] != now[name]]
+    yield from _listed("has different content", different)
 
 
 def _listed(what: str, names: list[str]) -> Iterator[str]:
-    yield from (f"{name} {what}" for name in names[:_NAMED])
+    """Yield a line for each of the first names, and one for the others."""
+    for name in names[:_NAMED]:
+        yield f"{name} {what}"
     if len(names) > _NAMED:
         yield f"{len(names) - _NAMED} more files: {what}"

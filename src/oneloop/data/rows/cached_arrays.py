@@ -44,13 +44,26 @@ def ragged(
     empty: bool = False,
     shard: int = _SHARD,
 ) -> Ragged:
-    """Return the arrays that ``make`` returns for each row, cached by the rows' content and
-    ``made_by`` (JSON). ``what`` labels the progress bar, ``shard`` is the number of rows per task
-    of a process. If ``make`` raises ValueError for a row, raise ValueError with its position. With
-    ``skip`` omit the row instead, unless every row is invalid (``empty``: even then). ``oneloop
-    check`` collects the rows."""
+    """Return the arrays that ``make`` returns for each row, cached by the rows' content.
+
+    ``oneloop check`` collects the invalid rows in its findings.
+
+    Args:
+        rows: the rows.
+        make: converts a row to an array; raises ValueError if the row is invalid.
+        made_by: JSON values that describe ``make``: a part of the cache key.
+        what: label of the progress bar.
+        skip: omit invalid rows, unless every row is invalid.
+        empty: with ``skip``, omit them even then.
+        shard: rows per task of a process.
+
+    Raises:
+        ValueError: a row is invalid, with its position.
+    """
     checks = FINDINGS.get() is not None
-    allowed = len(rows) - (not empty and not checks) if skip or checks else 0  # invalid rows
+    allowed = 0  # invalid rows
+    if skip or checks:
+        allowed = len(rows) if empty or checks else len(rows) - 1
     with alone(f"made/{key_of(rows.fingerprint(), made_by)}") as path:
         if not (path / "ends.npy").exists():
             draft = path.with_suffix(f".{os.getpid()}.draft")
@@ -62,25 +75,31 @@ def ragged(
                 draft.rename(path)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
+
     ends: NDArray[np.int64] = np.load(path / "ends.npy", mmap_mode="r")
-    values = (
-        np.memmap(path / "values.bin", np.int32, "r")
-        if len(ends) and ends[-1]
-        else np.zeros(0, np.int32)
-    )
+    values: NDArray[np.int32] = np.zeros(0, np.int32)
+    if len(ends) and ends[-1]:  # an empty file cannot be mapped
+        values = np.memmap(path / "values.bin", np.int32, "r")
+
+    # Report the invalid rows, also those that an earlier call has cached.
     skipped = json.loads((path / "skipped.json").read_text())
     if len(skipped) > allowed and skip:  # oneloop check has cached that every row is invalid
         raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
-    for index, why in () if skip else skipped:
-        unusable(rows.where(index), f": {why}")
+    if not skip:
+        for index, why in skipped:
+            unusable(rows.where(index), f": {why}")
     return Ragged(values, ends, skipped)
 
 
 def _write_arrays(
     rows: Rows, make: Make, folder: Path, what: str, *, allowed: int, shard: int
 ) -> None:
-    shards = [range(start, min(start + shard, len(rows))) for start in range(0, len(rows), shard)]
-    lengths, skipped = list[int](), list[tuple[int, str]]()
+    """Write values.bin, ends.npy and skipped.json; stop above ``allowed`` invalid rows."""
+    shards = []
+    for start in range(0, len(rows), shard):
+        shards.append(range(start, min(start + shard, len(rows))))
+    lengths = list[int]()
+    skipped = list[tuple[int, str]]()
     with (folder / "values.bin").open("wb") as file:
         for arrays, invalid in tracked(in_order(rows, make, shards), what, total=len(shards)):
             skipped += invalid
@@ -94,17 +113,28 @@ def _write_arrays(
 
 
 def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iterator[ShardResult]:
-    """Yield the results of ``make`` for the rows of each shard, computed on all cores."""
+    """Yield the results of ``make`` for the rows of each shard, computed on all cores.
+
+    Args:
+        rows: a sequence of rows.
+        make: converts a row; a ValueError marks the row as invalid.
+        shards: indices of the rows of each task.
+    """
     _inherited[:] = [rows, make]
     cores = min(len(os.sched_getaffinity(0)), len(shards))
     try:
+        # A daemon may not start processes.
         if cores == 1 or multiprocessing.current_process().daemon:
             yield from map(_make_shard, shards)
             return
-        context = multiprocessing.get_context("fork")
-        with ProcessPoolExecutor(
-            cores, context, initializer=_begin_worker, initargs=(os.getpid(),)
-        ) as pool:
+        # Forked processes inherit the rows and the function.
+        pool = ProcessPoolExecutor(
+            cores,
+            multiprocessing.get_context("fork"),
+            initializer=_begin_worker,
+            initargs=(os.getpid(),),
+        )
+        with pool:
             try:
                 yield from pool.map(_make_shard, shards)
             finally:
@@ -126,7 +156,8 @@ def _begin_worker(parent: int) -> None:
 def _make_shard(shard: range) -> ShardResult:
     """Return the arrays of these rows, and index and error of the invalid ones."""
     rows, make = _inherited
-    arrays, invalid = [], []
+    arrays = []
+    invalid = []
     for index in shard:
         row = rows[index]
         try:

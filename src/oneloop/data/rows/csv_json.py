@@ -1,5 +1,7 @@
-"""Files of text rows (JSON Lines, csv) as memory-mapped Arrow, converted once and cached by
-content."""
+"""Files of text rows (JSON Lines, csv) as memory-mapped Arrow.
+
+They are converted once, and cached by content.
+"""
 
 import glob
 import json
@@ -8,6 +10,7 @@ import shutil
 import time
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,18 +23,30 @@ from oneloop.data.rows.rows import FINDINGS, unusable
 _VERSION = 4  # version of the conversion; increase it if the result for the same files changes
 OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
 _BLOCK = 64 << 20  # bytes of csv per read; a row must fit
-_ROWS = 1000
-_STARTED = time.time()
+_ROWS = 1000  # rows of a batch
+_STARTED = time.time()  # of this process
 
 
 def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[str, Any]) -> Any:
-    """Convert files once to a ``datasets.Dataset`` that is cached by content. Verify its checksum
-    once per host and start; rebuild a damaged table. csv values stay text: ``007`` stays ``007``,
-    an empty field is an empty text. Raises ValueError if a file cannot be read."""
+    """Convert files once to a ``datasets.Dataset`` that is cached by content.
+
+    Verify its checksum once per host and start; rebuild a damaged table. csv values stay text:
+    ``007`` stays ``007``, an empty field is an empty text.
+
+    Args:
+        found: the data set of the files, for its kind and its path in messages.
+        split: name of the split.
+        files: the files of the split.
+        content: their content, as :func:`oneloop.data.rows.cache.content_of` returns it.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
     import pyarrow
     from datasets import Dataset
 
-    if not (filled := [file for file in files if file.stat().st_size]):
+    filled = [file for file in files if file.stat().st_size]
+    if not filled:
         raise ValueError(f"{found.root}: {files[0].name} is empty")
     with alone(f"tables/{key_of(_VERSION, found.kind, split, content)}.arrow") as path:
         checksum_file = path.with_suffix(".xxh3")
@@ -40,12 +55,7 @@ def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[
                 path.unlink()
             if not path.exists():
                 draft = path.with_suffix(f".{os.getpid()}.draft")
-                if found.kind in ("csv", "tsv"):
-                    _write(_csv(filled, tabs=found.kind == "tsv"), draft)
-                elif found.kind == "json":
-                    _write(_json(filled), draft)
-                else:
-                    _by_datasets(found, filled, draft)
+                _convert(found, filled, draft)
                 checksum_file.write_text(checksum_of(draft))
                 draft.replace(path)
             try:
@@ -57,9 +67,21 @@ def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[
     raise AssertionError
 
 
+def _convert(found: Found, files: Sequence[Path], draft: Path) -> None:
+    """Write the rows of the files to an Arrow file."""
+    if found.kind in ("csv", "tsv"):
+        _write(_csv(files, tabs=found.kind == "tsv"), draft)
+    elif found.kind == "json":
+        _write(_json(files), draft)
+    else:
+        _by_datasets(found, files, draft)
+
+
 def _intact(table: Path, checksum: Path) -> bool:
-    """Return whether the table has its checksum; skip the check if another process did it after
-    this one started."""
+    """Return whether the table has its checksum.
+
+    Skip the check if another process did it after this one started.
+    """
     if not checksum.is_file():
         return False
     if checksum.stat().st_mtime > _STARTED:
@@ -81,57 +103,89 @@ def _write(batches: Iterator[Any], file: Path) -> None:
         pyarrow.OSFile(str(file), "wb") as sink,
         pyarrow.ipc.new_stream(sink, first.schema) as writer,
     ):
+        # Write small batches, so that reading a row touches little of the mapped file.
         for batch in chain([first], batches):
             for start in range(0, batch.num_rows, _ROWS):
                 writer.write_batch(batch.slice(start, _ROWS))
 
 
 def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
-    """Yield batches of text columns. In tab-separated files quotes have no meaning (IANA
-    text/tab-separated-values)."""
-    import pyarrow
-    from pyarrow import csv
+    """Yield batches of text columns.
 
-    parse = csv.ParseOptions(
-        delimiter="\t" if tabs else ",", quote_char=not tabs and '"', newlines_in_values=not tabs
-    )
+    In tab-separated files quotes have no meaning (IANA text/tab-separated-values).
+    """
+    import pyarrow
+
     names: list[str] = []
     for file in files:
         try:
-            read = csv.ReadOptions(block_size=_BLOCK)
-            with csv.open_csv(file, read_options=read, parse_options=parse) as opened:
-                own = opened.schema.names
-            if len(set(own)) < len(own):
-                twice = next(name for name in own if own.count(name) > 1)
-                raise ValueError(f"{file} has two columns {twice!r}; rename one of them")
+            own = _csv_names(file, tabs=tabs)
             names = names or own
             if sorted(own) != sorted(names):
                 raise ValueError(
                     f"{file} has the columns {', '.join(own)}, and {files[0].name} has "
                     f"{', '.join(names)}"
                 )
-            text = csv.ConvertOptions(
-                column_types=dict.fromkeys(own, pyarrow.large_string()), include_columns=names
-            )
-            with csv.open_csv(
-                file, read_options=read, parse_options=parse, convert_options=text
-            ) as opened:
-                batch = None
-                for batch in opened:
-                    yield batch
-            if batch is None:
-                raise ValueError(
-                    f"{file} has no rows; remove it, or write rows below the names of the columns"
-                )
-            if not tabs and _is_open(file, batch.column(own[-1])[-1].as_py() or ""):
-                begins = f"it begins with {batch.column(own[-1])[-1].as_py()[:40]!r}"
-                raise ValueError(
-                    f"{file} ends within a quoted text: a quote is not closed; {begins}"
-                )
+            yield from _csv_rows(file, own, names, tabs=tabs)
         except pyarrow.ArrowException as error:
             raise ValueError(
                 f"{file} cannot be read as csv: {' '.join(str(error).split())}"
             ) from error
+
+
+def _opened_csv(file: Path, *, tabs: bool, convert: Any = None) -> Any:
+    """Open a csv file to read batches of rows."""
+    from pyarrow import csv
+
+    parse = csv.ParseOptions(
+        delimiter="\t" if tabs else ",",
+        quote_char=not tabs and '"',
+        newlines_in_values=not tabs,
+    )
+    read = csv.ReadOptions(block_size=_BLOCK)
+    return csv.open_csv(file, read_options=read, parse_options=parse, convert_options=convert)
+
+
+def _csv_names(file: Path, *, tabs: bool) -> list[str]:
+    """Return the names of the columns."""
+    with _opened_csv(file, tabs=tabs) as opened:
+        names: list[str] = opened.schema.names
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{file} has two columns {name!r}; rename one of them")
+    return names
+
+
+def _csv_rows(file: Path, own: list[str], names: list[str], *, tabs: bool) -> Iterator[Any]:
+    """Yield batches of a file's rows.
+
+    Args:
+        file: the file.
+        own: the names of its columns, in its order.
+        names: the same names in the order of the first file, which the batches have.
+        tabs: whether tabs separate the values.
+    """
+    import pyarrow
+    from pyarrow import csv
+
+    # Read every column as text, without guessing types.
+    types = dict.fromkeys(own, pyarrow.large_string())
+    convert = csv.ConvertOptions(column_types=types, include_columns=names)
+    batch = None
+    with _opened_csv(file, tabs=tabs, convert=convert) as opened:
+        for batch in opened:
+            yield batch
+    if batch is None:
+        raise ValueError(
+            f"{file} has no rows; remove it, or write rows below the names of the columns"
+        )
+
+    # pyarrow accepts an unclosed quote at the end, which swallows the rows after it.
+    last = batch.column(own[-1])[-1].as_py()
+    if not tabs and _is_open(file, last or ""):
+        raise ValueError(
+            f"{file} ends within a quoted text: a quote is not closed; it begins with {last[:40]!r}"
+        )
 
 
 def _is_open(file: Path, last: str) -> bool:
@@ -143,61 +197,93 @@ def _is_open(file: Path, last: str) -> bool:
 
 
 def _json(files: Sequence[Path]) -> Iterator[Any]:
-    """Yield the rows of JSON Lines, or of one JSON list. Strings stay strings (pyarrow would
-    convert dates), and objects become JSON text, which keeps their nulls."""
+    """Yield the rows of JSON Lines, or of one JSON list.
+
+    Strings stay strings (pyarrow would convert dates), and objects become JSON text, which keeps
+    their nulls.
+    """
     import pyarrow
     from datasets import Features, Value
 
-    kinds: dict[str, Any] = {}
-    nested: set[str] = set()
-
-    def column(name: str, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
-        values = [row.get(name) for row in rows]
-        return [_text(value) for value in values] if name in nested else values
-
+    # Read all files once for the types, so that the batches have one schema.
+    columns = _Columns()
     for file, rows in _parsed(files):
-        for name in dict.fromkeys(name for row in rows for name in row):
-            nested |= {name} if any(_holds_objects(row.get(name)) for row in rows) else set()
+        columns.add(file, rows)
+    findings = FINDINGS.get()
+    if findings and findings.unusable:
+        raise ValueError("the values of these files were not checked, because lines are not JSON")
+
+    # Mark the columns of JSON text, so that a task parses them.
+    features = Features.from_arrow_schema(pyarrow.schema(columns.types))
+    for name in columns.nested:
+        features[name] = Value("string", id=OBJECTS)
+    schema = features.arrow_schema
+
+    for _, rows in _parsed(files):
+        arrays = []
+        for column in schema:
+            values = columns.values(column.name, rows)
+            arrays.append(pyarrow.array(values, column.type))
+        yield pyarrow.record_batch(arrays, schema=schema)
+
+
+class _Columns:
+    """The columns of JSON rows, as far as they are read."""
+
+    def __init__(self) -> None:
+        self.types: dict[str, Any] = {}  # Arrow type by name
+        self.nested: set[str] = set()  # columns that hold objects, which become JSON text
+
+    def add(self, file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Widen the types to these rows; raise ValueError if a column holds several types."""
+        import pyarrow
+
+        names: dict[str, None] = {}  # in order of appearance
+        for row in rows:
+            names.update(dict.fromkeys(row))
+        for name in names:
+            if any(_holds_objects(row.get(name)) for row in rows):
+                self.nested.add(name)
             try:
-                kind = (
-                    pyarrow.string() if name in nested else pyarrow.array(column(name, rows)).type
-                )
-                both = [pyarrow.schema({name: one}) for one in (kinds.get(name, kind), kind)]
-                either = (
-                    kind
-                    if name in nested
-                    else pyarrow.unify_schemas(both, promote_options="permissive").types[0]
-                )
-                kinds[name] = either
+                self.types[name] = self._widened(name, rows)
             except (pyarrow.ArrowException, OverflowError) as error:
                 why = " ".join(str(error).split())
                 raise ValueError(
                     f"{file}: column {name!r} must hold values of one type: {why}"
                 ) from error
-    if (findings := FINDINGS.get()) and findings.unusable:
-        raise ValueError("the values of these files were not checked, because lines are not JSON")
-    features = Features.from_arrow_schema(pyarrow.schema(kinds))
-    schema = Features(
-        features | {name: Value("string", id=OBJECTS) for name in nested}
-    ).arrow_schema
-    for _, rows in _parsed(files):
-        yield pyarrow.record_batch(
-            [pyarrow.array(column(one.name, rows), one.type) for one in schema], schema=schema
-        )
+
+    def _widened(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+        """Return the type of a column that holds these rows and the earlier ones."""
+        import pyarrow
+
+        if name in self.nested:
+            return pyarrow.string()
+        new = pyarrow.array(self.values(name, rows)).type
+        old = self.types.get(name, new)
+        both = [pyarrow.schema({name: old}), pyarrow.schema({name: new})]
+        return pyarrow.unify_schemas(both, promote_options="permissive").types[0]
+
+    def values(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+        """Return the values of a column; objects as JSON text, None if a row lacks the column."""
+        values = [row.get(name) for row in rows]
+        if name in self.nested:
+            return list(map(_text, values))
+        return values
 
 
 def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """Yield the parsed rows of each file, 1000 at a time. Raises ValueError with file and line of
-    invalid JSON."""
+    """Yield the parsed rows of each file, 1000 at a time, with the file.
+
+    Raise ValueError with file and line of invalid JSON.
+    """
     for file in files:
         rows = list[dict[str, Any]]()
         for number, row in _objects(file):
-            row = {"text": row} if isinstance(row, str) else row
+            if isinstance(row, str):
+                row = {"text": row}
             if not isinstance(row, dict):
-                unusable(
-                    f"{file}, line {number}",
-                    f": expected a JSON object, got {json.dumps(row)[:40]}",
-                )
+                where = f"{file}, line {number}"
+                unusable(where, f": expected a JSON object, got {json.dumps(row)[:40]}")
                 continue
             rows.append(row)
             if len(rows) == _ROWS:
@@ -208,40 +294,53 @@ def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]
 
 
 def _objects(file: Path) -> Iterator[tuple[int, Any]]:
+    """Yield the number of the line and the value, for each value of a file."""
     with file.open("rb") as lines:
-        whole = lines.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+        is_list = lines.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
         lines.seek(0)
-        for number, line in enumerate([lines.read()] if whole else lines, start=1):
+        if is_list:
+            try:
+                for value in json.loads(lines.read().decode("utf-8-sig")):
+                    yield 1, value
+            except ValueError as error:
+                unusable(f"{file}, line {getattr(error, 'lineno', 1)}", f": not JSON: {error}")
+            return
+        for number, line in enumerate(lines, start=1):
             try:
                 if line.strip():
-                    value = json.loads(line.decode("utf-8-sig"))
-                    yield from ((number, one) for one in (value if whole else [value]))
+                    yield number, json.loads(line.decode("utf-8-sig"))
             except ValueError as error:
-                at = getattr(error, "lineno", 1) if whole else number
-                unusable(f"{file}, line {at}", f": not JSON: {error}")
+                unusable(f"{file}, line {number}", f": not JSON: {error}")
 
 
 def _holds_objects(value: Any) -> bool:
-    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_objects, value)))
+    if isinstance(value, list):
+        return any(map(_holds_objects, value))
+    return isinstance(value, dict)
 
 
 def _text(value: Any) -> str | None:
-    return (
-        value if value is None or isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-    )
+    """Return a value as JSON text; texts and None stay."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _by_datasets(found: Found, files: Sequence[Path], draft: Path) -> None:
+    """Convert files of other kinds with the readers of ``datasets``."""
     from datasets import load_dataset
 
-    options = {"sample_by": "document"} if found.kind == "text" else {}
-    # a separate folder: the cache of datasets depends on path and mtime
+    # Use a separate folder: the cache of datasets depends on path and mtime.
     work = draft.with_suffix(".work")
+    load = partial(
+        load_dataset,
+        found.kind,
+        data_files=[glob.escape(str(file)) for file in files],
+        split="train",
+        cache_dir=str(work),
+    )
     try:
-        named = [glob.escape(str(file)) for file in files]
-        made = load_dataset(
-            found.kind, data_files=named, split="train", cache_dir=str(work), **options
-        )
+        made = load(sample_by="document") if found.kind == "text" else load()
         _write(iter(made.data.table.to_batches()), draft)
     except Exception as error:  # datasets passes on any error of its reader
         raise ValueError(_reason(error, found.root)) from error

@@ -9,17 +9,24 @@ from typing import Any
 
 from oneloop.data.rows.cache import below
 
-KINDS = {".parquet": "parquet", ".arrow": "arrow", ".csv": "csv", ".tsv": "tsv"}
-KINDS |= dict.fromkeys((".jsonl", ".ndjson", ".json"), "json") | dict.fromkeys(
-    (".txt", ".md", ".rst", ".py"), "text"
-)
-KINDS |= dict.fromkeys(
-    (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm"), "image"
-)
+KINDS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    **dict.fromkeys((".txt", ".md", ".rst", ".py"), "text"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"), "image"),
+    **dict.fromkeys((".tif", ".tiff", ".ppm", ".pgm"), "image"),
+}
 """kind of file by suffix"""
 KINDS_OF_ROWS = ("parquet", "arrow", "json", "csv", "tsv", "image")
-SPLITS = {"train": "train", "training": "train", "test": "test"}
-SPLITS |= dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation")
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+}
 """split by the names of files, folders and hub splits"""
 # next to images: their labels and other columns
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
@@ -40,64 +47,96 @@ class Found:
 
     @property
     def files(self) -> list[Path]:
+        """Return the files of all splits, sorted."""
         return sorted(file for split in self.parts.values() for file in split)
 
 
 def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: bool = False) -> Found:
-    """Return the files of one of ``kinds`` at a path, by split (``whole``: as one set); follow
-    links. Raises ValueError for missing, mixed or unreadable files, and if only some belong to a
-    split."""
-    root, wanted = Path(where).expanduser(), set(kinds)
-    there = [root] if root.is_file() else sorted(_files(root)) if root.exists() else []
-    files = [file for file in there if KINDS.get(file.suffix.lower()) in wanted]
+    """Return the files of one kind at a path, by split; follow links.
+
+    Args:
+        where: a file or a folder.
+        kinds: the kinds to look for.
+        whole: return the files as one set.
+
+    Raises:
+        ValueError: files are missing, unreadable or of several kinds, or only some belong to a
+            split.
+    """
+    root = Path(where).expanduser()
+    wanted = set(kinds)
     endings = ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
-    if packed := [
-        file for file in there if file.suffix in _COMPRESSED and Path(file.stem).suffix in KINDS
-    ]:
+    if not root.exists():
         raise ValueError(
-            f"{packed[0]} is compressed, which is not supported; decompress it or move it away"
+            f"{str(where)!r} is not a file or folder; give a file, or a folder of {endings} files"
         )
-    if not files:
-        why = "is not a file or folder" if not root.exists() else "holds no data"
-        raise ValueError(f"{str(where)!r} {why}; give a file, or a folder of {endings} files")
+    there = [root] if root.is_file() else sorted(_files(root))
+    for file in there:
+        if file.suffix in _COMPRESSED and Path(file.stem).suffix in KINDS:
+            raise ValueError(
+                f"{file} is compressed, which is not supported; decompress it or move it away"
+            )
+
+    # Group the files by kind.
     by_kind: dict[str, list[Path]] = {}
-    for file in files:
-        by_kind.setdefault(KINDS[file.suffix.lower()], []).append(file)
-    if len(by_kind) > 1:  # metadata.csv belongs to an image folder
-        by_kind = {
-            kind: kept
-            for kind, some in by_kind.items()
-            if (kept := [f for f in some if not _AUXILIARY.fullmatch(f.name)])
-        }
-    if len(by_kind) > 1:
-        some = " and ".join(
-            f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items()
-        )
+    for file in there:
+        kind = KINDS.get(file.suffix.lower())
+        if kind in wanted:
+            by_kind.setdefault(kind, []).append(file)
+    if not by_kind:
         raise ValueError(
-            f"{str(where)!r} holds files of several kinds: {some}; keep one kind, or move the "
-            "others away"
+            f"{str(where)!r} holds no data; give a file, or a folder of {endings} files"
         )
+
+    # Drop what is not data: metadata.csv belongs to an image folder.
+    if len(by_kind) > 1:
+        by_kind = _without_auxiliary(by_kind)
+    if len(by_kind) > 1:
+        described = [
+            f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items()
+        ]
+        raise ValueError(
+            f"{str(where)!r} holds files of several kinds: {' and '.join(described)}; keep one "
+            "kind, or move the others away"
+        )
+
     ((kind, chosen),) = by_kind.items()
-    if kind == "arrow":  # datasets stores results of map and filter next to its data
+    if kind == "arrow":
+        # datasets stores results of map and filter next to its data.
         chosen = [file for file in chosen if file == root or not file.name.startswith("cache-")]
     return Found(root, kind, {"": sorted(chosen)} if whole else parted(chosen, root, kind))
 
 
+def _without_auxiliary(by_kind: Mapping[str, list[Path]]) -> dict[str, list[Path]]:
+    """Return the files by kind without those that are not data, such as a README."""
+    kept = {}
+    for kind, files in by_kind.items():
+        data = [file for file in files if not _AUXILIARY.fullmatch(file.name)]
+        if data:
+            kept[kind] = data
+    return kept
+
+
 def _files(root: Path) -> Iterator[Path]:
+    """Yield all files below a folder, without hidden ones."""
     seen = set()
     for folder, inside, names in os.walk(root, followlinks=True, onerror=_reject):
-        if (real := os.path.realpath(folder)) in seen:
+        real = os.path.realpath(folder)
+        if real in seen:
             raise ValueError(
                 f"{folder} links to {real}, which has already been read; remove the link"
             )
         seen.add(real)
+
+        # os.walk enters what is left in this list.
         inside[:] = [name for name in inside if not name.startswith(".")]
         for name in names:
-            if not name.startswith("."):
-                file = Path(folder, name)
-                if not file.exists():
-                    raise ValueError(f"{file} is a broken link; remove it")
-                yield file
+            if name.startswith("."):
+                continue
+            file = Path(folder, name)
+            if not file.exists():
+                raise ValueError(f"{file} is a broken link; remove it")
+            yield file
 
 
 def _reject(error: OSError) -> None:
@@ -105,91 +144,114 @@ def _reject(error: OSError) -> None:
 
 
 def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]]:
-    """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``); all under
-    ``""`` if none has one. Raises ValueError if only some have one, or none is for training."""
+    """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``).
+
+    All are under ``""`` if none has a split.
+
+    Args:
+        files: the files.
+        root: the folder of the data set, or its only file.
+        kind: their kind.
+
+    Raises:
+        ValueError: only some files have a split, or none is for training.
+    """
+    files = list(files)
     split_of = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
-    described = {
-        folder
-        for folder in {f.parent for f in files}
-        if any((folder / name).is_file() for name in METADATA)
-    }
-    flat = kind == "image" and all(
-        file == root or file.parent.name.lower() in SPLITS for file in files
-    )
+
+    # Find images without a folder per class: they have metadata, or are directly in their split.
+    folders = {file.parent for file in files}
+    described = {folder for folder in folders if _metadata_in(folder) is not None}
+    in_split = (file == root or file.parent.name.lower() in SPLITS for file in files)
+    flat = kind == "image" and all(in_split)
+
     parts: dict[str, list[Path]] = {}
     for file in files:
-        inside = file.parent in described or flat  # images without a folder per class
+        inside = file.parent in described or flat
         split = "" if file == root else split_of(file.relative_to(root), inside)
         parts.setdefault(split, []).append(file)
-    validation_file = any(file.parent == root for file in parts.get("validation", []))
-    if set(parts) == {""} or (
-        kind == "text"
-        and (
-            all(file.suffix == ".py" for file in files)
-            or ("train" not in parts and not validation_file)
+
+    if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
+        return {"": sorted(files)}
+    there = ", ".join(sorted(filter(None, parts)))
+    if "" in parts:
+        raise ValueError(
+            f"{str(root)!r} has files of {there}, but {below(parts[''][0], root)} belongs to no "
+            "split; name the training data train.…, or put it into a folder train/, or move the "
+            "others away"
         )
-    ):
-        return {"": sorted(file for several in parts.values() for file in several)}
-    if "" in parts or "train" not in parts:
-        conflict = (
-            f"{below(parts[''][0], root)} belongs to no split"
-            if "" in parts
-            else "no training data"
+    if "train" not in parts:
+        raise ValueError(
+            f"{str(root)!r} has files of {there}, but no training data; name the training data "
+            "train.…, or put it into a folder train/, or move the others away"
         )
-        there = ", ".join(sorted(filter(None, parts)))
-        advice = (
-            "name the training data train.…, or put it into a folder train/, or move the others "
-            "away"
-        )
-        raise ValueError(f"{str(root)!r} has files of {there}, but {conflict}; {advice}")
     return parts
 
 
+def _are_splits(parts: Mapping[str, list[Path]], root: Path) -> bool:
+    """Return whether the names of text files mean splits; code often has such names, too."""
+    if all(file.suffix == ".py" for files in parts.values() for file in files):
+        return False
+    return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
+
+
 def _of_rows(path: Path, inside: bool) -> str:
-    """Return the split by a folder at any depth or a word of the file name
-    (``train-00000-of-00002``)."""
-    words = [*path.parts[:-1], *re.split(r"[-_. ]", path.name)]
-    return next((SPLITS[word.lower()] for word in words if word.lower() in SPLITS), "")
+    """Return the split by a folder at any depth or a word of the file name.
+
+    A file name may be ``train-00000-of-00002.parquet``.
+    """
+    return _first_split([*path.parts[:-1], *re.split(r"[-_. ]", path.name)])
 
 
 def _of_image(path: Path, inside: bool) -> str:
     """Return the split by a folder above the class folder."""
-    folders = path.parts[:-1] if inside else path.parts[:-2]
-    return next((SPLITS[folder.lower()] for folder in folders if folder.lower() in SPLITS), "")
+    return _first_split(path.parts[:-1] if inside else path.parts[:-2])
+
+
+def _first_split(words: Iterable[str]) -> str:
+    """Return the split of the first word that is the name of one; empty if there is none."""
+    for word in words:
+        if word.lower() in SPLITS:
+            return SPLITS[word.lower()]
+    return ""
 
 
 def _of_text(path: Path, inside: bool) -> str:
-    """Return the split by the first folder or the first word of the file name. Deeper folders are
-    ignored, because code has test/ and dev/ folders, too. train.py is code."""
-    folder = path.parts[0].lower() if len(path.parts) > 1 else ""
-    file = (
-        re.split(r"[-_.]", path.name)[0].lower()
-        if len(path.parts) == 1 and path.suffix != ".py"
-        else ""
-    )
-    return SPLITS.get(folder) or SPLITS.get(file, "")
+    """Return the split by the first folder or the first word of the file name.
+
+    Deeper folders are ignored, because code has test/ and dev/ folders, too. train.py is code.
+    """
+    if len(path.parts) > 1:
+        return SPLITS.get(path.parts[0].lower(), "")
+    if path.suffix == ".py":
+        return ""
+    return SPLITS.get(re.split(r"[-_.]", path.name)[0].lower(), "")
 
 
-IMAGE, LABEL, FILE = "image", "label", "file_name"
+IMAGE = "image"
+LABEL = "label"
+FILE = "file_name"
 
 
 def image_rows(there: Found, split: str) -> Any:
-    """Return the images as a ``datasets.Dataset`` of ``image`` and ``label``, the name of its
-    folder.
+    """Return the images of a split as a ``datasets.Dataset``.
 
-    If a ``metadata.csv`` (.jsonl, .parquet) is next to them or in a folder above, its columns
-    replace the label: each row has a relative ``file_name``, as in ``datasets``. Raises ValueError
-    if a metadata file is unreadable or lacks an image."""
+    Its columns are ``image`` and ``label``, the name of the image's folder. If a ``metadata.csv``
+    (.jsonl, .parquet) is next to the images or in a folder above, its columns replace the label:
+    each row has a relative ``file_name``, as in ``datasets``.
+
+    Raises:
+        ValueError: a metadata file is unreadable or lacks an image.
+    """
     from datasets import Dataset, Image
 
     files = there.parts[split]
     described = {folder: _described(file) for folder, file in _metadata_files(there).items()}
-    if not described:
-        made = Dataset.from_dict(
-            {IMAGE: list(map(str, files)), LABEL: [file.parent.name for file in files]}
-        )
-    else:
+    if described:
         made = Dataset.from_list([{IMAGE: str(file), **_about(file, described)} for file in files])
+    else:
+        labels = [file.parent.name for file in files]
+        made = Dataset.from_dict({IMAGE: list(map(str, files)), LABEL: labels})
     return made.cast_column(IMAGE, Image(decode=False))
 
 
@@ -199,28 +261,34 @@ def metadata_of(there: Found) -> list[Path]:
 
 
 def _metadata_files(there: Found) -> dict[Path, Path]:
-    folders = {
-        there.root,
-        *(folder for file in there.files for folder in file.relative_to(there.root).parents),
-    }
-    candidates = sorted({there.root / folder for folder in folders} if there.root.is_dir() else ())
-    return {
-        folder: folder / name
-        for folder in candidates
-        for name in METADATA
-        if (folder / name).is_file()
-    }
+    """Return the metadata file of each folder that has one, in the root or above an image."""
+    if not there.root.is_dir():
+        return {}
+    folders = {there.root}
+    for file in there.files:
+        folders.update(there.root / folder for folder in file.relative_to(there.root).parents)
+    found = {}
+    for folder in sorted(folders):
+        metadata = _metadata_in(folder)
+        if metadata is not None:
+            found[folder] = metadata
+    return found
+
+
+def _metadata_in(folder: Path) -> Path | None:
+    """Return the metadata file of a folder; of several, the last kind."""
+    found = [folder / name for name in METADATA if (folder / name).is_file()]
+    return found[-1] if found else None
 
 
 def _described(metadata: Path) -> Mapping[Path, dict[str, Any]]:
+    """Return the other columns of a metadata file by image."""
     import pyarrow
     from pyarrow import csv, json, parquet
 
-    read = {".csv": csv.read_csv, ".jsonl": json.read_json, ".parquet": parquet.read_table}[
-        metadata.suffix
-    ]
+    readers = {".csv": csv.read_csv, ".jsonl": json.read_json, ".parquet": parquet.read_table}
     try:
-        rows = read(metadata).to_pylist()
+        rows = readers[metadata.suffix](metadata).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         raise ValueError(f"{metadata} cannot be read: {' '.join(str(error).split())}") from error
     if not rows or not isinstance(rows[0].get(FILE), str):
@@ -236,6 +304,7 @@ def _described(metadata: Path) -> Mapping[Path, dict[str, Any]]:
 
 
 def _about(file: Path, described: Mapping[Path, Mapping[Path, dict[str, Any]]]) -> dict[str, Any]:
+    """Return the columns of an image from the nearest metadata file that lists it."""
     for folder in file.parents:
         if file in described.get(folder, {}):
             return described[folder][file]

@@ -23,27 +23,40 @@ _CONVERTED = {
     "PA": "RGBA",
     "LA": "grayscale with alpha",
     "P": "palette",
+    "L": "grayscale",
+    "1": "black and white",
+    "I;16": "16-bit",
+    "I;16B": "16-bit",
+    "I;16L": "16-bit",
+    "I;16N": "16-bit",
 }
-_CONVERTED |= {"L": "grayscale", "1": "black and white"} | dict.fromkeys(
-    ("I;16", "I;16B", "I;16L", "I;16N"), "16-bit"
-)
+"""kind of conversion by the mode of the stored image (Pillow's names)"""
 _MODES = ("RGB", *_CONVERTED)  # their indices are cached; others are counted as "other"
 
 
 def is_image(kind: Any) -> bool:
-    """Whether a column of this type may hold images: ``Image`` of ``datasets``, bytes, or objects
-    of bytes and path."""
+    """Return whether a column of this type may hold images.
+
+    Args:
+        kind: a feature of ``datasets``: ``Image``, bytes, or an object of bytes and path.
+    """
     if isinstance(kind, Mapping):
         return set(kind) == {"bytes", "path"}
-    return type(kind).__name__ == "Image" or getattr(kind, "dtype", None) in (
-        "binary",
-        "large_binary",
-    )
+    if type(kind).__name__ == "Image":
+        return True
+    return getattr(kind, "dtype", None) in ("binary", "large_binary")
 
 
 def decoded(value: Any, *, limit: int) -> Any:
-    """Decode an image to RGB (16 bits: / 257). Raise ValueError if it is damaged or has more than
-    ``limit`` pixels."""
+    """Decode an image to RGB (16 bits: / 257).
+
+    Args:
+        value: the encoded bytes, or an object of bytes and path.
+        limit: largest number of pixels.
+
+    Raises:
+        ValueError: the image is damaged or has more pixels.
+    """
     return _read(value, limit)[0]
 
 
@@ -51,28 +64,30 @@ def _read(value: Any, limit: int) -> tuple[Any, str]:
     """Return an image in RGB, and the mode in which it is stored."""
     from PIL import Image
 
-    data, path = (
-        (value.get("bytes"), value.get("path")) if isinstance(value, Mapping) else (value, None)
-    )
+    data = value
+    path = None
+    if isinstance(value, Mapping):
+        data = value.get("bytes")
+        path = value.get("path")
     if data is None and path is None:
         raise ValueError("the image is missing")
     try:
         with warnings.catch_warnings():
-            # task.pixel_limit is the limit
+            # task.pixel_limit is the limit, not Pillow's.
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             opened = Image.open(io.BytesIO(data) if data else str(path))
         with opened as image:
-            if image.width * image.height > limit:
-                size = f"{image.width:,} x {image.height:,} = {image.width * image.height:,} pixels"
+            pixels = image.width * image.height
+            if pixels > limit:
                 raise ValueError(
-                    f"it has {size}, more than task.pixel_limit {limit:,}; scale it down or "
-                    "raise the key"
+                    f"it has {image.width:,} x {image.height:,} = {pixels:,} pixels, more than "
+                    f"task.pixel_limit {limit:,}; scale it down or raise the key"
                 )
             if image.mode.startswith("I;16"):
+                # Pillow would clip 16 bits to 8; 65,535 = 257 x 255.
                 wide = np.asarray(image).astype(np.uint32)
-                return Image.fromarray(((wide + 128) // 257).astype(np.uint8)).convert(
-                    "RGB"
-                ), image.mode
+                narrow = ((wide + 128) // 257).astype(np.uint8)
+                return Image.fromarray(narrow).convert("RGB"), image.mode
             if image.mode.startswith(("I", "F")):
                 raise ValueError(
                     f"its pixels ({image.mode}) have more than 16 bits; write it with 8 or 16"
@@ -84,42 +99,54 @@ def _read(value: Any, limit: int) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class Checked:
-    """The result of a check: index and reason of each image that cannot be used; number of
-    conversions by kind."""
+    """The result of a check."""
 
-    unusable: list[tuple[int, str]]
-    converted: dict[str, int]
+    unusable: list[tuple[int, str]]  # index and reason of each image that cannot be used
+    converted: dict[str, int]  # number of converted images, by kind
 
     @property
     def indices(self) -> NDArray[np.int64]:
+        """Return the indices of the images that cannot be used."""
         return np.array([index for index, _ in self.unusable], dtype=np.int64)
 
 
 def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked:
-    """Decode the images of all rows; cached by the rows' content. ``what`` labels the progress
-    bar."""
+    """Decode the images of all rows; cached by the rows' content.
+
+    Args:
+        rows: the rows.
+        column: the column of the images.
+        limit: largest number of pixels of an image.
+        what: label of the progress bar.
+    """
 
     def mode(row: Row) -> NDArray[np.int32]:
         stored = _read(row[column], limit)[1]
-        return np.array([_MODES.index(stored) if stored in _MODES else len(_MODES)], dtype=np.int32)
+        number = _MODES.index(stored) if stored in _MODES else len(_MODES)
+        return np.array([number], dtype=np.int32)
 
     shard = max(1, min(500, len(rows) // (4 * (os.cpu_count() or 1))))
     key = ["images", _VERSION, column, limit]
     made = ragged(
         rows, mode, made_by=key, what=f"checking {what}", skip=True, shard=shard, empty=True
     )
+
+    # Count the kinds of conversion. The first mode, RGB, needs none.
     kinds = Counter[str]()
-    for kind, count in zip(
-        [*_CONVERTED.values(), "other"], np.bincount(made.values, minlength=99)[1:], strict=False
-    ):
-        kinds[kind] += int(count)
+    counts = np.bincount(made.values, minlength=99)[1:].tolist()
+    for kind, count in zip([*_CONVERTED.values(), "other"], counts, strict=False):
+        kinds[kind] += count
+    converted = {kind: kinds[kind] for kind in sorted(kinds) if kinds[kind]}
+
     bad = [(index, _reason(rows[index][column], limit) or why) for index, why in made.skipped]
-    return Checked(bad, {kind: kinds[kind] for kind in sorted(kinds) if kinds[kind]})
+    return Checked(bad, converted)
 
 
 def _reason(value: Any, limit: int) -> str:
-    """Return why an image cannot be read: the cache may have been written when the file had another
-    path."""
+    """Return why an image cannot be read.
+
+    The cached reason may name another path, which the file had then.
+    """
     try:
         _read(value, limit)
     except ValueError as error:
@@ -128,17 +155,21 @@ def _reason(value: Any, limit: int) -> str:
 
 
 def empty_classes(root: Path) -> list[Path]:
-    """Return the folders of an image data set that hold neither data nor folders: classes without
-    images."""
-    found, root = [], root.expanduser()
-    for folder, inside, names in os.walk(root, followlinks=True):
-        inside[:] = [name for name in inside if not name.startswith(".")]
-        data = any(Path(name).suffix.lower() in KINDS for name in names)
-        if (
-            not inside
-            and not data
-            and Path(folder) != root
-            and Path(folder).name.lower() not in SPLITS
-        ):
-            found.append(Path(folder))
+    """Return the classes of an image data set without images.
+
+    These are the folders that hold neither data nor folders, apart from those of the splits.
+
+    Args:
+        root: the folder of the data set.
+    """
+    root = root.expanduser()
+    found = []
+    for name, inside, names in os.walk(root, followlinks=True):
+        # os.walk enters what is left in this list.
+        inside[:] = [one for one in inside if not one.startswith(".")]
+        folder = Path(name)
+        if inside or any(Path(file).suffix.lower() in KINDS for file in names):
+            continue
+        if folder != root and folder.name.lower() not in SPLITS:
+            found.append(folder)
     return sorted(found)

@@ -21,8 +21,9 @@ class Source:
 
     where: str
     columns: Mapping[str, str]  # the task's key of each column -> its name in the data
-    name: str = ""
-    weight: float = 1.0
+    name: str = ""  # in a mixture
+    weight: float = 1.0  # in a mixture, in any unit
+
     parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
     # indices of rows to leave out, by split before dividing
     unusable: dict[str, Any] = field(default_factory=dict)
@@ -30,38 +31,52 @@ class Source:
 
 
 def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
-    """Return the sources that ``task.data`` names, unopened; ``columns`` are the default column
-    names by key. Raises ValueError if ``data`` is invalid."""
+    """Return the sources that ``task.data`` names, unopened.
+
+    Args:
+        data: the value of ``task.data``.
+        columns: default names of the columns, by key of the task.
+
+    Raises:
+        ValueError: ``data`` is invalid.
+    """
     if isinstance(data, str):
         return [Source(data, columns)]
     if not data:
         raise ValueError("task.data is an empty list; give at least one data set")
-    sources = []
-    for item in data:
-        known = {"data", "weight", "name", *columns}
-        if not isinstance(item, Mapping) or not isinstance(item.get("data"), str):
-            raise ValueError(
-                f"task.data: {item!r} has no data; write {{data: PATH, weight: 0.7}} for each"
-            )
-        if strange := set(item) - known:
-            raise ValueError(
-                f"task.data: {sorted(strange)[0]!r}: unknown entry; known: "
-                f"{', '.join(sorted(known))}"
-            )
-        weight = item.get("weight", 1.0)
-        if not isinstance(weight, int | float) or isinstance(weight, bool):
-            raise ValueError(
-                f"task.data: the weight {weight!r} of {item['data']!r} is not a number"
-            )
-        own = {key: str(item.get(key, name)) for key, name in columns.items()}
-        name = str(item.get("name") or Path(item["data"]).stem)
-        sources.append(Source(item["data"], own, name, float(weight)))
+    sources = [_named_source(item, columns) for item in data]
+
     names = [source.name for source in sources]
-    if len(set(names)) < len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"task.data has two entries named {twice!r}; give each a different name")
-    proportions([source.weight for source in sources])
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"task.data has two entries named {name!r}; give each a different name"
+            )
+    proportions([source.weight for source in sources])  # raises if the weights are invalid
     return [source for source in sources if source.weight]
+
+
+def _named_source(item: Any, columns: Mapping[str, str]) -> Source:
+    """Return the source of one entry of a mixture."""
+    if not isinstance(item, Mapping) or not isinstance(item.get("data"), str):
+        raise ValueError(
+            f"task.data: {item!r} has no data; write {{data: PATH, weight: 0.7}} for each"
+        )
+    known = {"data", "weight", "name", *columns}
+    strange = sorted(set(item) - known)
+    if strange:
+        raise ValueError(
+            f"task.data: {strange[0]!r}: unknown entry; known: {', '.join(sorted(known))}"
+        )
+    weight = item.get("weight", 1.0)
+    if not isinstance(weight, int | float) or isinstance(weight, bool):
+        raise ValueError(f"task.data: the weight {weight!r} of {item['data']!r} is not a number")
+    return Source(
+        where=item["data"],
+        columns={key: str(item.get(key, name)) for key, name in columns.items()},
+        name=str(item.get("name") or Path(item["data"]).stem),
+        weight=float(weight),
+    )
 
 
 def opened(
@@ -72,9 +87,21 @@ def opened(
     kinds: Sequence[str] = KINDS_OF_ROWS,
     check: Callable[[Sequence[Source]], None] | None = None,
 ) -> Source:
-    """Open a source: the rows of its columns, by split. ``held_out`` is the share of the training
-    rows for each missing split. ``check`` may reject the rows before they are split, or set
-    ``unusable``. ``window`` is in megabytes. Raises ValueError."""
+    """Open a source: the rows of its columns, by split.
+
+    Args:
+        source: is changed: its ``parts`` and its ``notes``.
+        held_out: share of the training rows for each missing split.
+        window: memory for the row groups of Parquet files, in megabytes.
+        kinds: kinds of files to look for.
+        check: may reject the rows before they are split, or set ``unusable``.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: the source cannot be opened, or has too few rows.
+    """
     checked(held_out, window)
     splits = _named(source, window, kinds)
     for split, rows in splits.items():
@@ -90,9 +117,18 @@ def opened(
 def first_columns(
     source: Source, choices: Sequence[Mapping[str, str]], open_: Callable[[Source], Source]
 ) -> Source:
-    """Open a source with ``open_`` and the first of ``choices`` whose columns all exist ("": no
-    such column). Raises ValueError with the columns of the source if none fits."""
-    missing = list[str]()
+    """Open a source with the first choice of columns that all exist.
+
+    Args:
+        source: is changed.
+        choices: the columns' names by key of the task ("": no such column).
+        open_: opens the source.
+
+    Raises:
+        ValueError: no choice fits; the message lists the columns of the source.
+    """
+    missing: dict[str, None] = {}  # columns, in order of the attempts
+    available = ""
     for columns in choices:
         source.columns = columns
         try:
@@ -100,24 +136,23 @@ def first_columns(
         except ValueError as error:
             if not isinstance(error.__cause__, NoColumn):
                 raise
-            available, missing = (
-                str(error.__cause__).partition("; ")[2],
-                [*missing, error.__cause__.column],
-            )
+            missing[error.__cause__.column] = None
+            available = str(error.__cause__).partition("; ")[2]
+
+    # Name the choices that need the fewest keys, and their columns that are missing.
     wanted = [[key for key, name in columns.items() if name] for columns in choices]
-    fewest = [
-        " and ".join(keys) for keys in wanted if not any(set(other) < set(keys) for other in wanted)
-    ]
-    keys = " or ".join(f"task.{key}" for key in dict.fromkeys(key for one in wanted for key in one))
-    needed = [
-        choices[at][key]
-        for at, keys_ in enumerate(wanted)
-        for key in keys_
-        if " and ".join(keys_) in fewest
-    ]
-    lacking = " and ".join(repr(name) for name in dict.fromkeys(missing) if name in needed)
-    lacks = f"oneloop needs {' or '.join(fewest)}, and cannot find {lacking}"
-    raise ValueError(f"{source.where}: {available}; {lacks}; name other columns with {keys}")
+    fewest = []
+    needed = set[str]()
+    for columns, keys in zip(choices, wanted, strict=True):
+        if not any(set(other) < set(keys) for other in wanted):
+            fewest.append(" and ".join(keys))
+            needed.update(columns[key] for key in keys)
+    lacking = [repr(name) for name in missing if name in needed]
+    options = dict.fromkeys(f"task.{key}" for keys in wanted for key in keys)
+    raise ValueError(
+        f"{source.where}: {available}; oneloop needs {' or '.join(fewest)}, and cannot find "
+        f"{' and '.join(lacking)}; name other columns with {' or '.join(options)}"
+    )
 
 
 def _named(
@@ -127,14 +162,12 @@ def _named(
     try:
         return _rows_of(source, window, kinds, whole=whole)
     except NoColumn as error:
-        named = [
-            key.rstrip("_0123456789")
-            for key, name in source.columns.items()
-            if name == error.column
-        ]
-        # negatives_1 is the first of task.negatives
-        keys = " or ".join(f"task.{key}" for key in dict.fromkeys(named))
-        raise ValueError(f"{error}; name another with {keys}") from error
+        keys: dict[str, None] = {}
+        for key, name in source.columns.items():
+            if name == error.column:
+                # negatives_1 is the first of task.negatives
+                keys[f"task.{key.rstrip('_0123456789')}"] = None
+        raise ValueError(f"{error}; name another with {' or '.join(keys)}") from error
 
 
 def _rows_of(
@@ -148,26 +181,39 @@ def _rows_of(
         files = found(source.where, kinds, whole=whole)
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
-    splits: dict[str, Rows] = {}
-    test = files.parts.pop("test", None) if "train" in files.parts else None
-    for group in ({**files.parts}, {"test": test} if test else {}):
-        files = Found(files.root, files.kind, group)
-        try:
-            splits |= (
-                parquets(files, columns, window=window)
-                if files.kind == "parquet"
-                else tables(files, columns)
-            )
-        except NoColumn as error:
-            if "test" not in group:
-                raise
-            source.notes.append(f"{error}: the test split is ignored")
+
+    def of(parts: dict[str, list[Path]]) -> Mapping[str, Rows]:
+        chosen = Found(files.root, files.kind, parts)
+        if files.kind == "parquet":
+            return parquets(chosen, columns, window=window)
+        return tables(chosen, columns)
+
+    # Only a data set with a training split can do without its test split.
+    if "train" not in files.parts or "test" not in files.parts:
+        return of(files.parts)
+    test = files.parts.pop("test")
+    splits = dict(of(files.parts))
+    try:
+        splits |= of({"test": test})
+    except NoColumn as error:
+        source.notes.append(f"{error}: the test split is ignored")
     return splits
 
 
 def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
     """Open a source as one set, in file order; of the hub: test, else validation, else train.
-    Raises ValueError."""
+
+    Args:
+        source: is changed: its ``parts`` have the rows as ``all``.
+        window: memory for the row groups of Parquet files, in megabytes.
+        kinds: kinds of files to look for.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: the source cannot be opened, or is empty.
+    """
     splits = _named(source, window, kinds, whole=True)
     rows = next(splits[name] for name in ("", "test", "validation", "train") if name in splits)
     if not len(rows):
@@ -194,28 +240,35 @@ def checked(held_out: float, window: int) -> None:
 def sets_of(
     sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]
 ) -> dict[str, Any]:
-    """Return the data sets by split: ``make(source)`` converts each row to a sample; several
-    sources are mixed."""
-    return combined(
-        sources,
-        [{split: Mapped(rows, make(s)) for split, rows in s.parts.items()} for s in sources],
-    )
+    """Return the data sets by split; several sources are mixed.
+
+    Args:
+        sources: opened sources.
+        make: returns for a source the function that converts each row to a sample.
+    """
+    each = []
+    for source in sources:
+        each.append({split: Mapped(rows, make(source)) for split, rows in source.parts.items()})
+    return combined(sources, each)
 
 
 def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the data sets by split, mixed by the sources' weights; ``each`` holds the data sets of
-    each source."""
+    """Return the data sets by split, mixed by the sources' weights.
+
+    Args:
+        sources: the sources.
+        each: the data sets by split, of each source.
+    """
     if len(sources) == 1:
         return dict(each[0])
     made = {}
     for split in ("train", "validation", "test"):
-        having = [
-            (source, sets[split])
-            for source, sets in zip(sources, each, strict=True)
-            if split in sets
-        ]
-        if having:
-            made[split] = Mixture(
-                {s.name: dataset for s, dataset in having}, [s.weight for s, _ in having]
-            )
+        sets = {}
+        weights = []
+        for source, of_source in zip(sources, each, strict=True):
+            if split in of_source:
+                sets[source.name] = of_source[split]
+                weights.append(source.weight)
+        if sets:
+            made[split] = Mixture(sets, weights)
     return made

@@ -4,7 +4,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,12 +21,26 @@ _SLACK = 1.25  # cached groups may use this multiple of the window, so that two 
 _SAMPLED_GROUPS = 16  # groups that are read to estimate their size in memory
 _OPEN_FILES = 16  # files that stay open: reading the metadata of many groups is slow
 
+# columns of ``Parquet._groups``, the table of row groups
+_FILE = 0  # number of the file
+_NUMBER = 1  # number of the group in its file
+_ROWS = 2
+_BYTES = 3  # in memory
+
 
 class Parquet:
     """The rows of Parquet files, in the order of :class:`oneloop.data.row_group_order.Windows`.
 
-    A process caches ``window`` megabytes. ``content`` is the fingerprint. Raises ValueError if a
-    file or column is missing, or a group exceeds the window."""
+    Args:
+        files: the files.
+        root: the folder of the data set, or its only file; for messages.
+        columns: the columns to read.
+        window: megabytes that a process caches.
+        content: the fingerprint.
+
+    Raises:
+        ValueError: a file or column is missing, or a group exceeds the window.
+    """
 
     def __init__(
         self,
@@ -37,46 +51,59 @@ class Parquet:
         window: int,
         content: Any,
     ) -> None:
-        self.files, self.columns = list(files), list(columns)
-        self.root, self.window, self.content = root, window, content
-        groups: list[tuple[int, int, int, int]] = []
+        self.files = list(files)
+        self.columns = list(columns)
+        self.root = root
+        self.window = window
+        self.content = content
+
+        # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
+        # whether a text column is dictionary-encoded, and so larger in memory than its recorded
+        # size
         self._repeats = False
-        """whether a text column is dictionary-encoded, and so larger in memory than its recorded
-        size"""
+        groups: list[tuple[int, int, int, int]] = []
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
-        # file, number in it, rows, bytes of each group
         self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)
+
+        # Number the rows, all of which are selected.
         self._exclude = False  # whether the rows are all but the picked ones
         self._picked: list[NDArray[np.int64]] | None = None
-        self._number(self._groups[:, 2])
+        self._number(self._groups[:, _ROWS])
+
+        # Estimate the groups' sizes in memory.
         self.reads = 0  # groups that this process has read
         self._clear_cache()
-        self._groups[:, 3] = np.ceil(self._groups[:, 3] * self._memory_ratio())
+        self._groups[:, _BYTES] = np.ceil(self._groups[:, _BYTES] * self._memory_ratio())
         self.reads = 0
         for file_number, group, rows, size in self._groups.tolist():
             if size > self.window * _MEGABYTE:
-                raise ValueError(self._too_large(self.files[file_number], group, rows, size))
+                self._reject_size(self.files[file_number], group, rows, size)
 
     def _memory_ratio(self) -> float:
-        """Return the ratio of size in memory to recorded size, from a few groups. It is rounded up
-        to a power of 2 ** (1/4), since the order of samples depends on it."""
+        """Return the ratio of size in memory to recorded size, from a few groups.
+
+        It is rounded up to a power of 2 ** (1/4), since the order of samples depends on it.
+        """
         if not self._repeats:
             return 1.0
-        some = np.unique(
-            np.linspace(0, len(self._groups) - 1, _SAMPLED_GROUPS).astype(np.int64)
-        ).tolist()
-        larger = max(self.read(group)[1] / max(1, self._groups[group, 3]) for group in some)
-        return float(2 ** (np.ceil(4 * np.log2(max(1.0, larger))) / 4))
+        spread = np.linspace(0, len(self._groups) - 1, _SAMPLED_GROUPS).astype(np.int64)
+        larger = 1.0
+        for group in np.unique(spread).tolist():
+            _, size = self.read(group)
+            larger = max(larger, size / max(1, self._groups[group, _BYTES]))
+        return float(2 ** (np.ceil(4 * np.log2(larger)) / 4))
 
     def _clear_cache(self) -> None:
-        self._tables: OrderedDict[int, Any] = OrderedDict()
+        # columns of the cached groups, and their bytes
+        self._tables: OrderedDict[int, tuple[dict[str, Any], int]] = OrderedDict()
         self._open: OrderedDict[int, Any] = OrderedDict()
-        self._held, self._owner = 0, os.getpid()
+        self._held = 0  # bytes of the cached tables
+        self._owner = os.getpid()
 
     def _drop_inherited(self) -> None:
-        # a forked worker process: drop the parent's tables and open files
+        """Drop the parent's tables and open files in a forked worker process."""
         if self._owner != os.getpid():
             self._clear_cache()
 
@@ -84,50 +111,51 @@ class Parquet:
         return {**self.__dict__, "_tables": OrderedDict(), "_open": OrderedDict(), "_held": 0}
 
     def _number(self, sizes: NDArray[np.int64]) -> None:
-        self.sizes, self._length = sizes, int(sizes.sum())  # rows of each group, and all
-        self._firsts = np.cumsum(sizes) - sizes
+        """Number the rows, given the selected rows of each group."""
+        self.sizes = sizes
+        self._length = int(sizes.sum())
+        self._firsts = np.cumsum(sizes) - sizes  # number of each group's first row
 
     def _groups_of(self, number: int, file: Path) -> list[tuple[int, int, int, int]]:
+        """Return the rows of the table of groups for one file; check its columns and types."""
         with self._opened(file) as parquet:
-            schema, metadata = parquet.schema_arrow, parquet.metadata
-            for column in self.columns:
-                if schema.names.count(column) != 1:
-                    raise no_column(str(file), column, schema.names)
-            types = _types(schema, self.columns, file)
-            if self._types and types != self._types:
-                changed = next(name for name in types if types[name] != self._types[name])
-                apart = (
-                    f"has type {types[changed]} here and {self._types[changed]} in {self.files[0]}"
-                )
-                raise ValueError(
-                    f"{file}: column {changed!r} {apart}; write the files with one schema"
-                )
-            self._types = types
-            found = []
-            for group in range(metadata.num_row_groups):
-                about = metadata.row_group(group)
-                columns = [about.column(column) for column in range(about.num_columns)]
-                read = [
-                    column for column in columns if _wanted(column.path_in_schema, self.columns)
-                ]
-                self._repeats |= any(
-                    column.physical_type == "BYTE_ARRAY"
-                    and any("DICTIONARY" in e for e in column.encodings)
-                    for column in read
-                )
-                found.append((number, group, about.num_rows, sum(map(_bytes, read))))
-            return found
+            schema = parquet.schema_arrow
+            metadata = parquet.metadata
+        for column in self.columns:
+            if schema.names.count(column) != 1:
+                raise no_column(str(file), column, schema.names)
 
-    def _too_large(self, file: Path, group: int, rows: int, size: int) -> str:
+        types = _types(schema, self.columns, file)
+        if self._types:
+            for name, kind in types.items():
+                if kind != self._types[name]:
+                    raise ValueError(
+                        f"{file}: column {name!r} has type {kind} here and {self._types[name]} in "
+                        f"{self.files[0]}; write the files with one schema"
+                    )
+        self._types = types
+
+        found = []
+        for group in range(metadata.num_row_groups):
+            about = metadata.row_group(group)
+            size = 0
+            for index in range(about.num_columns):
+                column = about.column(index)
+                if _wanted(column.path_in_schema, self.columns):
+                    size += _bytes(column)
+                    self._repeats |= _has_dictionary(column)
+            found.append((number, group, about.num_rows, size))
+        return found
+
+    def _reject_size(self, file: Path, group: int, rows: int, size: int) -> NoReturn:
+        """Raise ValueError about a group that exceeds the window, with two ways out."""
         fitting = max(1, rows * self.window * _MEGABYTE // (16 * size))
-        held = (
-            f"row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and task.window "
-            f"is {self.window} MB"
-        )
-        smaller = f"python -m oneloop.data.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}"
-        larger = f"--task.window {2 ** int(8 * size / _MEGABYTE).bit_length()}"
-        return (
-            f"{file}: {held}; write smaller groups ({smaller}), or give it more memory ({larger})"
+        larger = 2 ** int(8 * size / _MEGABYTE).bit_length()
+        raise ValueError(
+            f"{file}: row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and "
+            f"task.window is {self.window} MB; write smaller groups "
+            f"(python -m oneloop.data.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}), or "
+            f"give it more memory (--task.window {larger})"
         )
 
     def _opened(self, file: Path) -> Any:
@@ -158,20 +186,21 @@ class Parquet:
             array = self.read(group, [column])[0][column]
             if self._picked is not None:
                 picked = self._picked[group]
-                array = array.take(
-                    np.delete(np.arange(len(array)), picked) if self._exclude else picked
-                )
+                if self._exclude:
+                    picked = np.delete(np.arange(len(array)), picked)
+                array = array.take(picked)
             yield array
 
     def near(self, index: int) -> range:
         """Return the rows of the same row group."""
         group, _ = self._locate(index)
-        last = group + 1 == len(self._firsts)
-        return range(
-            int(self._firsts[group]), self._length if last else int(self._firsts[group + 1])
-        )
+        first = int(self._firsts[group])
+        if group + 1 == len(self._firsts):
+            return range(first, self._length)
+        return range(first, int(self._firsts[group + 1]))
 
     def _locate(self, index: int) -> tuple[int, int]:
+        """Return the group of a row, and the row's number in the group as stored."""
         if not 0 <= index < self._length:
             raise IndexError(index)
         group = int(np.searchsorted(self._firsts, index, side="right")) - 1
@@ -181,30 +210,45 @@ class Parquet:
         picked = self._picked[group]
         if not self._exclude:
             return group, int(picked[row])
-        return group, row + int(np.searchsorted(picked - np.arange(len(picked)), row, side="right"))
+        # Skip the excluded rows that are stored before this one.
+        before = picked - np.arange(len(picked))
+        return group, row + int(np.searchsorted(before, row, side="right"))
 
     def where(self, index: int) -> str:
         group, row = self._locate(index)
         file, number, _, _ = self._groups[group].tolist()
-        earlier = self._groups[
-            (self._groups[:, 0] == file) & (self._groups[:, 1] < number), 2
-        ].sum()
-        return f"{self.files[file]}, row {int(earlier) + row}"
+        of_file = self._groups[:, _FILE] == file
+        earlier = of_file & (self._groups[:, _NUMBER] < number)
+        first = int(self._groups[earlier, _ROWS].sum())
+        return f"{self.files[file]}, row {first + row}"
 
     def _table(self, group: int) -> dict[str, Any]:
+        """Return the columns of a group, from the cache if they are there."""
         self._drop_inherited()
         if group in self._tables:
             self._tables.move_to_end(group)
-            return self._tables[group][0]  # type: ignore[no-any-return]
+            columns, _ = self._tables[group]
+            return columns
         columns, size = self.read(group)
+
+        # Drop the groups that were used least recently.
         while self._tables and self._held + size > _SLACK * self.window * _MEGABYTE:
-            self._held -= self._tables.popitem(last=False)[1][1]
+            _, (_, dropped) = self._tables.popitem(last=False)
+            self._held -= dropped
         self._tables[group] = columns, size
         self._held += size
         return columns
 
     def read(self, group: int, columns: Sequence[str] | None = None) -> tuple[dict[str, Any], int]:
-        """Return columns of a group (default: all requested) as Arrow arrays, and their bytes."""
+        """Return columns of a group as Arrow arrays, and their bytes.
+
+        Args:
+            group: number of the group.
+            columns: names of the columns; None: all of this object.
+
+        Raises:
+            ValueError: the group cannot be read.
+        """
         import pyarrow
 
         self._drop_inherited()
@@ -221,9 +265,11 @@ class Parquet:
         return {name: table.column(name).combine_chunks() for name in names}, table.nbytes
 
     def _file(self, number: int) -> Any:
+        """Return an open file; close the one that was used least recently."""
         if number not in self._open:
             if len(self._open) == _OPEN_FILES:
-                self._open.popitem(last=False)[1].close()
+                _, oldest = self._open.popitem(last=False)
+                oldest.close()
             self._open[number] = self._opened(self.files[number])
         self._open.move_to_end(number)
         return self._open[number]
@@ -231,16 +277,19 @@ class Parquet:
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
     ) -> "Parquet":
+        # Copy without __init__, which reads the metadata of all files.
         made = object.__new__(Parquet)
         made.__dict__.update(self.__dict__)
-        bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
-        made._picked = [
-            indices[a:b] - f for a, b, f in zip(bounds, bounds[1:], self._firsts, strict=False)
-        ]
-        made._exclude = exclude
         made.content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
-        picked = np.diff(bounds)
-        made._number(self.sizes - picked if exclude else picked)
+
+        # Divide the indices by group, and number them within it.
+        bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
+        made._picked = []
+        for start, end, first in zip(bounds, bounds[1:], self._firsts, strict=False):
+            made._picked.append(indices[start:end] - first)
+        made._exclude = exclude
+        counts = np.diff(bounds)
+        made._number(self.sizes - counts if exclude else counts)
         made.reads = 0
         made._clear_cache()
         return made
@@ -248,18 +297,21 @@ class Parquet:
     @property
     def open_groups(self) -> int:
         """Return how many groups fit into the window, by the largest group."""
-        return max(1, self.window * _MEGABYTE // max(1, int(self._groups[:, 3].max())))
+        largest = max(1, int(self._groups[:, _BYTES].max()))
+        return max(1, self.window * _MEGABYTE // largest)
 
     def order(self, *, seed: int, batch: int) -> Ordered:
         return Windows(self.sizes, seed=seed, open_groups=self.open_groups, batch=batch)
 
     def about(self) -> str:
-        groups, held = len(self._groups), min(self.open_groups, len(self._groups))
+        """Return how the rows are read, for the log."""
+        groups = len(self._groups)
         where = f"{len(self.files):,} parquet files, {groups:,} row groups"
-        if held == groups:
+        if self.open_groups >= groups:
             return f"{where}, all of which fit into task.window ({self.window} MB per process)"
         return (
-            f"{where}, shuffled among {held} at a time (task.window: {self.window} MB per process)"
+            f"{where}, shuffled among {self.open_groups} at a time (task.window: {self.window} MB "
+            "per process)"
         )
 
     def fingerprint(self) -> dict[str, Any]:
@@ -267,6 +319,7 @@ class Parquet:
 
 
 def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
+    """Return the columns' types: features of ``datasets`` by name."""
     import pyarrow
     from datasets import Features
 
@@ -279,26 +332,35 @@ def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
 
 
 def _wanted(path: str, columns: Sequence[str]) -> bool:
+    """Return whether a stored column is one of the columns, or a field of one."""
     return any(path == column or path.startswith(f"{column}.") for column in columns)
+
+
+def _has_dictionary(about: Any) -> bool:
+    """Return whether a column of a group stores repeated texts once."""
+    if about.physical_type != "BYTE_ARRAY":
+        return False
+    return any("DICTIONARY" in encoding for encoding in about.encodings)
 
 
 def _bytes(about: Any) -> int:
     """Return the bytes of a column of a group in memory, from the file's metadata."""
-    width = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}.get(
-        about.physical_type, 0
-    )
+    widths = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}
+    width = widths.get(about.physical_type, 0)
     return max(int(about.total_uncompressed_size), int(width * about.num_values))
 
 
 def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
-    """Return the files' rows by split; raises as :class:`Parquet`."""
-    return {
-        name: Parquet(
-            files,
-            found.root,
-            columns,
-            window=window,
-            content=content_of(files, found.root) | {"part": name},
-        )
-        for name, files in found.parts.items()
-    }
+    """Return the files' rows by split; raise as :class:`Parquet`.
+
+    Args:
+        found: the files.
+        columns: the columns to read.
+        window: megabytes that a process caches.
+    """
+    made = {}
+    for split, files in found.parts.items():
+        content = content_of(files, found.root)
+        content["part"] = split
+        made[split] = Parquet(files, found.root, columns, window=window, content=content)
+    return made

@@ -11,9 +11,19 @@ from oneloop.data.rows.find_files import found
 
 
 def rewrite(old: Path, new: Path, *, rows: int) -> int:
-    """Rewrite the Parquet files of ``old`` under ``new`` with ``rows`` rows per group, a batch at a
-    time. Return the number of files. Raises ValueError if there are none, or if ``new`` is not
-    empty."""
+    """Rewrite Parquet files with smaller row groups; hold one batch in memory at a time.
+
+    Args:
+        old: a folder of Parquet files, or a file.
+        new: the folder to write to.
+        rows: rows of a group.
+
+    Returns:
+        The number of files.
+
+    Raises:
+        ValueError: there are no files, or ``new`` is not empty.
+    """
     from pyarrow import parquet
 
     there = found(old, kinds=["parquet"])
