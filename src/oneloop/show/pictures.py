@@ -151,11 +151,13 @@ def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
             x = left + column * cell
             shade = shares[row, column]
             colour = _GOOD if row == column else _BAD
-            ground = tuple(round(255 - shade * (255 - part)) for part in colour)
-            pen.rectangle((x, y, x + cell - 2, y + cell - 2), fill=ground)
+            ground = [round(255 - shade * (255 - part)) for part in colour]
+            corner = (x + cell - 2, y + cell - 2)
+            pen.rectangle((x, y, *corner), fill=tuple(ground))
             if cell == _CELL and counts[row, column]:
                 ink = "white" if shade > 0.5 else _INK
-                pen.text((x + 3, y + 8), f"{counts[row, column]:.0f}", fill=ink, font=font)
+                count = f"{counts[row, column]:.0f}"
+                pen.text((x + 3, y + 8), count, fill=ink, font=font)
 
         # Name the row's class at the left, and the same class above its column.
         if cell == _CELL:

@@ -31,45 +31,55 @@ _SINGLE = {
 
 
 def charts(runs: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return ``{"title", "data", "layout"}`` of every chart that has data."""
+    """Return ``{"title", "data", "layout"}`` of every chart that has data.
+
+    ``data`` holds plotly's traces, and ``layout`` is plotly's layout.
+    """
     return [chart for chart in _all(runs) if chart["data"]]
 
 
 def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
     def traces_of(*metrics: str) -> list[dict[str, Any]]:
-        return [trace for run in runs for metric in metrics for trace in _traces(run, metric, runs)]
+        traces = []
+        for run in runs:
+            for metric in metrics:
+                traces += _traces(run, metric, runs)
+        return traces
 
-    losses = [*traces_of("train/loss"), *traces_of("eval/loss")]
+    names = dict.fromkeys(name for run in runs for name in run.metrics())
+
     yield _chart(
         "Loss (train: mean since the previous point)",
-        losses,
+        [*traces_of("train/loss"), *traces_of("eval/loss")],
         log=_is_logarithmic(runs, "train/loss"),
         marks=_event_marks(runs),
     )
-    evaluated = dict.fromkeys(
-        name for run in runs for name in run.metrics() if name.startswith("eval/")
-    )
-    own = dict.fromkeys(name for run in runs for name in run.metrics() if name.startswith("train/"))
-    for name in own:
-        if name not in ("train/loss", "train/epoch", *_SINGLE):
-            yield _chart(
-                f"In training: {name.removeprefix('train/').replace('_', ' ')}", traces_of(name)
-            )
-    for name in evaluated:
-        if name != "eval/loss":
-            yield _chart(name.removeprefix("eval/").replace("_", " ").capitalize(), traces_of(name))
-    known = (*_TRAINING, "eval/", "test/", "profile/")
-    for name in dict.fromkeys(
-        name for run in runs for name in run.metrics() if not name.startswith(known)
-    ):
-        yield _chart(name.replace("/", ": ").replace("_", " ").capitalize(), traces_of(name))
+
+    # The task's own metrics: in training, in evaluations, and others.
+    for name in names:
+        if name.startswith("train/") and name not in ("train/loss", "train/epoch", *_SINGLE):
+            title = name.removeprefix("train/").replace("_", " ")
+            yield _chart(f"In training: {title}", traces_of(name))
+    for name in names:
+        if name.startswith("eval/") and name != "eval/loss":
+            title = name.removeprefix("eval/").replace("_", " ").capitalize()
+            yield _chart(title, traces_of(name))
+    for name in names:
+        if not name.startswith((*_TRAINING, "eval/", "test/", "profile/")):
+            title = name.replace("/", ": ").replace("_", " ").capitalize()
+            yield _chart(title, traces_of(name))
+
+    # The metrics that every run has. A constant learning rate is in the headline.
     for metric, title in _SINGLE.items():
         if metric != "train/lr" or any(constant(run, metric) is None for run in runs):
             yield _chart(title, traces_of(metric), log=_is_logarithmic(runs, metric))
         if metric == "speed/mfu":
-            yield from (_shares(run, several=len(runs) > 1) for run in runs)
+            for run in runs:
+                yield _shares(run, several=len(runs) > 1)
+
     for run in runs:
-        if confusion := matrix_of(run.examples.get("confusion")):
+        confusion = matrix_of(run.examples.get("confusion"))
+        if confusion:
             yield _confusion(confusion, f": {run.name}" if len(runs) > 1 else "")
 
 
@@ -80,65 +90,89 @@ def constant(run: Record, metric: str) -> float | None:
 
 
 def _shares(run: Record, *, several: bool) -> dict[str, Any]:
+    """Return stacked areas of the phases' shares of the time."""
     stacked = []
     phases = [name.removeprefix("share/") for name in run.metrics() if name.startswith("share/")]
     for phase, colour in zip(phases, _COLOURS, strict=False):
-        stacked += [
-            trace
-            | {
-                "stackgroup": "one",
-                "mode": "lines",
-                "name": phase,
-                "line": {"color": colour, "width": 0},
-            }
-            | {"fillcolor": colour}
-            | {axis: averaged(trace[axis]) for axis in "xy"}
-            for trace in _traces(run, f"share/{phase}", [run])
-            if any(trace["y"])
-        ]
-    return _chart(
-        f"Shares of the time between log lines{f': {run.name}' if several else ''}", stacked
-    )
+        for trace in _traces(run, f"share/{phase}", [run]):
+            if not any(trace["y"]):
+                continue
+            trace["stackgroup"] = "one"
+            trace["mode"] = "lines"
+            trace["name"] = phase
+            trace["line"] = {"color": colour, "width": 0}
+            trace["fillcolor"] = colour
+            for axis in "xy":
+                trace[axis] = averaged(trace[axis])
+            stacked.append(trace)
+    of = f": {run.name}" if several else ""
+    return _chart(f"Shares of the time between log lines{of}", stacked)
 
 
 def averaged(values: Sequence[float | None], most: int = 60) -> list[float | None]:
-    """Return the means of at most ``most`` stretches of the values, so that an area can be read.
-    None: no value."""
-    starts = range(0, len(values), max(1, -(-len(values) // most)))
-    stretches = (
-        [value for value in values[at : at + starts.step] if value is not None] for at in starts
-    )
-    return [sum(stretch) / len(stretch) if stretch else None for stretch in stretches]
+    """Return the means of stretches of the values, so that an area can be read.
+
+    Args:
+        values: None: no value.
+        most: largest number of stretches.
+
+    Returns:
+        A mean for each stretch; None if it has no value.
+    """
+    length = max(1, -(-len(values) // most))
+    means: list[float | None] = []
+    for start in range(0, len(values), length):
+        stretch = [value for value in values[start : start + length] if value is not None]
+        means.append(sum(stretch) / len(stretch) if stretch else None)
+    return means
 
 
 def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return a curve of a metric for each of the evaluated weights of a run."""
     traces = []
     evaluation = not metric.startswith(_TRAINING)
     for weights in run.weights() if evaluation else [None]:
         steps, values = run.curve(metric, weights)
         if not steps:
             continue
-        label = metric if evaluation or metric == "train/loss" else metric.partition("/")[2]
-        words = [
-            run.name if len(runs) > 1 else "",
-            label,
-            f"({weights})" if weights not in (None, "raw") else "",
-        ]
-        number = (
-            runs.index(run) if len(runs) > 1 else 1 + run.weights().index(weights) if weights else 0
-        )
-        dash = "solid" if weights is None else "dot" if weights == "raw" else "dash"
-        traces.append(
-            {
-                "type": "scatter",
-                "x": steps,
-                "y": [value if math.isfinite(value) else None for value in values],
-                "mode": "lines+markers" if evaluation or len(steps) < 40 else "lines",
-                "name": " ".join(filter(None, words)),
-                "line": {"color": _COLOURS[number % len(_COLOURS)], "dash": dash},
-            }
-        )
+        trace = {
+            "type": "scatter",
+            "x": steps,
+            "y": [value if math.isfinite(value) else None for value in values],
+            "mode": "lines+markers" if evaluation or len(steps) < 40 else "lines",
+            "name": _curve_name(run, metric, weights, runs),
+            "line": _line(run, weights, runs),
+        }
+        traces.append(trace)
     return traces
+
+
+def _curve_name(run: Record, metric: str, weights: str | None, runs: Sequence[Record]) -> str:
+    words = []
+    if len(runs) > 1:
+        words.append(run.name)
+    if metric.startswith(_TRAINING) and metric != "train/loss":
+        words.append(metric.partition("/")[2])
+    else:
+        words.append(metric)
+    if weights not in (None, "raw"):
+        words.append(f"({weights})")
+    return " ".join(filter(None, words))
+
+
+def _line(run: Record, weights: str | None, runs: Sequence[Record]) -> dict[str, Any]:
+    """Return plotly's line: the colour is the run's, or of a single run the weights'."""
+    number = 0
+    if len(runs) > 1:
+        number = runs.index(run)
+    elif weights:
+        number = 1 + run.weights().index(weights)
+    dash = "dash"
+    if weights is None:
+        dash = "solid"
+    elif weights == "raw":
+        dash = "dot"
+    return {"color": _COLOURS[number % len(_COLOURS)], "dash": dash}
 
 
 def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
@@ -147,49 +181,61 @@ def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
     for index, run in enumerate(runs):
         colour = _COLOURS[index % len(_COLOURS)] if len(runs) > 1 else "#999"
         for kind, symbol in _MARKS.items():
-            if events := [event for event in run.events() if event["event"] == kind]:
-                traces.append(
-                    {
-                        "type": "scatter",
-                        "x": [event["step"] for event in events],
-                        "y": [kind] * len(events),
-                        "yaxis": "y2",
-                        "showlegend": False,
-                        "mode": "markers",
-                        "name": kind if len(runs) == 1 else f"{run.name} {kind}",
-                        "text": [str(event.get("why", "")) for event in events],
-                        "marker": {
-                            "symbol": symbol,
-                            "size": 8,
-                            "color": colour,
-                            "line": {"width": 1, "color": "#555"},
-                        },
-                    }
-                )
+            events = [event for event in run.events() if event["event"] == kind]
+            if not events:
+                continue
+            marker = {
+                "symbol": symbol,
+                "size": 8,
+                "color": colour,
+                "line": {"width": 1, "color": "#555"},
+            }
+            trace = {
+                "type": "scatter",
+                "x": [event["step"] for event in events],
+                "y": [kind] * len(events),
+                "yaxis": "y2",
+                "showlegend": False,
+                "mode": "markers",
+                "name": kind if len(runs) == 1 else f"{run.name} {kind}",
+                "text": [str(event.get("why", "")) for event in events],
+                "marker": marker,
+            }
+            traces.append(trace)
     return traces
 
 
 def matrix_of(confusion: Any) -> dict[str, Any] | None:
-    """Return a confusion matrix, or None if the content is invalid."""
+    """Return a confusion matrix, or None if the content is invalid.
+
+    Args:
+        confusion: ``classes``, the names, and ``counts``, a row of numbers for each true class.
+    """
     if not isinstance(confusion, dict):
         return None
-    classes, counts = confusion.get("classes"), confusion.get("counts")
+    classes = confusion.get("classes")
+    counts = confusion.get("counts")
     if not isinstance(classes, list) or not isinstance(counts, list) or len(classes) != len(counts):
         return None
-    if any(not isinstance(row, list) or len(row) != len(classes) for row in counts):
-        return None
-    numbers = [[number(count) for count in row] for row in counts]
-    if not all(math.isfinite(count) for row in numbers for count in row):
-        return None
-    return {
-        "classes": [str(name) for name in classes],
-        "counts": [[int(count) for count in row] for row in numbers],
-    }
+    rows = []
+    for row in counts:
+        if not isinstance(row, list) or len(row) != len(classes):
+            return None
+        numbers = list(map(number, row))
+        if not all(map(math.isfinite, numbers)):
+            return None
+        rows.append(list(map(int, numbers)))
+    return {"classes": list(map(str, classes)), "counts": rows}
 
 
 def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
-    classes, counts = confusion["classes"], confusion["counts"]
-    shares = [[count / max(1, sum(row)) for count in row] for row in counts]
+    """Return a heat map of the shares of each true class, with the counts as text."""
+    classes = confusion["classes"]
+    counts = confusion["counts"]
+    shares = []
+    for row in counts:
+        samples = max(1, sum(row))
+        shares.append([count / samples for count in row])
     trace = {
         "type": "heatmap",
         "x": classes,
@@ -197,56 +243,58 @@ def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
         "z": shares,
         "customdata": counts,
         "name": "samples",
-    }
-    trace |= {"zmin": 0, "zmax": 1, "showscale": False, "xgap": 1, "ygap": 1}
-    trace |= {
+        "zmin": 0,
+        "zmax": 1,
+        "showscale": False,
+        "xgap": 1,
+        "ygap": 1,
         "colorscale": [
-            [at, f"rgba(47,111,222,{o})"] for at, o in ((0, 0.0), (0.02, 0.15), (1, 0.55))
-        ]
+            [0, "rgba(47,111,222,0.0)"],
+            [0.02, "rgba(47,111,222,0.15)"],
+            [1, "rgba(47,111,222,0.55)"],
+        ],
+        "hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>",
     }
-    trace |= {"hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>"}
     if len(classes) <= 20:
-        trace |= {
-            "text": [[count or "" for count in row] for row in counts],
-            "texttemplate": "%{text}",
-        }
+        trace["text"] = [[count or "" for count in row] for row in counts]
+        trace["texttemplate"] = "%{text}"
+
     chart = _chart(f"Confusion of the validation set: rows are the true classes{of}", [trace])
-    chart["layout"] |= {"height": 420, "hovermode": "closest"}
+    layout = chart["layout"]
+    layout["height"] = 420
+    layout["hovermode"] = "closest"
     for axis, title in (("xaxis", "predicted"), ("yaxis", "true")):
-        chart["layout"][axis] |= {"type": "category", "title": {"text": title}, "showgrid": False}
-    chart["layout"]["yaxis"] |= {"autorange": "reversed"}
-    chart["layout"]["showlegend"] = False
+        layout[axis] |= {"type": "category", "title": {"text": title}, "showgrid": False}
+    layout["yaxis"]["autorange"] = "reversed"
+    layout["showlegend"] = False
     return chart
 
 
 def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
     """Return the metrics of a chart as a table: its header and its rows."""
+    cells: list[tuple[Any, ...]] = []
     if chart["data"][0]["type"] == "heatmap":
         trace = chart["data"][0]
-        cells = [
-            (trace["y"][row], trace["x"][column], count)
-            for row, counts in enumerate(trace["customdata"])
-            for column, count in enumerate(counts)
-            if count
-        ]
+        for name, counts in zip(trace["y"], trace["customdata"], strict=True):
+            for predicted, count in zip(trace["x"], counts, strict=True):
+                if count:
+                    cells.append((name, predicted, count))
         return ["true class", "predicted", "samples"], cells
-    return ["curve", "step", "value"], [
-        (trace["name"], x, y)
-        for trace in chart["data"]
-        for x, y in zip(trace["x"], trace["y"], strict=True)
-    ]
+    for trace in chart["data"]:
+        for x, y in zip(trace["x"], trace["y"], strict=True):
+            cells.append((trace["name"], x, y))
+    return ["curve", "step", "value"], cells
 
 
 def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
-    """Return whether the axis is logarithmic: all values are positive and span more than a factor
-    of 20."""
+    """Return whether the axis is logarithmic.
+
+    It is if all values are positive and span more than a factor of 20.
+    """
+    if metric in ("train/lr", "speed/mfu"):
+        return False
     values = [value for run in runs for value in run.curve(metric)[1] if math.isfinite(value)]
-    return (
-        metric not in ("train/lr", "speed/mfu")
-        and bool(values)
-        and min(values) > 0
-        and max(values) / min(values) > 20
-    )
+    return bool(values) and min(values) > 0 and max(values) / min(values) > 20
 
 
 def _chart(
@@ -256,36 +304,57 @@ def _chart(
     log: bool = False,
     marks: Sequence[dict[str, Any]] = (),
 ) -> dict[str, Any]:
+    """Return a chart with oneloop's layout.
+
+    Args:
+        title: the title.
+        data: the traces; without any, the chart is left out.
+        log: whether the y axis is logarithmic.
+        marks: traces of events, which are drawn below the others.
+    """
+    y_axis: dict[str, Any] = {"type": "linear", "tickformat": "~g"}
+    if log:
+        y_axis = {"type": "log", "title": {"text": "logarithmic"}, "exponentformat": "power"}
+    y_axis["automargin"] = True
+    x_axis: dict[str, Any] = {"title": {"text": "step"}, "rangemode": "tozero"}
     layout: dict[str, Any] = {
         "margin": {"l": 55, "r": 15, "t": 40, "b": 40},
         "height": 320,
         "hovermode": "x unified",
-        "xaxis": {"title": {"text": "step"}, "rangemode": "tozero"},
-        "yaxis": {"type": "log", "title": {"text": "logarithmic"}, "exponentformat": "power"}
-        if log
-        else {"type": "linear", "tickformat": "~g"},
+        "xaxis": x_axis,
+        "yaxis": y_axis,
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "showlegend": True,
     }
-    layout["yaxis"]["automargin"] = True
-    if data and data[0]["type"] == "scatter":
+    if not data:
+        return {"title": title, "data": [], "layout": layout}
+
+    # Make short and constant curves readable.
+    if data[0]["type"] == "scatter":
         points, last = max((len(trace["x"]), max(trace["x"])) for trace in data)
-        layout["xaxis"] |= {"dtick": 1} if last < 8 else {}
-        title += f" ({points} point{'s' * (points > 1)})" if points < 3 else ""
-        values = {value for trace in data for value in trace["y"] if value is not None}
-        if len(values) == 1:  # an axis around the only value
+        if last < 8:
+            x_axis["dtick"] = 1
+        if points < 3:
+            title += f" ({points} point{'s' * (points > 1)})"
+        values = set[Any]()
+        for trace in data:
+            values.update(value for value in trace["y"] if value is not None)
+        if len(values) == 1:
             value = values.pop()
-            layout["yaxis"] |= {
-                "range": [value - 0.1 * abs(value or 10), value + 0.1 * abs(value or 10)]
-            }
-    if data and marks:
-        share = 0.07 * len({mark["y"][0] for mark in marks})
-        layout["yaxis"]["domain"], layout["xaxis"]["anchor"] = [share + 0.05, 1], "y2"
+            margin = 0.1 * abs(value or 10)
+            y_axis["range"] = [value - margin, value + margin]
+
+    # Give each kind of event a row below the curves.
+    if marks:
+        kinds = len({mark["y"][0] for mark in marks})
+        share = 0.07 * kinds
+        y_axis["domain"] = [share + 0.05, 1]
+        x_axis["anchor"] = "y2"
         layout["yaxis2"] = {
             "type": "category",
             "domain": [0, share],
             "showgrid": False,
             "fixedrange": True,
         }
-        layout["height"] += 20 * len({mark["y"][0] for mark in marks})
-    return {"title": title, "data": [*data, *marks] if data else [], "layout": layout}
+        layout["height"] += 20 * kinds
+    return {"title": title, "data": [*data, *marks], "layout": layout}

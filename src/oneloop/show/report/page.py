@@ -13,7 +13,7 @@ import html
 import json
 import math
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,19 +29,22 @@ _TABLE_ROWS = 200
 
 
 def report(folders: Sequence[Path]) -> str:
-    """Return the page of one run, or of several in the same charts. Raise ValueError if a folder
-    holds no run."""
+    """Return the page of one run, or of several in the same charts.
+
+    Raises:
+        ValueError: a folder holds no run.
+    """
     runs = distinct([read_record(folder) for folder in folders])
     several = len(runs) > 1
     drawn = charts(runs)
     title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
     body = [f"<h1>{_safe(title)}</h1>", *(_headline(run, several=several) for run in runs)]
     if several:
-        changed = differences(runs)
-        changes = (
-            table(["key", *(run.name for run in runs)], changed) if changed else "<p>nothing</p>"
-        )
         title = "Differences between the recipes"
+        changed = differences(runs)
+        changes = "<p>nothing</p>"
+        if changed:
+            changes = table(["key", *(run.name for run in runs)], changed)
         body.append(f"<section><h2>{title}</h2>{_region('Differences', changes)}</section>")
     body += [chart_section(number, chart) for number, chart in enumerate(drawn)]
     body += [_classes(run, several=several) for run in runs]
@@ -53,9 +56,18 @@ def report(folders: Sequence[Path]) -> str:
 
 
 def write_report(runs: Sequence[Path], to: Path | None) -> Path:
-    """Write the page about runs, by default report.html in the only run's folder; return its path.
-    Raise BadInput."""
-    to = to or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    """Write the page about runs, and return its path.
+
+    Args:
+        runs: the run folders.
+        to: the file; None: report.html in the only run's folder, or of several runs in the current
+            one.
+
+    Raises:
+        BadInput: a folder holds no run, or the file cannot be written.
+    """
+    if to is None:
+        to = (runs[0] if len(runs) == 1 else Path()) / "report.html"
     try:
         to.write_text(report(runs))
     except ValueError as error:
@@ -66,18 +78,25 @@ def write_report(runs: Sequence[Path], to: Path | None) -> Path:
 
 
 def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any]]) -> str:
-    """Return a self-contained page of HTML sections and charts, which :func:`chart_section` has
-    placed."""
+    """Return a self-contained page.
+
+    Args:
+        title: the title of the page.
+        body: HTML sections, with one of :func:`chart_section` for each chart.
+        charts: the charts, in the order of their numbers.
+    """
     drawn = [{"data": _escaped(chart["data"]), "layout": chart["layout"]} for chart in charts]
     data = json.dumps(drawn, allow_nan=False)
     here = Path(__file__).parent
     page, style, script = ((here / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
-    package = find_spec("plotly")  # its JavaScript, without the import, which takes a second
+
+    # Read plotly's JavaScript without the import, which takes a second.
+    package = find_spec("plotly")
     assert package is not None and package.submodule_search_locations
-    plotly = (
-        Path(package.submodule_search_locations[0]) / "package_data" / "plotly.min.js"
-    ).read_text()
-    # for the content security policy
+    folder = Path(package.submodule_search_locations[0])
+    plotly = (folder / "package_data" / "plotly.min.js").read_text()
+
+    # Allow these two scripts, and nothing else, by the content security policy.
     hashes = [hashlib.sha256(code.encode()) for code in (plotly, script)]
     return page.format(
         title=_safe(title),
@@ -96,11 +115,18 @@ def _escaped(value: Any, key: str = "") -> Any:
         return html.escape(value) if key in ("name", "text", "x", "y") else value
     if isinstance(value, Mapping):
         return {name: _escaped(inside, name) for name, inside in value.items()}
-    return [_escaped(inside, key) for inside in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_escaped(inside, key) for inside in value]
+    return value
 
 
 def chart_section(number: int, chart: dict[str, Any]) -> str:
-    """Return the HTML of a chart's container and of its metrics as a table."""
+    """Return the HTML of a chart's container and of its metrics as a table.
+
+    Args:
+        number: index of the chart on the page.
+        chart: its title, data and layout.
+    """
     head, lines = rows(chart)
     every = math.ceil(len(lines) / _TABLE_ROWS)
     more = f" (1 of every {every} rows of {len(lines):,})" if every > 1 else ""
@@ -115,66 +141,73 @@ def chart_section(number: int, chart: dict[str, Any]) -> str:
 
 
 def _headline(run: Record, *, several: bool) -> str:
+    """Return the results of a run as cards, how it ended, and what oneloop says about its speed."""
     summary = run.summary
-    best, final = (
-        value if isinstance(value := summary.get(key), dict) else {} for key in ("best", "final")
+    cards = "".join(
+        f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in _cards(run)
     )
-    cards = [
-        (name.replace("/", " ").replace("_", " "), _short(value))
-        for name, value in summary.items()
-        if ("eval/" in name or "test/" in name) and isinstance(value, float)
-    ]
-    if best.get("value") is not None:
-        metric = str(best.get("metric")).replace("/", " ") + " (raw)" * (len(run.weights()) > 1)
-        cards.append((f"best {metric}, at step {best.get('step')}", _short(best["value"])))
-    cards += [
-        (
-            name.replace("seconds", "time"),
-            f"{number(summary[name]):,.0f}{' s' * (name == 'seconds')}",
-        )
-        for name in ("step", "samples", "tokens", "seconds")
-        if name in summary
-    ]
-    if (rate := constant(run, "train/lr")) is not None:
-        cards.append(("learning rate", _short(rate)))
-    shown = "".join(
-        f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards
-    )
-    reason = summary.get("exit_reason") or (
-        f"at step {run.last:,}" if run.last is not None else "not begun"
-    )
+
+    # Name the weights of the final results.
+    reason = summary.get("exit_reason")
+    if not reason:
+        reason = "not begun" if run.last is None else f"at step {run.last:,}"
+    final = _dict(summary.get("final"))
     if final and not summary.get("exit_code"):
-        of = (
-            f"{final.get('weights')}{' raw' * (len(run.weights()) > 1)} weights, of step "
-            f"{final.get('step')}"
-        )
+        raw = " raw" if len(run.weights()) > 1 else ""
+        of = f"{final.get('weights')}{raw} weights, of step {final.get('step')}"
         device = f", on {run.environment['device']}" if "device" in run.environment else ""
         reason = f"{reason}{device}; eval (validation) and test metrics: {of}"
-    sentences = [
-        text
-        for key in ("time", "noise_scale")
-        if (text := str(summary.get(key, ""))) and " n/a" not in text
-    ]
-    goodput = summary.get("goodput")
-    sentences += [str(goodput.get("about"))] if isinstance(goodput, dict) else []
-    sentences += [
-        f"Communication that nothing overlapped took {100 * value:.1f} % of the profiled steps."
-        for value in run.curve("profile/exposed_communication")[1][-1:]
-    ]
+
     head = f"<h2>{_safe(run.name)}</h2>" if several else ""
-    words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in sentences)
+    words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in _sentences(run))
     return (
         f'<section>{head}<p class="reason">{_safe(str(reason))}</p><dl '
-        f'class="cards">{shown}</dl>{words}</section>'
+        f'class="cards">{cards}</dl>{words}</section>'
     )
+
+
+def _cards(run: Record) -> Iterator[tuple[str, str]]:
+    """Yield name and value of each headline number."""
+    summary = run.summary
+    for name, value in summary.items():
+        if ("eval/" in name or "test/" in name) and isinstance(value, float):
+            yield name.replace("/", " ").replace("_", " "), _short(value)
+    best = _dict(summary.get("best"))
+    if best.get("value") is not None:
+        metric = str(best.get("metric")).replace("/", " ")
+        if len(run.weights()) > 1:
+            metric += " (raw)"
+        yield f"best {metric}, at step {best.get('step')}", _short(best["value"])
+    for name in ("step", "samples", "tokens"):
+        if name in summary:
+            yield name, f"{number(summary[name]):,.0f}"
+    if "seconds" in summary:
+        yield "time", f"{number(summary['seconds']):,.0f} s"
+    rate = constant(run, "train/lr")
+    if rate is not None:
+        yield "learning rate", _short(rate)
+
+
+def _sentences(run: Record) -> Iterator[str]:
+    """Yield the sentences about the run's time and batch size."""
+    for key in ("time", "noise_scale"):
+        text = str(run.summary.get(key, ""))
+        if text and " n/a" not in text:
+            yield text
+    goodput = run.summary.get("goodput")
+    if isinstance(goodput, dict):
+        yield str(goodput.get("about"))
+    for share in run.curve("profile/exposed_communication")[1][-1:]:
+        yield f"Communication that nothing overlapped took {100 * share:.1f} % of the profiled steps."
 
 
 def _classes(run: Record, *, several: bool) -> str:
     confusion = matrix_of(run.examples.get("confusion"))
     if not confusion:
         return ""
-    title, lines = f"Classes{f' of {run.name}' * several}", of_classes(confusion)
-    shown = _region(title, table(["class", "samples", "precision", "recall", "F1"], lines))
+    title = f"Classes of {run.name}" if several else "Classes"
+    head = ["class", "samples", "precision", "recall", "F1"]
+    shown = _region(title, table(head, of_classes(confusion)))
     return f"<section><details><summary>{_safe(title)}</summary>{shown}</details></section>"
 
 
@@ -182,27 +215,23 @@ def _events(run: Record) -> str:
     events = run.events()
     if not events:
         return ""
-    lines = [
-        (
-            event["step"],
-            event["event"],
-            event.get("why", ""),
-            ", ".join(map(str, _list(event.get("ids"))[:32])),
-        )
-        for event in events
-    ]
+    lines = []
+    for event in events:
+        samples = ", ".join(map(str, _list(event.get("ids"))[:32]))
+        lines.append((event["step"], event["event"], event.get("why", ""), samples))
     kinds = [str(event["event"]) for event in events]
     counts = ", ".join(f"{kind} {kinds.count(kind)}" for kind in dict.fromkeys(kinds))
-    title = f"Events of {run.name}: {counts}{', some of many' * (len(events) >= EVENTS)}"
+    title = f"Events of {run.name}: {counts}"
+    if len(events) >= EVENTS:
+        title += ", some of many"
     shown = _region("Events", table(["step", "event", "why", "samples"], lines))
     return f"<section><details><summary>{_safe(title)}</summary>{shown}</details></section>"
 
 
 def _about(run: Record, *, several: bool) -> str:
     of = f" of {_safe(run.name)}" if several else ""
-    recipe, environment = (
-        yaml.safe_dump(part, sort_keys=False) for part in (run.recipe, run.environment)
-    )
+    recipe = yaml.safe_dump(run.recipe, sort_keys=False)
+    environment = yaml.safe_dump(run.environment, sort_keys=False)
     return (
         f"<section><h2>To repeat it{of}</h2><pre "
         f'tabindex="0"><code>{_safe(_command(run.environment))}</code></pre>'
@@ -213,27 +242,43 @@ def _about(run: Record, *, several: bool) -> str:
 
 
 def _command(environment: Mapping[str, Any]) -> str:
+    """Return the command that repeats a run in another folder."""
+    # Change the folder, because a finished run's folder rejects another run.
     arguments = [str(word) for word in _list(environment.get("command"))[1:]]
-    if "--run.dir" in arguments[:-1]:  # a finished run's folder rejects another run
+    if "--run.dir" in arguments[:-1]:
         at = arguments.index("--run.dir") + 1
         arguments[at] = f"{arguments[at]}-again"
     else:
         arguments += ["--run.dir", "runs/again"]
-    settings, processes = environment.get("accelerate"), environment.get("processes", 1)
-    settings = (
-        {name: str(value) for name, value in settings.items()} if isinstance(settings, dict) else {}
-    )
-    processes = processes if isinstance(processes, int) else 1
-    precision = settings.get("ACCELERATE_MIXED_PRECISION", "no")
-    sharded = settings.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    config = "fsdp2" if sharded else "ddp" if processes > 1 else "single"
-    several = ["--num_processes", str(processes)] if processes > 1 else []
-    mixed = ["--mixed_precision", precision] if precision != "no" else []
-    return shlex.join(["oneloop", "launch", "--config_file", config, *several, *mixed, *arguments])
+
+    processes = environment.get("processes", 1)
+    if not isinstance(processes, int):
+        processes = 1
+    settings = _dict(environment.get("accelerate"))
+    precision = str(settings.get("ACCELERATE_MIXED_PRECISION", "no"))
+    if str(settings.get("ACCELERATE_USE_FSDP", "false")).lower() == "true":
+        config = "fsdp2"
+    elif processes > 1:
+        config = "ddp"
+    else:
+        config = "single"
+
+    options = ["--config_file", config]
+    if processes > 1:
+        options += ["--num_processes", str(processes)]
+    if precision != "no":
+        options += ["--mixed_precision", precision]
+    return shlex.join(["oneloop", "launch", *options, *arguments])
 
 
 def _list(value: Any) -> list[Any]:
+    """Return the value if it is a list; else an empty one, because files may be damaged."""
     return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> dict[str, Any]:
+    """Return the value if it is a dict; else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def _region(name: str, table: str) -> str:
@@ -241,11 +286,17 @@ def _region(name: str, table: str) -> str:
 
 
 def table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """Return an HTML table."""
+    """Return an HTML table.
+
+    Args:
+        head: titles of the columns.
+        lines: the rows.
+    """
     cells = "".join(f'<th scope="col">{_safe(title)}</th>' for title in head)
-    body = "".join(
-        f"<tr>{''.join(f'<td>{_safe(_short(cell))}</td>' for cell in row)}</tr>" for row in lines
-    )
+    body = ""
+    for line in lines:
+        row = "".join(f"<td>{_safe(_short(cell))}</td>" for cell in line)
+        body += f"<tr>{row}</tr>"
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
 
 
