@@ -32,34 +32,48 @@ class Shows(Protocol):
 
 
 class Examples:
-    """The samples that one evaluation shows: ``fixed`` ones, evenly spread over the set and equal
-    at every evaluation, and the ``worst`` ones, which have the largest loss."""
+    """The samples that one evaluation shows.
+
+    Args:
+        fixed: number of samples that are evenly spread over the set, and equal at every evaluation.
+        worst: number of samples with the largest loss.
+    """
 
     def __init__(self, *, fixed: int = 8, worst: int = 8) -> None:
-        self._fixed, self._most = fixed, worst
+        self._fixed = fixed
+        self._most = worst
+
+        # mean losses of the worst samples on this rank, and their indices
         self._losses: Tensor | None = None
         self._indices: Tensor | None = None
+
         self.samples: list[dict[str, Any]] = []
         self.confusion: dict[str, Any] | None = None
         self.problem = ""  # why a sample is missing
 
     def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
-        """Keep the samples of a micro-batch with the largest mean loss, on the device. No host
-        sync."""
+        """Keep the samples with the largest mean loss, on the device. No host sync.
+
+        Args:
+            batch: a micro-batch, with the samples' ``index``.
+            outputs: of the task's loss; without a ``loss`` per sample nothing is kept.
+        """
         each = outputs.get("loss") if isinstance(outputs, Mapping) else None
         indices = batch["index"]
-        if (
-            not self._most
-            or not torch.is_tensor(each)
-            or not each.ndim
-            or len(each) != len(indices)
-        ):
+        if not self._most or not torch.is_tensor(each):
+            return
+        if not each.ndim or len(each) != len(indices):
             return  # not a loss per sample
-        each = each.detach().flatten(1).float() if each.ndim > 1 else each.detach().float()[:, None]
-        losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)  # the loss of padding is zero
+
+        # Average over the tokens of each sample. The loss of padding is zero.
+        each = each.detach()
+        each = each.flatten(1).float() if each.ndim > 1 else each.float()[:, None]
+        losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)
         losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)  # worse than all others
+
         if self._losses is not None and self._indices is not None:
-            losses, indices = torch.cat([self._losses, losses]), torch.cat([self._indices, indices])
+            losses = torch.cat([self._losses, losses])
+            indices = torch.cat([self._indices, indices])
         self._losses, positions = losses.topk(min(self._most, len(losses)))
         self._indices = indices[positions]
 
@@ -73,11 +87,16 @@ class Examples:
         micro: int,
         accelerator: Accelerator,
     ) -> None:
-        """Load and show the chosen samples of a set of ``number`` samples. Collective: call on
-        every rank.
+        """Load and show the chosen samples. Collective: call on every rank.
 
-        ``load`` returns the samples of some indices, and their batch on the device. The model must
-        be in eval mode."""
+        Args:
+            task: formats a sample.
+            model: in eval mode.
+            number: number of samples of the set.
+            load: returns the samples of some indices, and their batch on the device.
+            micro: samples that go through the model at once.
+            accelerator: gathers the losses.
+        """
         worst = self._gathered(accelerator) if self._most else {}
         fixed = sorted({place * number // self._fixed for place in range(self._fixed)})
         for indices, known in ((list(worst), worst), (fixed, {})):
@@ -85,17 +104,22 @@ class Examples:
                 self._show(task, model, indices[start : start + micro], known, load)
 
     def _gathered(self, accelerator: Accelerator) -> dict[int, float]:
+        """Return the mean losses of the worst samples of all ranks, by index. Collective."""
+        # Gather tensors of one shape: a rank may have seen fewer samples.
         losses = torch.full((self._most,), -torch.inf, device=accelerator.device)
         indices = torch.zeros(self._most, dtype=torch.int64, device=accelerator.device)
         if self._losses is not None and self._indices is not None:
-            losses[: len(self._losses)], indices[: len(self._losses)] = self._losses, self._indices
+            seen = len(self._losses)
+            losses[:seen] = self._losses
+            indices[:seen] = self._indices
         largest, positions = accelerator.gather(losses).topk(self._most)
         chosen = accelerator.gather(indices)[positions]
-        return {
-            index: loss
-            for index, loss in zip(chosen.tolist(), largest.tolist(), strict=True)
-            if loss > -torch.inf
-        }
+
+        worst = {}
+        for index, loss in zip(chosen.tolist(), largest.tolist(), strict=True):  # host sync
+            if loss > -torch.inf:
+                worst[index] = loss
+        return worst
 
     def _show(
         self,
@@ -105,20 +129,24 @@ class Examples:
         known: Mapping[int, float],
         load: _Load,
     ) -> None:
+        """Show some samples; ``known`` are the losses by index if they are the worst ones."""
         samples, batch = load(indices)
         _, outputs = task.loss(model, batch)
         outputs = outputs if isinstance(outputs, Mapping) else {}
         if not known and hasattr(task, "generate"):
             outputs = {**outputs, **self._generated(task, model, batch)}
-        rows = {
-            name: value.detach().cpu()
-            for name, value in outputs.items()
-            if torch.is_tensor(value) and value.ndim and len(value) == len(indices)
-        }
+
+        # Keep the outputs that have a row for each sample.
+        rows = {}
+        for name, value in outputs.items():
+            if torch.is_tensor(value) and value.ndim and len(value) == len(indices):
+                rows[name] = value.detach().cpu()
+
         for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
             about = {"index": index, "worst": bool(known), "loss": known.get(index)}
             try:
-                shown = plain(task.show(sample, {name: value[row] for name, value in rows.items()}))
+                own_outputs = {name: value[row] for name, value in rows.items()}
+                shown = plain(task.show(sample, own_outputs))
             except Exception as error:  # a failure here must not stop the run
                 self.problem = (
                     f"sample {index} cannot be shown ({type(task).__name__}.show: "
@@ -143,10 +171,11 @@ class Examples:
 
     def plain(self) -> dict[str, Any]:
         """Return everything in JSON-serializable form, images as PNG in data URLs."""
-        samples = [
-            {**one, "image": data_url(one["image"])} if "image" in one else one
-            for one in self.samples
-        ]
+        samples = []
+        for sample in self.samples:
+            if "image" in sample:
+                sample = {**sample, "image": data_url(sample["image"])}
+            samples.append(sample)
         return {"samples": samples, "confusion": self.confusion}
 
 
@@ -154,53 +183,65 @@ _EARLIER = 8  # earlier texts kept per sample; above it, every second one is dro
 
 
 def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, Any]:
-    """Add the texts of earlier evaluations to each generated text; ignore those of later steps in
-    ``before``."""
+    """Add the texts of earlier evaluations to each generated text.
+
+    Args:
+        now: this evaluation: its step and its samples.
+        before: the previous one, as examples.json holds it; texts of later steps are ignored.
+    """
+    known = {}
     old_samples = before.get("samples")
-    written = (
-        [one for one in old_samples if "continuation" in one]
-        if isinstance(old_samples, list)
-        else []
-    )
-    known = {one.get("index"): one for one in written}
+    if isinstance(old_samples, list):
+        for one in old_samples:
+            if "continuation" in one:
+                known[one.get("index")] = one
+
     samples = []
     for sample in now["samples"]:
-        old = known.get(sample["index"], {}) if "continuation" in sample else {}
-        pairs = (
-            [*old.get("earlier", []), [before.get("step", 0), old["continuation"]]] if old else []
-        )
-        pairs = [pair for pair in pairs if pair[0] < now["step"]]
-        pairs = pairs[::2] if len(pairs) > _EARLIER else pairs
-        samples.append({**sample, "earlier": pairs} if pairs else sample)
+        old = known.get(sample["index"]) if "continuation" in sample else None
+        if old:
+            pairs = [*old.get("earlier", []), [before.get("step", 0), old["continuation"]]]
+            pairs = [pair for pair in pairs if pair[0] < now["step"]]
+            if len(pairs) > _EARLIER:
+                pairs = pairs[::2]
+            if pairs:
+                sample = {**sample, "earlier": pairs}
+        samples.append(sample)
     return {**now, "samples": samples}
 
 
 def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the result of a task's ``show`` as plain data and an image tensor. Targets and
-    predictions that are images (masks) are drawn to the right of it. Raise ValueError if nothing
-    can be shown."""
+    """Return the result of a task's ``show`` as plain data and an image tensor.
+
+    Targets and predictions that are images (masks) are drawn to the right of the image.
+
+    Raises:
+        ValueError: nothing can be shown.
+    """
     if not isinstance(shown, Mapping):
         raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
-    pictures = {
-        name: torch.as_tensor(shown[name])
-        for name in _PICTURES
-        if getattr(shown.get(name), "ndim", 0) >= 2
-    }
+
+    # Draw masks next to the image.
+    pictures = {}
+    for name in _PICTURES:
+        if getattr(shown.get(name), "ndim", 0) >= 2:
+            pictures[name] = torch.as_tensor(shown[name])
     if pictures.keys() - {"image"}:
         rest = {name: value for name, value in shown.items() if name not in pictures}
         shown = {"text": ", ".join(pictures), **rest, "image": side_by_side([*pictures.values()])}
-    clean: dict[str, Any] = {
-        name: value.tolist() if torch.is_tensor(value) and name != "image" else value
-        for name, value in shown.items()
-    }
+
+    clean: dict[str, Any] = {}
+    for name, value in shown.items():
+        is_number = torch.is_tensor(value) and name != "image"
+        clean[name] = value.tolist() if is_number else value
     for name in ("text", "target", "prediction", "prompt", "continuation"):
         if name in clean:
             clean[name] = str(clean[name])
     if "image" in clean:
-        clean["image"] = torch.as_tensor(clean["image"])
-        if clean["image"].ndim not in (2, 3) or not clean["image"].numel():
+        image = torch.as_tensor(clean["image"])
+        if image.ndim not in (2, 3) or not image.numel():
             raise ValueError(
-                f"an image of shape {tuple(clean['image'].shape)}; (channels, height, width) "
-                "is needed"
+                f"an image of shape {tuple(image.shape)}; (channels, height, width) is needed"
             )
+        clean["image"] = image
     return clean

@@ -18,8 +18,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 
 class Drawing(TorchDispatchMode):
-    """A context that records each operation and the source of its inputs; parameters and ``batch``
-    have names."""
+    """A context that records each operation and the source of its inputs.
+
+    Args:
+        model: its parameters have their names in the graph.
+        batch: its tensors have their names, too.
+    """
 
     def __init__(self, model: nn.Module, batch: Mapping[str, Any]) -> None:
         from tensorboard.compat.proto.graph_pb2 import GraphDef
@@ -28,11 +32,12 @@ class Drawing(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.graph: Any = GraphDef(versions=VersionDef(producer=22))
         self.problem = ""  # why the graph is incomplete
+
         self._tracker: Any = ModuleTracker()
         self._root = type(model).__name__.removeprefix("FSDP")  # fully_shard adds this prefix
         self._model = model
-        self._names: Counter[str] = Counter()
-        self._producers: Any = WeakTensorKeyDictionary()
+        self._names: Counter[str] = Counter()  # how often each name is used
+        self._producers: Any = WeakTensorKeyDictionary()  # name of the node of each tensor
         for name, value in batch.items():
             if torch.is_tensor(value):
                 self._producers[value] = self._node(f"batch/{name}", "Input", (), value)
@@ -53,18 +58,19 @@ class Drawing(TorchDispatchMode):
     def _source(self, value: Tensor) -> str | None:
         """Return the node that produced a tensor; create a parameter's node at its first use."""
         if value not in self._producers:
+            # Find the running module, whose parameter the tensor may be.
             inside = self._running_module()
             module = self._model
             for part in inside.split(".")[1:]:
                 module = getattr(module, part, module)
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter is value:
-                    self._producers[value] = self._node(
-                        f"{inside}.{name}".replace(".", "/"), "Parameter", (), value
-                    )
+                    path = f"{inside}.{name}".replace(".", "/")
+                    self._producers[value] = self._node(path, "Parameter", (), value)
         return self._producers.get(value)  # type: ignore[no-any-return]
 
     def _node(self, name: str, kind: str, inputs: Iterable[str], tensor: Tensor) -> str:
+        """Add a node with the tensor's shape; return its name, which is made unique."""
         self._names[name] += 1
         unique = name if self._names[name] == 1 else f"{name}_{self._names[name]}"
         node = self.graph.node.add(name=unique, op=kind, input=list(dict.fromkeys(inputs)))
@@ -84,15 +90,14 @@ class Drawing(TorchDispatchMode):
         return result
 
     def _draw(self, operation: Any, given: list[Any], result: list[Any]) -> None:
+        """Add the node of an operation, given the values of its arguments and of its result."""
         made = [value for value in result if torch.is_tensor(value)]
         if not made:
             return
-        inputs = [
-            source for value in given if torch.is_tensor(value) and (source := self._source(value))
-        ]
+        sources = [self._source(value) for value in given if torch.is_tensor(value)]
+        inputs = [source for source in sources if source]
         kind = operation.overloadpacket.__name__
-        name = self._node(
-            f"{self._running_module().replace('.', '/')}/{kind}", kind, inputs, made[0]
-        )
+        path = f"{self._running_module().replace('.', '/')}/{kind}"
+        name = self._node(path, kind, inputs, made[0])
         for value in made:
             self._producers[value] = name

@@ -1,5 +1,6 @@
-"""The file metrics.jsonl: lines are written atomically, truncated at a resume, and repaired after
-damage.
+"""The file metrics.jsonl.
+
+Lines are written atomically, truncated at a resume, and repaired after damage.
 
 >>> lines = Lines(Path("metrics.jsonl"))
 >>> lines.append({"step": 1, "train/loss": 2.3})
@@ -16,15 +17,24 @@ from xxhash import xxh3_64
 
 from oneloop.basics.files import dumps
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 22  # bytes per read
 
 
 class Lines:
-    """A file of JSON objects, one per line; ``say`` reports damage to it."""
+    """A file of JSON objects, one per line.
 
+    Args:
+        path: the file.
+        say: reports damage to it.
+    """
+
+    # The training process writes with it. Record and Follower (run_reader.py) only read, and skip
+    # damaged lines.
     def __init__(self, path: Path, *, say: Callable[[str], object] = print) -> None:
-        self.path, self._say = path, say
-        self._good, self._step = 0, 0  # bytes of complete lines, and the step of the last one
+        self.path = path
+        self._say = say
+        self._good = 0  # bytes of complete lines
+        self._step = 0  # of the last one
         self._digest = xxh3_64()  # of the first ``_good`` bytes
         self._file: IO[bytes] | None = None
         self._broken = True  # whether an incomplete line may follow the last complete one
@@ -46,31 +56,33 @@ class Lines:
         """Truncate the file to ``state``, but keep later complete lines that contain ``kept``.
 
         If the file does not match the state (it was truncated or damaged), keep the readable lines
-        up to its step, and report that."""
+        up to its step, and report that.
+
+        Args:
+            state: what :meth:`state_dict` returned.
+            kept: part of the lines to keep.
+        """
         if self._move_invalid() or not self._holds(state):
-            good = [
-                line
-                for line in self._readable()
-                if json.loads(line)["step"] <= state.get("step", float("inf"))
-            ]
-            rest = f"the {len(good)} readable lines before it are kept; the curves have a gap"
-            self._say(f"{self.path} does not match the checkpoint (cut or damaged): {rest}")
+            most = state.get("step", float("inf"))
+            good = [line for line in self._readable() if json.loads(line)["step"] <= most]
+            self._say(
+                f"{self.path} does not match the checkpoint (cut or damaged): the {len(good)} "
+                "readable lines before it are kept; the curves have a gap"
+            )
             self._cut(0)
             self._write(b"".join(good))
             self._step = int(state.get("step", 0))
             return
         file = self._opened()
         file.seek(int(state["bytes"]))
-        later = [
-            line
-            for line in file.read().splitlines(keepends=True)
-            if kept in line and line.endswith(b"\n")
-        ]
+        lines = file.read().splitlines(keepends=True)
+        later = [line for line in lines if kept in line and line.endswith(b"\n")]
         self._cut(int(state["bytes"]))
         self._step = int(state.get("step", 0))
         self._write(b"".join(later))
 
     def close(self) -> None:
+        """Close the file; a later write opens it again."""
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -90,17 +102,20 @@ class Lines:
 
     def _holds(self, state: Mapping[str, Any]) -> bool:
         """Return whether the file begins with the content of ``state``; set the digest to it."""
-        length, self._digest = int(state["bytes"]), xxh3_64()
+        length = int(state["bytes"])
+        self._digest = xxh3_64()
         file = self._opened()
         file.seek(0)
         while length and (chunk := file.read(min(length, _CHUNK))):
             self._digest.update(chunk)
             length -= len(chunk)
-        return (
-            not length and state.get("xxh3", self._digest.hexdigest()) == self._digest.hexdigest()
-        )
+        if length:
+            return False  # the file is too short
+        found = self._digest.hexdigest()
+        return bool(state.get("xxh3", found) == found)
 
     def _readable(self) -> Iterator[bytes]:
+        """Yield the lines that are complete."""
         file = self._opened()
         file.seek(0)
         for line in file.read().splitlines():
@@ -118,11 +133,14 @@ class Lines:
         file = self._opened()
         file.truncate(good)
         file.seek(good)
-        self._good, self._broken = good, False
+        self._good = good
+        self._broken = False
 
     def _write(self, lines: bytes) -> None:
-        """Append after the last complete line, which removes a line that a full disk has cut
-        off."""
+        """Append after the last complete line.
+
+        This removes a line that a full disk has cut off.
+        """
         file = self._opened()
         if self._broken:
             file.truncate(self._good)

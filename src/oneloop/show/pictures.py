@@ -129,6 +129,11 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
     return np.asarray(sheet)
 
 
+def _shaded(part: int, shade: float) -> int:
+    """Return a part of a colour (0 to 255) on white; shade 1 is the full colour."""
+    return round(255 - shade * (255 - part))
+
+
 def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
     """Draw a confusion matrix, with the share of the row as shade: (height, width, 3).
 
@@ -151,9 +156,9 @@ def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
             x = left + column * cell
             shade = shares[row, column]
             colour = _GOOD if row == column else _BAD
-            ground = [round(255 - shade * (255 - part)) for part in colour]
-            corner = (x + cell - 2, y + cell - 2)
-            pen.rectangle((x, y, *corner), fill=tuple(ground))
+            ground = tuple(_shaded(part, shade) for part in colour)
+            box = (x, y, x + cell - 2, y + cell - 2)
+            pen.rectangle(box, fill=ground)
             if cell == _CELL and counts[row, column]:
                 ink = "white" if shade > 0.5 else _INK
                 count = f"{counts[row, column]:.0f}"
@@ -162,7 +167,8 @@ def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
         # Name the row's class at the left, and the same class above its column.
         if cell == _CELL:
             x = left + row * cell
-            pen.text((4, y + 8), classes[row][:12], fill=_INK, font=font)
-            pen.text((x + 2, top - 16), classes[row][:5], fill=_INK, font=font)
+            name = classes[row]
+            pen.text((4, y + 8), name[:12], fill=_INK, font=font)
+            pen.text((x + 2, top - 16), name[:5], fill=_INK, font=font)
     pen.text((4, 4), "rows: label, columns: prediction", fill=_INK, font=font)
     return np.asarray(sheet)

@@ -60,9 +60,15 @@ class _Console(Console):
 class Display:
     """The display of steps, metrics and other progress; ``with Display(...) as display``.
 
-    ``shown`` is False on all ranks but one. ``quiet`` leaves only :meth:`say`. ``as_json`` prints
-    JSON lines for other programs. A terminal shows bars; other output gets plain lines, at least
-    ``interval`` seconds apart."""
+    A terminal shows bars; other output gets plain lines.
+
+    Args:
+        shown: False on all ranks but one.
+        quiet: show only what :meth:`say` reports.
+        as_json: print JSON lines for other programs.
+        console: the terminal; None: the process's own.
+        interval: least number of seconds between two plain lines of metrics.
+    """
 
     def __init__(
         self,
@@ -73,10 +79,18 @@ class Display:
         console: Console | None = None,
         interval: float = 1.0,
     ) -> None:
-        self._quiet, self._as_json = quiet, as_json
-        self._total, self._start, self._began = 0, 0, time.monotonic()
+        self._quiet = quiet
+        self._as_json = as_json
         self._console = console or _Console(quiet=not shown)
-        self._interval, self._last = interval, float("-inf")
+
+        # the last step, the first step of this process, and the time at that step
+        self._total = 0
+        self._start = 0
+        self._began = time.monotonic()
+
+        self._interval = interval
+        self._last = float("-inf")  # time of the last plain line of metrics
+
         self.bars: _Bars | None = None
         self._outer: Token[Progress | None] | None = None
         if shown and self._console.is_terminal and not quiet and not as_json:
@@ -92,14 +106,18 @@ class Display:
             )
 
     def begin(self, now: Callable[[], int], *, total: int) -> None:
-        """Show progress up to step ``total``; ``now`` returns the current step, also in another
-        thread."""
-        self._start, self._total, self._began = now(), total, time.monotonic()
+        """Show progress.
+
+        Args:
+            now: returns the current step, also in another thread.
+            total: the last step.
+        """
+        self._start = now()
+        self._total = total
+        self._began = time.monotonic()
         if self.bars:
-            self.bars.steps = (
-                self.bars.add_task("step", total=total, completed=self._start, text=""),
-                now,
-            )
+            task = self.bars.add_task("step", total=total, completed=self._start, text="")
+            self.bars.steps = (task, now)
 
     def __enter__(self) -> "Display":
         self._outer = BARS.set(self.bars)
@@ -122,48 +140,60 @@ class Display:
         remarks: Iterable[str] = (),
         named: Iterable[str] = (),
     ) -> None:
-        """Show the training metrics of a log step, after its remarks: loss, metrics ``named`` by
-        the task, rate."""
+        """Show the training metrics of a log step: loss, metrics of the task, rate.
+
+        Args:
+            step: the step.
+            metrics: all metrics, by name.
+            remarks: lines to show before the metrics.
+            named: names of the task's metrics.
+        """
         self.lines(remarks)
         if self._as_json and not self._quiet:
             self._json({"step": step, **metrics})
         if self._as_json:
             return
-        parts = [
-            f"{name.removeprefix('train/')} {metric(metrics[name])}"
-            for name in ("train/loss", *named)
-        ]
+        parts = []
+        for name in ("train/loss", *named):
+            parts.append(f"{name.removeprefix('train/')} {metric(metrics[name])}")
         rate = f"{metrics['train/samples_per_second']:,.0f} samples/s"
         now = time.monotonic()
         if self.bars and self.bars.steps:
+            # Leave out the metrics that do not fit; always show the loss.
             room = self._console.width - _BAR - len(rate)
-            fitting = [
-                part
-                for at, part in enumerate(parts)
-                if not at or len("  ".join(parts[: at + 1])) <= room
-            ]
-            self.bars.update(self.bars.steps[0], text="  ".join([*fitting, rate]))
+            while len(parts) > 1 and len("  ".join(parts)) > room:
+                parts.pop()
+            self.bars.update(self.bars.steps[0], text="  ".join([*parts, rate]))
         elif now - self._last >= self._interval or step == self._total:
             self._last = now
             left = (now - self._began) / max(1, step - self._start) * (self._total - step)
-            self.lines(
-                self._wrapped([f"step {step}/{self._total}", *parts, rate, f"{left:.0f} s left"])
-            )
+            parts = [f"step {step}/{self._total}", *parts, rate, f"{left:.0f} s left"]
+            self.lines(self._wrapped(parts))
 
     def results(self, step: int, results: Mapping[str, float], weights: str = "raw") -> None:
-        """Show the metrics of an evaluation, of the raw weights or of an EMA."""
+        """Show the metrics of an evaluation.
+
+        Args:
+            step: the step.
+            results: the metrics, by name.
+            weights: ``raw``, or the name of an EMA.
+        """
         if self._as_json and not self._quiet:
             self._json({"step": step, **results, "weights": weights})
         if self._as_json:
             return
-        metrics = [f"{name} {metric(value)}" for name, value in results.items()]
-        self.lines(
-            self._wrapped([f"step {step}", *metrics, *[f"({weights})"] * (weights != "raw")])
-        )
+        parts = [f"step {step}"]
+        for name, value in results.items():
+            parts.append(f"{name} {metric(value)}")
+        if weights != "raw":
+            parts.append(f"({weights})")
+        self.lines(self._wrapped(parts))
 
     def _wrapped(self, parts: Iterable[str]) -> list[str]:
-        """Join parts by two spaces. On a terminal, a part that does not fit moves to the next line
-        as a whole."""
+        """Join parts by two spaces.
+
+        On a terminal, a part that does not fit moves to the next line as a whole.
+        """
         width = self._console.width if self._console.is_terminal else sys.maxsize
         lines: list[str] = []
         for part in parts:
@@ -213,34 +243,49 @@ def _plain(name: str) -> Text:
 
 
 def summary_table(summary: Mapping[str, Any]) -> Table:
-    """Return a table of summary.json: results by weights (raw, EMAs), then steps, samples and
-    time."""
+    """Return a table of summary.json: results by weights (raw, EMAs), steps, samples and time."""
+    # Find the metrics and their weights. An EMA's metric has the EMA's name before its own.
     best = summary.get("best") or {}
     names = [name for name, value in summary.items() if "/" in name and isinstance(value, float)]
-    averages = {name: name.partition("/")[0] for name in names if name.partition("/")[2] in summary}
+    averages = {}
+    for name in names:
+        average, _, own = name.partition("/")
+        if own in summary:
+            averages[name] = average
     kinds = dict.fromkeys(averages.get(name, "weights") for name in names)
+
+    # Make a column for each kind of weights.
     final = {} if summary.get("exit_code") else summary.get("final") or {}
     of = f" ({final['weights']}, of step {final['step']:,})" if final else ""
-    own = "weights" if len(kinds) == 1 else "raw weights"
-    heads = (Column(_plain(f"{own if kind == 'weights' else kind}{of}")) for kind in kinds)
+    heads = []
+    for kind in kinds:
+        head = kind
+        if kind == "weights" and len(kinds) > 1:
+            head = "raw weights"
+        heads.append(Column(_plain(f"{head}{of}")))
     table = Table("", *heads, title=None, show_edge=False, pad_edge=False)
-    for row in dict.fromkeys(name.removeprefix(f"{averages.get(name, '')}/") for name in names):
-        values = (summary.get(row if kind == "weights" else f"{kind}/{row}") for kind in kinds)
-        cells = ("" if value is None else metric(value) for value in values)
-        table.add_row(_plain(f"{row}{' (last mean)' * (row == 'train/loss')}"), *cells)
+
+    # Add a row for each metric.
+    rows = dict.fromkeys(name.removeprefix(f"{averages.get(name, '')}/") for name in names)
+    for row in rows:
+        cells = []
+        for kind in kinds:
+            value = summary.get(row if kind == "weights" else f"{kind}/{row}")
+            cells.append("" if value is None else metric(value))
+        label = "train/loss (last mean)" if row == "train/loss" else row
+        table.add_row(_plain(label), *cells)
     table.add_section()
+
+    # Add the rows about the whole run.
     if best.get("value") is not None:
-        table.add_row(
-            _plain(f"best {best['metric']}"), f"{metric(best['value'])} at step {best['step']:,}"
-        )
+        found = f"{metric(best['value'])} at step {best['step']:,}"
+        table.add_row(_plain(f"best {best['metric']}"), found)
     for name in ("step", "samples", "tokens"):
         if name in summary:
             table.add_row(name, f"{summary[name]:,}")
     if summary.get("seconds"):
-        rate = (
-            f"{summary['samples'] / summary['seconds']:,.0f} samples/s on average"
-            if summary.get("samples")
-            else ""
-        )
+        rate = ""
+        if summary.get("samples"):
+            rate = f"{summary['samples'] / summary['seconds']:,.0f} samples/s on average"
         table.add_row("time", f"{summary['seconds']:,.1f} s, {rate}")
     return table

@@ -23,8 +23,11 @@ _FLUSH_INTERVAL = 5.0  # seconds between two flushes to TensorBoard, which block
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise BadInput for a tracker that accelerate does not know, or whose package is not
-    installed."""
+    """Raise BadInput if a tracker is unknown to accelerate, or its package is not installed.
+
+    Args:
+        names: names of trackers, as accelerate knows them.
+    """
     for name in names:
         if name not in LOGGER_TYPE_TO_CLASS:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
@@ -37,15 +40,21 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 class Tracking:
-    """A log of metrics: one JSON object per line in metrics.jsonl, and the trackers. Only the main
-    process writes.
+    """A log of metrics: one JSON object per line in metrics.jsonl, and the trackers.
 
-    An error of a tracker or of the disk under metrics.jsonl does not end the run: it is reported
-    once, and training continues.
+    Only the main process writes. An error of a tracker or of the disk under metrics.jsonl does not
+    end the run: it is reported once, and training continues.
 
-    ``resumed`` is the state of an earlier start at ``step``; later lines are deleted (None: all
-    lines). At the first start trackers receive ``config``, the resolved recipe, and TensorBoard
-    also ``graph``, a ``GraphDef``."""
+    Args:
+        accelerator: the trackers are its ``log_with``.
+        folder: the run folder.
+        project: name of the project in the trackers.
+        config: the resolved recipe, which trackers receive at the first start.
+        resumed: the state of an earlier start; later lines are deleted (None: all lines).
+        step: the step of ``resumed``.
+        graph: a ``GraphDef``, which TensorBoard receives at the first start.
+        say: reports an error.
+    """
 
     def __init__(
         self,
@@ -59,11 +68,14 @@ class Tracking:
         graph: Any = None,
         say: Callable[[str], object] = print,
     ) -> None:
-        self._accelerator, self._say, self._folder = accelerator, say, folder
-        self._reported: set[str] = set()
+        self._accelerator = accelerator
+        self._folder = folder
+        self._say = say
+        self._reported: set[str] = set()  # what could not be written
         self._lines = Lines(folder / "metrics.jsonl", say=say)
+
+        # metrics for TensorBoard, their steps and times (seconds since 1970)
         self._buffered: list[tuple[Mapping[str, float], int, float]] = []
-        """metrics for TensorBoard, their steps and times (seconds since 1970)"""
         self._flushed = time.monotonic()
         self._writes = accelerator.is_main_process
         if self._writes:
@@ -72,6 +84,8 @@ class Tracking:
                     self._resume_files(resumed)
                 else:
                     self._lines.begin()
+
+        # Start the trackers.
         flat = {name: str(value) for name, value in flattened(config).items()}
         for name in map(str, accelerator.log_with):
             with self._report_errors(f"tracker {name}"):
@@ -82,10 +96,14 @@ class Tracking:
                         self._draw(tracker.tracker, graph)
 
     def _started(self, name: str, project: str, first: int) -> Any:
+        """Start a tracker, whose first step will be ``first``."""
         kind = LOGGER_TYPE_TO_CLASS[name]
         where = [self._accelerator.logging_dir] if kind.requires_logging_directory else []
-        # TensorBoard hides the events of an earlier start from this step on.
-        tracker = kind(project, *where, **({"purge_step": first} if name == "tensorboard" else {}))
+        if name == "tensorboard":
+            # It hides the events of an earlier start from this step on.
+            tracker = kind(project, *where, purge_step=first)
+        else:
+            tracker = kind(project, *where)
         tracker.start()
         self._accelerator.trackers.append(tracker)
         return tracker
@@ -114,14 +132,18 @@ class Tracking:
         return [self._lines.path]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in metrics.jsonl. Flush to TensorBoard first, since a resume does not
-        log again."""
+        """Return the position in metrics.jsonl.
+
+        Flush to TensorBoard first, since a resume does not log again.
+        """
         self._flush()
         return self._lines.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Delete later lines than ``state``, except events, so that a second rewind still has the
-        first one."""
+        """Delete later lines than ``state``.
+
+        Events stay, so that a second rewind still has the first one.
+        """
         if self._writes:
             with self._report_errors("metrics.jsonl"):
                 self._lines.back_to(state, kept=b'"event"')
@@ -147,25 +169,29 @@ class Tracking:
             return
         with self._report_errors("metrics.jsonl"):
             self._lines.append(metrics)
-        # one curve per EMA
-        head = f"{metrics['weights']}/" if metrics.get("weights", "raw") != "raw" else ""
-        numbers = {
-            f"{head}{k}": value
-            for k, value in metrics.items()
-            if "/" in k and isinstance(value, int | float)
-        }
-        for tracker in self._accelerator.trackers if numbers else ():
-            with self._report_errors(f"tracker {tracker.name}"):
-                if tracker.name == "tensorboard":
-                    self._buffered.append((numbers, metrics["step"], time.time()))
-                else:
-                    tracker.log(numbers, step=metrics["step"])
+
+        # Log the numbers to the trackers, as one curve per EMA.
+        weights = metrics.get("weights", "raw")
+        head = "" if weights == "raw" else f"{weights}/"
+        numbers = {}
+        for name, value in metrics.items():
+            if "/" in name and isinstance(value, int | float):
+                numbers[head + name] = value
+        if numbers:
+            for tracker in self._accelerator.trackers:
+                with self._report_errors(f"tracker {tracker.name}"):
+                    if tracker.name == "tensorboard":
+                        self._buffered.append((numbers, metrics["step"], time.time()))
+                    else:
+                        tracker.log(numbers, step=metrics["step"])
         if time.monotonic() - self._flushed > _FLUSH_INTERVAL:
             self._flush()
 
     def show(self, step: int, examples: Examples) -> None:
-        """Write the samples to examples.json, and log them to the trackers that support images or
-        texts."""
+        """Write the samples to examples.json, and log them to the trackers.
+
+        Only some trackers support images or texts.
+        """
         if examples.problem and self._writes and "show" not in self._reported:
             self._reported.add("show")
             self._say(
@@ -187,28 +213,27 @@ class Tracking:
 
         accelerate writes one event per metric and waits for the disk, which takes thirty times as
         long."""
-        buffered, self._buffered, self._flushed = self._buffered, [], time.monotonic()
+        self._flushed = time.monotonic()
+        buffered = self._buffered
+        self._buffered = []
         if not buffered:
             return
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        (writer,) = (
-            tracker.tracker
-            for tracker in self._accelerator.trackers
-            if tracker.name == "tensorboard"
-        )
+        trackers = {tracker.name: tracker for tracker in self._accelerator.trackers}
+        writer = trackers["tensorboard"].tracker
         with self._report_errors("tracker tensorboard"):
             for numbers, step, when in buffered:
-                values = [
-                    Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()
-                ]
-                writer.file_writer.add_summary(Summary(value=values), step, when)
+                summary = Summary()
+                for name, value in numbers.items():
+                    summary.value.add(tag=name, simple_value=value)
+                writer.file_writer.add_summary(summary, step, when)
             writer.flush()
 
     def close(self) -> None:
         """Close the trackers and the file."""
         self._flush()
-        # not end_training(), which also ends the process group
+        # Do not call end_training(), which also ends the process group.
         for tracker in self._accelerator.trackers:
             with self._report_errors(f"tracker {tracker.name}"):
                 tracker.finish()
@@ -216,6 +241,7 @@ class Tracking:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Return the content of a JSON file; empty if it is missing or damaged."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError):
@@ -223,46 +249,53 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _log_examples(tracker: Any, step: int, examples: Examples) -> None:
+    """Log the samples in the way that the tracker supports."""
     if hasattr(tracker, "log_images"):
-        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
         for name, picture in _pictures(examples).items():
-            # aim takes one image, the others a list
-            images = picture if tracker.name == "aim" else picture[None]
-            tracker.log_images({name: images}, step=step, **layout)
+            if tracker.name == "tensorboard":
+                tracker.log_images({name: picture[None]}, step=step, dataformats="NHWC")
+            elif tracker.name == "aim":
+                tracker.log_images({name: picture}, step=step)  # one image; others take a list
+            else:
+                tracker.log_images({name: picture[None]}, step=step)
     texts = _texts(examples)
     if texts and tracker.name == "tensorboard":
         tracker.log(texts, step=step)
     elif texts and hasattr(tracker, "log_table"):
-        tracker.log_table(
-            "examples", columns=["which", "text"], data=[[*row] for row in texts.items()], step=step
-        )
+        rows = [[name, text] for name, text in texts.items()]
+        tracker.log_table("examples", columns=["which", "text"], data=rows, step=step)
 
 
 def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
+    """Return images of the samples and of the confusion matrix, by name in the tracker."""
     pictures = {}
     for name, worst in (("examples/fixed", False), ("examples/worst", True)):
-        if chosen := [
-            sample for sample in examples.samples if "image" in sample and sample["worst"] == worst
-        ]:
+        chosen = []
+        for sample in examples.samples:
+            if "image" in sample and sample["worst"] == worst:
+                chosen.append(sample)
+        if chosen:
             pictures[name] = tiles(chosen)
-    return pictures | (
-        {"examples/confusion": matrix(examples.confusion)} if examples.confusion else {}
-    )
+    if examples.confusion:
+        pictures["examples/confusion"] = matrix(examples.confusion)
+    return pictures
 
 
 def _texts(examples: Examples) -> dict[str, str]:
+    """Return the samples with text as Markdown, by name in the tracker."""
     texts = {}
     for sample in examples.samples:
         name = f"{'worst' if sample['worst'] else 'fixed'}/{sample['index']}"
-        text = sample.get("text") or "".join(piece for piece, _ in sample.get("tokens", ()))
-        caption = (
-            f"label {sample.get('target', 'unknown')}, prediction {sample['prediction']}"
-            if "prediction" in sample
-            else ""
-        )
+        caption = ""
         if "continuation" in sample:
             text = sample["prompt"] + "\N{RIGHTWARDS ARROW}" + sample["continuation"]
             caption = "generated text after the arrow"
+        else:
+            text = sample.get("text") or "".join(piece for piece, _ in sample.get("tokens", ()))
+            if "prediction" in sample:
+                label = sample.get("target", "unknown")
+                caption = f"label {label}, prediction {sample['prediction']}"
         if text:
-            texts[name] = f"{caption}\n\n" + "\n".join(f"    {line}" for line in text.splitlines())
+            lines = [f"    {line}" for line in text.splitlines()]  # a code block
+            texts[name] = "\n".join([caption, "", *lines])
     return texts

@@ -2,6 +2,7 @@
 
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from itertools import cycle
 from pathlib import Path
@@ -23,56 +24,72 @@ PlotCurve = tuple[Sequence[float], Sequence[float], str | None]
 
 
 def plotted(curves: Sequence[PlotCurve], *, width: int, height: int) -> list[str]:
-    """Return the lines of a chart of one or more curves; colours become terminal escape codes.
+    """Return the lines of a chart of one or more curves.
 
-    ``width`` (characters) and ``height`` (lines) are the size of the area inside the axes."""
+    Args:
+        curves: the curves; colours become terminal escape codes.
+        width: characters of the area inside the axes.
+        height: lines of this area.
+    """
     low = min(min(values) for _, values, _ in curves)
     high = max(max(values) for _, values, _ in curves)
-    row = _round((high - low or max(abs(high) * 0.1, 1e-9)) / (height - 1.5))  # between two labels
+    span = high - low or max(abs(high) * 0.1, 1e-9)
+    row = _round(span / (height - 1.5))  # between two labels
     bottom = row * math.floor(low / row)
-    # a share: the axis ends at 1
-    if high <= 1 < (top := bottom + row * (height - 1)) <= 1 + bottom:
+    # The axis of a share ends at 1.
+    top = bottom + row * (height - 1)
+    if high <= 1 < top <= 1 + bottom:
         bottom -= top - 1
+
     figure: Any = plotille.Figure()
-    figure.width, figure.height = width, height
-    figure.color_mode, figure.with_colors = "names", any(colour for *_, colour in curves)
+    figure.width = width
+    figure.height = height
+    figure.color_mode = "names"
+    figure.with_colors = any(colour for *_, colour in curves)
     figure.x_label = figure.y_label = ""
     figure.origin = False  # it would be drawn in a curve's colour
     figure.x_ticks_fkt = lambda low, _: f"{low:,.0f}"
-    # the middle of a line
+    # Label the middle of a line.
     figure.y_ticks_fkt = lambda low, _: f"{row * round(low / row + 0.5, 2) + 0.0:.4g}"
     for steps, values, colour in curves:
         draw = figure.plot if len(steps) > 1 else figure.scatter
         draw(steps, values, lc=colour, marker="•" if len(steps) <= 20 else None)
-    column = max(
-        1.0, _round(max(1, *(steps[-1] for steps, _, _ in curves)) / max(1, width // _LABEL))
-    )
+
+    last = max(1, *(steps[-1] for steps, _, _ in curves))
+    column = max(1.0, _round(last / max(1, width // _LABEL)))
     figure.set_x_limits(0, column * width / _LABEL)
     figure.set_y_limits(bottom - row / 2, bottom + row * (height - 0.5))
-    return (
-        str(figure.show())
-        .replace("-> ()", "")
-        .replace("\N{BRAILLE PATTERN BLANK}", " ")
-        .splitlines()[2:]
-    )
+    text = str(figure.show()).replace("-> ()", "").replace("\N{BRAILLE PATTERN BLANK}", " ")
+    return text.splitlines()[2:]
+
+
+_FACTORS = (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10)
 
 
 def _round(least: float) -> float:
-    """Return the smallest round number (one digit, 1.5 or 2.5, times a power of ten) that is not
-    below ``least``."""
+    """Return the smallest round number that is not below ``least``.
+
+    Round are one digit, 1.5 or 2.5, times a power of ten.
+    """
     power = 10.0 ** math.floor(math.log10(least))
-    return next(
-        f * power for f in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8, 10) if f * power >= least * (1 - 1e-9)
-    )
+    rounded = (factor * power for factor in _FACTORS)
+    return next(number for number in rounded if number >= least * (1 - 1e-9))
 
 
 _LABEL = 10  # columns between two labels of plotille's x axis
 _MIN_WIDTH = 56  # minimum columns of a run
-_MIN_PANEL = 36
+_MIN_PANEL = 36  # of a panel, in a narrower terminal
 _CHART = 12  # lines of a chart
-COLOURS = [
-    f"bright_{colour}" for colour in ("blue", "yellow", "green", "magenta", "cyan", "red")
-] + ["blue", "green"]
+COLOURS = (
+    "bright_blue",
+    "bright_yellow",
+    "bright_green",
+    "bright_magenta",
+    "bright_cyan",
+    "bright_red",
+    "blue",
+    "green",
+)
 
 
 def watch(
@@ -83,11 +100,15 @@ def watch(
     once: bool = False,
     console: Console | None = None,
 ) -> None:
-    """Draw the runs until all are done; draw them once if ``once``, if they are done, or without a
-    terminal.
+    """Draw the runs until all are done.
 
-    Each of the ``metrics`` gets a chart (none given: losses, the first metric, gradient norm,
-    throughput). The runs are read again after ``every`` seconds."""
+    Args:
+        folders: the run folders.
+        metrics: each gets a chart; none: losses, the first metric, gradient norm, throughput.
+        every: seconds between two reads.
+        once: draw the runs once. So does a call without a terminal, or if all runs are done.
+        console: the terminal; None: the process's own.
+    """
     console = console or Console()
     runs = [Follower(folder) for folder in folders]
     if once or not console.is_terminal or all(run.read() and run.done for run in runs):
@@ -99,9 +120,8 @@ def watch(
         while True:
             for run in runs:
                 run.read()
-            shown.update(
-                view(runs, metrics, width=console.width, height=console.height), refresh=True
-            )
+            drawn = view(runs, metrics, width=console.width, height=console.height)
+            shown.update(drawn, refresh=True)
             if all(run.done for run in runs):  # a stopped or failed run can be started again
                 break
             time.sleep(every)
@@ -111,23 +131,26 @@ def watch(
 def view(
     runs: Sequence[Follower], metrics: Sequence[str], *, width: int, height: int
 ) -> RenderableType:
-    """Return all runs, side by side if the width suffices, in at most ``height`` lines (0: no
-    limit)."""
-    across = max(1, min(len(runs), width // _MIN_WIDTH))
+    """Return all runs, side by side if the width suffices.
+
+    Args:
+        runs: the runs, which have been read.
+        metrics: each gets a chart; none: the usual ones.
+        width: columns.
+        height: lines, at most; 0: no limit.
+    """
+    across = max(1, min(len(runs), width // _MIN_WIDTH))  # panels in a row
     each = max(_MIN_PANEL, width // across - 1)
     rows = math.ceil(len(runs) / across)
     lines = height // rows if height else 0
     names = [run.folder.resolve().name for run in runs]
-    titles = [
-        name if names.count(name) == 1 else str(run.folder)
-        for name, run in zip(names, runs, strict=True)
-    ]
-    titles = [printable(title) for title in titles]
-    panels = [
-        _panel(run, title, metrics, width=each, height=lines)
-        for run, title in zip(runs, titles, strict=True)
-    ]
-    return Columns(panels, width=each, padding=(0, 1, 0, 0)) if across > 1 else Group(*panels)
+    panels = []
+    for name, run in zip(names, runs, strict=True):
+        title = printable(name if names.count(name) == 1 else str(run.folder))
+        panels.append(_panel(run, title, metrics, width=each, height=lines))
+    if across == 1:
+        return Group(*panels)
+    return Columns(panels, width=each, padding=(0, 1, 0, 0))
 
 
 def _panel(
@@ -138,97 +161,106 @@ def _panel(
     groups = [[name] for name in metrics] or _usual(run)
     columns = 2 if width >= 2 * _MIN_WIDTH else 1
     head = _head(run, max(1, height - _CHART - 2) if height else 99)
-    fits = max(1, (height - head.row_count - 2) // _CHART) * columns if height else len(groups)
-    charts = [_chart(run, names, width=(width - 5) // columns) for names in groups[:fits]]
+    if height:
+        # Leave out the charts that do not fit.
+        rows = max(1, (height - head.row_count - 2) // _CHART)
+        groups = groups[: rows * columns]
+    charts = [_chart(run, names, width=(width - 5) // columns) for names in groups]
     grid = Table.grid(*([""] * columns), padding=(0, 1, 0, 0))
     for at in range(0, len(charts), columns):
         grid.add_row(*charts[at : at + columns])
     return Panel(Group(head, grid), title=Text(title), width=width)
 
 
+_RATES = ("train/grad_norm", "speed/tokens_per_second", "train/samples_per_second")
+
+
 def _usual(run: Follower) -> list[list[str]]:
-    names = list(dict.fromkeys(name for line in run.lines for name in line if "/" in name))
+    """Return the metrics of each chart if the user names none."""
+    names = dict.fromkeys(name for line in run.lines for name in line if "/" in name)
     losses: list[str] = [name for name in ("train/loss", "eval/loss") if name in names]
     metrics = [name for name in names if name.startswith("eval/") and name != "eval/loss"]
-    rest = [
-        one
-        for one in ("train/grad_norm", "speed/tokens_per_second", "train/samples_per_second")
-        if one in names
-    ]
-    return [losses, *([name] for name in [*metrics[:1], *rest[:2]])]
+    rates = [name for name in _RATES if name in names]
+    return [losses, *([name] for name in [*metrics[:1], *rates[:2]])]
 
 
 def _head(run: Follower, most: int) -> Table:
     """Return the newest values; ``most`` limits the rows, from the end of the metrics."""
     table = Table.grid(padding=(0, 2))
-    last = {
-        name: value
-        for line in run.lines
-        for name, value in line.items()
-        if line.get("weights", "raw") == "raw"
-    }
-    events = [printable(line["event"]) for line in run.lines if "event" in line]
-    table.add_row(
-        "step", f"{last['step']:,}", Text(run.exit_reason or f"last line {run.age:,.0f} s ago")
-    )
-    values = [name for name in ("train/loss", "train/lr", *last) if name in last]
-    values = [
+    last: dict[str, Any] = {}
+    events: Counter[str] = Counter()  # in order of appearance
+    for line in run.lines:
+        if line.get("weights", "raw") == "raw":
+            last |= line
+        if "event" in line:
+            events[printable(line["event"])] += 1
+    when = run.exit_reason or f"last line {run.age:,.0f} s ago"
+    table.add_row("step", f"{last['step']:,}", Text(when))
+
+    names = [name for name in ("train/loss", "train/lr", *last) if name in last]
+    shown = [
         name
-        for name in dict.fromkeys(values)
+        for name in dict.fromkeys(names)
         if name.startswith(("train/loss", "train/lr", "eval/"))
     ]
-    for name in values[: max(1, most - 4)]:
+    for name in shown[: max(1, most - 4)]:
         table.add_row(Text(printable(name)), Text(_short(last[name])))
-    shares = {
-        name.partition("/")[2]: number(last[name]) for name in last if name.startswith("share/")
-    }
+
+    shares = []
+    for name, value in last.items():
+        if name.startswith("share/"):
+            shares.append((name.partition("/")[2], number(value)))
     if shares:
-        parts = sorted(shares.items(), key=lambda part: -part[1])[:3]
-        table.add_row(
-            "time, latest",
-            Text(printable(", ".join(f"{100 * part:.0f} % {name}" for name, part in parts))),
-        )
+        shares.sort(key=lambda part: -part[1])
+        text = ", ".join(f"{100 * share:.0f} % {phase}" for phase, share in shares[:3])
+        table.add_row("time, latest", Text(printable(text)))
     if "train/samples_per_second" in last:
         table.add_row("speed, latest", f"{number(last['train/samples_per_second']):,.0f} samples/s")
-    counts = {kind: events.count(kind) for kind in dict.fromkeys(events)}
-    if counts:
-        seen = " (in the sampled lines)" if run.sampled else ""
-        table.add_row(
-            "events", Text(", ".join(f"{kind}: {count}" for kind, count in counts.items()) + seen)
-        )
+    if events:
+        text = ", ".join(f"{kind}: {count}" for kind, count in events.items())
+        if run.sampled:
+            text += " (in the sampled lines)"
+        table.add_row("events", Text(text))
     return table
 
 
 def _chart(run: Follower, names: Sequence[str], *, width: int) -> RenderableType:
-    series: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    series: dict[str, list[tuple[int, float]]] = {}
     for name in names:
-        for line in (line for line in run.lines if name in line):
-            series.setdefault((name, line.get("weights", "raw")), []).append(
-                (line["step"], number(line[name]))
-            )
-    named = [
-        (name if w == "raw" else f"{name} ({w})", points) for (name, w), points in series.items()
-    ]
-    return chart(named, head="" if series else ", ".join(names), width=width, height=_CHART - 3)
+        for line in run.lines:
+            if name in line:
+                weights = line.get("weights", "raw")
+                label = name if weights == "raw" else f"{name} ({weights})"
+                point = (line["step"], number(line[name]))
+                series.setdefault(label, []).append(point)
+    head = "" if series else ", ".join(names)
+    return chart(list(series.items()), head=head, width=width, height=_CHART - 3)
 
 
 def chart(
     series: Sequence[tuple[str, Sequence[tuple[int, float]]]], *, head: str, width: int, height: int
 ) -> RenderableType:
-    """Return a chart of curves (name, points of step and value; only finite values are drawn) below
-    a legend."""
-    legend, curves = Text(printable(head)), list[PlotCurve]()
+    """Return a chart of curves below a legend.
+
+    Args:
+        series: name, and points of step and value; only finite values are drawn.
+        head: text before the legend.
+        width: columns, with the axis.
+        height: lines inside the axes.
+    """
+    legend = Text(printable(head))
+    curves: list[PlotCurve] = []
     for (name, points), colour in zip(series, cycle(COLOURS), strict=False):
-        if finite := [point for point in points if math.isfinite(point[1])]:
+        finite = [point for point in points if math.isfinite(point[1])]
+        if finite:
             steps, values = zip(*finite, strict=True)
             curves.append((steps, values, colour))
             legend.append(f"━ {printable(name)}  ", style=colour)
     if not curves:
         return Text(f"{printable(head)} no metrics", style="dim")
     legend.append("(by step)", style="dim")
-    return Group(
-        legend, Text.from_ansi("\n".join(plotted(curves, width=width - 16, height=height)))
-    )
+    lines = plotted(curves, width=width - 16, height=height)
+    return Group(legend, Text.from_ansi("\n".join(lines)))
 
 
 def _short(value: Any) -> str:

@@ -2,7 +2,7 @@
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from rich.table import Table
@@ -30,12 +30,16 @@ def as_table(results: Mapping[str, Any]) -> Table:
 
 def sentences(results: Mapping[str, Any]) -> list[str]:
     """Return the lines above the table: the baseline, all techniques together, and the control."""
-    none, whole, control = results["none"], results["all"], results["control"]
-    rates = f"{none['median']:,.0f} samples/s ({none['min']:,.0f} to {none['max']:,.0f})"
-    how = f"{results['steps']} steps a run, {results['rounds']} rounds"
+    none = results["none"]
+    whole = results["all"]
+    control = results["control"]
     failed = f"; of these runs some failed: {whole['fault']}" if whole["fault"] else ""
     return [
-        f"without any of them: {rates}, peak {none['peak']:,.0f} MiB; {how}",
+        (
+            f"without any of them: {none['median']:,.0f} samples/s ({none['min']:,.0f} to "
+            f"{none['max']:,.0f}), peak {none['peak']:,.0f} MiB; {results['steps']} steps a run, "
+            f"{results['rounds']} rounds"
+        ),
         (
             f"with all of them: {_ratio(whole)} ({_spread(whole)}), peak {whole['peak']:,.0f} "
             f"MiB{failed}"
@@ -53,32 +57,29 @@ def as_page(results: Mapping[str, Any]) -> str:
     machine = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [*sentences(results), f"{results['date']}, {machine}"]
     body = [f"<h1>{html.escape(title)}</h1>", *(f"<p>{html.escape(line)}</p>" for line in lines)]
-    chart, rows = _bars(results), table(_HEAD, list(_rows(results)))
+    chart = _bars(results)
+    rows = table(_HEAD, list(_rows(results)))
     body += [chart_section(0, chart), f"<section><h2>Metrics</h2>{rows}</section>"]
     return assembled(title, body, [chart])
 
 
-def _rows(results: Mapping[str, Any]) -> Sequence[tuple[str, ...]]:
-    rows = []
+def _rows(results: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Yield a row of the table for each technique; only the reason if it was not measured."""
     for one in results["techniques"]:
         if "alone" not in one:
-            rows.append((one["name"], "", "", "", "", "", one["fault"]))
+            yield one["name"], "", "", "", "", "", one["fault"]
             continue
-        alone, on_top = one["alone"], one["on top"]
-        memory = f"{alone['memory']:+,.0f} MiB"
-        result = one["result"] + (f"; {one['fault']}" if one["fault"] else "")
-        rows.append(
-            (
-                one["name"],
-                _ratio(alone),
-                _spread(alone),
-                _ratio(on_top),
-                _spread(on_top),
-                memory,
-                result,
-            )
+        alone = one["alone"]
+        on_top = one["on top"]
+        yield (
+            one["name"],
+            _ratio(alone),
+            _spread(alone),
+            _ratio(on_top),
+            _spread(on_top),
+            f"{alone['memory']:+,.0f} MiB",
+            f"{one['result']}; {one['fault']}" if one["fault"] else one["result"],
         )
-    return rows
 
 
 def _ratio(metric: Mapping[str, float]) -> str:
@@ -94,57 +95,55 @@ def _number(value: float) -> float | None:
 
 
 def _bars(results: Mapping[str, Any]) -> dict[str, Any]:
-    tried = [
-        one
-        for one in results["techniques"]
-        if "alone" in one and not math.isnan(one["alone"]["median"])
-    ]
-    data = []
-    for kind, name, colour in (
-        ("alone", "alone", "#2f6fde"),
-        ("on top", "on top of the others", "#d9622b"),
-    ):
-        metrics = [one[kind] for one in tried]
-        above = [_number(each["max"] - each["median"]) for each in metrics]
-        below = [_number(each["median"] - each["min"]) for each in metrics]
-        data.append(
-            {
-                "type": "bar",
-                "name": name,
-                "x": [one["name"] for one in tried],
-                "y": [_number(each["median"]) for each in metrics],
-                "marker": {"color": colour},
-                "error_y": {
-                    "type": "data",
-                    "symmetric": False,
-                    "array": above,
-                    "arrayminus": below,
-                },
-            }
-        )
-    one = {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "y0": 1,
-        "y1": 1,
-        "line": {"dash": "dot"},
-    }
-    axes = {
-        "xaxis": {"type": "category"},
-        "yaxis": {"title": {"text": "throughput with / without"}},
-    }
-    legend = {"legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"}, "showlegend": True}
-    layout = {
-        "margin": {"l": 55, "r": 15, "t": 40, "b": 60},
-        "height": 380,
-        "barmode": "group",
-        "shapes": [one],
-    }
-    layout |= axes | legend
+    """Return a bar chart of the gains, alone and on top of the others."""
+    tried = []
+    for one in results["techniques"]:
+        if "alone" in one and not math.isnan(one["alone"]["median"]):
+            tried.append(one)
     return {
         "title": "Throughput with each technique, relative to without",
-        "data": data,
-        "layout": layout,
+        "data": [
+            _trace(tried, "alone", name="alone", colour="#2f6fde"),
+            _trace(tried, "on top", name="on top of the others", colour="#d9622b"),
+        ],
+        "layout": {
+            "margin": {"l": 55, "r": 15, "t": 40, "b": 60},
+            "height": 380,
+            "barmode": "group",
+            "shapes": [_LINE_AT_ONE],
+            "xaxis": {"type": "category"},
+            "yaxis": {"title": {"text": "throughput with / without"}},
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+            "showlegend": True,
+        },
+    }
+
+
+_LINE_AT_ONE = {
+    "type": "line",
+    "xref": "paper",
+    "x0": 0,
+    "x1": 1,
+    "y0": 1,
+    "y1": 1,
+    "line": {"dash": "dot"},
+}
+
+
+def _trace(tried: list[Any], kind: str, *, name: str, colour: str) -> dict[str, Any]:
+    """Return the bars of one kind, with their spread."""
+    metrics = [one[kind] for one in tried]
+    spread = {
+        "type": "data",
+        "symmetric": False,
+        "array": [_number(each["max"] - each["median"]) for each in metrics],
+        "arrayminus": [_number(each["median"] - each["min"]) for each in metrics],
+    }
+    return {
+        "type": "bar",
+        "name": name,
+        "x": [one["name"] for one in tried],
+        "y": [_number(each["median"]) for each in metrics],
+        "marker": {"color": colour},
+        "error_y": spread,
     }

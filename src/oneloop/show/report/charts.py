@@ -293,7 +293,9 @@ def _is_logarithmic(runs: Sequence[Record], metric: str) -> bool:
     """
     if metric in ("train/lr", "speed/mfu"):
         return False
-    values = [value for run in runs for value in run.curve(metric)[1] if math.isfinite(value)]
+    values: list[float] = []
+    for run in runs:
+        values += filter(math.isfinite, run.curve(metric)[1])
     return bool(values) and min(values) > 0 and max(values) / min(values) > 20
 
 

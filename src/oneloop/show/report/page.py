@@ -198,7 +198,9 @@ def _sentences(run: Record) -> Iterator[str]:
     if isinstance(goodput, dict):
         yield str(goodput.get("about"))
     for share in run.curve("profile/exposed_communication")[1][-1:]:
-        yield f"Communication that nothing overlapped took {100 * share:.1f} % of the profiled steps."
+        yield (
+            f"Communication that nothing overlapped took {100 * share:.1f} % of the profiled steps."
+        )
 
 
 def _classes(run: Record, *, several: bool) -> str:
