@@ -19,9 +19,9 @@ _MAX_CYCLE = 100_000  # positions; the largest cycle of set numbers
 
 
 class Mixture:
-    """A map-style data set of several concatenated sets; its :meth:`order` draws from them by
-    weight.
+    """A map-style data set of several concatenated sets.
 
+    Its :meth:`order` draws from them by weight.
     An epoch has as many samples as all sets together.
 
     Args:
@@ -77,8 +77,7 @@ class Mixture:
         local = int(index - first)
         if not hasattr(dataset, "where"):
             return f"{name}, sample {local}"
-        where: str = dataset.where(local)
-        return where
+        return str(dataset.where(local))
 
     def order(self, *, seed: int, batch: int) -> Ordered:
         """Return the order of samples; ``batch`` has no effect."""

@@ -189,6 +189,7 @@ def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, An
         now: this evaluation: its step and its samples.
         before: the previous one, as examples.json holds it; texts of later steps are ignored.
     """
+    # Find the generated texts of the previous evaluation, by index.
     known = {}
     old_samples = before.get("samples")
     if isinstance(old_samples, list):
@@ -196,6 +197,7 @@ def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, An
             if "continuation" in one:
                 known[one.get("index")] = one
 
+    # Add each one to the earlier texts of its sample; keep every second of many.
     samples = []
     for sample in now["samples"]:
         old = known.get(sample["index"]) if "continuation" in sample else None

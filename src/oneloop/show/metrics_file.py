@@ -62,6 +62,7 @@ class Lines:
             state: what :meth:`state_dict` returned.
             kept: part of the lines to keep.
         """
+        # Rewrite a file that does not match from its readable lines.
         if self._move_invalid() or not self._holds(state):
             most = state.get("step", float("inf"))
             good = [line for line in self._readable() if json.loads(line)["step"] <= most]
@@ -73,6 +74,8 @@ class Lines:
             self._write(b"".join(good))
             self._step = int(state.get("step", 0))
             return
+
+        # Truncate a file that matches, and append the lines to keep.
         file = self._opened()
         file.seek(int(state["bytes"]))
         lines = file.read().splitlines(keepends=True)

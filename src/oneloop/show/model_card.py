@@ -57,6 +57,7 @@ def model_card(
     """
     from huggingface_hub import ModelCardData
 
+    # Describe the weights for the hub, which reads the card's head.
     trained = _trained(run, about)
     datasets = list(filter(None, map(_repository_of, trained.data)))
     tags = ["oneloop"]
@@ -72,6 +73,8 @@ def model_card(
         tags=tags,
         eval_results=_eval_results(trained) or None,
     )
+
+    # Describe them for readers; leave out sections without content.
     sections = [
         f"# {name}",
         _sentence(trained),

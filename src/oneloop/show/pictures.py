@@ -117,6 +117,7 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
         x, y = column * width + 4, row * height + 4
         sheet.paste(image, (x, y))
 
+        # Write the target below the image, and below it the prediction in a colour.
         colour = _INK
         if "right" in sample:
             colour = _GOOD if sample["right"] else _BAD

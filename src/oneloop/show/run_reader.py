@@ -217,6 +217,7 @@ def read_record(folder: Path) -> Record:
             return {}
         return found if isinstance(found, dict) else {}
 
+    # Only metrics.jsonl must exist: a run in progress lacks other files.
     record = Record(
         name=folder.resolve().name,
         summary=content("summary.json"),

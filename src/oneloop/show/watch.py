@@ -111,11 +111,15 @@ def watch(
     """
     console = console or Console()
     runs = [Follower(folder) for folder in folders]
+
+    # Draw once if there is nothing to wait for.
     if once or not console.is_terminal or all(run.read() and run.done for run in runs):
         for run in runs:
             run.read()
         console.print(view(runs, metrics, width=console.width, height=0))
         return
+
+    # Draw over the whole screen until all are done, and then leave the charts in the terminal.
     with Live(console=console, auto_refresh=False, screen=True) as shown:
         while True:
             for run in runs:
@@ -187,6 +191,7 @@ def _usual(run: Follower) -> list[list[str]]:
 def _head(run: Follower, most: int) -> Table:
     """Return the newest values; ``most`` limits the rows, from the end of the metrics."""
     table = Table.grid(padding=(0, 2))
+    # Collect the newest value of each metric of the raw weights, and count the events.
     last: dict[str, Any] = {}
     events: Counter[str] = Counter()  # in order of appearance
     for line in run.lines:
@@ -197,6 +202,7 @@ def _head(run: Follower, most: int) -> Table:
     when = run.exit_reason or f"last line {run.age:,.0f} s ago"
     table.add_row("step", f"{last['step']:,}", Text(when))
 
+    # Show loss and learning rate first, and then the evaluations.
     names = [name for name in ("train/loss", "train/lr", *last) if name in last]
     shown = [
         name
@@ -206,6 +212,7 @@ def _head(run: Follower, most: int) -> Table:
     for name in shown[: max(1, most - 4)]:
         table.add_row(Text(printable(name)), Text(_short(last[name])))
 
+    # Show the three largest shares of the time, the speed and the events.
     shares = []
     for name, value in last.items():
         if name.startswith("share/"):

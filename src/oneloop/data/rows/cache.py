@@ -76,6 +76,7 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
         ValueError: a file cannot be read.
     """
     with alone(f"checksums/{xxh3_64_hexdigest(str(root.absolute()).encode())}.json") as cache_file:
+        # Read only the files that have changed since their checksum was cached.
         known = _known(cache_file)
         fresh = {}
         with Working("reading checksums", total=len(files)) as bar:
@@ -95,6 +96,7 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
             with replacing(cache_file) as draft:
                 draft.write_text(json.dumps({**known, **fresh}))
 
+    # Describe each file, or all together if there are very many.
     named = {}
     for file in files:
         size, *_, checksum = fresh[str(file)]

@@ -20,6 +20,7 @@ from oneloop.data.rows.cache import alone, checksum_of, key_of
 from oneloop.data.rows.find_files import Found
 from oneloop.data.rows.rows import FINDINGS, unusable
 
+_JsonRows = Sequence[Mapping[str, Any]]
 _VERSION = 4  # version of the conversion; increase it if the result for the same files changes
 OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
 _BLOCK = 64 << 20  # bytes of csv per read; a row must fit
@@ -49,6 +50,7 @@ def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[
     if not filled:
         raise ValueError(f"{found.root}: {files[0].name} is empty")
     with alone(f"tables/{key_of(_VERSION, found.kind, split, content)}.arrow") as path:
+        # Try twice: a table that cannot be opened is rebuilt once.
         checksum_file = path.with_suffix(".xxh3")
         for again in (False, True):
             if path.exists() and not _intact(path, checksum_file):
@@ -63,7 +65,7 @@ def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[
             except (pyarrow.ArrowInvalid, OSError):
                 if again:
                     raise
-                path.unlink()  # damaged: rebuild it
+                path.unlink()
     raise AssertionError
 
 
@@ -234,7 +236,7 @@ class _Columns:
         self.types: dict[str, Any] = {}  # Arrow type by name
         self.nested: set[str] = set()  # columns that hold objects, which become JSON text
 
-    def add(self, file: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    def add(self, file: Path, rows: _JsonRows) -> None:
         """Widen the types to these rows; raise ValueError if a column holds several types."""
         import pyarrow
 
@@ -252,7 +254,7 @@ class _Columns:
                     f"{file}: column {name!r} must hold values of one type: {why}"
                 ) from error
 
-    def _widened(self, name: str, rows: Sequence[Mapping[str, Any]]) -> Any:
+    def _widened(self, name: str, rows: _JsonRows) -> Any:
         """Return the type of a column that holds these rows and the earlier ones."""
         import pyarrow
 
@@ -263,7 +265,7 @@ class _Columns:
         both = [pyarrow.schema({name: old}), pyarrow.schema({name: new})]
         return pyarrow.unify_schemas(both, promote_options="permissive").types[0]
 
-    def values(self, name: str, rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    def values(self, name: str, rows: _JsonRows) -> list[Any]:
         """Return the values of a column; objects as JSON text, None if a row lacks the column."""
         values = [row.get(name) for row in rows]
         if name in self.nested:
@@ -298,19 +300,18 @@ def _objects(file: Path) -> Iterator[tuple[int, Any]]:
     with file.open("rb") as lines:
         is_list = lines.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
         lines.seek(0)
-        if is_list:
+        # Read a list like one long line.
+        for number, line in enumerate([lines.read()] if is_list else lines, start=1):
+            if not line.strip():
+                continue
             try:
-                for value in json.loads(lines.read().decode("utf-8-sig")):
-                    yield 1, value
+                value = json.loads(line.decode("utf-8-sig"))
             except ValueError as error:
-                unusable(f"{file}, line {getattr(error, 'lineno', 1)}", f": not JSON: {error}")
-            return
-        for number, line in enumerate(lines, start=1):
-            try:
-                if line.strip():
-                    yield number, json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                unusable(f"{file}, line {number}", f": not JSON: {error}")
+                at = getattr(error, "lineno", 1) if is_list else number
+                unusable(f"{file}, line {at}", f": not JSON: {error}")
+                continue
+            for one in value if is_list else [value]:
+                yield number, one
 
 
 def _holds_objects(value: Any) -> bool:

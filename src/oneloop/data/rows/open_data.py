@@ -107,6 +107,8 @@ def opened(
     for split, rows in splits.items():
         if not len(rows):
             raise ValueError(f"task.data {source.where!r}: the {split or 'whole'} set is empty")
+
+    # Check the rows before they are split, so that the splits do not depend on the check.
     source.parts = dict(splits)
     if check:
         check([source])

@@ -125,6 +125,7 @@ class Parquet:
             if schema.names.count(column) != 1:
                 raise no_column(str(file), column, schema.names)
 
+        # All files must have the types of the first one.
         types = _types(schema, self.columns, file)
         if self._types:
             for name, kind in types.items():
@@ -135,6 +136,7 @@ class Parquet:
                     )
         self._types = types
 
+        # Count only the bytes of the columns that will be read.
         found = []
         for group in range(metadata.num_row_groups):
             about = metadata.row_group(group)

@@ -31,6 +31,8 @@ def rewrite(old: Path, new: Path, *, rows: int) -> int:
         raise ValueError(f"--rows {rows} is not a positive number of rows; 1000 is a common choice")
     if new.exists() and (not new.is_dir() or any(new.iterdir())):
         raise ValueError(f"{new} exists and is not an empty folder; name a new folder")
+
+    # Keep the names of the files and folders, which may name splits.
     for file in there.files:
         target = new / below(file, there.root)
         target.parent.mkdir(parents=True, exist_ok=True)

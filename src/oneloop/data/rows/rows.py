@@ -105,8 +105,7 @@ class Mapped:
         """Return file and number of a row for messages."""
         if not hasattr(self.rows, "where"):
             return f"row {index}"
-        where: str = self.rows.where(index)
-        return where
+        return str(self.rows.where(index))
 
     def near(self, index: int) -> range:
         """Return the rows that are cheap to read after this one: those of its row group, or all."""
@@ -174,9 +173,8 @@ def divided(
     training = "train" if "train" in splits else ""
     rows = splits[training]
     if len(rows) < 3:
-        if not len(rows):
-            raise ValueError("the data: 0 rows are too few for three splits")
-        raise ValueError(f"{rows.where(0)}: {len(rows)} rows are too few for three splits")
+        where = rows.where(0) if len(rows) else "the data"
+        raise ValueError(f"{where}: {len(rows)} rows are too few for three splits")
 
     # Draw from all rows, so that the splits do not depend on which rows are left out.
     out = unusable.get(training, _NO_ROWS)

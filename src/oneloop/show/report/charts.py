@@ -135,44 +135,35 @@ def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, 
         steps, values = run.curve(metric, weights)
         if not steps:
             continue
+        # Name the curve by what differs: the run, the metric, the weights.
+        words = [metric]
+        if not evaluation and metric != "train/loss":
+            words = [metric.partition("/")[2]]
+        if len(runs) > 1:
+            words = [run.name, *words]
+        if weights not in (None, "raw"):
+            words.append(f"({weights})")
+
+        # The colour is the run's; of a single run, it is the weights'.
+        number = 0
+        if len(runs) > 1:
+            number = runs.index(run)
+        elif weights:
+            number = 1 + run.weights().index(weights)
+        dash = "solid"
+        if weights is not None:
+            dash = "dot" if weights == "raw" else "dash"
+
         trace = {
             "type": "scatter",
             "x": steps,
             "y": [value if math.isfinite(value) else None for value in values],
             "mode": "lines+markers" if evaluation or len(steps) < 40 else "lines",
-            "name": _curve_name(run, metric, weights, runs),
-            "line": _line(run, weights, runs),
+            "name": " ".join(filter(None, words)),
+            "line": {"color": _COLOURS[number % len(_COLOURS)], "dash": dash},
         }
         traces.append(trace)
     return traces
-
-
-def _curve_name(run: Record, metric: str, weights: str | None, runs: Sequence[Record]) -> str:
-    words = []
-    if len(runs) > 1:
-        words.append(run.name)
-    if metric.startswith(_TRAINING) and metric != "train/loss":
-        words.append(metric.partition("/")[2])
-    else:
-        words.append(metric)
-    if weights not in (None, "raw"):
-        words.append(f"({weights})")
-    return " ".join(filter(None, words))
-
-
-def _line(run: Record, weights: str | None, runs: Sequence[Record]) -> dict[str, Any]:
-    """Return plotly's line: the colour is the run's, or of a single run the weights'."""
-    number = 0
-    if len(runs) > 1:
-        number = runs.index(run)
-    elif weights:
-        number = 1 + run.weights().index(weights)
-    dash = "dash"
-    if weights is None:
-        dash = "solid"
-    elif weights == "raw":
-        dash = "dot"
-    return {"color": _COLOURS[number % len(_COLOURS)], "dash": dash}
 
 
 def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
@@ -184,6 +175,7 @@ def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
             events = [event for event in run.events() if event["event"] == kind]
             if not events:
                 continue
+            # The second y axis has a row for each kind.
             marker = {
                 "symbol": symbol,
                 "size": 8,
@@ -236,6 +228,7 @@ def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
     for row in counts:
         samples = max(1, sum(row))
         shares.append([count / samples for count in row])
+    # Shade a cell by its share; show its count.
     trace = {
         "type": "heatmap",
         "x": classes,
@@ -260,6 +253,8 @@ def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
         trace["texttemplate"] = "%{text}"
 
     chart = _chart(f"Confusion of the validation set: rows are the true classes{of}", [trace])
+
+    # Name classes on both axes, the first one at the top.
     layout = chart["layout"]
     layout["height"] = 420
     layout["hovermode"] = "closest"
