@@ -57,7 +57,12 @@ def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[
                 path.unlink()
             if not path.exists():
                 draft = path.with_suffix(f".{os.getpid()}.draft")
-                _convert(found, filled, draft)
+                if found.kind in ("csv", "tsv"):
+                    _write(_csv(filled, tabs=found.kind == "tsv"), draft)
+                elif found.kind == "json":
+                    _write(_json(filled), draft)
+                else:
+                    _by_datasets(found, filled, draft)
                 checksum_file.write_text(checksum_of(draft))
                 draft.replace(path)
             try:
@@ -67,16 +72,6 @@ def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[
                     raise
                 path.unlink()
     raise AssertionError
-
-
-def _convert(found: Found, files: Sequence[Path], draft: Path) -> None:
-    """Write the rows of the files to an Arrow file."""
-    if found.kind in ("csv", "tsv"):
-        _write(_csv(files, tabs=found.kind == "tsv"), draft)
-    elif found.kind == "json":
-        _write(_json(files), draft)
-    else:
-        _by_datasets(found, files, draft)
 
 
 def _intact(table: Path, checksum: Path) -> bool:
@@ -117,26 +112,6 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
     In tab-separated files quotes have no meaning (IANA text/tab-separated-values).
     """
     import pyarrow
-
-    names: list[str] = []
-    for file in files:
-        try:
-            own = _csv_names(file, tabs=tabs)
-            names = names or own
-            if sorted(own) != sorted(names):
-                raise ValueError(
-                    f"{file} has the columns {', '.join(own)}, and {files[0].name} has "
-                    f"{', '.join(names)}"
-                )
-            yield from _csv_rows(file, own, names, tabs=tabs)
-        except pyarrow.ArrowException as error:
-            raise ValueError(
-                f"{file} cannot be read as csv: {' '.join(str(error).split())}"
-            ) from error
-
-
-def _opened_csv(file: Path, *, tabs: bool, convert: Any = None) -> Any:
-    """Open a csv file to read batches of rows."""
     from pyarrow import csv
 
     parse = csv.ParseOptions(
@@ -145,49 +120,47 @@ def _opened_csv(file: Path, *, tabs: bool, convert: Any = None) -> Any:
         newlines_in_values=not tabs,
     )
     read = csv.ReadOptions(block_size=_BLOCK)
-    return csv.open_csv(file, read_options=read, parse_options=parse, convert_options=convert)
+    names: list[str] = []  # of the columns, in the order of the first file
+    for file in files:
+        try:
+            # Read the names of the columns.
+            with csv.open_csv(file, read_options=read, parse_options=parse) as opened:
+                own = opened.schema.names
+            for name in own:
+                if own.count(name) > 1:
+                    raise ValueError(f"{file} has two columns {name!r}; rename one of them")
+            names = names or own
+            if sorted(own) != sorted(names):
+                raise ValueError(
+                    f"{file} has the columns {', '.join(own)}, and {files[0].name} has "
+                    f"{', '.join(names)}"
+                )
 
+            # Read every column as text, without guessing types.
+            text = dict.fromkeys(own, pyarrow.large_string())
+            convert = csv.ConvertOptions(column_types=text, include_columns=names)
+            batch = None
+            with csv.open_csv(
+                file, read_options=read, parse_options=parse, convert_options=convert
+            ) as opened:
+                for batch in opened:
+                    yield batch
+            if batch is None:
+                raise ValueError(
+                    f"{file} has no rows; remove it, or write rows below the names of the columns"
+                )
 
-def _csv_names(file: Path, *, tabs: bool) -> list[str]:
-    """Return the names of the columns."""
-    with _opened_csv(file, tabs=tabs) as opened:
-        names: list[str] = opened.schema.names
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"{file} has two columns {name!r}; rename one of them")
-    return names
-
-
-def _csv_rows(file: Path, own: list[str], names: list[str], *, tabs: bool) -> Iterator[Any]:
-    """Yield batches of a file's rows.
-
-    Args:
-        file: the file.
-        own: the names of its columns, in its order.
-        names: the same names in the order of the first file, which the batches have.
-        tabs: whether tabs separate the values.
-    """
-    import pyarrow
-    from pyarrow import csv
-
-    # Read every column as text, without guessing types.
-    types = dict.fromkeys(own, pyarrow.large_string())
-    convert = csv.ConvertOptions(column_types=types, include_columns=names)
-    batch = None
-    with _opened_csv(file, tabs=tabs, convert=convert) as opened:
-        for batch in opened:
-            yield batch
-    if batch is None:
-        raise ValueError(
-            f"{file} has no rows; remove it, or write rows below the names of the columns"
-        )
-
-    # pyarrow accepts an unclosed quote at the end, which swallows the rows after it.
-    last = batch.column(own[-1])[-1].as_py()
-    if not tabs and _is_open(file, last or ""):
-        raise ValueError(
-            f"{file} ends within a quoted text: a quote is not closed; it begins with {last[:40]!r}"
-        )
+            # pyarrow accepts an unclosed quote at the end, which swallows the rows after it.
+            last = batch.column(own[-1])[-1].as_py()
+            if not tabs and _is_open(file, last or ""):
+                raise ValueError(
+                    f"{file} ends within a quoted text: a quote is not closed; it begins with "
+                    f"{last[:40]!r}"
+                )
+        except pyarrow.ArrowException as error:
+            raise ValueError(
+                f"{file} cannot be read as csv: {' '.join(str(error).split())}"
+            ) from error
 
 
 def _is_open(file: Path, last: str) -> bool:

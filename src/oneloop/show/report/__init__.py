@@ -1,2 +1,1 @@
-"""One page about a run, or about several: self-contained HTML, from the files in the run
-folders."""
+"""One page about a run, or about several: self-contained HTML, from the run folders."""

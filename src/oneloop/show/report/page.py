@@ -66,8 +66,8 @@ def write_report(runs: Sequence[Path], to: Path | None) -> Path:
     Raises:
         BadInput: a folder holds no run, or the file cannot be written.
     """
-    if to is None:
-        to = (runs[0] if len(runs) == 1 else Path()) / "report.html"
+    folder = runs[0] if len(runs) == 1 else Path()
+    to = to or folder / "report.html"
     try:
         to.write_text(report(runs))
     except ValueError as error:
