@@ -152,6 +152,7 @@ def _eval_results(trained: _Trained) -> list[Any]:
 
     if not trained.data:
         return []
+    # The hub reads the data set from each result; of a mixture, the first one is named.
     source = trained.data[0]
     results = []
     for name, value in trained.metrics.items():
@@ -181,6 +182,7 @@ def _sentence(trained: _Trained) -> str:
     if trained.base:
         what = f"{what} based on {trained.base}"
 
+    # A run in progress has no summary yet.
     summary = trained.record.summary
     length = "a run in progress"
     if "step" in summary:
@@ -251,6 +253,7 @@ def _curves(record: Record) -> str:
 
 def _chart(title: str, curve: Curve) -> list[str]:
     """Return the chart of a curve; nothing if it has fewer than two finite points."""
+    # plotille cannot draw NaN and Inf.
     steps = []
     values = []
     for step, value in zip(*curve.points(), strict=True):

@@ -130,11 +130,6 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
     return np.asarray(sheet)
 
 
-def _shaded(part: int, shade: float) -> int:
-    """Return a part of a colour (0 to 255) on white; shade 1 is the full colour."""
-    return round(255 - shade * (255 - part))
-
-
 def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
     """Draw a confusion matrix, with the share of the row as shade: (height, width, 3).
 
@@ -157,9 +152,9 @@ def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
             x = left + column * cell
             shade = shares[row, column]
             colour = _GOOD if row == column else _BAD
-            ground = tuple(_shaded(part, shade) for part in colour)
+            ground = [round(255 - shade * (255 - part)) for part in colour]
             box = (x, y, x + cell - 2, y + cell - 2)
-            pen.rectangle(box, fill=ground)
+            pen.rectangle(box, fill=tuple(ground))
             if cell == _CELL and counts[row, column]:
                 ink = "white" if shade > 0.5 else _INK
                 count = f"{counts[row, column]:.0f}"

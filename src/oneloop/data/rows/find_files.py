@@ -9,6 +9,7 @@ from typing import Any
 
 from oneloop.data.rows.cache import below
 
+_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
 KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -16,8 +17,7 @@ KINDS = {
     ".tsv": "tsv",
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
     **dict.fromkeys((".txt", ".md", ".rst", ".py"), "text"),
-    **dict.fromkeys((".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp"), "image"),
-    **dict.fromkeys((".tif", ".tiff", ".ppm", ".pgm"), "image"),
+    **dict.fromkeys(_IMAGES, "image"),
 }
 """kind of file by suffix"""
 KINDS_OF_ROWS = ("parquet", "arrow", "json", "csv", "tsv", "image")
