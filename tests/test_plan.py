@@ -126,14 +126,12 @@ def test_one_more_layer_adds_what_the_formulas_say():
     parameters = 4 * width**2 + 3 * width * mlp + 2 * width
     assert four.parameters - three.parameters == parameters
     kept = {
-        kind: four.memory.kept[kind] - three.memory.kept[kind]
-        for kind in ("parameters", "EMA")
+        kind: four.memory.kept[kind] - three.memory.kept[kind] for kind in ("parameters", "EMA")
     }
     assert kept == {"parameters": 4 * parameters, "EMA": 4 * parameters}
     counters = 9 * 4  # AdamW's step of each tensor
     assert (
-        four.memory.kept["optimizer"] - three.memory.kept["optimizer"]
-        == 8 * parameters + counters
+        four.memory.kept["optimizer"] - three.memory.kept["optimizer"] == 8 * parameters + counters
     )
     tokens, matrices = 4 * micro * block, parameters - 2 * width
     # queries x keys and weights x values, not halved for causality
@@ -142,17 +140,13 @@ def test_one_more_layer_adds_what_the_formulas_say():
     assert forward["forward"] == 2 * matrices * tokens + attention
     # with the recomputed attention matrix
     assert forward["backward"] == 4 * matrices * tokens + 2.5 * attention
-    assert four.disk.checkpoint - three.disk.checkpoint == pytest.approx(
-        16 * parameters, rel=0.01
-    )
+    assert four.disk.checkpoint - three.disk.checkpoint == pytest.approx(16 * parameters, rel=0.01)
 
 
 def sent(plan: Plan, name: str) -> int:
     """Return the bytes of all calls of a collective."""
     return sum(
-        call.size * call.calls
-        for call in plan.collectives
-        if call.name == name and call.size > 8
+        call.size * call.calls for call in plan.collectives if call.name == name and call.size > 8
     )
 
 
