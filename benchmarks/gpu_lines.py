@@ -42,6 +42,7 @@ class Place:
     folder: Path  # empty, deleted afterwards
     toy: bool  # small shapes on a CPU
     rates: dict[str, float]  # what the line speed/card measured on this card, if it ran
+    until: float = math.inf  # when the line is ended, on the clock of time.monotonic
 
     @property
     def device(self) -> torch.device:
@@ -142,7 +143,7 @@ def perform(chosen: Line, *, toy: bool, rates: dict[str, float], limit: float) -
     folder = Path(tempfile.mkdtemp(prefix=f"gpu-{chosen.name}-"))
     log = folder.with_suffix(".log")
     ours, theirs = FORK.Pipe(duplex=False)
-    place = Place(folder, toy, rates)
+    place = Place(folder, toy, rates, time.monotonic() + limit)
     child = FORK.Process(target=_child, args=(chosen, place, theirs, log))
     began = time.perf_counter()
     child.start()

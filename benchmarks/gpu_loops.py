@@ -37,7 +37,7 @@ from gpu_trace import FORWARD, events_of, reduce
 from oneloop import fit
 from oneloop.data.rows.cached_arrays import Ragged
 from oneloop.tasks.language import attention, chunked_loss
-from oneloop.tasks.language.attention import borders
+from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import prepare_attention
 from oneloop.tasks.language.sequences import IGNORE, Packed, collated, spans
@@ -153,8 +153,16 @@ class Text:
                 trained += module.weight.numel()
             else:
                 frozen += module.weight.numel()
-        attention = 12 * self.layers * self.width * self.length
+        attention = 12 * self.layers * self.width * self._context
         return float(6 * trained + 4 * frozen + attention)
+
+    @property
+    def _context(self) -> float:
+        """Tokens that a token can attend to if attention counts as full, on average."""
+        if not self.packed:
+            return float(self.length)
+        lengths = self.samples.spans.lengths.astype(np.float64)
+        return float((lengths**2).sum() / lengths.sum())
 
 
 def _with_adapters(config: Any) -> nn.Module:
@@ -282,6 +290,7 @@ class Pacer:
     def __init__(self, connection: Connection, device: torch.device) -> None:
         self._connection = connection
         self._device = device
+        self._began = time.perf_counter()
         self._phases = self._run()
         # Frozen weights: they are in host memory while the loop is paused.
         self._frozen: list[nn.Parameter] = []
@@ -301,13 +310,14 @@ class Pacer:
         while True:
             kind, count = self._connection.recv()
             self._resume()
-            if kind == "time":
+            if kind in ("time", "last"):
                 answer = yield from self._timed(count)
             elif kind == "trace":
                 answer = yield from self._traced(count)
             else:
                 answer = yield from self._waited(count)
-            self._release()
+            if kind != "last":
+                self._release()
             self._connection.send(answer)
 
     def _synchronize(self) -> None:
@@ -317,10 +327,10 @@ class Pacer:
     def _release(self) -> None:
         """Leave the device's memory to the other loop: the cache, and all frozen weights."""
         self._synchronize()
-        if len(self._copies) < len(self._frozen):  # they never change: one copy is enough
-            on_gpu = self._device.type == "cuda"
-            copies = [one.data.to("cpu", copy=True) for one in self._frozen]
-            self._copies = [one.pin_memory() for one in copies] if on_gpu else copies
+        on_gpu = self._device.type == "cuda"
+        for parameter in self._frozen[len(self._copies) :]:  # once: they never change
+            copy = torch.empty(parameter.shape, dtype=parameter.dtype, pin_memory=on_gpu)
+            self._copies.append(copy.copy_(parameter.data))
         for parameter, copy in zip(self._frozen, self._copies):
             parameter.data = copy
         if self._device.type == "cuda":
@@ -344,7 +354,8 @@ class Pacer:
         for _ in range(count):
             yield
         self._synchronize()
-        answer = {"seconds": time.perf_counter() - began}
+        over = time.perf_counter()
+        answer = {"seconds": over - began, "since_start": over - self._began}
         if self._device.type == "cuda":
             answer["allocated"] = torch.cuda.max_memory_allocated()
             answer["reserved"] = torch.cuda.max_memory_reserved()
@@ -356,7 +367,9 @@ class Pacer:
         kinds = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             kinds.append(ProfilerActivity.CUDA)
-        self._synchronize()
+        with profile(activities=kinds):  # the first profile of a process starts slowly
+            yield
+            self._synchronize()
         with profile(activities=kinds) as profiler:
             for _ in range(count):
                 yield
@@ -377,7 +390,7 @@ class Pacer:
                 yield
             torch.cuda.set_sync_debug_mode("default")
         messages = [str(one.message) for one in caught]
-        waits = sum("synchronizing" in message for message in messages)
+        waits = sum("called a synchronizing CUDA operation" in message for message in messages)
         return {"waits": waits, "steps": count}  # type: ignore[return-value]
 
 
@@ -428,6 +441,8 @@ class Contender:
 
 def _contend(loop: Loop, setting: Setting, connection: Connection) -> None:
     setting.folder.mkdir(parents=True, exist_ok=True)
+    # No loop finds the compiled kernels of another one.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(setting.folder / "inductor")
     try:
         # After the fork: torch must see the device before the loop asks for it.
         pacer = Pacer(connection, setting.device)
@@ -447,6 +462,7 @@ def by_hand(setting: Setting, pacer: Pacer) -> None:
     """Train with a hand-written loop."""
     workload = setting.workload
     torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = isinstance(workload, Images)
     model = workload.build(setting.device)
     if isinstance(workload, Images):
         loss_of = _image_loss(workload, model, setting)
@@ -458,7 +474,7 @@ def by_hand(setting: Setting, pacer: Pacer) -> None:
         loss_of = torch.compile(loss_of)
     elif setting.compiled:
         for block in model.model.layers:  # type: ignore[union-attr]
-            block.compile()
+            block.compile(fullgraph=True)  # an error instead of a block that silently runs eager
 
     pacer.knows(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -499,9 +515,11 @@ def _autocast(setting: Setting) -> Any:
 
 
 def _text_loss(workload: Text, model: Any, setting: Setting) -> Callable[..., Tensor]:
-    if workload.packed:
-        with untested(workload):
-            prepare_attention(model, packed=True, router_loss="refuse")
+    # As oneloop: a ready 4-D mask. Without one, transformers builds a dense mask in a compiled
+    # graph, which rules out flash attention, or asks the device about padding (host wait).
+    with untested(workload):
+        masked = prepare_attention(model, packed=workload.packed, router_loss="refuse")
+    assert masked
     mean_loss = _mean_loss
     if setting.compiled and workload.compile == "regional":
         mean_loss = torch.compile(_mean_loss)
@@ -513,7 +531,7 @@ def _text_loss(workload: Text, model: Any, setting: Setting) -> Callable[..., Te
         document: Tensor | None = None,
         cuts: Tensor | None = None,
     ) -> Tensor:
-        more: dict[str, Any] = {}
+        more: dict[str, Any] = {"attention_mask": causal(input.device)}
         if document is not None and cuts is not None:
             more = {"position_ids": position, "attention_mask": borders(document, cuts)}
         with _autocast(setting):
@@ -568,8 +586,24 @@ def _image_batches(workload: Images, setting: Setting) -> Iterator[dict[str, Ten
         pin_memory=setting.device.type == "cuda",
         drop_last=True,
     )
+    if setting.device.type != "cuda":
+        yield from loader
+        return
+
+    # Copy the next batch on a stream of its own, while the device computes with this one.
+    side = torch.cuda.Stream()
+    ready = None
     for batch in loader:
-        yield {name: value.to(setting.device, non_blocking=True) for name, value in batch.items()}
+        with torch.cuda.stream(side):
+            upcoming = {
+                name: value.to(setting.device, non_blocking=True) for name, value in batch.items()
+            }
+        if ready is not None:
+            yield ready
+        torch.cuda.current_stream().wait_stream(side)
+        for value in upcoming.values():
+            value.record_stream(torch.cuda.current_stream())
+        ready = upcoming
 
 
 # oneloop: tasks around the same models and data. fit() needs classes without arguments; the process
@@ -678,6 +712,7 @@ def by_oneloop(setting: Setting, pacer: Pacer) -> None:
         machine={
             "compile": workload.compile if setting.compiled else "none",
             "matmul": "high",
+            "cudnn_benchmark": images,
             "workers": workload.workers if isinstance(workload, Images) else "auto",
         },
         eval={"every": 0, "samples": 0},
@@ -713,7 +748,8 @@ class _Rows:
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if isinstance(self._workload, Images):
-            return self._workload.samples[index]
+            sample = self._workload.samples[index]
+            return {"image": sample["image"], "labels": sample["label"]}
         tokens: NDArray[np.int64] = self._blocks[index][:-1].astype(np.int64)
         return {"input_ids": torch.from_numpy(tokens), "labels": torch.from_numpy(tokens)}
 
@@ -725,9 +761,9 @@ class _WithLoss(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, image: Tensor, label: Tensor) -> dict[str, Tensor]:
+    def forward(self, image: Tensor, labels: Tensor) -> dict[str, Tensor]:
         logits = self.inner(image)
-        return {"loss": F.cross_entropy(logits.float(), label), "logits": logits}
+        return {"loss": F.cross_entropy(logits.float(), labels), "logits": logits}
 
 
 def by_trainer(setting: Setting, pacer: Pacer) -> None:
@@ -758,7 +794,8 @@ def by_trainer(setting: Setting, pacer: Pacer) -> None:
         report_to="none",
         disable_tqdm=True,
         remove_unused_columns=False,
-        label_names=["label"] if isinstance(workload, Images) else None,
+        label_names=["labels"],
+        logging_nan_inf_filter=False,  # it would wait for the device in every step
         dataloader_num_workers=workload.workers if isinstance(workload, Images) else 2,
         bf16=setting.mixed_precision == "bf16",
         torch_compile=setting.compiled,

@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections import Counter, defaultdict
 from dataclasses import dataclass
@@ -59,7 +60,7 @@ def events_of(profiler: Any) -> list[dict[str, Any]]:
 def reduce(events: list[dict[str, Any]], *, steps: int) -> Reduced:
     """Return the numbers and tables of a trace of ``steps`` steps.
 
-    A kernel belongs to the forward if the call that launched it lies in a range :data:`FORWARD` on
+    A kernel belongs to the forward if the call that launched it is in a range :data:`FORWARD` on
     its thread; to the backward if another thread launched it than the one of these ranges; else to
     neither ("outside").
     """
@@ -107,7 +108,11 @@ def reduce(events: list[dict[str, Any]], *, steps: int) -> Reduced:
         }
         for phase, name in longest
     ]
-    waiting = _waits(calls, steps)
+    # The last waits are those of the measurement: it synchronizes after the last step.
+    done = {event.get("args", {}).get("correlation") for event in device}
+    launched = [call["ts"] for call in calls if call.get("args", {}).get("correlation") in done]
+    last = max(launched, default=math.inf)
+    waiting = _waits([call for call in calls if call["ts"] <= last], steps)
     return Reduced(
         idle_share=_idle_share(device),
         kernels=sum(counts.values()) / steps,

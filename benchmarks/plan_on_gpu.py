@@ -25,7 +25,11 @@ SMALL = ["--task.width", "32", "--task.heads", "2", "--batch.size", "4"]
 
 
 def measured(words: list[str]) -> None:
-    """Run the real step and print its peak, in bytes: allocated, reserved, and of the ledger."""
+    """Run the real step and print bytes.
+
+    These are the peak allocated without cuBLAS's workspaces, the peak reserved, the peak of the
+    ledger, and the workspaces.
+    """
     from oneloop.job.build import build_job
     from oneloop.launch.processes import start
     from oneloop.plan.step_costs import StepCosts
@@ -33,14 +37,18 @@ def measured(words: list[str]) -> None:
 
     run = start()
     costs = StepCosts(build_job(read(words), ranks=1, device=run.device.type), run)
-    allocated = reserved = 0
+    allocated = reserved = workspaces = 0
     if run.device.type == "cuda":
+        # cuBLAS's workspaces (32 MiB for each thread that multiplies) are in no plan.
+        held = torch.cuda.memory_allocated()
+        torch._C._cuda_clearCublasWorkspaces()
+        workspaces = held - torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         costs._run_step()
         torch.cuda.synchronize()
-        allocated = torch.cuda.max_memory_allocated()
+        allocated = torch.cuda.max_memory_allocated() - workspaces
         reserved = torch.cuda.max_memory_reserved()
-    print(json.dumps([allocated, reserved, costs.step().peak]))
+    print(json.dumps([allocated, reserved, costs.step().peak, workspaces]))
 
 
 def _beside(place: Place, words: list[str]) -> Result:
@@ -55,7 +63,7 @@ def _beside(place: Place, words: list[str]) -> Result:
     command = [sys.executable, __file__, "--one", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stderr
-    allocated, reserved, ledger = json.loads(done.stdout.splitlines()[-1])
+    allocated, reserved, ledger, workspaces = json.loads(done.stdout.splitlines()[-1])
 
     real = allocated or ledger
     error = planned / real - 1
@@ -67,6 +75,7 @@ def _beside(place: Place, words: list[str]) -> Result:
     }
     if allocated:
         numbers["reserved_gib"] = reserved / GIB
+        numbers["cublas_workspaces_gib"] = workspaces / GIB
     says = (
         f"planned {planned / GIB:.3f} GiB, measured {real / GIB:.3f} ({error:+.1%}), "
         f"reserved {reserved / GIB:.3f}, ledger {ledger / GIB:.3f}"

@@ -14,6 +14,7 @@ import psutil
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oneloop.basics.exit_codes import BadInput
@@ -27,6 +28,7 @@ from oneloop.optim.clip import global_norm
 from oneloop.plan.step_costs import StepCosts
 from oneloop.recipe.parse import read
 from oneloop.tasks.image_models import Quarters
+from oneloop.tasks.language.attention import attend_within_documents, causal
 from worlds import ROOT
 
 SMALL_GPT = ["gpt", "--task.width", "32", "--task.heads", "2", "--task.layers", "1"]
@@ -111,6 +113,40 @@ def test_the_batches_of_a_measured_step_are_on_the_device_of_the_model():
     assert weight == 4 and {value.device.type for value in batch.values()} == {"meta"}
 
 
+def counted_graphs(model: Any) -> int:
+    """Compile each block of a model, and return the number of graphs of one pass."""
+    attend_within_documents(model)
+    torch._dynamo.reset()
+    counters.clear()
+    for block in model.model.layers:
+        block.compile(backend="eager", fullgraph=True)
+    tokens = torch.arange(16)[None]
+    mask = causal(torch.device("cpu"))
+    compiled = model(input_ids=tokens, attention_mask=mask, use_cache=False).logits
+    graphs: int = counters["stats"]["unique_graphs"]
+    torch._dynamo.reset()
+    assert torch.isfinite(compiled).all()
+    return graphs
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_blocks_of_one_kind_share_one_compilation(kind):
+    """Dynamo gives up after eight compilations of one function."""
+    import transformers
+
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=12,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=32,
+    )
+    assert counted_graphs(getattr(transformers, f"{kind}ForCausalLM")(config)) <= 2
+
+
 @pytest.fixture
 def benchmarks(monkeypatch):
     """The modules of ``benchmarks/``."""
@@ -141,7 +177,8 @@ def test_a_trace_is_reduced_to_phases_idle_time_and_waits(benchmarks):
         event("cuda_runtime", "cudaLaunchKernel", 20, 1, correlation=2, thread=2),
         event("cuda_driver", "cuLaunchKernel", 30, 1, correlation=3),
         event("cuda_runtime", "cudaMemcpyAsync", 32, 1, correlation=4),
-        event("cuda_runtime", "cudaStreamSynchronize", 33, 7),
+        event("cuda_runtime", "cudaStreamSynchronize", 22, 7),
+        event("cuda_runtime", "cudaDeviceSynchronize", 33, 7),  # the end of the measurement
         event("kernel", "gemm", 100, 50, correlation=1, thread=7),
         event("kernel", "gemm_backward", 140, 60, correlation=2, thread=7),
         event("kernel", "adamw", 210, 20, correlation=3, thread=7),

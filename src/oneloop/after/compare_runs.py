@@ -84,8 +84,11 @@ def _results(runs: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     # The last value of each metric of an evaluation.
     yield "step", *("" if run.last is None else f"{run.last:,}" for run in runs)
     for name in _names(runs, ("eval/", "test/")):
-        last = [run.curve(name, "raw")[1][-1:] for run in runs]
-        yield name, *(metric(values[0]) if values else "" for values in last)
+        cells = []
+        for run in runs:
+            values = run.curve(name, "raw")[1]
+            cells.append(metric(values[-1]) if values else "")
+        yield name, *cells
 
     # The best value of each metric that a run was judged by.
     best = [run.summary.get("best") or {} for run in runs]
@@ -93,8 +96,9 @@ def _results(runs: Sequence[Record]) -> Iterator[tuple[str, ...]]:
     for name in chosen:
         cells = []
         for one in best:
-            if one.get("metric") == name and one.get("value") is not None:
-                cells.append(f"{metric(one['value'])} at step {one['step']:,}")
+            value = one.get("value")
+            if one.get("metric") == name and value is not None:
+                cells.append(f"{metric(value)} at step {one['step']:,}")
             else:
                 cells.append("")
         yield f"best {name}", *cells

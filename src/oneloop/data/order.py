@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from oneloop.basics.seeds import GOLDEN, key
 
-EpochsAndIndices = tuple[NDArray[np.int64], NDArray[np.int64]]  # epochs and sample indices
+Int64Array = NDArray[np.int64]
+EpochsAndIndices = tuple[Int64Array, Int64Array]  # epochs and sample indices
 
 UInt64Array = NDArray[np.uint64]
 _ROUNDS = 8
@@ -21,8 +22,10 @@ _MIN_BITS = 6  # with fewer bits, consecutive positions give correlated indices
 
 def _mix(state: UInt64Array) -> UInt64Array:
     """Apply splitmix64's finalizer elementwise."""
-    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state = state ^ (state >> np.uint64(30))
+    state = state * np.uint64(0xBF58476D1CE4E5B9)
+    state = state ^ (state >> np.uint64(27))
+    state = state * np.uint64(0x94D049BB133111EB)
     return state ^ (state >> np.uint64(31))
 
 
@@ -45,7 +48,7 @@ def permuted(positions: UInt64Array, sizes: int | UInt64Array, keys: UInt64Array
     left_mask = _mask(bits // 2)
     right_mask = _mask(bits - bits // 2)
 
-    def select(value: Any, which: NDArray[np.int64]) -> Any:
+    def select(value: Any, which: Int64Array) -> Any:
         return value[which] if isinstance(value, np.ndarray) else value
 
     # Walk the cycle until the image is inside the data set: about one more pass for sizes above
@@ -78,14 +81,17 @@ def _network(
     right = positions & right_mask
     for turn in range(0, _ROUNDS, 2):
         number = turn << 40  # a different constant for each round
-        left = left ^ (_mix(keys + right + np.uint64(number + 1)) & left_mask)
-        right = right ^ (_mix(keys + left + np.uint64(number + (1 << 39))) & right_mask)
+        hashed = _mix(keys + right + np.uint64(number + 1))
+        left = left ^ (hashed & left_mask)
+        hashed = _mix(keys + left + np.uint64(number + (1 << 39)))
+        right = right ^ (hashed & right_mask)
     return left << shift | right
 
 
-def epoch_keys(epochs: NDArray[np.int64], seed: int) -> NDArray[np.uint64]:
+def epoch_keys(epochs: Int64Array, seed: int) -> UInt64Array:
     """Return a permutation key for each epoch and the seed."""
-    return _mix(epochs.astype(np.uint64) * np.uint64(GOLDEN) ^ np.uint64(key(seed)))
+    spread = epochs.astype(np.uint64) * np.uint64(GOLDEN)
+    return _mix(spread ^ np.uint64(key(seed)))
 
 
 class Order:
@@ -110,11 +116,12 @@ class Order:
         """
         return self.at(positions_of(window))
 
-    def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
+    def at(self, positions: Int64Array) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""
         epochs, offsets = np.divmod(positions.reshape(-1), self.size)
-        indices = permuted(offsets.astype(np.uint64), self.size, epoch_keys(epochs, self.seed))
-        return epochs.reshape(positions.shape), indices.astype(np.int64).reshape(positions.shape)
+        keys = epoch_keys(epochs, self.seed)
+        indices = permuted(offsets.astype(np.uint64), self.size, keys).astype(np.int64)
+        return epochs.reshape(positions.shape), indices.reshape(positions.shape)
 
 
 class Ordered(Protocol):
@@ -126,11 +133,11 @@ class Ordered(Protocol):
     def __getitem__(self, window: slice) -> EpochsAndIndices:
         """Return epochs and sample indices of the positions ``start:stop``."""
 
-    def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
+    def at(self, positions: Int64Array) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""
 
 
-def positions_of(window: slice) -> NDArray[np.int64]:
+def positions_of(window: slice) -> Int64Array:
     """Return the positions of a slice of an endless order.
 
     Raises:

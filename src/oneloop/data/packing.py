@@ -30,7 +30,8 @@ class Bins:
     def __getitem__(self, number: int) -> NDArray[np.int64]:
         """Return the items of one bin; raise IndexError if there is no such bin."""
         number = range(len(self))[number]
-        return self.members[self.ends[number - 1] if number else 0 : self.ends[number]]
+        start = self.ends[number - 1] if number else 0
+        return self.members[start : self.ends[number]]
 
 
 def packed(lengths: NDArray[np.int64], capacity: int) -> Bins:
@@ -57,7 +58,9 @@ def packed(lengths: NDArray[np.int64], capacity: int) -> Bins:
     numbers = np.empty_like(firsts)
     numbers[np.argsort(firsts)] = np.arange(len(firsts))
     bin_of = numbers[bin_of]
-    return Bins(np.argsort(bin_of, kind="stable"), np.cumsum(np.bincount(bin_of)))
+    members = np.argsort(bin_of, kind="stable")
+    ends = np.cumsum(np.bincount(bin_of))
+    return Bins(members, ends)
 
 
 def _check(lengths: NDArray[np.int64], capacity: int) -> None:

@@ -74,7 +74,8 @@ class Windows:
         indices = np.empty_like(flat)
         for epoch in np.unique(epochs).tolist():
             of_epoch = epochs == epoch
-            indices[of_epoch] = self._epoch_indices(epoch, flat[of_epoch] - epoch * self.size)
+            offsets = flat[of_epoch] - epoch * self.size
+            indices[of_epoch] = self._epoch_indices(epoch, offsets)
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
 
     def _epoch_indices(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -91,7 +92,9 @@ class Windows:
         first = layout.edges[window]
         size = (layout.edges[window + 1] - first).astype(np.uint64)
         keys = layout.key + window.astype(np.uint64) * np.uint64(GOLDEN)
-        sample = first + permuted((sample - first).astype(np.uint64), size, keys).astype(np.int64)
+        within_window = (sample - first).astype(np.uint64)
+        shuffled = permuted(within_window, size, keys)
+        sample = first + shuffled.astype(np.int64)
 
         # Convert the number in shuffled groups to the number in groups as stored.
         slot = np.searchsorted(layout.ends, sample, side="right")

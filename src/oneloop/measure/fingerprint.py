@@ -48,13 +48,17 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     sharded = [tensor for tensor in ordered if isinstance(tensor, DTensor)]
     if sharded:
         group = sharded[0].device_mesh.get_group()
-        whole = torch.tensor([not isinstance(tensor, DTensor) for tensor in ordered], device=device)
+        replicated = [not isinstance(tensor, DTensor) for tensor in ordered]
+        whole = torch.tensor(replicated, device=device)
         hashes[whole] *= int(dist.get_rank(group) == 0)  # count replicated tensors once
         dist.all_reduce(hashes, group=group)
 
     values: list[int] = hashes.tolist()  # host sync
     short = b"".join(struct.pack("<H", key(value) & 0xFFFF) for value in values)
-    return {"bits": f"{key(*values):016x}", "bits_of": base64.b64encode(short).decode()}
+    return {
+        "bits": f"{key(*values):016x}",
+        "bits_of": base64.b64encode(short).decode(),
+    }
 
 
 def _hash(tensor: Tensor) -> Tensor:

@@ -28,7 +28,8 @@ class UpdateRatio:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         mine = [_dense(as_real(local(parameter.detach()))) for parameter in parameters]
-        stride = max(1, sum(part.numel() for part in mine) // _SAMPLED)
+        number_of_weights = sum(part.numel() for part in mine)
+        stride = max(1, number_of_weights // _SAMPLED)
 
         # Sample runs of adjacent weights; runs of one width are measured together.
         by_width: dict[int, tuple[list[Tensor], list[Tensor]]] = {}
@@ -40,10 +41,10 @@ class UpdateRatio:
                 runs = whole.view(-1, width)[::stride]
                 number = runs.numel()
                 counts = torch.full((number,), size / number, device=part.device)
-                several = by_width.setdefault(width, ([], []))
-                several[0].append(runs)
-                several[1].append(counts)
-        self._samples = [_Sample(*several) for several in by_width.values()]
+                all_runs, all_counts = by_width.setdefault(width, ([], []))
+                all_runs.append(runs)
+                all_counts.append(counts)
+        self._samples = [_Sample(runs, counts) for runs, counts in by_width.values()]
         self._begun = False
 
     def before(self) -> None:
@@ -58,7 +59,8 @@ class UpdateRatio:
         Both are 0-dim. They are 0 if :meth:`before` was not called, and on a rank without
         weights."""
         if self._begun and self._samples:
-            moved, size = reduce(torch.add, [sample.squares() for sample in self._samples])
+            squares = [sample.squares() for sample in self._samples]
+            moved, size = reduce(torch.add, squares)
         else:
             moved, size = like.new_zeros(2)
         self._begun = False
@@ -80,7 +82,8 @@ class ExactUpdateRatio:
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         trained = list(parameters)
-        stride = max(1, sum(parameter.numel() for parameter in trained) // _SAMPLED)
+        number_of_weights = sum(parameter.numel() for parameter in trained)
+        stride = max(1, number_of_weights // _SAMPLED)
         # this rank's shard of a parameter, and sampled indices in it
         self._chosen: list[tuple[Tensor, Tensor]] = []
         offset = 0  # index of a parameter's first weight in the whole model
@@ -90,16 +93,21 @@ class ExactUpdateRatio:
             offset += parameter.numel()
             # Of the runs that this shard overlaps, take those at a multiple of the stride.
             begin = -(-(first // _RUN) // stride) * stride
-            end = -(-(first + mine.numel()) // _RUN)
+            last = first + mine.numel()
+            end = -(-last // _RUN)
             runs = torch.arange(begin, max(begin, end), stride)
-            indices = (runs[:, None] * _RUN + torch.arange(_RUN)).view(-1) - first
-            indices = indices[(indices >= 0) & (indices < mine.numel())]
+            indices = runs[:, None] * _RUN + torch.arange(_RUN)
+            indices = indices.view(-1) - first
+            inside = (indices >= 0) & (indices < mine.numel())
+            indices = indices[inside]
             if len(indices):
                 self._chosen.append((mine, indices.to(mine.device)))
         self._before: Tensor | None = None
 
     def _sampled(self) -> Tensor:
-        parts = [mine.reshape(-1).index_select(0, indices) for mine, indices in self._chosen]
+        parts = []
+        for mine, indices in self._chosen:
+            parts.append(mine.reshape(-1).index_select(0, indices))
         return torch.cat(parts)
 
     def before(self) -> None:
@@ -111,8 +119,10 @@ class ExactUpdateRatio:
         before = self._before
         self._before = None
         if before is None:
-            return tuple(like.new_tensor([NOTHING, 0.0, 0.0, 0.0] * 2, dtype=torch.float64))
-        moved = digit_rows([self._sampled() - before])[0]
+            nothing = [NOTHING, 0.0, 0.0, 0.0]
+            return tuple(like.new_tensor(nothing * 2, dtype=torch.float64))
+        change = self._sampled() - before
+        moved = digit_rows([change])[0]
         size = digit_rows([before])[0]
         return tuple(torch.cat([moved, size]))
 
@@ -128,7 +138,8 @@ class ExactUpdateRatio:
 
 def _dense(tensor: Tensor) -> Tensor:
     """Permute the dimensions into memory order, which makes channels-last weights contiguous."""
-    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    in_memory_order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    return tensor.permute(in_memory_order)
 
 
 class _Sample:

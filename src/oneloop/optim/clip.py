@@ -26,23 +26,30 @@ def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+
     # Add integers: the order of the ranks does not matter.
     if exact and gradients:
         whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         group = sharded[0].device_mesh.get_group() if sharded else None
-        return exact_norm(whole, [local(one) for one in sharded], group).to(gradients[0].dtype)
+        shards = [local(gradient) for gradient in sharded]
+        norm = exact_norm(whole, shards, group)
+        return norm.to(gradients[0].dtype)
+
     # Unsharded gradients need no exchange.
     if not sharded:
         return _norm(gradients)
 
     # Sum the squares over the ranks that hold shards. With HSDP, replicas hold equal shards.
-    norm = _norm([gradient for gradient in gradients if not isinstance(gradient, DTensor)])
-    square = _norm([local(gradient) for gradient in sharded]).square()
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    norm = _norm(whole)
+    shards = [local(gradient) for gradient in sharded]
+    square = _norm(shards).square()
     mesh = sharded[0].device_mesh
     for dimension, placement in enumerate(sharded[0].placements):
         if placement.is_shard():
             dist.all_reduce(square, group=mesh.get_group(dimension))
-    return (square + norm.to(square.device).square()).sqrt()
+    square = square + norm.to(square.device).square()
+    return square.sqrt()
 
 
 def _norm(tensors: list[Tensor]) -> Tensor:
@@ -50,9 +57,11 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 
     If all tensors share device and dtype, they need not be sorted by them.
     """
-    if not tensors or len({(tensor.device, tensor.dtype) for tensor in tensors}) > 1:
+    kinds = {(tensor.device, tensor.dtype) for tensor in tensors}
+    if len(kinds) != 1:
         return torch.nn.utils.get_total_norm(tensors)
-    return cast(Tensor, torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))))
+    norms = torch.stack(torch._foreach_norm(tensors))
+    return cast(Tensor, torch.linalg.vector_norm(norms))
 
 
 @torch.no_grad()
@@ -67,7 +76,8 @@ def clip_(parameters: Iterable[Tensor], largest: float, norm: Tensor) -> None:
     if not largest:
         return
     gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_(gradients, torch.clamp(largest / (norm + 1e-6), max=1.0))
+    factor = torch.clamp(largest / (norm + 1e-6), max=1.0)
+    torch._foreach_mul_(gradients, factor)
 
 
 def clear_gradients(parameters: Iterable[Tensor]) -> None:

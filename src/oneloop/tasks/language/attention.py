@@ -17,6 +17,9 @@ from torch import Tensor, nn
 
 NAME = "within_documents"  # name in transformers' attention registry
 
+_FULL = "full_attention"
+_KIND = "_oneloop_kind"  # attribute of an attention module: the kind of its layer
+
 _Mask = Tensor | None
 
 
@@ -40,6 +43,12 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     AttentionInterface.register(NAME, _attend)
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = model.config._attn_implementation  # type: ignore[union-attr]
+
+    # Note the kind of each layer. Compiled code that reads a layer's number is compiled anew for
+    # each layer; the same kind is the same code.
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            setattr(module, _KIND, _kind_of_layer(module))
 
     # Compare with the model's own attention; on meta there are no logits.
     own_logits = None
@@ -145,11 +154,7 @@ def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
     Raise ValueError for other patterns.
     """
     config: Any = getattr(module, "config", None)
-    kinds = getattr(config, "layer_types", None)
-    layer = getattr(module, "layer_idx", None)
-    kind = "full_attention"
-    if kinds and isinstance(layer, int) and layer < len(kinds):
-        kind = kinds[layer]
+    kind = getattr(module, _KIND, _FULL)
 
     # A chunk that is longer than the row changes nothing.
     chunk = getattr(config, "attention_chunk_size", None) or 0
@@ -159,6 +164,15 @@ def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
             f"{type(module).__name__}: {kind} at positions that differ from its sliding_window"
         )
     return sliding if sliding is not None and sliding < length else None
+
+
+def _kind_of_layer(module: Any) -> str:
+    """Return the kind of attention of a layer, as the config names it."""
+    kinds = getattr(getattr(module, "config", None), "layer_types", None)
+    layer = module.layer_idx
+    if kinds and isinstance(layer, int) and layer < len(kinds):
+        return str(kinds[layer])
+    return _FULL
 
 
 def _mask(query: Tensor, mask: Tensor, window: int | None) -> _Mask:
