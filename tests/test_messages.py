@@ -6,6 +6,8 @@ import ast
 import re
 from collections.abc import Iterator
 
+import pytest
+
 from worlds import ROOT
 
 PACKAGE = ROOT / "src" / "oneloop"
@@ -76,6 +78,98 @@ def messages() -> Iterator[tuple[str, str, str]]:
                         for text in (template(one, names) for one in node.exc.args):
                             if re.search("[a-z]{2}", text.replace("X", "")):
                                 yield f"{file.relative_to(PACKAGE)}:{node.lineno}", kind, text
+
+
+SEARCHED = 40  # first characters of a message, which a user may search for in the source
+
+
+def is_text(node: ast.expr) -> bool:
+    """Return whether an expression is a sentence, or a part of one: text of several words."""
+    if isinstance(node, ast.IfExp):
+        return is_text(node.body) or is_text(node.orelse)
+    if isinstance(node, ast.BinOp):
+        return is_text(node.left) or is_text(node.right)
+    if isinstance(node, ast.JoinedStr):
+        return sum(len(ast.unparse(part).split()) for part in node.values) > 4
+    return isinstance(node, ast.Constant) and len(str(node.value).split()) > 3
+
+
+def begins_with_fragment(message: ast.expr, texts: set[str]) -> bool:
+    """Return whether a message begins with the text of a variable, or with a condition.
+
+    Args:
+        message: the argument of a raise.
+        texts: names of local variables that hold text.
+    """
+    if isinstance(message, ast.BinOp | ast.IfExp):
+        return is_text(message)
+    if isinstance(message, ast.Name):
+        return message.id in texts
+    if not isinstance(message, ast.JoinedStr):
+        return False
+    length = 0
+    for part in message.values:
+        if length >= SEARCHED:
+            return False
+        if isinstance(part, ast.Constant):
+            length += len(str(part.value))
+            continue
+        assert isinstance(part, ast.FormattedValue)
+        if isinstance(part.value, ast.Name) and part.value.id in texts:
+            return True
+    return False
+
+
+def fragments(source: str) -> list[int]:
+    """Return the lines of raises whose message begins with a fragment."""
+    found = []
+    for function in ast.walk(ast.parse(source)):
+        if not isinstance(function, ast.FunctionDef):
+            continue
+        texts = {name for name, value in assigned(function) if is_text(value) and name != "message"}
+        for node in ast.walk(function):
+            if not isinstance(node, ast.Raise) or not isinstance(node.exc, ast.Call):
+                continue
+            if node.exc.args and begins_with_fragment(node.exc.args[0], texts):
+                found.append(node.lineno)
+    return found
+
+
+MOST_FRAGMENTS = 2  # where a variable adds a few words to the first forty characters
+
+
+def test_the_beginning_of_a_message_can_be_searched_for():
+    found = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        lines = fragments(file.read_text())
+        if lines:
+            found[str(file.relative_to(PACKAGE))] = lines
+    assert sum(map(len, found.values())) <= MOST_FRAGMENTS, found
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("why = 'it is not a number at all'; raise ValueError(f'{why}; set another')", 1),
+        (
+            "why = 'it is not a number at all'; raise ValueError(f'task.data: {why}; set another')",
+            1,
+        ),
+        ("why = f'{x} is not a good number'; raise ValueError(why)", 1),
+        ("raise ValueError('this is one sentence' if x else 'this is another sentence')", 1),
+        ("raise ValueError(f'{x} is not a number; set another')", 0),
+        (
+            (
+                "why = 'it is not a number at all'; "
+                "raise ValueError(f'task.data must be the path of a file or folder: {why}')"
+            ),
+            0,
+        ),
+        ("raise ValueError('this is one sentence ' f'of two literals {x}')", 0),
+    ],
+)
+def test_fragments_are_found(code, expected):
+    assert len(fragments(f"def f(x):\n    {code}")) == expected
 
 
 def faults(kind: str, text: str) -> Iterator[str]:

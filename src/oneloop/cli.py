@@ -32,8 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("usage: oneloop COMMAND … (oneloop COMMAND --help explains a command)\n")
         for name, command in COMMANDS.items():
-            page = ABOUT.get(name) or (command.__doc__ or "").strip().splitlines()[0]
-            print(f"  {name:10}{page}")
+            # The first paragraph of the page, on one line.
+            page = ABOUT.get(name) or command.__doc__ or ""
+            first = page.strip().split("\n\n")[0]
+            print(f"  {name:10}{' '.join(first.split())}")
         return 0 if words else BAD_INPUT
     try:
         if words[0] not in COMMANDS:
