@@ -134,7 +134,7 @@ class Uploads:
             pieces = chain([padded(request.header)], blocks)
             entry = asdict(self._write(f"{draft}{shard}.safetensors", pieces, request.size))
 
-            # Tell rank 0.
+            # Leave a file that says so: rank 0, which waits for this rank's shard, then gives up.
             if request.rank != 0:
                 self.bucket.put(f"{draft}{shard}.json", json.dumps(entry).encode())
                 return

@@ -65,7 +65,7 @@ class Sums:
         if not self._names:
             return
 
-        # Weight the named metrics in float64.
+        # Weight the named metrics in the widest dtype of the device: float64, on mps float32.
         wide = _wide(loss.device)
         missing = loss.new_full((), torch.nan)
         means = [outputs.get(name, missing).detach().to(wide) for name in self._names]
@@ -234,7 +234,7 @@ class Meter:
         self.own = ranks.own
         self._idle = times["share/data"] * times.get("speed/step_seconds", 0.0)
 
-        # Means over the global batches since the last read.
+        # Means over the global batches since the last read, and the norm of the last step.
         loss, *named = self._totals(ranks)
         metrics = {
             "train/loss": loss / self._weight,

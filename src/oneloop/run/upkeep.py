@@ -85,8 +85,8 @@ class Upkeep:
         self._emas = emas
         self.bad = BadSteps(job.policy, job.recipe.guard.patience)
 
-        # Advise more workers only if there are cores for them. The cores of a CPU train, and data
-        # in memory needs none.
+        # Advise more workers only if there are cores for them. Without a GPU, training uses all
+        # cores. Data in memory needs no workers.
         cores = run.cores
         if run.device.type == "cpu" or in_memory(job.train_set):
             cores = 0
@@ -159,7 +159,7 @@ class Upkeep:
             state.noise.add(*gradients.noise(total), norm=metrics["train/grad_norm"])
             metrics |= state.noise.metrics()
 
-        # Log. With batch.grain, hashes of all tensors show where two runs differ.
+        # With batch.grain, log hashes of all tensors: they show where two runs differ.
         remarks = self._advice(clock.overall)
         hashes = gradients.fingerprint(state.optimizer, self._emas)
         self._run_log.log(metrics, remarks, **hashes)
@@ -191,7 +191,7 @@ class Upkeep:
     def _evaluate(self, sets: Mapping[str, Any], of: int | None = None) -> bool:
         """Evaluate weights and EMA weights; False if a stop was requested first.
 
-        ``of``: the earlier step that the weights are from, at the end of a run.
+        ``of``: the step that the weights are from, at the end of a run; None: the current step.
         """
         job = self._job
         run = self._run
@@ -274,7 +274,8 @@ class Upkeep:
         if action == "skip":
             return Outcome.SKIPPED
 
-        # Rewind, but continue after the bad samples: those since the checkpoint are not trained on.
+        # Rewind to the checkpoint, but continue after the bad samples: all samples since the
+        # checkpoint are left out.
         if not state.resume(state.checkpoints, "auto", say=say):
             raise Diverged(f"step {number}: {why}; no checkpoint to rewind to")
         count.position = after

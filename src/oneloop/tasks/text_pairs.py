@@ -265,7 +265,7 @@ class TextPairs(TextRows):
             # Hard negatives get a number that no query has.
             return number, F.pad(number, (0, len(key_id) - len(number)), value=_NONE)
 
-        # A row is not its own negative.
+        # A row is not its own negative, if the batch holds it twice.
         ids = [with_keys(columns["index"])]
         if self.mask_duplicates:
             ids.append(with_keys(columns["anchor_id"]))

@@ -72,12 +72,12 @@ class Rows(Protocol):
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
     ) -> "Rows":
-        """Return some rows.
+        """Return the rows at these indices, or all others.
 
         Args:
             indices: ascending indices of the rows to keep.
             exclude: keep all other rows instead.
-            index_file: a file that may store the indices.
+            index_file: a file in which the indices can be stored.
         """
 
 
@@ -154,7 +154,8 @@ def divided(
 
     Args:
         splits: the rows by split; all under ``""`` if there are no splits.
-        share: share of the training rows for each missing split.
+        share: share of the training rows for each of validation and test. If only a test split
+            exists, validation gets both shares.
         unusable: ascending indices of the rows to leave out, by split.
 
     Raises:
