@@ -53,7 +53,9 @@ class Fitting:
 def grid(asked: Asked, plan: Plan, gpu: Gpu) -> list[Change]:
     """Return all combinations of changes that do not change the result, the cheapest first."""
     # Take at most one alternative of each kind.
-    kinds = [[_NOTHING, *ways(plan, gpu)] for ways in _WAYS]
+    kinds = []
+    for ways in _WAYS:
+        kinds.append([_NOTHING, *ways(plan, gpu)])
     found = []
     for chosen in product(*kinds):
         words: tuple[str, ...] = ()
@@ -165,7 +167,10 @@ def cheapest(asked: Asked, plan: Plan, gpu: Gpu, name: str) -> Fitting | None:
         gpu: The device.
         name: The device as the value of ``--gpu``, for the command.
     """
-    left = [change for change in grid(asked, plan, gpu) if gpu.holds(change.least)]
+    left = []
+    for change in grid(asked, plan, gpu):
+        if gpu.holds(change.least):
+            left.append(change)
     if not _any_fits(left, gpu):
         return None
 

@@ -5,6 +5,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
+from operator import add
 from pathlib import Path
 
 import yaml
@@ -52,7 +53,10 @@ def main(words: Sequence[str]) -> int:
 
     # Without --gpu, look for a change that fits on the largest one.
     total = plan.memory.total
-    fits_on = [known for known, one in GPUS.items() if one.holds(total)]
+    fits_on = []
+    for known, one in GPUS.items():
+        if one.holds(total):
+            fits_on.append(known)
     if name is not None:
         fits = gpu.holds(total)
         word = given.gpu
@@ -123,8 +127,10 @@ def _asked(given: Namespace, training: Sequence[str]) -> Asked:
         raise BadInput(
             "oneloop plan takes a recipe first; for example: oneloop plan gpt --processes 8"
         )
-    several = given.processes is not None and given.processes > 1
-    file = given.config_file or ("ddp" if several else "single")
+    file = given.config_file
+    if not file:
+        several = given.processes is not None and given.processes > 1
+        file = "ddp" if several else "single"
     try:
         config = yaml.safe_load(Path(config_file(file)).read_text())
         processes = given.processes or int(config.get("num_processes") or 1)
@@ -179,7 +185,9 @@ def _verdict(answer: _Answer, memory: Memory, gpu: Gpu, *, tried: bool) -> Itera
 def _costs(plan: Plan) -> Iterator[str]:
     """Yield the lines about memory, one step, and the whole run."""
     yield from _table(plan.memory)
-    host = [f"{name} {size / GIB:,.2f}" for name, size in plan.host.items()]
+    host = []
+    for name, size in plan.host.items():
+        host.append(f"{name} {size / GIB:,.2f}")
     yield f"host memory per node, GiB: {', '.join(host)}"
 
     # One step.
@@ -196,11 +204,10 @@ def _costs(plan: Plan) -> Iterator[str]:
             yield f"  {call.name:16}{each}; one process sends {call.wire / 1e6:,.2f} MB"
 
     # The whole run.
-    tokens = f", {plan.run.tokens:,.0f} tokens" if plan.run.tokens else ""
-    yield (
-        f"{plan.parameters:,} parameters; {plan.run.steps:,} steps, {plan.run.samples:,} "
-        f"samples{tokens}"
-    )
+    length = f"{plan.run.steps:,} steps, {plan.run.samples:,} samples"
+    if plan.run.tokens:
+        length += f", {plan.run.tokens:,.0f} tokens"
+    yield f"{plan.parameters:,} parameters; {length}"
     yield (
         f"checkpoint {plan.disk.checkpoint / 1e9:,.2f} GB; disk space for the run "
         f"{plan.disk.total / 1e9:,.2f} GB"
@@ -232,7 +239,7 @@ def _table(memory: Memory) -> Iterator[str]:
     totals = [0.0] * len(phases)
     for label, sizes in rows.items():
         if max(sizes) / unit >= 0.005:
-            totals = [total + size for total, size in zip(totals, sizes, strict=True)]
+            totals = list(map(add, totals, sizes))
             yield _row(label, sizes, unit)
     yield _row("total", totals, unit)
 

@@ -67,9 +67,9 @@ def planned(several: Sequence[Asked]) -> list[Plan | NotPlanned]:
     for at in range(0, len(several), 2):
         pair = several[at : at + 2]
         with ExitStack() as stack:
-            pools = [stack.enter_context(ProcessPoolExecutor(1, get_context("fork"))) for _ in pair]
             futures = []
-            for pool, asked in zip(pools, pair, strict=True):
+            for asked in pair:
+                pool = stack.enter_context(ProcessPoolExecutor(1, get_context("fork")))
                 futures.append(pool.submit(_planned, asked))
             for future in futures:
                 if isinstance(future.exception(), BrokenProcessPool):
@@ -229,7 +229,7 @@ class _CudaAutocast(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if getattr(func, "__name__", "") in _WIDE and torch.is_autocast_enabled("cpu"):
-            args = tuple(_in_float32(value) for value in args)
+            args = tuple(map(_in_float32, args))
         return func(*args, **(kwargs or {}))
 
 
