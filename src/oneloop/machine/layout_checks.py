@@ -322,8 +322,10 @@ def unreduced(error: BaseException, names: Sequence[str]) -> Inexact | None:
         error: which a step raised.
         names: of the trained parameters, in DDP's order.
     """
+    if not isinstance(error, RuntimeError):
+        return None  # such an error may not even be printable
     text = str(error)
-    if not isinstance(error, RuntimeError) or "Expected to have finished reduction" not in text:
+    if "Expected to have finished reduction" not in text:
         return None
 
     # DDP lists the parameters by number.
