@@ -156,9 +156,9 @@ def main(argv: Sequence[str]) -> NoReturn:
 def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
     """Return the data sets by name: those of the run, or ``data``. Without labels, only one."""
     if data is None:
-        sets = dict(of.task.eval_sets())
+        sets = of.task.eval_sets()
         if not labelled:
-            sets = dict(list(sets.items())[:1])
+            sets = {name: sets[name] for name in list(sets)[:1]}
         if not sets:
             raise ValueError("the run's task has no validation set; give data with --data")
     elif not hasattr(of.task, "samples_of"):

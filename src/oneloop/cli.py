@@ -113,9 +113,9 @@ def launch_processes(words: Sequence[str]) -> int:
     Like `accelerate launch … -m oneloop.train RECIPE …`, but with oneloop's exit codes: 0 done, 1
     error, 2 bad input, 3 diverged, 75 stopped (start the same command again to resume). A recipe is
     a packaged name, a YAML file or a task (my_task.py:MyTask). --config_file takes a config file of
-    accelerate or one of: CONFIGS. `accelerate launch --help` lists its options, `python -m
-    oneloop.train --help` the keys of a recipe. Several nodes: --nodes 2:8 (least and most),
-    --rendezvous HOST:PORT, --processes_per_node, --max_restarts 3, --rejoin 5min.
+    accelerate or one of: CONFIGS. `accelerate launch --help` lists its options,
+    `python -m oneloop.train --help` the keys of a recipe. Several nodes: --nodes 2:8 (least and
+    most), --rendezvous HOST:PORT, --processes_per_node, --max_restarts 3, --rejoin 5min.
     """
     from oneloop.launch.command import launch
 

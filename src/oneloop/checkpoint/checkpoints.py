@@ -198,7 +198,6 @@ class Checkpoints:
                 need not last.
             limit: bytes per second of one process; 0: no limit.
         """
-        self._counts = counts
         self.fetcher = Fetcher(
             Bucket(address),
             self.store,
@@ -207,6 +206,7 @@ class Checkpoints:
             gather=self._gather,
             say=self._say,
         )
+        self._counts = counts
 
         # Rank 0 copies the run folder. If there is none, every rank writes its own shard.
         if counts or self.rank == 0:

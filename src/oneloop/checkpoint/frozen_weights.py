@@ -255,9 +255,10 @@ class Base:
                 )
 
         # Later checkpoints of this run refer to the same files.
-        self._known = None
+        known = None
         if own and recorded is not None:
-            self._known = _Written(*recorded, names_in(recorded[0]))
+            known = _Written(*recorded, names_in(recorded[0]))
+        self._known = known
 
     def _repair(
         self, checkpoint: Path, folder: Path, entry: Any, model: nn.Module, *, own: bool, wrong: str

@@ -81,8 +81,8 @@ def tensor_problems(
         held = shards.pop(tensor, [])
         inside = all(_inside(offset, shard, shape) for offset, shard in held)
         count = sum(math.prod(shard) for _, shard in held)
-        starts = {offset for offset, _ in held}
-        if not inside or count != math.prod(shape) or len(starts) < len(held):
+        whole = inside and count == math.prod(shape)
+        if not whole or len({offset for offset, _ in held}) < len(held):
             wrong.append(
                 f"{tensor} of shape {tuple(shape)} is not whole: {count} of {math.prod(shape)} "
                 "elements"

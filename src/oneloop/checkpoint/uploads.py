@@ -134,7 +134,7 @@ class Uploads:
             pieces = chain([padded(request.header)], blocks)
             entry = asdict(self._write(f"{draft}{shard}.safetensors", pieces, request.size))
 
-            # Leave a file that says so: rank 0, which waits for this rank's shard, then gives up.
+            # Leave a file that says that the shard is complete: rank 0 waits for it.
             if request.rank != 0:
                 self.bucket.put(f"{draft}{shard}.json", json.dumps(entry).encode())
                 return
@@ -153,7 +153,8 @@ class Uploads:
                 pause=_PAUSE,
             )
         except OSError as error:
-            # A former owner must not write anything.
+            # Leave a file that says so: rank 0, which waits for the shard, then gives up. A former
+            # owner must not write anything.
             if not isinstance(error, Taken):
                 with suppress(OSError):
                     self.bucket.put(f"{draft}{shard}.failed", b"failed")

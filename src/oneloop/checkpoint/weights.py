@@ -130,7 +130,7 @@ def load_weights(
     if origin is not None:
         about = _config_next_to(file, source)
         _reject_other_origin(file.parent, source, origin, about)
-        names = model.state_dict().keys() - origin.names
+        names = [name for name in model.state_dict() if name not in origin.names]
         inside = {origin.outside(name): name for name in names}
         loaded = {inside.get(name, name): tensor for name, tensor in loaded.items()}
     for name in scalar_names(model):

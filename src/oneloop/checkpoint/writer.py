@@ -23,7 +23,6 @@ from xxhash import xxh3_128
 from oneloop.basics.launcher import die_with, on_stops
 from oneloop.checkpoint.save_request import Answer, News, SaveRequest, gathered, padded
 from oneloop.checkpoint.store import Store, flush, write_file
-from oneloop.checkpoint.uploads import Uploads, UploadSettings
 
 _CHUNK = 1 << 22  # bytes
 
@@ -115,6 +114,9 @@ def main() -> None:
     on_stops(signal.SIG_IGN)  # the trainer decides when to stop
     uploads = None
     if settings is not None:
+        # Only with a mirror: it takes as long as all other imports.
+        from oneloop.checkpoint.uploads import Uploads, UploadSettings
+
         uploads = Uploads(UploadSettings(**settings), _report)
     data = memoryview(b"")
 

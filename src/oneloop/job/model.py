@@ -206,7 +206,11 @@ def in_dtype(model: nn.Module, dtype: torch.dtype) -> None:
 
 def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
     """Raise ValueError if the model cannot be trained, sharded or saved."""
-    source = named(task, "model")
+
+    def source() -> str:
+        """Return where the model is from. Only for an error: it reads the user's file."""
+        return named(task, "model")
+
     parameters = dict(model.named_parameters())
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
 
@@ -214,13 +218,13 @@ def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
     lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
     if lazy:
         raise ValueError(
-            f"{source} returned a lazy module: {lazy[0]} has no shape yet; put a batch through it "
-            "in model() first, or state the shape"
+            f"{source()} returned a lazy module: {lazy[0]} has no shape yet; put a batch through "
+            "it in model() first, or state the shape"
         )
     if not trained:
         raise ValueError(
-            f"{source} returned a model with {len(parameters)} parameters of which none is trained "
-            "(requires_grad is False in all of them); keep some of them trainable"
+            f"{source()} returned a model with {len(parameters)} parameters of which none is "
+            "trained (requires_grad is False in all of them); keep some of them trainable"
         )
     for name, table in model.named_modules():
         if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse:
@@ -232,23 +236,23 @@ def _reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
     kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()})
     if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
         raise ValueError(
-            f"{source} trains {' and '.join(kinds)} parameters; FSDP2 needs one real dtype: use "
+            f"{source()} trains {' and '.join(kinds)} parameters; FSDP2 needs one real dtype: use "
             "ddp.yaml"
         )
     for name, parameter in parameters.items():
         if parameter.requires_grad and not dense(parameter):
             raise ValueError(
-                f"{source}: the parameter {name} has gaps between its elements (strides "
+                f"{source()}: the parameter {name} has gaps between its elements (strides "
                 f"{parameter.stride()}); call .contiguous() on it"
             )
         fault = _unshardable(parameter) if sharded else ""
         if fault:
-            raise ValueError(f"{source}: the parameter {name} {fault}, or run it with ddp.yaml")
+            raise ValueError(f"{source()}: the parameter {name} {fault}, or run it with ddp.yaml")
 
     # Can it be saved?
     wrong = unsavable(model)
     if wrong:
-        raise ValueError(f"{source} cannot be saved: {wrong}")
+        raise ValueError(f"{source()} cannot be saved: {wrong}")
 
 
 def _unshardable(parameter: nn.Parameter) -> str:

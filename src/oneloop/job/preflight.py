@@ -182,8 +182,9 @@ def _check_metrics(contract: Contract, job: Job, run: Run, model: nn.Module, dat
 
     # With a loss over the whole batch, metrics get nothing but columns and parts.
     if contract.whole:
+        columns = columns_of(job.task, batch)
         outputs = parts_of(contract, model, batch, len(samples))
-        batch = columns_of(job.task, batch)
+        batch = columns
     evaluation.check_metrics(batch, outputs, run.device)
 
 
@@ -229,9 +230,9 @@ def _check_training(
     run_pass = partial(one_pass, contract, job, run, model, checks)
 
     # Run the batch, its halves (if they must add up to the batch), and the batch again.
+    random = has_batch_statistics(model) or has_dropout(model)
     try:
         passes = [run_pass(samples)]
-        random = has_batch_statistics(model) or has_dropout(model)
         if contract.additive and half and not random:
             passes += [run_pass(samples[:half]), run_pass(samples[half:])]
         passes.append(run_pass(reloaded))

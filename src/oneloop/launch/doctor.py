@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
@@ -162,10 +162,10 @@ def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) ->
         # Compare the facts of all hosts.
         met = _Found([])
         every: list[NodeFacts] = []
-        both = [asdict(mine), asdict(my_facts)]
-        for its_host, its_facts in exchanged(store, "facts", both, number, hosts, _WAIT):
-            met.hosts.append(_Host(**its_host))
-            every.append(NodeFacts(**its_facts))
+        both = my_facts.as_json() | {"about": mine.about, "problems": mine.problems}
+        for sent in exchanged(store, "facts", both, number, hosts, _WAIT):
+            met.hosts.append(_Host(sent["name"], sent["about"], sent["problems"]))
+            every.append(NodeFacts.received(sent))
         met.hosts[number] = mine
         unseen = foreign_folder(mine.name, every[0])
         seen = exchanged(store, "seen", unseen, number, hosts)

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
@@ -152,8 +151,8 @@ class Agent(LocalElasticAgent):
             folder = self._recipe.folder
         address = address_towards(self._nodes.host, self._nodes.port)
         mine = facts(self._name, address, processes, folder, first=rank == 0)
-        shared = exchanged(store, "facts", asdict(mine), rank, nodes)
-        every = [NodeFacts(**one) for one in shared]
+        shared = exchanged(store, "facts", mine.as_json(), rank, nodes)
+        every = [NodeFacts.received(one) for one in shared]
 
         # All nodes must see the file of the first one, which then deletes it.
         seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), rank, nodes)

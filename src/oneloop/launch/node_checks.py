@@ -13,10 +13,11 @@ import shutil
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
 
 import psutil
@@ -55,7 +56,23 @@ class NodeFacts:
     time: float  # of its clock, in seconds since 1970
     settings: dict[str, str]  # versions of packages, and variables of accelerate
     loopback: str  # error message if gloo would connect by a loopback address, or empty
-    file: str | None  # in the run folder of the first node; None: not written
+    file: str | None = None  # in the run folder of the first node; None: not written
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what a node sends to the others."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+    @classmethod
+    def received(cls, sent: Mapping[str, Any]) -> "NodeFacts":
+        """Return what a node has sent. Another version of oneloop may send more, or less."""
+        return cls(
+            name=sent["name"],
+            processes=sent["processes"],
+            time=sent["time"],
+            settings=sent["settings"],
+            loopback=sent["loopback"],
+            file=sent.get("file"),
+        )
 
 
 def facts(

@@ -133,12 +133,15 @@ def _asked(given: Namespace, training: Sequence[str]) -> Asked:
         file = "ddp" if several else "single"
     try:
         config = yaml.safe_load(Path(config_file(file)).read_text())
-        processes = given.processes or int(config.get("num_processes") or 1)
-        nodes = given.nodes or int(config.get("num_machines") or 1)
+        # Read both numbers: a wrong one is rejected, even if an option replaces it.
+        processes = int(config.get("num_processes") or 1)
+        nodes = int(config.get("num_machines") or 1)
     except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
         raise BadInput(
             f"--config_file {file} is not a config file of accelerate that can be read: {error}"
         ) from None
+    processes = given.processes or processes
+    nodes = given.nodes or nodes
     if processes % nodes:
         raise BadInput(
             f"{processes} processes cannot be divided among {nodes} nodes; change --processes "

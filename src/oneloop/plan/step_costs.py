@@ -220,7 +220,7 @@ class StepCosts:
 
         with self.ledger.looking(event, look):
             run()
-        (costs,) = found
+        costs = found[-1]
         laps = self._laps
         self._laps = []
 
@@ -230,7 +230,7 @@ class StepCosts:
         looking = self.ledger.looking(event, lambda _: modules.append(entered[-1]))
         with module_names(self.model, entered), looking:
             run()
-        (costs.module,) = modules
+        costs.module = modules[-1]
 
         # The first micro-batch counts for all but the last one.
         calls = Counter[Collective]()

@@ -22,10 +22,10 @@ _PLAIN: dict[Any, str] = {
     "run (10%), never negative",
 }
 NEEDS = {
-    "init.weights": "init.from!=null",
-    "init.leave_out": "init.from!=null",
     "optimizer.lr_rule": "optimizer.lr_at_batch!=0",
     "schedule.final": "schedule.name!=constant",
+    "init.weights": "init.from!=null",
+    "init.leave_out": "init.from!=null",
     "guard.spike": "guard.sigma!=0",
     "guard.window": "guard.sigma!=0",
     "machine.compile_mode": "machine.compile!=none",
@@ -130,9 +130,11 @@ def without_effect(
             other, unlike, allowed = re.split("(!?)=", condition)
             if not {key, other} <= values.keys():  # a subclass may lack the argument
                 continue
+            if values[key] == defaults[key]:
+                continue
             shown_value = _text(values[other])
             has_effect = (shown_value in allowed.split("|")) != bool(unlike)
-            if values[key] == defaults[key] or has_effect:
+            if has_effect:
                 continue
             if key in typed or other not in typed:
                 raise BadInput(

@@ -178,18 +178,21 @@ class Channel:
 
 def _beat(patience: float) -> dict[str, Any]:
     """Return the fields of RankStatus that this process knows."""
+    # Read everything about the phase before the snapshot, which takes a while.
+    phase = BEATS.now_in
+    count = BEATS.count
+    unit = BEATS.unit
     since = time.monotonic() - BEATS.last
     usual = BEATS.usual()
     limit = BEATS.limit(patience)
     seen = StackSnapshot(where="", waits=False, compiles=False, debugged=False)
     if since > _STACK_AFTER:
-        # only then, because it takes a while
         seen = stack_snapshot()
     if seen.compiles:
         limit = max(limit, patience * _COMPILING)
     return {
-        "phase": BEATS.now_in,
-        "count": BEATS.count,
+        "phase": phase,
+        "count": count,
         "since": since,
         "limit": limit,
         "patience": patience,
@@ -197,7 +200,7 @@ def _beat(patience: float) -> dict[str, Any]:
         "waits": seen.waits,
         "where": seen.where,
         "held": patience <= 0 or seen.debugged,
-        "unit": BEATS.unit,
+        "unit": unit,
     }
 
 
