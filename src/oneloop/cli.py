@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from oneloop.basics.command_options import Options, names, positive
+from oneloop.basics.command_options import Options, names, positive, summary
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.checkpoint.mirror import ADDRESS
@@ -32,10 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not words or words[0] in ("-h", "--help"):
         print("usage: oneloop COMMAND … (oneloop COMMAND --help explains a command)\n")
         for name, command in COMMANDS.items():
-            # The first paragraph of the page, on one line.
-            page = ABOUT.get(name) or command.__doc__ or ""
-            first = page.strip().split("\n\n")[0]
-            print(f"  {name:10}{' '.join(first.split())}")
+            print(f"  {name:10}{summary(ABOUT.get(name) or command.__doc__ or '')}")
         return 0 if words else BAD_INPUT
     try:
         if words[0] not in COMMANDS:

@@ -53,3 +53,8 @@ def positive(kind: Callable[[str], Any]) -> Callable[[str], Any]:
 def names(text: str) -> list[str]:
     """Return the names in a list that commas separate."""
     return [name for name in text.split(",") if name]
+
+
+def summary(page: str) -> str:
+    """Return the first paragraph of a help page, on one line."""
+    return " ".join(page.strip().partition("\n\n")[0].split())

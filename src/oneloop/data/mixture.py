@@ -77,7 +77,8 @@ class Mixture:
         local = int(index - first)
         if not hasattr(dataset, "where"):
             return f"{name}, sample {local}"
-        return str(dataset.where(local))
+        where: str = dataset.where(local)
+        return where
 
     def order(self, *, seed: int, batch: int) -> Ordered:
         """Return the order of samples; ``batch`` has no effect."""
@@ -89,8 +90,8 @@ class Mixture:
         described = {}
         for name, dataset in self.sets.items():
             described[name] = dataset.fingerprint() if hasattr(dataset, "fingerprint") else None
-            if described[name] is None:
-                return None
+        if None in described.values():
+            return None
         return {
             "length": len(self),
             "weights": self.weights,

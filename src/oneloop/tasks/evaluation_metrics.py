@@ -386,10 +386,10 @@ def confusion(task: object, computed: Mapping[str, Any]) -> dict[str, Any] | Non
             table = value
     if table is None:
         return None
-    names = getattr(task, "classes", ())
+    names = [*map(str, getattr(task, "classes", ()))]
     if len(names) != len(table):
-        names = range(len(table))
-    return {"classes": [*map(str, names)], "counts": table.tolist()}
+        names = [*map(str, range(len(table)))]
+    return {"classes": names, "counts": table.tolist()}
 
 
 def _is_table(value: Any) -> bool:

@@ -223,7 +223,7 @@ class WholeBatches:
             for start in range(begin, end, self._window):
                 rows = slice(start, min(start + self._window, end))
                 reseed(self._seed_device, self._seed, start, others=True)
-                loss, _ = self._task.batch_loss(_rows_of(parts, rows), _rows_of(columns, rows))
+                loss = self._task.batch_loss(_rows_of(parts, rows), _rows_of(columns, rows))[0]
                 totals[source] += float(loss)  # host sync
         return totals, [*weights.values()]
 

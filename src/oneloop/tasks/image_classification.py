@@ -287,8 +287,8 @@ class ImageClassification(Task):
         """Return the weight of each class, shape (classes,); None if all are 1."""
         # The user's weights.
         if isinstance(setting, list):
-            positive = all(0 < weight < math.inf for weight in setting)
-            if len(setting) != len(self.classes) or not positive:
+            enough = len(setting) == len(self.classes)
+            if not enough or not all(0 < weight < math.inf for weight in setting):
                 names = ", ".join(self.classes[:8])
                 if len(self.classes) > 8:
                     names += ", …"

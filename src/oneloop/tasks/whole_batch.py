@@ -39,7 +39,7 @@ def loss_alone(
     parts = task.embed(model, batch)
     loss, outputs = task.batch_loss(parts, columns_of(task, batch))
     detached = {name: part.detach() for name, part in parts.items()}
-    return loss, detached | (outputs or {})
+    return loss, {**detached, **(outputs or {})}
 
 
 def parts_of(

@@ -126,9 +126,9 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
             # Read the names of the columns.
             with csv.open_csv(file, read_options=read, parse_options=parse) as opened:
                 own = opened.schema.names
-            for name in own:
-                if own.count(name) > 1:
-                    raise ValueError(f"{file} has two columns {name!r}; rename one of them")
+            if len(set(own)) < len(own):
+                twice = next(name for name in own if own.count(name) > 1)
+                raise ValueError(f"{file} has two columns {twice!r}; rename one of them")
             names = names or own
             if sorted(own) != sorted(names):
                 raise ValueError(
@@ -150,9 +150,12 @@ def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
                     f"{file} has no rows; remove it, or write rows below the names of the columns"
                 )
 
-            # pyarrow accepts an unclosed quote at the end, which swallows the rows after it.
-            last = batch.column(own[-1])[-1].as_py()
-            if not tabs and _is_open(file, last or ""):
+            # pyarrow accepts an unclosed quote at the end, which swallows the rows after it. A last
+            # block of blank lines has no rows.
+            last = None
+            if not tabs and batch.num_rows:
+                last = batch.column(own[-1])[-1].as_py()
+            if last is not None and _is_open(file, last):
                 raise ValueError(
                     f"{file} ends within a quoted text: a quote is not closed; it begins with "
                     f"{last[:40]!r}"

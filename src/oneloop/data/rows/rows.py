@@ -105,7 +105,8 @@ class Mapped:
         """Return file and number of a row for messages."""
         if not hasattr(self.rows, "where"):
             return f"row {index}"
-        return str(self.rows.where(index))
+        where: str = self.rows.where(index)
+        return where
 
     def near(self, index: int) -> range:
         """Return the rows that are cheap to read after this one: those of its row group, or all."""
