@@ -339,6 +339,7 @@ def export_run(given: Namespace) -> list[str]:
     from oneloop.job.build import make_task
     from oneloop.run.export import check_push, export_checkpoint, push, write_card
 
+    # Write the weights and the model card, also for a push.
     with TemporaryDirectory(prefix="oneloop-") as scratch:
         folder = given.to or Path(scratch)
         try:

@@ -206,9 +206,14 @@ class NoiseScale:
     ) -> None:
         """Add the measurement of one step.
 
-        Args: ``small_square``: mean squared gradient norm of the parts. ``small_inverse``: mean of
-        1 / samples of the parts. ``big_inverse``: 1 / samples of the step. ``norm``: gradient norm
-        of the step.
+        The two unknowns |G|^2 and tr(S) follow from two gradient norms, of the parts and of the
+        step (McCandlish et al. 2018, appendix A.1).
+
+        Args:
+            small_square: mean squared gradient norm of the parts.
+            small_inverse: mean of 1 / samples of the parts.
+            big_inverse: 1 / samples of the step.
+            norm: gradient norm of the step.
         """
         noise = (small_square - norm**2) / (small_inverse - big_inverse)
         signal = norm**2 - noise * big_inverse
