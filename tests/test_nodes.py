@@ -131,6 +131,13 @@ def _first(*every: NodeFacts) -> str:
     return next(compared(every), "")
 
 
+def test_facts_of_a_node_with_another_version_are_read():
+    sent = {"name": "a", "processes": 8, "time": 1.0, "settings": {"oneloop": "9"}, "loopback": ""}
+    assert NodeFacts.received(sent | {"newer": 1}).file is None
+    assert NodeFacts.received(sent).as_json() == sent
+    assert NodeFacts.received(sent | {"file": "f"}).as_json() == sent | {"file": "f"}
+
+
 def test_nodes_that_do_not_fit_together():
     one = NodeFacts(
         name="a",

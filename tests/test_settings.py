@@ -242,6 +242,16 @@ def test_quotes_that_are_closed_are_read(tmp_path, monkeypatch, rows):
     assert len(tables.converted(there, "", there.files, {"rows": rows}))
 
 
+@pytest.mark.parametrize(("ending", "between"), [("csv", ","), ("tsv", "\t")])
+def test_a_last_block_of_blank_lines_is_no_error(tmp_path, monkeypatch, ending, between):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(tables, "_BLOCK", 64)
+    rows = "".join(f"text {number}{between}{number}\n" for number in range(10))
+    file = tmp_path / f"rows.{ending}"
+    file.write_text(f"text{between}label\n{rows}" + "\n" * 400)
+    assert len(of_files(found(str(file), [ending]), ["text", "label"])[""]) == 10
+
+
 def test_an_image_with_too_many_pixels_is_not_decoded():
     from oneloop.data.rows.images import decoded
 

@@ -296,7 +296,7 @@ class HostCopies:
         optimizer: Its step changes the weights.
 
     Raises:
-        ValueError: There is no optimizer.
+        ValueError: the optimizer is missing.
     """
 
     def __init__(self, weights: list[Tensor], optimizer: Optimizer | None) -> None:

@@ -39,7 +39,7 @@ def parting(one: Path, other: Path) -> tuple[FirstDifference | None, list[str]]:
 
     Args:
         one: A run folder.
-        other: Another one.
+        other: The folder of the run to compare it with.
 
     Returns:
         The first difference (None: bit-identical), and lines that describe it.

@@ -71,7 +71,7 @@ def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
         task: Overrides the recorded task; you must trust its file.
 
     Raises:
-        BadInput: There is no recipe.
+        BadInput: The run folder has no recipe.
     """
     file = run / "recipe.yaml"
     if not file.is_file():

@@ -47,7 +47,7 @@ def write(
     try:
         entry = write_tensors(draft / f"{shard}.safetensors", request.header, data)
 
-        # Tell rank 0, by a rename, so that it never reads half of the entry.
+        # Publish the entry by a rename, so that rank 0 never reads half of it.
         if request.rank != 0:
             write_file(draft / f"{shard}.draft", json.dumps(entry).encode())
             (draft / f"{shard}.draft").rename(draft / f"{shard}.json")

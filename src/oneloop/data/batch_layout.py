@@ -18,7 +18,7 @@ class BatchLayout:
             contiguous range of them.
 
     Raises:
-        ValueError: there is no such layout.
+        ValueError: the numbers do not divide into such a layout.
     """
 
     size: int
