@@ -334,6 +334,24 @@ def test_any_width_is_mixed_after_the_run(tmp_path, capsys):
     assert "below 0.289" in capsys.readouterr().err
 
 
+def test_widths_that_only_later_checkpoints_have_are_mixed(tmp_path):
+    from oneloop.cli import main
+
+    saving = ["--save.every", "20", "--save.keep", "9", "--run.dir", "a"]
+    for widths, more in (
+        ("[0.05]", ["--duration", "40"]),
+        ("[0.05, 0.1]", ["--duration", "60", "--run.accept_changes", "true"]),
+    ):
+        recipe = RECIPE.replace("{half_life: 40 samples}", f"{{power: {widths}}}")
+        (tmp_path / "r.yaml").write_text(recipe)
+        run(train, ["r.yaml", *saving, *more], folder=tmp_path).ok()
+    words = ["export", str(tmp_path / "a"), "--to"]
+    assert main([*words, str(tmp_path / "mixed"), "--weights", "power:0.085"]) == 0
+    assert main([*words, str(tmp_path / "raw")]) == 0
+    mixed, raw = (load_file(tmp_path / name / "model.safetensors") for name in ("mixed", "raw"))
+    assert any(not torch.equal(mixed[name], raw[name]) for name in raw)
+
+
 def test_post_hoc_mixes_come_near_the_average_that_was_not_kept():
     weights = walk(400)
     saved, values = [], []
