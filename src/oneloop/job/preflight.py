@@ -1,7 +1,7 @@
 """Preflight check: run a few real samples through task and model before anything is written.
 
 It reports errors early, measures the FLOPs of a sample, and finds random draws and unused
-parameters. Afterwards it restores buffers, gradients and random states.
+parameters. Afterwards it restores what this has changed (:mod:`oneloop.job.restore`).
 """
 
 import math
@@ -21,15 +21,13 @@ from oneloop.checkpoint.weights import bare
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
+from oneloop.job.restore import all_restored, has_drawn, random_states
 from oneloop.job.trial_passes import (
     Pass,
     Samples,
     Wrapped,
-    has_drawn,
     make_batch,
     one_pass,
-    random_states,
-    restored,
 )
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import DROPOUT, has_batch_statistics, has_dropout
@@ -88,13 +86,14 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     epochs, indices = job.order.at(np.arange(number))
     positions = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
     load = partial(_load, job, "train_set()", job.train_set, positions)
-    samples = load()
 
     # Compiled modules run eagerly: the samples here have other shapes than those of the run.
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
+    others = {"task": job.task, **{f"data set {name}": part for name, part in job.sets.items()}}
     try:
-        with restored(model, run.device), _task_state_restored(contract), eager:
+        with all_restored(model, run.device, others), _task_state_restored(contract), eager:
+            samples = load()
             graph = _check_eval(contract, job, run, model, samples)
             return _check_training(contract, job, run, model, samples, load(), graph)
     except BadInput as error:

@@ -3,20 +3,18 @@
 Gradients, buffers and random states are restored.
 """
 
-import random
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import nn
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import reseed
-from oneloop.basics.tensors import as_real, local, reshard
+from oneloop.basics.tensors import as_real, local
 from oneloop.data.step_batches import transferred
 from oneloop.job.build import Job
+from oneloop.job.restore import has_drawn, random_states, restored
 from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import Checks
 from oneloop.measure.flops import Operations
@@ -171,56 +169,3 @@ def _sums(gradient: torch.Tensor) -> tuple[float, float]:
     values = as_real(gradient.detach())
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     return float(values.sum(dtype=wide)), float(torch.linalg.vector_norm(values, 1, dtype=wide))
-
-
-def random_states(device: torch.device) -> list[Any]:
-    """Return the states of the generators of torch, Python and numpy (and of the CUDA device)."""
-    states: list[Any] = [
-        torch.get_rng_state(),
-        random.getstate(),
-        np.random.get_state()[1].tobytes(),  # type: ignore[index,union-attr]
-    ]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
-    return states
-
-
-def has_drawn(before: list[Any], device: torch.device) -> bool:
-    """Whether random numbers were drawn since the states ``before``."""
-    pairs = zip(before, random_states(device), strict=True)
-    return not all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
-
-
-@contextmanager
-def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore gradients (None), buffers and random states on exit."""
-    states = random_states(device)
-    numpy_state = np.random.get_state()
-    try:
-        with restored_buffers(model):
-            yield
-    finally:
-        reshard(model)
-        for parameter in model.parameters():
-            parameter.grad = None
-        torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(numpy_state)
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[3], device)
-
-
-@contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore buffers on exit."""
-    buffers = []
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            buffers.append((module, name, buffer, buffer.clone()))
-    try:
-        yield
-    finally:
-        with torch.no_grad():
-            for module, name, buffer, before in buffers:
-                # a forward may have replaced the tensor
-                module._buffers[name] = buffer.copy_(before)

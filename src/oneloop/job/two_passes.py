@@ -16,7 +16,7 @@ from oneloop.basics.exit_codes import Inexact
 from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
 from oneloop.job.preflight import tolerance_of
-from oneloop.job.trial_passes import restored_buffers
+from oneloop.job.restore import restored_buffers
 from oneloop.launch.processes import Run
 from oneloop.tasks.whole_batch import apart, columns_of
 

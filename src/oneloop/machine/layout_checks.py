@@ -25,7 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.tensors import as_real
+from oneloop.basics.tensor_hash import tensor_hash
 
 SEARCH = "--machine.find_unused_parameters true"
 # of the two hashes; sums of their squares over 4,096 ranks are exact in float64
@@ -352,12 +352,9 @@ def search_unused(model: nn.Module) -> bool:
     return True
 
 
-def content(tensor: Tensor) -> tuple[int, int]:
-    """Return the version counter and a hash of a tensor; host sync."""
-    mine = as_real(tensor.detach())
-    if not mine.numel() or not mine.is_floating_point():
-        return tensor._version, 0
-    return tensor._version, int(torch.hash_tensor(mine).view(torch.int64))
+def content(tensor: Tensor) -> int:
+    """Return a hash of a tensor's content. Host sync."""
+    return int(tensor_hash(tensor))
 
 
 def _number(text: str) -> int:

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.tensors import as_real, local, optimizer_tensors
+from oneloop.basics.tensor_hash import tensor_hash
+from oneloop.basics.tensors import optimizer_tensors
 
 
 class ReplicasDiffer(RuntimeError):
@@ -41,7 +42,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
     """Compare hashes of parameters and optimizer state between replicas.
 
     Collective: call on every rank. It costs one all-gather and one host sync.
-    ``torch.hash_tensor`` covers the bits of every element, so one flipped bit always changes it.
+    A hash covers the bits of every element, so one flipped bit always changes it.
     Pure FSDP2 and one process have no replicas: nothing is compared.
 
     Args:
@@ -61,7 +62,7 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
     named: dict[str, Tensor] = {bare_name(name): parameter for name, parameter in parameters}
     named |= optimizer_tensors(model, optimizer)
     device = next(iter(model.parameters())).device
-    mine = torch.stack([_hash(tensor, device) for tensor in named.values()])
+    mine = torch.stack([tensor_hash(tensor).to(device) for tensor in named.values()])
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(gathered, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
@@ -87,10 +88,3 @@ def check_replicas(model: nn.Module, optimizer: Optimizer, *, step: int) -> None
                 f"{name}{more}: a device or its memory is faulty; resume without it, from the last "
                 "checkpoint"
             )
-
-
-def _hash(tensor: Tensor, device: torch.device) -> Tensor:
-    mine = as_real(local(tensor.detach()))
-    if not mine.numel():
-        return torch.zeros((), dtype=torch.int64, device=device)
-    return torch.hash_tensor(mine).view(torch.int64).to(device)

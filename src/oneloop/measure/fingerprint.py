@@ -1,8 +1,7 @@
 """Hashes of tensors that depend on every element and its position, and not on the sharding.
 
-A hash is the sum, modulo 2^64, of each element's bits times an odd number that depends on its index
-(multilinear hashing: Lemire & Kaser 2014). One changed element always changes the hash, and shards
-are summed in any order. Hashes are computed on the tensors' device.
+They are those of :mod:`oneloop.basics.tensor_hash`, computed on the tensors' device and summed over
+the shards in any order.
 
 >>> read = fingerprint({"weight": weight})               # collective
 >>> read["bits"]
@@ -18,11 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from oneloop.basics.seeds import GOLDEN, key
-from oneloop.basics.tensors import as_real, first_element, local
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_AT_ONCE = 1 << 20  # elements
+from oneloop.basics.seeds import key
+from oneloop.basics.tensor_hash import tensor_hash
+from oneloop.basics.tensors import first_element
 
 
 @torch.no_grad()
@@ -42,7 +39,9 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         return {"bits": f"{0:016x}", "bits_of": ""}
     ordered = [tensors[name] for name in sorted(tensors)]
     device = ordered[0].device
-    hashes = torch.stack([_hash(tensor).to(device) for tensor in ordered])
+    hashes = torch.stack(
+        [tensor_hash(tensor, first=first_element(tensor)).to(device) for tensor in ordered]
+    )
 
     # Sum the shards of all ranks.
     sharded = [tensor for tensor in ordered if isinstance(tensor, DTensor)]
@@ -59,20 +58,3 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         "bits": f"{key(*values):016x}",
         "bits_of": base64.b64encode(short).decode(),
     }
-
-
-def _hash(tensor: Tensor) -> Tensor:
-    mine = as_real(local(tensor.detach())).reshape(-1)
-    mine = mine.view(_BITS[mine.element_size()])
-    first = first_element(tensor)
-    total = torch.zeros((), dtype=torch.int64, device=mine.device)
-    for begin in range(0, mine.numel(), _AT_ONCE):
-        part = mine[begin : begin + _AT_ONCE]
-        # The factor of an element depends on its index in the whole tensor, and is odd.
-        index = first + begin + 1
-        factor = torch.arange(index, index + part.numel(), device=mine.device)
-        factor *= GOLDEN - (1 << 64)  # as a signed number: the product is taken modulo 2^64
-        factor ^= factor >> 32
-        factor |= 1
-        total += (factor * part).sum()
-    return total

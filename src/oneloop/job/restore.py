@@ -1,0 +1,140 @@
+"""Restore what a dry run changes: gradients, tensors, generators, and attributes of objects."""
+
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.snapshot import Snapshot
+from oneloop.basics.tensor_hash import as_bits, tensor_hashes
+from oneloop.basics.tensors import local, reshard
+
+_COPIED = 1 << 30  # bytes of parameters and buffers that are copied; larger models are hashed
+
+
+def random_states(device: torch.device) -> list[Any]:
+    """Return the states of the generators of torch, Python and numpy (and of the CUDA device)."""
+    states: list[Any] = [
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state()[1].tobytes(),  # type: ignore[index,union-attr]
+    ]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device))
+    return states
+
+
+def has_drawn(before: list[Any], device: torch.device) -> bool:
+    """Whether random numbers were drawn since the states ``before``."""
+    pairs = zip(before, random_states(device), strict=True)
+    return not all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
+
+
+class KeptTensors:
+    """The contents of a model's parameters and buffers at a moment.
+
+    Args:
+        model: bare, or sharded by FSDP2.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._tensors: dict[str, Tensor] = {}
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            self._tensors[bare_name(name)] = local(tensor.detach())
+        self._bytes = sum(one.numel() * one.element_size() for one in self._tensors.values())
+        self._copies: dict[str, Tensor] = {}
+        self._hashes: list[int] = []
+        if self._bytes <= _COPIED:
+            self._copies = {name: tensor.clone() for name, tensor in self._tensors.items()}
+        else:
+            self._hashes = tensor_hashes(self._tensors.values())
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the contents. Host sync.
+
+        Raises:
+            BadInput: a tensor has changed, and the model is too large for copies of its tensors.
+        """
+        # Copies exist: compare, restore.
+        for name, copy in self._copies.items():
+            tensor = self._tensors[name]
+            if not torch.equal(as_bits(tensor), as_bits(copy)):
+                tensor.copy_(copy)
+        if self._copies or not self._hashes:
+            return
+
+        # Of a large model, there are only hashes.
+        now = tensor_hashes(self._tensors.values())
+        for name, before, after in zip(self._tensors, self._hashes, now, strict=True):
+            if before != after:
+                raise BadInput(
+                    f"the task or the model changes {name} in a forward, which the check before "
+                    f"the run cannot undo: this process has {self._bytes / 1e9:.1f} GB of "
+                    f"weights, and copies at most {_COPIED / 1e9:.1f} GB; change it outside of "
+                    "the forward"
+                )
+
+
+@contextmanager
+def all_restored(
+    model: nn.Module, device: torch.device, others: Mapping[str, Any]
+) -> Iterator[None]:
+    """Restore on exit what a dry run changes: :func:`restored`, parameters and attributes.
+
+    Args:
+        model: bare, or sharded by FSDP2.
+        device: of the run.
+        others: more objects by name, such as the task and its data sets.
+    """
+    reshard(model)
+    kept = KeptTensors(model)
+    snapshot = Snapshot({"model": model, **others})
+    with restored(model, device):
+        try:
+            yield
+        finally:
+            reshard(model)
+            snapshot.restore()
+            kept.restore()
+
+
+@contextmanager
+def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore gradients (None), buffers and random states on exit."""
+    states = random_states(device)
+    numpy_state = np.random.get_state()
+    try:
+        with restored_buffers(model):
+            yield
+    finally:
+        reshard(model)
+        for parameter in model.parameters():
+            parameter.grad = None
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
+        np.random.set_state(numpy_state)
+        if device.type == "cuda":
+            torch.cuda.set_rng_state(states[3], device)
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore buffers on exit."""
+    buffers = []
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.clone()))
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, name, buffer, before in buffers:
+                # a forward may have replaced the tensor
+                module._buffers[name] = buffer.copy_(before)
