@@ -161,12 +161,12 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     run_log = open_run(job, run, folder, state, graph=seen.graph)
     count, meter, checkpoints = state.count, state.meter, state.checkpoints
     clock = meter.clock
-    steps = Steps(job, run, count, checkpoints, gradients.checks)
+    steps = Steps(job, run, count, checkpoints, gradients)
     upkeep = Upkeep(job, run, state, run_log, gradients, steps, emas)
 
     def resolve() -> Outcome | None:
         """Return the outcome of the pending step (see below), or None if no step is pending."""
-        steps.confirm()  # FSDP2: all ranks ran the same units
+        steps.confirm(pending=guard.pending)  # only the update changed weights, on all ranks alike
         step = guard.resolve()
         if step is None:
             return None

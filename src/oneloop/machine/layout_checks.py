@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.heartbeats import BEATS
@@ -61,9 +62,9 @@ class Checks:
         self._strict = parameters
         self.units = Units(model, state=state if parameters else None)
 
-        # FSDP2's units compare their parameters themselves.
+        # Of FSDP2's parameters these are the shards. Its units compare the whole parameters.
         kinds = []
-        if (parameters or report) and not self.units.parameters:
+        if parameters or report:
             kinds.append("parameter")
         if buffers or report:
             kinds.append("buffer")
@@ -144,8 +145,13 @@ def _registered(
         for kind in kinds:
             owner = getattr(module, f"_{kind}s")
             for key, tensor in owner.items():
-                if tensor is not None:
-                    name = bare_name(f"{prefix}.{key}".lstrip("."))
+                if tensor is None:
+                    continue
+                name = bare_name(f"{prefix}.{key}".lstrip("."))
+                if isinstance(tensor, DTensor):
+                    # FSDP2 registers the whole parameter for a while: remember the shard.
+                    yield {key: tensor.to_local()}, key, f"{kind} {name}"
+                else:
                     yield owner, key, f"{kind} {name}"
 
 
@@ -162,10 +168,15 @@ class Units:
 
     def __init__(self, model: nn.Module, *, state: Callable[[Tensor], Any] | None = None) -> None:
         self._state = state
+        self._entered: dict[
+            str, Any
+        ] = {}  # states of whole parameters before a unit's last forward
         self.parameters: list[nn.Parameter] = []  # the trained ones, sharded
         # whether each took part in the loss since the last :meth:`hashes`, on this rank
         self.used: list[bool] = []
         self.calls: list[str] = []  # the units that ran since then
+        # gets each name and whole gradient, before it is reduced
+        self.see: Callable[[str, Tensor], object] | None = None
         self.last: tuple[list[str], list[str]] = [], []
         """the input of the last :meth:`hashes`: names of units, and of unused parameters"""
         self._names: list[str] = []  # of the parameters
@@ -182,6 +193,11 @@ class Units:
                 self._watch_unit(module, bare_name(name), held)
         self.used = [False] * len(self.parameters)
 
+    def closely(self, on: bool) -> None:
+        """Compare contents in the next step, or only version counters. Contents: host sync."""
+        if self._state is not None:
+            self._state = content if on else attrgetter("_version")
+
     def _watch_group(self, group: Any, names: dict[int, str]) -> list[tuple[str, Any]]:
         """Record the use of a group's trained parameters; return all of them by name."""
         held = [(names[id(one.sharded_param)], one) for one in group.fsdp_params]
@@ -191,7 +207,7 @@ class Units:
                 trained.append((len(self.parameters), one))
                 self._names.append(name)
                 self.parameters.append(one.sharded_param)
-        group.post_backward = partial(self._reduce, trained, group.post_backward)
+        group.post_backward = partial(self._reduce, held, trained, group.post_backward)
         self.closing.callback(delattr, group, "post_backward")
         return held
 
@@ -213,23 +229,40 @@ class Units:
             BEATS.unit = f"{len(self.calls)} ({name or 'the root'})"
             if self._state is not None:
                 states.append([self._state(one._unsharded_param) for _, one in held])
+                self._entered.update(zip((name for name, _ in held), states[-1], strict=True))
 
     def _leave(self, held: list[tuple[str, Any]], states: list[list[Any]], *_: object) -> None:
         if self._state is not None and states:
             for (name, one), before in zip(held, states.pop(), strict=True):
-                if self._state(one._unsharded_param) != before:
+                whole = one._unsharded_param
+                if self._state(whole) != before or not _is_registered(one, whole):
                     raise Inexact(changed(f"parameter {name}"))
-                if one._unsharded_param.requires_grad is not one.sharded_param.requires_grad:
+                if whole.requires_grad is not one.sharded_param.requires_grad:
                     raise Inexact(froze(name))
 
     def _reduce(
-        self, trained: list[tuple[int, Any]], post_backward: Callable[..., None], *given: Any
+        self,
+        held: list[tuple[str, Any]],
+        trained: list[tuple[int, Any]],
+        post_backward: Callable[..., None],
+        *given: Any,
     ) -> None:
         """Record used parameters after a unit's backward, before FSDP2 frees the gradients."""
         for number, one in trained:
             whole = getattr(one, "_unsharded_param", None)
             if whole is not None and whole.grad is not None:
                 self.used[number] = True
+                if self.see is not None:
+                    self.see(self._names[number], whole.grad)
+
+        # Outside of the unit's forward (in the loss, or in a hook), FSDP2 would drop a change.
+        for name, one in held:
+            whole = getattr(one, "_unsharded_param", None)
+            before = self._entered.pop(name, None)
+            if before is None or whole is None or self._state is None:
+                continue
+            if whole.untyped_storage().size() and self._state(whole) != before:
+                raise Inexact(changed(f"parameter {name}"))
         post_backward(*given)
 
     def hashes(self, *, search: bool) -> list[int]:
@@ -294,6 +327,12 @@ def other_units(calls: Sequence[Sequence[str]]) -> str:
                 f"{SEARCH}"
             )
     return ""
+
+
+def _is_registered(one: Any, whole: Tensor) -> bool:
+    """Return whether a whole FSDP2 parameter is still that of its module."""
+    info = one._module_info
+    return info.module._parameters.get(info.param_name) is whole
 
 
 def changed(name: str) -> str:

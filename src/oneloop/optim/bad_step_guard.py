@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from oneloop.basics.device_flag import DeviceFlag
 from oneloop.optim.bad_step_policy import Fault, Policy
 
 _SMALLEST_SCALE = 2.0**-10
@@ -91,7 +92,7 @@ class Guard:
             self._window = Window(policy.window, policy.sigma, device=device)
         self._bad = torch.zeros((), device=device)  # value of the step's :class:`Fault`, 0-dim
         self._one = torch.ones((), device=device)
-        self._fault_copy = _Copy(device)
+        self._fault_copy = DeviceFlag(device)
         self._pending: _Pending | None = None
 
     @property
@@ -256,22 +257,3 @@ class Window:
         if values.shape == self._values.shape:  # a window of another length starts empty
             self._values.copy_(values)
             self._count.fill_(state["count"])
-
-
-class _Copy:
-    """An asynchronous copy of a number from the device to the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._host = torch.zeros((), pin_memory=device.type == "cuda")
-        self._view = self._host.numpy()
-        self._copied = torch.Event(device) if device.type != "cpu" else None
-
-    def send(self, value: Tensor) -> None:
-        self._host.copy_(value, non_blocking=True)
-        if self._copied is not None:
-            self._copied.record()
-
-    def read(self) -> int:
-        if self._copied is not None:
-            self._copied.synchronize()
-        return int(self._view)

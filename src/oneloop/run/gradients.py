@@ -28,6 +28,7 @@ from oneloop.job.preflight import Preflight
 from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics
+from oneloop.machine.contents import Contents
 from oneloop.machine.layout_checks import Checks, search_unused
 from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.fingerprint import fingerprint
@@ -79,6 +80,7 @@ class Gradients:
         self._metrics = tuple(seen.metrics)
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
         self.checks = _checks(job, run, model, seen)
+        self.contents = _contents(job, run, model, seen)
         whole = is_whole_batch(job.task)
         self._two_passes = TwoPasses(job, run, model, self._seed) if whole else None
 
@@ -121,6 +123,11 @@ class Gradients:
             measured: measure the device time and, if the run does, the noise scale.
         """
         self._at = _MicroBatch(position, -1, 0.0)
+        if self.contents is not None:
+            number = position // self._job.layout.size + 1
+            everything = self._job.intervals.is_due("check", number)
+            self.contents.begin(everything=everything)
+            self.checks.units.closely(everything)
         noise = self._sensor.measuring(measured and self._job.noise_scale)
         if measured and self._run.ranks > 1:
             return self.device_time.measuring(noise)
@@ -150,8 +157,11 @@ class Gradients:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._reduction.__exit__(kind, error, trace)
-        if error is None:
-            self._sensor.micro_batch(self._at.weight)
+        if error is not None:
+            return
+        self._sensor.micro_batch(self._at.weight)
+        if self.contents is not None and self._at.number + 1 == self._job.layout.accumulate:
+            self.contents.end()
 
     def _seed(self, micro: int | None) -> None:
         """Seed random numbers by the step and the number of the micro-batch (None: the step)."""
@@ -220,7 +230,7 @@ def _checks(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Checks:
     def report(name: str) -> None:
         run.display.say(f"a forward in training changes the {name}; {DEPENDS}")
 
-    known = seen.moved or has_batch_statistics(model)
+    known = _moves(model, seen)
 
     # Under FSDP2 the ranks agree in each step on the parameters that none of them used.
     searched = run.sharded and able and (asked or seen.unused)
@@ -232,3 +242,29 @@ def _checks(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Checks:
         report=None if known else report,
         union=run.union if searched else None,
     )
+
+
+def _contents(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Contents | None:
+    """Return the comparison of contents; None if the run promises nothing of other layouts."""
+    if not _is_checked(job, run):
+        return None
+
+    def report(change: str) -> None:
+        run.display.say(f"{change}; {DEPENDS}")
+
+    return Contents(
+        model,
+        device=run.device,
+        buffers=job.exact,
+        report=None if _moves(model, seen) else report,
+    )
+
+
+def _is_checked(job: Job, run: Run) -> bool:
+    """Return whether to compare contents in training: ``machine.check_every`` is not 0."""
+    return (run.ranks > 1 or job.exact) and "check" in job.intervals
+
+
+def _moves(model: nn.Module, seen: Preflight) -> bool:
+    """Return whether buffers are known to change in a forward."""
+    return bool(seen.moved) or has_batch_statistics(model)

@@ -16,8 +16,9 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.data.step_batches import Group, groups
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
-from oneloop.machine.layout_checks import Checks, agree, disagreement
+from oneloop.machine.layout_checks import agree, disagreement
 from oneloop.run.counters import Counters
+from oneloop.run.gradients import Gradients
 
 NO_WEIGHT = (
     "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
@@ -58,20 +59,22 @@ class Steps:
         run: this process.
         count: its position decides which samples come next.
         saves: whose errors the ranks share.
-        checks: under FSDP2, the ranks compare the units that ran.
+        gradients: whose checks end a step: the contents of tensors and, under FSDP2, the units
+            that ran.
 
     Raises:
         OSError: too many saves in a row have failed.
     """
 
     def __init__(
-        self, job: Job, run: Run, count: Counters, saves: Checkpoints, checks: Checks
+        self, job: Job, run: Run, count: Counters, saves: Checkpoints, gradients: Gradients
     ) -> None:
         self._job = job
         self._run = run
         self._count = count
         self._saves = saves
-        self._checks = checks if run.sharded else None
+        self._checks = gradients.checks if run.sharded else None
+        self._contents = gradients.contents
         self._restart = False  # whether to drop the steps that were loaded ahead
         self._save_flag = False  # whether the time for a save has come after the current step
         self._saved_at = time.monotonic()
@@ -124,15 +127,20 @@ class Steps:
             self._saved_at = now
         return due
 
-    def confirm(self) -> None:
-        """Check that all ranks ran the same FSDP2 units in the pending step.
+    def confirm(self, *, pending: bool) -> None:
+        """Check that nothing but its update has changed tensors in the pending step.
 
-        Wait for the all-reduce in progress since that step; if there is none, make one.
-        Collective: call on every rank.
+        Under FSDP2, check also that all ranks ran the same units: wait for the all-reduce in
+        progress since that step; if there is none, make one. Collective: call on every rank.
+
+        Args:
+            pending: whether a step is pending.
 
         Raises:
-            Inexact: the ranks ran different units.
+            Inexact: a tensor has changed, or the ranks ran different units.
         """
+        if pending and self._contents is not None:
+            self._contents.confirm()
         host = self._run.host
         if self._checks is None or host is None:
             return

@@ -5,6 +5,7 @@ import os
 import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -203,7 +204,9 @@ class Upkeep:
         if sets.keys() - {"test"}:
             examples = Examples(fixed=config.samples, worst=config.samples)
 
-        with BEATS.phase(EVALUATION):
+        contents = self._gradients.contents
+        unchanged = nullcontext() if contents is None else contents.unchanged("an evaluation")
+        with BEATS.phase(EVALUATION), unchanged:
             metrics = evaluate_all(
                 job.task,
                 state.model,

@@ -1,0 +1,290 @@
+"""Check that only the optimizer changes what a model holds, by the contents of its tensors.
+
+>>> contents = Contents(model, device=device)
+>>> contents.begin()                        # after the last update
+>>> loss(model, batch).backward()
+>>> contents.end()                          # before the next one
+>>> contents.confirm()                      # raises if a tensor has changed; may come later
+
+A version counter of torch does not see a write through ``.data``, ``.numpy()`` or ``set_()``, and a
+list that is made at the start has no tensors that a forward registers later. So the contents are
+compared of all tensors that exist at the time: of small ones (1 MB in total) in every step, of all
+others if a step asks for it. Nothing waits for the device until :meth:`Contents.confirm`.
+"""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from oneloop.basics.device_flag import DeviceFlag
+from oneloop.basics.exit_codes import Inexact
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.tensor_hash import tensor_hash
+from oneloop.basics.tensors import as_real, dense, local
+
+_SMALL = 1 << 20  # bytes of all tensors that are compared in every step
+_WORD = 8  # bytes that are compared at once
+
+
+class _Held(NamedTuple):
+    """A tensor, and where it is registered."""
+
+    name: str  # with its kind: "buffer norm.running_mean"
+    owner: dict[str, Any]
+    key: str
+
+    def tensor(self) -> Tensor:
+        return local(self.owner[self.key].detach())
+
+
+@dataclass(frozen=True)
+class _Listed:
+    """The tensors of a model at a moment."""
+
+    small: list[_Held]  # compared in every step
+    others: list[_Held]
+    empty: list[_Held]  # names that have no tensor yet
+    registries: list[dict[str, Any]]  # of all modules
+    entries: int  # number of entries in all registries
+
+    @property
+    def names(self) -> list[str]:
+        return [one.name for one in (*self.small, *self.others)]
+
+    def is_outdated(self) -> bool:
+        """Return whether a tensor was registered or removed since then."""
+        if sum(map(len, self.registries)) != self.entries:
+            return True
+        if any(one.owner[one.key] is not None for one in self.empty):
+            return True
+        return any(one.owner[one.key] is None for one in self.small)
+
+
+class _State(NamedTuple):
+    """What is compared."""
+
+    listed: _Listed
+    words: Tensor  # int64: the bytes of small tensors in their order, then the hashes of others
+    size: int  # bytes of all small tensors
+
+
+class _Comparison(NamedTuple):
+    """The states around a forward and backward."""
+
+    before: _State
+    after: _State
+    flag: DeviceFlag  # whether they differ
+
+
+class Contents:
+    """Compares what a model holds before and after forward and backward.
+
+    Args:
+        model: as prepared: on one process, under DDP, or sharded by FSDP2.
+        device: of the run.
+        buffers: raise if a buffer has changed. A changed parameter always raises.
+        report: gets a sentence on the first changed buffer, if that is no error (None: buffers are
+            not compared).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        device: torch.device,
+        buffers: bool = True,
+        report: Callable[[str], object] | None = None,
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._buffers = buffers
+        self._report = report
+        # two steps may be unread, while a third one ends
+        self._flags = deque(DeviceFlag(device) for _ in range(3))
+        self._unread: deque[_Comparison] = deque()
+        self._begun: _State | None = None
+        self._everything = False
+        self._listed = self._list()
+        # of the small tensors: addresses, and views of their bytes
+        self._pointers: list[int] = []
+        self._views: list[Tensor] = []
+
+    def begin(self, *, everything: bool = False) -> None:
+        """Record the contents after an update.
+
+        Args:
+            everything: compare all tensors in this step, and not only small ones.
+        """
+        self._everything = everything
+        self._begun = self._state()
+
+    def end(self) -> None:
+        """Compare the contents before the next update. The result is read later."""
+        if self._begun is None:
+            return
+        before = self._begun
+        self._begun = None
+        after = self._state()
+        flag = self._flags[0]
+        self._flags.rotate(-1)
+        if before.listed is not after.listed:
+            flag.send(torch.ones((), device=self._device))
+        elif self._device.type == "cpu":
+            flag.send(torch.tensor(not torch.equal(before.words, after.words)))
+        else:
+            flag.send((before.words != after.words).any())
+        self._unread.append(_Comparison(before, after, flag))
+
+    def confirm(self) -> None:
+        """Read the oldest result that was not read yet.
+
+        Raises:
+            Inexact: a tensor has changed, other than by an update.
+        """
+        if self._unread:
+            self._judge(self._unread.popleft(), "in a step, but not by its update")
+
+    @contextmanager
+    def unchanged(self, what: str) -> Iterator[None]:
+        """Compare all tensors before and after ``what`` (an evaluation). Host sync.
+
+        Raises:
+            Inexact: a tensor has changed.
+        """
+        while self._unread:
+            self.confirm()
+        self.begin(everything=True)
+        yield
+        self.end()
+        self._judge(self._unread.popleft(), f"in {what}")
+
+    def _judge(self, comparison: _Comparison, when: str) -> None:
+        """Raise Inexact if a tensor has changed, or report a buffer once."""
+        if not comparison.flag.read():
+            return
+        change = _first_change(comparison)
+        if not change:
+            return
+        if change.startswith("buffer ") and not self._buffers:
+            if self._report is not None:
+                self._report(f"the {change} {when}")
+            self._report = None
+            self._listed = self._list()
+            return
+        raise Inexact(
+            f"the {change} {when}, so the weights would depend on the parallel layout; let nothing "
+            "but the optimizer change it, or train on one process without batch.grain"
+        )
+
+    def _list(self) -> _Listed:
+        """Find all tensors that exist now."""
+        found: dict[int, _Held] = {}  # a tied tensor counts once
+        empty = []
+        registries: list[dict[str, Any]] = []
+        for prefix, module in self._model.named_modules():
+            registries += [module._parameters, module._buffers, module._modules]
+            for held in _registered(prefix, module, self._buffers or self._report is not None):
+                if held.owner[held.key] is None:
+                    empty.append(held)
+                else:
+                    found.setdefault(id(held.owner[held.key]), held)
+
+        # Of the smallest ones the bytes are compared in every step.
+        small = []
+        others = []
+        total = 0
+        for held in sorted(found.values(), key=lambda one: one.tensor().nbytes):
+            tensor = held.tensor()
+            if not tensor.numel():
+                continue
+            total += tensor.nbytes
+            here = tensor.device.type == self._device.type
+            if total <= _SMALL and here and dense(tensor):
+                small.append(held)
+            else:
+                others.append(held)
+        return _Listed(small, others, empty, registries, sum(map(len, registries)))
+
+    def _state(self) -> _State:
+        """Return what is compared, now."""
+        if self._listed.is_outdated():
+            self._listed = self._list()
+        listed = self._listed
+        self._look_at([local(one.owner[one.key]) for one in listed.small])
+
+        # Copy the bytes of small tensors.
+        size = sum(map(len, self._views))
+        words = torch.zeros(-(-size // _WORD), dtype=torch.int64, device=self._device)
+        if self._views:
+            torch.cat(self._views, out=words.view(torch.uint8)[:size])
+
+        # Hash the others.
+        if self._everything and listed.others:
+            hashes = [tensor_hash(one.tensor()).to(self._device) for one in listed.others]
+            words = torch.cat([words, torch.stack(hashes)])
+        return _State(listed, words, size)
+
+    def _look_at(self, tensors: list[Tensor]) -> None:
+        """Make views of the bytes of small tensors, unless those of the last time still serve."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if pointers != self._pointers:
+            self._pointers = pointers
+            self._views = [_bytes_of(tensor.detach()) for tensor in tensors]
+
+
+def _registered(prefix: str, module: nn.Module, buffers: bool) -> Iterator[_Held]:
+    """Yield the parameters of a module and, with ``buffers``, its buffers."""
+    kinds = {"parameter": module._parameters}
+    if buffers:
+        kinds["buffer"] = module._buffers  # type: ignore[assignment]
+    for kind, owner in kinds.items():
+        for key, tensor in owner.items():
+            name = bare_name(f"{prefix}.{key}".lstrip("."))
+            # FSDP2 registers whole parameters for a while: remember the shard.
+            registry: dict[str, Any] = {key: tensor} if isinstance(tensor, DTensor) else owner
+            yield _Held(f"{kind} {name}", registry, key)
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor in the order of memory, 1-dim, as a view."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return as_real(flat).view(-1).view(torch.uint8)
+
+
+def _first_change(comparison: _Comparison) -> str:
+    """Return which tensor differs first, and how; empty if none does. Host sync."""
+    before, after, _ = comparison
+
+    # Is a tensor new, or missing?
+    for name in after.listed.names:
+        if name not in before.listed.names:
+            return f"{name} was registered"
+    for name in before.listed.names:
+        if name not in after.listed.names:
+            return f"{name} was removed"
+
+    # Find the tensor of the first byte that differs.
+    size = min(before.size, after.size)
+    pair = [state.words.view(torch.uint8)[:size] for state in (before, after)]
+    differ = (pair[0] != pair[1]).nonzero()
+    if len(differ) or before.size != after.size:
+        place = int(differ[0]) if len(differ) else size
+        end = 0
+        for one in after.listed.small:
+            end += one.tensor().nbytes
+            if place < end:
+                return f"{one.name} has changed"
+
+    # Find the first hash that differs.
+    first = -(-after.size // _WORD)
+    hashes = zip(before.words[first:].tolist(), after.words[first:].tolist(), strict=False)
+    for one, (hash_before, hash_after) in zip(after.listed.others, hashes, strict=False):
+        if hash_before != hash_after:
+            return f"{one.name} has changed"
+    return ""
