@@ -67,9 +67,12 @@ def accumulate(
     # (machine/reduction.py).
     scale = gradients.factor / group.total
 
+    # At some log steps, all ranks repeat a micro-batch, and compare what they got.
+    loaded = gradients.repeated(clock.over("transfer", group.batches), position)
+
     with gradients.step(position, measured=measured):
         # A loss over the whole batch makes a first pass over all micro-batches here.
-        loss_of, batches = gradients.passes(clock.over("transfer", group.batches))
+        loss_of, batches = gradients.passes(loaded)
 
         # Accumulate gradients. After the last micro-batch, .grad is the sum over all ranks.
         for batch, weight in zip(batches, group.weights, strict=False):

@@ -28,7 +28,16 @@ class Inexact(RuntimeError):
     """The result of a step would depend on the parallel layout.
 
     The step was not accepted or saved.
+
+    Args:
+        message: what was found.
+        equal_at: the last step that was found to be right; a later one may be wrong. None: the step
+            before this one.
     """
+
+    def __init__(self, message: str, *, equal_at: int | None = None) -> None:
+        super().__init__(message)
+        self.equal_at = equal_at
 
 
 def at_least(bound: float, **values: float) -> None:

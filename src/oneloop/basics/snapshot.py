@@ -12,6 +12,7 @@ compared: open files, iterators, and objects of other libraries.
 
 import random
 import sys
+import zlib
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.tensor_hash import as_bits
+from oneloop.basics.tensor_hash import as_bits, tensor_hashes
 
 _PLAIN = (int, float, complex, str, bytes, bool, type(None))
 _CONTAINERS = (dict, OrderedDict, list, set, deque)
@@ -48,8 +49,28 @@ class _Record(NamedTuple):
     """A value that can change in place."""
 
     name: str
-    differs: Callable[[], bool]
-    restore: Callable[[], None] | None  # None: too large to be copied
+    copy: Any  # the value at the moment of the snapshot
+    now: Callable[[], Any]  # returns the value now
+    same: Callable[[Any, Any], bool]  # compares both
+    restore: Callable[[], object]
+
+    @property
+    def differs(self) -> bool:
+        return not self.same(self.now(), self.copy)
+
+    def changed(self) -> list[str]:
+        """Return the names of what differs: of an object its attributes."""
+        now = self.now()
+        if self.same(now, self.copy):
+            return []
+        if not isinstance(now, dict):
+            return [self.name]
+        names = []
+        for key in {**self.copy, **now}:
+            both = key in now and key in self.copy
+            if not (both and _same_value(now[key], self.copy[key])):
+                names.append(f"{self.name}.{key}")
+        return names or [self.name]
 
 
 class Snapshot:
@@ -77,19 +98,24 @@ class Snapshot:
 
     def changed(self) -> list[str]:
         """Return the names of the values that differ now. Host sync."""
-        return [record.name for record in self._records if record.differs()]
-
-    def restore(self) -> list[str]:
-        """Restore what differs; return the names of what was too large to be copied. Host sync."""
-        lost = []
+        names = []
         for record in self._records:
-            if not record.differs():
-                continue
-            if record.restore is None:
-                lost.append(record.name)
-            else:
+            names += record.changed()
+        return names
+
+    def digests(self) -> dict[str, int]:
+        """Return a hash of each value of the snapshot, to compare processes. Host sync."""
+        found = {}
+        for record in self._records:
+            for name, value in _parts(record.name, record.copy):
+                found[name] = _digest(value)
+        return found
+
+    def restore(self) -> None:
+        """Restore what differs. Host sync."""
+        for record in self._records:
+            if record.differs:
                 record.restore()
-        return lost
 
     def _inside(self, name: str, value: Any) -> list[tuple[str, Any]]:
         """Record a value; return the values inside it, with their names."""
@@ -132,7 +158,7 @@ class Snapshot:
             with torch.no_grad():
                 value[...] = copy
 
-        self._records.append(_Record(name, lambda: not _same_bits(value, copy), restore))
+        self._records.append(_Record(name, copy, lambda: value, _same_bits, restore))
 
     def _keep_container(self, name: str, value: Any) -> None:
         """Record which elements a container has."""
@@ -145,22 +171,21 @@ class Snapshot:
             else:
                 value.extend(copy)
 
-        self._records.append(_Record(name, lambda: not _same_elements(value, copy), restore))
+        self._records.append(_Record(name, copy, lambda: value, _same_elements, restore))
 
     def _keep_generator(
         self, name: str, get: Callable[[], Any], put: Callable[[Any], object]
     ) -> None:
         state = get()
-        self._records.append(
-            _Record(name, lambda: not _same_state(get(), state), lambda: _discard(put(state)))
-        )
+        self._records.append(_Record(name, state, get, _same_state, lambda: put(state)))
 
     def _keep_class(self, name: str, kind: type) -> list[tuple[str, Any]]:
         """Record the attributes of a class; return them."""
-        copy = {key: value for key, value in vars(kind).items() if _is_data(key, value)}
 
         def now() -> dict[str, Any]:
             return {key: value for key, value in vars(kind).items() if _is_data(key, value)}
+
+        copy = now()
 
         def restore() -> None:
             for key in now().keys() - copy.keys():
@@ -168,12 +193,29 @@ class Snapshot:
             for key, value in copy.items():
                 setattr(kind, key, value)
 
-        self._records.append(_Record(name, lambda: not _same_elements(now(), copy), restore))
+        self._records.append(_Record(name, copy, now, _same_elements, restore))
         return [(f"{name}.{key}", value) for key, value in copy.items()]
 
 
-def _discard(_: object) -> None:
-    return None
+def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the plain values of a container by name, or a value that is no container."""
+    if isinstance(value, dict):
+        for key, one in value.items():
+            if isinstance(one, _PLAIN):
+                yield f"{name}.{key}", one
+    elif isinstance(value, list | set | deque):
+        yield name, [one for one in value if isinstance(one, _PLAIN)]
+    else:
+        yield name, value
+
+
+def _digest(value: Any) -> int:
+    """Return a hash that is equal in all processes."""
+    if isinstance(value, Tensor):
+        return tensor_hashes([value])[0]
+    if isinstance(value, np.ndarray):
+        return zlib.crc32(value.tobytes())
+    return zlib.crc32(repr(value).encode())
 
 
 def _is_own(kind: type) -> bool:

@@ -265,6 +265,12 @@ class Units:
                 raise Inexact(changed(f"parameter {name}"))
         post_backward(*given)
 
+    def forget(self) -> None:
+        """Drop what is recorded of forwards and backwards that train nothing."""
+        self.calls = []
+        self.used = [False] * len(self.parameters)
+        self._entered = {}
+
     def hashes(self, *, search: bool) -> list[int]:
         """Hash the units that ran and, without ``search``, the unused parameters.
 

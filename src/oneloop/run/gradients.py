@@ -8,7 +8,7 @@
 >>> norm = gradients.norm()                     # .grad is the sum over micro-batches and ranks
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -36,6 +36,7 @@ from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
 from oneloop.measure.stragglers import DeviceTime
 from oneloop.optim.clip import global_norm
+from oneloop.run.repeat import Repeats
 from oneloop.run.start_lines import DEPENDS
 from oneloop.tasks.whole_batch import is_whole_batch
 
@@ -104,6 +105,9 @@ class Gradients:
         self._leaves = torch.tensor(leaves, device=run.device)
 
         self._at = _MicroBatch(0, -1, 0.0)
+        self._repeats: Repeats | None = None
+        if _is_checked(job, run) and (job.exact or not (seen.moved or seen.stateful)):
+            self._repeats = Repeats(job, run, model, self.checks, self._seed_as)
         self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
 
     @property
@@ -114,6 +118,24 @@ class Gradients:
     def sums(self) -> Sums:
         """Return empty sums for one step, of the loss and of the metrics that it returns."""
         return Sums(self._metrics, apart=self._job.exact)
+
+    def repeated(self, batches: Iterator[Batch], position: int) -> Iterator[Batch]:
+        """At some steps, repeat a micro-batch on all ranks (:mod:`oneloop.run.repeat`).
+
+        Collective: call on every rank.
+
+        Args:
+            batches: this rank's micro-batches of the step.
+            position: of the step's first sample in the order of all samples.
+
+        Returns:
+            The micro-batches.
+        """
+        self._at = _MicroBatch(position, -1, 0.0)
+        number = position // self._job.layout.size + 1
+        if self._repeats is None or not self._repeats.due(number):
+            return batches
+        return self._repeats.repeat(batches, position)
 
     def step(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
         """Return a context around the micro-batches of one step.
@@ -165,21 +187,26 @@ class Gradients:
 
     def _seed(self, micro: int | None) -> None:
         """Seed random numbers by the step and the number of the micro-batch (None: the step)."""
-        job = self._job
-        run = self._run
-        own: list[int]
+        # A loss over the whole batch draws the same numbers on every rank.
         if micro is None:
-            # A loss over the whole batch draws the same numbers on every rank.
-            own = []
-        elif job.exact:
-            # A leaf holds the same samples on every layout, and draws the same numbers.
-            own = [job.layout.leaf(run.rank, micro)]
+            self._seed_by([])
         else:
-            own = [run.rank, micro]
+            self._seed_as(self._run.rank, micro)
+
+    def _seed_as(self, rank: int, micro: int) -> None:
+        """Seed random numbers as those of a rank's micro-batch of this step."""
+        # With batch.grain, it holds the same samples on every layout, and draws the same numbers.
+        if self._job.exact:
+            self._seed_by([self._job.layout.leaf(rank, micro)])
+        else:
+            self._seed_by([rank, micro])
+
+    def _seed_by(self, own: Sequence[int]) -> None:
+        job = self._job
 
         # With batch.grain and in two passes, Python's and numpy's numbers must repeat, too.
         others = job.exact or self._two_passes is not None
-        reseed(run.device, job.recipe.seed, self._at.position, *own, others=others)
+        reseed(self._run.device, job.recipe.seed, self._at.position, *own, others=others)
 
     def norm(self) -> Tensor:
         """Return the global L2 norm of the gradients, 0-dim, equal on all ranks.
