@@ -43,6 +43,7 @@ _OTHERS = {
     "transformers",
 }
 """packages whose objects are not followed, except modules of a model"""
+_REGISTRIES = ("_parameters", "_buffers", "_modules")  # of a module: they do not show in names
 
 
 class _Record(NamedTuple):
@@ -143,8 +144,10 @@ class Snapshot:
             if not isinstance(attributes, dict):
                 return []
             self._keep_container(name, attributes)
-            found = [(f"{name}.{key}", one) for key, one in attributes.items()]
-            return [*found, (type(value).__name__, type(value))]
+            found = [(type(value).__name__, type(value))]
+            for key, one in attributes.items():
+                found.append((name if key in _REGISTRIES else f"{name}.{key}", one))
+            return found
         return []
 
     def _keep_array(self, name: str, value: Any, size: int) -> None:
@@ -234,7 +237,7 @@ def _is_data(key: str, value: Any) -> bool:
 def _elements(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(value, dict):
         for key, one in value.items():
-            yield f"{name}[{key!r}]", one
+            yield f"{name}.{key}", one
     else:
         for one in value:
             yield name, one

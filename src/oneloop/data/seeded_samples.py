@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset, get_worker_info
 
-from oneloop.basics.seeds import GOLDEN, mixed
+from oneloop.basics.seeds import GOLDEN, mixed, seed_others
 
 Place = tuple[int, int]  # (epoch, index) of one sample
 
@@ -99,7 +99,7 @@ class SeededSamples(Dataset[Any]):
         if not self._draws and len(places) > 1:
             if self._together is None:
                 self._together = self._same_together(places)
-            _seed_others(0)
+            seed_others(0)
             if self._together:
                 samples = self._load_together(places)
             else:
@@ -160,7 +160,7 @@ class SeededSamples(Dataset[Any]):
         return number
 
     def _seed(self, place: Place) -> None:
-        _seed_others(self._seed_torch(place))
+        seed_others(self._seed_torch(place))
 
 
 class SampleError(RuntimeError):
@@ -185,11 +185,6 @@ class Batches(Dataset[Any]):
 
     def __getitem__(self, places: Sequence[Place]) -> Any:
         return self.samples.batch(places, self.collate)
-
-
-def _seed_others(number: int) -> None:
-    random.seed(number)
-    np.random.seed(number & 0xFFFFFFFF)
 
 
 def _next_draws(python: Any = random, numpy: Any = np.random) -> tuple[int, float, float]:

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.memory import anonymous_memory
-from oneloop.basics.seeds import key
+from oneloop.basics.seeds import key, seed_others
 from oneloop.basics.tensors import dense, one_element
 from oneloop.checkpoint.state_dict import unsavable
 from oneloop.checkpoint.weights import load_weights
@@ -122,7 +122,9 @@ def _make_model(recipe: Recipe, task: Task, *, sharded: bool) -> tuple[Any, list
     """Return the task's model, with the random numbers of the seed, and lines for the log."""
 
     def make() -> Any:
-        torch.manual_seed(key(recipe.seed))
+        number = key(recipe.seed)
+        torch.manual_seed(number)
+        seed_others(number)
         return theirs(task, "model", task.model)
 
     processes = local_processes()

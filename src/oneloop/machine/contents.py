@@ -72,6 +72,8 @@ class _State(NamedTuple):
     listed: _Listed
     words: Tensor  # int64: the bytes of small tensors in their order, then the hashes of others
     size: int  # bytes of all small tensors
+    step: int
+    everything: bool  # whether there are hashes of the other tensors
 
 
 class _Comparison(NamedTuple):
@@ -109,20 +111,20 @@ class Contents:
         self._flags = deque(DeviceFlag(device) for _ in range(3))
         self._unread: deque[_Comparison] = deque()
         self._begun: _State | None = None
-        self._everything = False
+        self._equal_at = 0  # the last step of which all tensors were compared, and were equal
         self._listed = self._list()
         # of the small tensors: addresses, and views of their bytes
         self._pointers: list[int] = []
         self._views: list[Tensor] = []
 
-    def begin(self, *, everything: bool = False) -> None:
+    def begin(self, step: int = 0, *, everything: bool = False) -> None:
         """Record the contents after an update.
 
         Args:
+            step: the number of the step that begins.
             everything: compare all tensors in this step, and not only small ones.
         """
-        self._everything = everything
-        self._begun = self._state()
+        self._begun = self._state(step, everything=everything)
 
     def end(self) -> None:
         """Compare the contents before the next update. The result is read later."""
@@ -130,7 +132,7 @@ class Contents:
             return
         before = self._begun
         self._begun = None
-        after = self._state()
+        after = self._state(before.step, everything=before.everything)
         flag = self._flags[0]
         self._flags.rotate(-1)
         if before.listed is not after.listed:
@@ -159,17 +161,20 @@ class Contents:
         """
         while self._unread:
             self.confirm()
-        self.begin(everything=True)
+        self.begin(self._equal_at, everything=True)
         yield
         self.end()
         self._judge(self._unread.popleft(), f"in {what}")
 
     def _judge(self, comparison: _Comparison, when: str) -> None:
         """Raise Inexact if a tensor has changed, or report a buffer once."""
-        if not comparison.flag.read():
-            return
-        change = _first_change(comparison)
+        after = comparison.after
+        change = ""
+        if comparison.flag.read():
+            change = _first_change(comparison)
         if not change:
+            if after.everything:
+                self._equal_at = after.step
             return
         if change.startswith("buffer ") and not self._buffers:
             if self._report is not None:
@@ -177,9 +182,13 @@ class Contents:
             self._report = None
             self._listed = self._list()
             return
+
+        # Of a small tensor, this step is the first one that changes it.
+        large = change.rpartition(" has ")[0] in {one.name for one in after.listed.others}
         raise Inexact(
             f"the {change} {when}, so the weights would depend on the parallel layout; let nothing "
-            "but the optimizer change it, or train on one process without batch.grain"
+            "but the optimizer change it, or train on one process without batch.grain",
+            equal_at=self._equal_at if large else None,
         )
 
     def _list(self) -> _Listed:
@@ -211,8 +220,8 @@ class Contents:
                 others.append(held)
         return _Listed(small, others, empty, registries, sum(map(len, registries)))
 
-    def _state(self) -> _State:
-        """Return what is compared, now."""
+    def _state(self, step: int, *, everything: bool) -> _State:
+        """Return what is compared, now; with ``everything`` also the hashes of large tensors."""
         if self._listed.is_outdated():
             self._listed = self._list()
         listed = self._listed
@@ -225,10 +234,10 @@ class Contents:
             torch.cat(self._views, out=words.view(torch.uint8)[:size])
 
         # Hash the others.
-        if self._everything and listed.others:
+        if everything and listed.others:
             hashes = [tensor_hash(one.tensor()).to(self._device) for one in listed.others]
             words = torch.cat([words, torch.stack(hashes)])
-        return _State(listed, words, size)
+        return _State(listed, words, size, step, everything)
 
     def _look_at(self, tensors: list[Tensor]) -> None:
         """Make views of the bytes of small tensors, unless those of the last time still serve."""

@@ -12,6 +12,7 @@ from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import BadInput, Diverged, StoppedEarly
 from oneloop.basics.files import dumps, printable, vouched
 from oneloop.basics.launcher import rank, ranks
+from oneloop.checkpoint.store import Store, step_of
 from oneloop.data.seeded_samples import UnfitSample
 from oneloop.data.step_batches import end_workers
 from oneloop.job.build import Job, build_job
@@ -174,9 +175,22 @@ def _failed(
                 file=sys.stderr,
             )
         reason = explained(job, run)
+    if isinstance(error, exit_codes.Inexact) and error.equal_at is not None:
+        reason += _last_right(folder, error.equal_at)
     if cli:
         _report_error(error, reason)
     return {"exit_reason": f"error: {reason}", "exit_code": exit_codes.ERROR}
+
+
+def _last_right(folder: Folder, step: int) -> str:
+    """Return which checkpoint is from before a step that was found to be right (0: none was)."""
+    if not step:
+        return "; no earlier check has found the run to be right: start it again"
+    sealed = Store(folder.path / "checkpoints").sealed()
+    before = [path for path in sealed if step_of(path) < step]
+    if before:
+        return f"; step {step} was still right, and {before[-1]} is the newest checkpoint before it"
+    return f"; step {step} was still right, and there is no checkpoint from before it"
 
 
 def _words(error: BaseException) -> str:

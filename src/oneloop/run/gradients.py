@@ -148,7 +148,7 @@ class Gradients:
         if self.contents is not None:
             number = position // self._job.layout.size + 1
             everything = self._job.intervals.is_due("check", number)
-            self.contents.begin(everything=everything)
+            self.contents.begin(number, everything=everything)
             self.checks.units.closely(everything)
         noise = self._sensor.measuring(measured and self._job.noise_scale)
         if measured and self._run.ranks > 1:

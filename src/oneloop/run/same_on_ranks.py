@@ -10,12 +10,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
+from torch import Tensor, nn
+
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.tensor_hash import tensor_hashes
 from oneloop.job.build import Job
 from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.run.compatibility import first_samples
 
+_HASHED = 1 << 30  # bytes of a model that are hashed
 _SECONDS = 10.0  # until a file from another machine appears on shared storage
 
 
@@ -25,6 +31,7 @@ class _Report:
 
     sets: dict[str, Any]  # by name: length and content of a data set's first samples
     model: dict[str, str]  # by parameter: shape and dtype
+    values: dict[str, int]  # hash of each tensor that no rank sends to the others
     computed: dict[str, Any]  # with batch.grain: device and versions
 
 
@@ -39,6 +46,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
         mine = _Report(
             sets=first_samples(job.task, job.sets, seed=job.recipe.seed),
             model=_model_of(job),
+            values=_values_of(job.model, sharded=run.sharded),
             computed=computed_by(job.recipe, run.device) if job.exact else {},
         )
     reports: list[_Report] = run.gathered(mine)
@@ -56,6 +64,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
                 )
     for rank, report in enumerate(reports):
         _compare_models(rank, reports[0].model, report.model)
+        _compare_values(rank, reports[0].values, report.values)
 
 
 def _model_of(job: Job) -> dict[str, str]:
@@ -66,6 +75,41 @@ def _model_of(job: Job) -> dict[str, str]:
             text += ", frozen"
         described[name] = text
     return described
+
+
+def _values_of(model: nn.Module, *, sharded: bool) -> dict[str, int]:
+    """Return hashes of tensors that must be equal on all ranks.
+
+    DDP sends rank 0's parameters and buffers to all ranks. Under FSDP2, each rank keeps its shards
+    of its own. Nobody sends other attributes of a module.
+    """
+    tensors: dict[str, Tensor] = {}
+    if sharded:
+        tensors |= dict(model.named_parameters())
+        tensors |= dict(model.named_buffers())
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
+                value = torch.from_numpy(np.ascontiguousarray(value))
+            if type(value) is Tensor and value.layout is torch.strided:
+                tensors[f"{prefix}.{key}".lstrip(".")] = value
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor.device.type != "meta"}
+
+    # Of a large model, hash every n-th element.
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    each = 1 + total // _HASHED
+    parts = [tensor.detach().reshape(-1)[::each] for tensor in tensors.values()]
+    return dict(zip(tensors, tensor_hashes(parts), strict=True))
+
+
+def _compare_values(rank: int, first: Mapping[str, int], other: Mapping[str, int]) -> None:
+    for name, value in first.items():
+        if other.get(name, value) != value:
+            raise BadInput(
+                f"the model differs between ranks: {name} has other values on rank 0 and on rank "
+                f"{rank}; let model() draw from the global generators of torch, numpy or Python, "
+                "which are seeded alike on all of them"
+            )
 
 
 def _compare_models(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> None:

@@ -69,20 +69,27 @@ def start_lines(
         )
     if emas:
         yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
-    if run.ranks > 1 and "check" in job.intervals:
-        if replica_group(model) is None:
-            yield (
-                "machine.check_every: every process has its own shard (FSDP2), so there are no "
-                "replicas to compare"
-            )
-        else:
-            yield (
-                "the processes compare weights and optimizer state every "
-                f"{job.intervals.every['check']:,} steps"
-            )
+    yield from _checked(job, run, model)
     matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
     if matrices:
         yield f"muon updates {matrices} matrices, adamw the rest"
+
+
+def _checked(job: Job, run: Run, model: nn.Module) -> Iterator[str]:
+    """Yield the line on what is compared while the run trains."""
+    if run.ranks == 1 and not job.exact:
+        return
+    if "check" not in job.intervals:
+        yield (
+            "machine.check_every 0: nothing compares weights, buffers and repeated micro-batches "
+            "while the run trains, so a model that changes its own state may train otherwise on "
+            "another parallel layout"
+        )
+    elif replica_group(model) is not None:
+        yield (
+            "the processes compare weights and optimizer state every "
+            f"{job.intervals.every['check']:,} steps"
+        )
 
 
 def _sizes(job: Job, run: Run) -> Iterator[str]:
