@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -50,8 +51,10 @@ class _Listed:
     small: list[_Held]  # compared in every step
     others: list[_Held]
     empty: list[_Held]  # names that have no tensor yet
-    registries: list[dict[str, Any]]  # of all modules
-    entries: int  # number of entries in all registries
+    children: list[dict[str, nn.Module | None]]  # of each module: its registry of modules
+    modules: list[nn.Module | None]  # in all these registries
+    registries: list[dict[str, Any]]  # of all modules: those of parameters and buffers
+    entries: int  # number of entries in all these registries
 
     @property
     def names(self) -> list[str]:
@@ -61,9 +64,12 @@ class _Listed:
         """Return whether a tensor was registered or removed since then."""
         if sum(map(len, self.registries)) != self.entries:
             return True
-        if any(one.owner[one.key] is not None for one in self.empty):
+        # Modules are equal only if they are the same object.
+        if _all_values(self.children) != self.modules:
             return True
-        return any(one.owner[one.key] is None for one in self.small)
+        if any(one.owner.get(one.key) is not None for one in self.empty):
+            return True
+        return any(one.owner.get(one.key) is None for one in self.small)
 
 
 class _State(NamedTuple):
@@ -195,9 +201,11 @@ class Contents:
         """Find all tensors that exist now."""
         found: dict[int, _Held] = {}  # a tied tensor counts once
         empty = []
+        children = []
         registries: list[dict[str, Any]] = []
         for prefix, module in self._model.named_modules():
-            registries += [module._parameters, module._buffers, module._modules]
+            children.append(module._modules)
+            registries += [module._parameters, module._buffers]
             for held in _registered(prefix, module, self._buffers or self._report is not None):
                 if held.owner[held.key] is None:
                     empty.append(held)
@@ -218,7 +226,15 @@ class Contents:
                 small.append(held)
             else:
                 others.append(held)
-        return _Listed(small, others, empty, registries, sum(map(len, registries)))
+        return _Listed(
+            small=small,
+            others=others,
+            empty=empty,
+            children=children,
+            modules=_all_values(children),
+            registries=registries,
+            entries=sum(map(len, registries)),
+        )
 
     def _state(self, step: int, *, everything: bool) -> _State:
         """Return what is compared, now; with ``everything`` also the hashes of large tensors."""
@@ -245,6 +261,10 @@ class Contents:
         if pointers != self._pointers:
             self._pointers = pointers
             self._views = [_bytes_of(tensor.detach()) for tensor in tensors]
+
+
+def _all_values(registries: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
+    return list(chain.from_iterable(map(dict.values, registries)))
 
 
 def _registered(prefix: str, module: nn.Module, buffers: bool) -> Iterator[_Held]:

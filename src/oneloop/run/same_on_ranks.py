@@ -89,7 +89,7 @@ def _values_of(model: nn.Module, *, sharded: bool) -> dict[str, int]:
         tensors |= dict(model.named_buffers())
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, np.ndarray) and value.dtype.kind in "iuf":
+            if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.itemsize <= 8:
                 value = torch.from_numpy(np.ascontiguousarray(value))
             if type(value) is Tensor and value.layout is torch.strided:
                 tensors[f"{prefix}.{key}".lstrip(".")] = value

@@ -90,6 +90,11 @@ def _checked(job: Job, run: Run, model: nn.Module) -> Iterator[str]:
             "the processes compare weights and optimizer state every "
             f"{job.intervals.every['check']:,} steps"
         )
+    elif run.ranks > 1:
+        yield (
+            "machine.check_every: every process has its own shard (FSDP2), so there are no "
+            "replicas to compare"
+        )
 
 
 def _sizes(job: Job, run: Run) -> Iterator[str]:
