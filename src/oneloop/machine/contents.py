@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -87,7 +88,10 @@ class _Comparison(NamedTuple):
 
     before: _State
     after: _State
-    flag: DeviceFlag  # whether they differ
+    flag: DeviceFlag | None  # whether they differ; None: they do
+
+    def differs(self) -> bool:
+        return self.flag is None or bool(self.flag.read())
 
 
 class Contents:
@@ -139,15 +143,17 @@ class Contents:
         before = self._begun
         self._begun = None
         after = self._state(before.step, everything=before.everything)
-        flag = self._flags[0]
-        self._flags.rotate(-1)
         if before.listed is not after.listed:
-            flag.send(torch.ones((), device=self._device))
-        elif self._device.type == "cpu":
-            flag.send(torch.tensor(not torch.equal(before.words, after.words)))
-        else:
+            self._unread.append(_Comparison(before, after, None))
+        elif self._device.type != "cpu":
+            flag = self._flags[0]
+            self._flags.rotate(-1)
             flag.send((before.words != after.words).any())
-        self._unread.append(_Comparison(before, after, flag))
+            self._unread.append(_Comparison(before, after, flag))
+        elif not np.array_equal(before.words.numpy(), after.words.numpy()):
+            self._unread.append(_Comparison(before, after, None))
+        elif after.everything:
+            self._equal_at = after.step
 
     def confirm(self) -> None:
         """Read the oldest result that was not read yet.
@@ -155,8 +161,7 @@ class Contents:
         Raises:
             Inexact: a tensor has changed, other than by an update.
         """
-        if self._unread:
-            self._judge(self._unread.popleft(), "in a step, but not by its update")
+        self._judge("in a step, but not by its update")
 
     @contextmanager
     def unchanged(self, what: str) -> Iterator[None]:
@@ -170,13 +175,16 @@ class Contents:
         self.begin(self._equal_at, everything=True)
         yield
         self.end()
-        self._judge(self._unread.popleft(), f"in {what}")
+        self._judge(f"in {what}")
 
-    def _judge(self, comparison: _Comparison, when: str) -> None:
+    def _judge(self, when: str) -> None:
         """Raise Inexact if a tensor has changed, or report a buffer once."""
+        if not self._unread:
+            return
+        comparison = self._unread.popleft()
         after = comparison.after
         change = ""
-        if comparison.flag.read():
+        if comparison.differs():
             change = _first_change(comparison)
         if not change:
             if after.everything:

@@ -1,0 +1,110 @@
+"""A repeated micro-batch shows state that samples, seeds and weights do not determine, and changes
+nothing."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from oneloop.run.repeat import Repeats
+from worlds import run, train
+
+WORDS = ["--batch.size", "16", "--batch.micro", "4", "--duration", "16", "--machine.dtype"]
+WORDS += ["float64", "--track", "none", "--log.every", "1", "--machine.workers", "0"]
+WORDS += ["--eval.every", "0", "--save.every", "4", "--machine.check_every", "4"]
+
+
+def trained(folder: Path, task: str, *words: str, config: str = "ddp"):
+    """Return the world that has trained a task of late_state.py, and its run folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "recipe.yaml").write_text(f"task: late_state.{task}\n")
+    given = [str(folder / "recipe.yaml"), *WORDS, *words, "--run.dir", str(folder / "run")]
+    return run(train, given, ranks=1 if config == "single" else 2, config=config), folder / "run"
+
+
+def grain(words: list[str]) -> list[str]:
+    at = words.index("--batch.micro")
+    return [*words[:at], "--batch.grain", *words[at + 1 :]]
+
+
+@pytest.mark.parametrize(
+    ("task", "found"),
+    [
+        ("LateQueue", "seeds and weights the second time; attributes that changed"),
+        ("LateRank", "ranks 0 and 1 got|ranks 1 and 0 got"),
+        pytest.param("LateRows", "has loaded other values of 'x'", marks=pytest.mark.slow),
+    ],
+)
+def test_late_state_is_reported_once(tmp_path, task, found):
+    world, _ = trained(tmp_path, task)
+    world.ok()
+    lines = [line for line in world.output.splitlines() if "for the same micro-batch" in line]
+    lines += [line for line in world.output.splitlines() if "has loaded other values" in line]
+    assert len(lines) == 1, world.output
+    assert any(words in lines[0] for words in found.split("|")), lines
+    if task == "LateQueue":
+        assert "model.queue" in lines[0]
+
+
+def test_with_the_grain_late_state_ends_the_run_and_a_checkpoint_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("test_repeat.WORDS", grain(WORDS))
+    world, folder = trained(tmp_path, "LateQueue")
+    assert set(world.codes) == {1}
+    summary = (folder / "summary.json").read_text()
+    assert "model.queue" in summary and "was still right" in summary
+    assert not (folder / "final").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "config"),
+    [
+        ("Drawn", "ddp"),
+        pytest.param("Drawn", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("Right", "fsdp2", marks=pytest.mark.slow),
+        pytest.param("LateQueue", "single", marks=pytest.mark.slow),
+    ],
+)
+def test_repeats_change_no_bit(tmp_path, task, config):
+    weights = []
+    for every in ("4", "0"):
+        world, folder = trained(
+            tmp_path / every, task, "--machine.check_every", every, config=config
+        )
+        world.ok()
+        assert ("machine.check_every 0" in world.output) == (every == "0" and config != "single")
+        assert "the same micro-batch" not in world.output
+        weights.append(load_file(folder / "final" / "model.safetensors"))
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+class _Due:
+    """The part of a run that decides when to repeat."""
+
+    def __init__(self, *, log: int, check: int, total: int = 100_000) -> None:
+        from types import SimpleNamespace
+
+        from oneloop.job.build import Intervals
+
+        self._on = True
+        self._job = SimpleNamespace(
+            intervals=Intervals({"log": log, "check": check}, total),
+            recipe=SimpleNamespace(seed=3),
+        )
+
+    def steps(self, until: int) -> list[int]:
+        return [step for step in range(1, until + 1) if Repeats.due(self, step)]
+
+
+def test_repeats_are_early_and_then_rare():
+    steps = _Due(log=1, check=1000).steps(10_000)
+    assert sum(step < 4 for step in steps) == 1
+    assert sum(4 <= step < 16 for step in steps) == 1
+    assert len([step for step in steps if step < 1024]) in (5, 6)
+    assert 8 <= len([step for step in steps if step >= 1024]) <= 10
+
+    # only log steps, and the last one
+    assert all(step % 20 == 0 for step in _Due(log=20, check=1000).steps(9_999))
+    assert _Due(log=1000, check=1000, total=7).steps(7) == [7]
+    assert _Due(log=5, check=1).steps(50) == [*range(5, 55, 5)]
