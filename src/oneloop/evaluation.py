@@ -16,6 +16,7 @@ from oneloop.basics.heartbeats import BEATS, METRICS
 from oneloop.basics.progress import tracked
 from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import reshard, share_buffers
+from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
 from oneloop.ema import EMA
@@ -112,10 +113,14 @@ def evaluate(
             if examples is not None and source is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
-            found = partial(_chosen, keyed, collate, device)
-            look = partial(examples.look, cast(Shows, task), model, len(dataset), found)
-            with BEATS.phase(METRICS):
-                look(micro=micro, accelerator=accelerator)
+            chosen = SampleReader(partial(_chosen, keyed, collate), workers=workers)
+            with BEATS.phase(METRICS), chosen as read:
+                found = partial(_on_device, read, device)
+                look = partial(examples.look, cast(Shows, task), model, len(dataset), found)
+                try:
+                    look(micro=micro, accelerator=accelerator)
+                except CannotSend as error:
+                    examples.problem = f"a data worker cannot send a sample ({error})"
 
     with BEATS.phase(METRICS):  # collective: sum over the ranks
         results = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
@@ -170,12 +175,20 @@ def _computed(
 
 
 def _chosen(
-    keyed: SeededSamples, collate: CollateWithWeight, device: torch.device, indices: list[int]
+    keyed: SeededSamples, collate: CollateWithWeight, indices: list[int]
 ) -> tuple[list[Any], Batch]:
-    """Return the samples of these indices, and their batch on the device."""
+    """Return the samples of these indices, and their batch."""
     samples = [keyed[0, index] for index in indices]
     batch, _ = collate(samples)
-    return [sample for _, sample in samples], next(transferred(iter([batch]), device))
+    return [sample for _, sample in samples], batch
+
+
+def _on_device(
+    read: SampleReader, device: torch.device, indices: list[int]
+) -> tuple[list[Any], Batch]:
+    """Return the samples of these indices, and their batch on the device."""
+    samples, batch = read(indices)
+    return samples, next(transferred(iter([batch]), device))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ from oneloop.data.order import Ordered
 from oneloop.data.seeded_samples import Batches, Place, SeededSamples
 
 Batch = dict[str, Any]
+
+Loaded = TypeVar("Loaded")
 
 
 @dataclass
@@ -179,15 +181,15 @@ def loader(
         dataset,
         batch_size=None,
         sampler=batches,
-        collate_fn=_identity,
+        collate_fn=identity,
         num_workers=workers,
         prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
         persistent_workers=False,
-        worker_init_fn=partial(_begin_worker, os.getpid()),
+        worker_init_fn=partial(begin_worker, os.getpid()),
         pin_memory=pinned and device.type == "cuda",
         generator=torch.Generator(),
     )
-    return _from_workers(loading) if workers else loading
+    return from_workers(loading) if workers else loading
 
 
 def end_workers(error: BaseException | None) -> None:
@@ -206,7 +208,7 @@ def end_workers(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def _from_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batch, float]]:
+def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
     """Yield what the workers load.
 
     Raise RuntimeError if one has exited, however torch reports that.
@@ -219,13 +221,14 @@ def _from_workers(loading: Iterable[tuple[Batch, float]]) -> Iterator[tuple[Batc
         ) from error
 
 
-def _begin_worker(parent: int, number: int) -> None:
+def begin_worker(parent: int, number: int) -> None:
     """End with the training process, and ignore stop signals: the training process handles them."""
     die_with(parent)
     on_stops(signal.SIG_IGN)
 
 
-def _identity(batch: Any) -> Any:
+def identity(batch: Any) -> Any:
+    """Return what a data set has collated already."""
     return batch
 
 

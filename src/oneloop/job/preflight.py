@@ -18,14 +18,18 @@ from torch import nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.checkpoint.weights import bare
-from oneloop.data.seeded_samples import SeededSamples
+from oneloop.data.sample_reader import SampleReader
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.restore import all_restored, has_drawn, random_states
 from oneloop.job.trial_passes import (
+    EVALUATED,
+    TRAINED,
     Pass,
     Samples,
+    TrialSamples,
     Wrapped,
+    load_samples,
     make_batch,
     one_pass,
 )
@@ -85,30 +89,30 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     number = min(SAMPLED, max(job.layout.each, least), len(job.train_set))
     epochs, indices = job.order.at(np.arange(number))
     positions = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
-    load = partial(_load, job, "train_set()", job.train_set, positions)
+    sets: dict[str, Any] = {TRAINED: (job.train_set, positions)}
+    for dataset in [*job.eval_sets.values()][:1]:
+        places = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
+        sets[EVALUATED] = dataset, places
+    workers = run.workers(job.recipe.machine.workers)
+    trial = TrialSamples(job, sets, None if workers else run.device)
 
     # Compiled modules run eagerly: the samples here have other shapes than those of the run.
     compiled = "torch._dynamo" in sys.modules
     eager = torch.compiler.set_stance("force_eager") if compiled else nullcontext()
     others = {"task": job.task, **{f"data set {name}": part for name, part in job.sets.items()}}
-    try:
-        with all_restored(model, run.device, others), _task_state_restored(contract), eager:
-            samples = load()
-            graph = _check_eval(contract, job, run, model, samples)
-            return _check_training(contract, job, run, model, samples, load(), graph)
-    except BadInput as error:
-        if run.sharded and isinstance(error.__cause__, RuntimeError):
-            raise BadInput(
-                f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model"
-            ) from error
-        raise
-
-
-def _load(job: Job, member: str, dataset: Any, positions: list[tuple[int, int]]) -> Samples:
-    """Load samples by epoch and index; an error names the task's method that returned them."""
-    keyed = SeededSamples(dataset, seed=job.recipe.seed)
-    loaded: Samples = theirs(job.task, member, lambda: [keyed[position] for position in positions])
-    return loaded
+    with SampleReader(trial, workers=workers) as reader:
+        try:
+            with all_restored(model, run.device, others), _task_state_restored(contract), eager:
+                samples = load_samples(reader, TRAINED, 0)
+                graph = _check_eval(contract, job, run, model, samples)
+                again = load_samples(reader, TRAINED, 1)
+                return _check_training(contract, job, run, model, samples, again, graph)
+        except BadInput as error:
+            if run.sharded and isinstance(error.__cause__, RuntimeError):
+                raise BadInput(
+                    f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model"
+                ) from error
+            raise
 
 
 def reject_half_parameters(model: nn.Module) -> None:
@@ -143,8 +147,8 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
                 _check_parts(contract, job, run, model, samples)
 
     with evaluating(model):
-        one, weight = make_batch(contract, job, run, [first])
-        two, twice = make_batch(contract, job, run, [first, first])
+        one, weight = make_batch(contract, run, [first])
+        two, twice = make_batch(contract, run, [first, first])
         if (contract.additive or contract.whole) and not contract.draws:
             contract.check_doubling("weight", weight, twice, 1e-6)
 
@@ -166,17 +170,18 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
                 contract.check_doubling("loss", once, both, tolerance)
 
         # Check the metrics on the first evaluation set.
-        for dataset in [*job.eval_sets.values()][:1]:
-            _check_metrics(contract, job, run, model, dataset)
+        if job.eval_sets:
+            evaluated = load_samples(first.reader, EVALUATED, 0)
+            _check_metrics(contract, job, run, model, evaluated)
     return drawn.graph if drawn is not None else None
 
 
-def _check_metrics(contract: Contract, job: Job, run: Run, model: nn.Module, dataset: Any) -> None:
+def _check_metrics(
+    contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples
+) -> None:
     """Check metrics on a few samples of an evaluation set, whose batches may have other keys."""
-    number = min(SAMPLED, job.layout.each, len(dataset))
-    samples = _load(job, "eval_sets()", dataset, [(0, index) for index in range(number)])
     evaluation = Contract(job.task)
-    batch, _ = make_batch(evaluation, job, run, samples, trained=False)
+    batch, _ = make_batch(evaluation, run, samples)
     outputs = evaluation.loss(model, batch)[1]
 
     # With a loss over the whole batch, metrics get nothing but columns and parts.
@@ -195,11 +200,11 @@ def _check_parts(
 
     # Embed the first sample twice, then each of the others.
     again, *alone = [
-        parts_of(contract, model, make_batch(contract, job, run, [one])[0], 1)
+        parts_of(contract, model, make_batch(contract, run, [one])[0], 1)
         for one in samples[:1] + samples
     ]
-    batch, _ = make_batch(contract, job, run, samples)
-    reverse, _ = make_batch(contract, job, run, samples[::-1])
+    batch, _ = make_batch(contract, run, samples)
+    reverse, _ = make_batch(contract, run, samples[::-1])
     together = parts_of(contract, model, batch, len(samples))
     back = parts_of(contract, model, reverse, len(samples))
     if not contract.draws and not has_drawn(before, run.device):

@@ -3,7 +3,7 @@
 Gradients, buffers and random states are restored.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,8 @@ from torch import nn
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import as_real, local
+from oneloop.data.sample_reader import CannotSend, SampleReader
+from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import transferred
 from oneloop.job.build import Job
 from oneloop.job.restore import has_drawn, random_states, restored
@@ -20,7 +22,73 @@ from oneloop.machine.layout_checks import Checks
 from oneloop.measure.flops import Operations
 from oneloop.tasks.protocol_checks import Contract, theirs
 
-Samples = list[tuple[int, Any]]  # (index, sample)
+TRAINED = "train_set()"  # the task's methods that return data sets
+EVALUATED = "eval_sets()"
+
+
+class Sample(NamedTuple):
+    """A sample of the check; the sample itself stays in the process that reads it."""
+
+    reader: SampleReader  # calls :class:`TrialSamples`
+    member: str  # method of the task that returned its data set
+    load: int  # number of the load: a sample is loaded again for each number
+    number: int  # position among the samples of the check
+
+
+Samples = list[Sample]
+
+
+class TrialSamples:
+    """Loads and collates the samples of the check, where the run reads its data.
+
+    Args:
+        job: its task collates, and weighs the batch.
+        sets: by the task's method that returns a data set: the set, and (epoch, index) of each
+            sample.
+        device: the device that trains; None in a data worker, which has only the host.
+    """
+
+    def __init__(
+        self, job: Job, sets: Mapping[str, tuple[Any, list[Place]]], device: torch.device | None
+    ) -> None:
+        self._job = job
+        self._sets = sets
+        self._device = device
+        self._contracts = {member: Contract(job.task) for member in sets}
+        self._loaded: dict[tuple[str, int], list[tuple[int, Any]]] = {}
+
+    def __call__(self, member: str, load: int, numbers: Sequence[int] = ()) -> Any:
+        """Return a batch of samples, its weight, and whether collate drew random numbers.
+
+        Without numbers, load the samples and return how many there are.
+        """
+        job = self._job
+        dataset, places = self._sets[member]
+        if (member, load) not in self._loaded:
+            keyed = SeededSamples(dataset, seed=job.recipe.seed)
+            self._loaded[member, load] = theirs(
+                job.task, member, lambda: [keyed[place] for place in places]
+            )
+        if not numbers:
+            return len(places)
+        samples = [self._loaded[member, load][number] for number in numbers]
+
+        # A data worker has generators of its own. The pass seeds those of this process.
+        device = self._device or torch.device("cpu")
+        if self._device is None:
+            reseed(device, job.recipe.seed, 0, others=True)
+        contract = self._contracts[member]
+        before = random_states(device)
+        collated = contract.collated([sample for _, sample in samples])
+        draws = has_drawn(before, device)
+        batch = job.collate.completed(collated, [index for index, _ in samples])
+        weight = contract.weight(batch, samples=len(samples), trained=member == TRAINED)
+        return batch, weight, draws
+
+
+def load_samples(reader: SampleReader, member: str, load: int) -> Samples:
+    """Load the samples of a data set; an error names the task's method that returned the set."""
+    return [Sample(reader, member, load, number) for number in range(reader(member, load))]
 
 
 class Wrapped(nn.Module):
@@ -43,23 +111,24 @@ class Wrapped(nn.Module):
             ) from None
 
 
-def make_batch(
-    contract: Contract, job: Job, run: Run, samples: Samples, *, trained: bool = True
-) -> tuple[Any, float]:
+def make_batch(contract: Contract, run: Run, samples: Samples) -> tuple[Any, float]:
     """Collate samples; return the batch on the device and its weight.
 
     Args:
-        contract: checks the task, and records whether it draws random numbers.
-        job: its collate completes the batch.
+        contract: records whether collate draws random numbers.
         run: this process.
-        samples: pairs of index and sample.
-        trained: whether the batch is for training.
+        samples: of one load.
     """
-    before = random_states(run.device)
-    collated = contract.collated([sample for _, sample in samples])
-    contract.draws = contract.draws or has_drawn(before, run.device)
-    batch = job.collate.completed(collated, [index for index, _ in samples])
-    weight = contract.weight(batch, samples=len(samples), trained=trained)
+    reader, member, load, _ = samples[0]
+    try:
+        batch, weight, draws = reader(member, load, [sample.number for sample in samples])
+    except CannotSend as error:
+        raise contract.wrong(
+            "collate",
+            f"returned a batch that a data worker cannot send ({error})",
+            "return tensors, or load the data without workers (--machine.workers 0)",
+        ) from error
+    contract.draws = contract.draws or draws
     return next(transferred(iter([batch]), run.device)), weight
 
 
@@ -95,7 +164,7 @@ def one_pass(
         run: this process.
         model: not wrapped by DDP.
         checks: around the micro-batch.
-        samples: pairs of index and sample.
+        samples: of one load.
         backward: whether to compute gradients.
 
     Returns:
@@ -103,7 +172,7 @@ def one_pass(
     """
     with restored(model, run.device), Operations(modules=run.sharded) as operations:
         reseed(run.device, job.recipe.seed, 0, others=True)
-        batch, _ = make_batch(contract, job, run, samples)
+        batch, _ = make_batch(contract, run, samples)
 
         # Forward and backward.
         before = random_states(run.device)

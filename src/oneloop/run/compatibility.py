@@ -15,6 +15,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 from oneloop.basics.parameter_names import bare_name
 from oneloop.checkpoint.store import Store
 from oneloop.data.rows.cache import changes, fingerprint_of
+from oneloop.data.sample_reader import read_once
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.job.build import Job
 from oneloop.launch.environment import computed_by
@@ -181,16 +182,17 @@ def _sample_differences(
 
 
 def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the inputs of the job as plain data. Call it on rank 0 only; it loads some samples.
+    """Return the inputs of the job as plain data. Call it on rank 0 only; it reads some samples.
 
     A data set has no checksum if its samples differ each time they are loaded."""
     named = [(bare_name(name), parameter) for name, parameter in job.model.named_parameters()]
     trained = [name for name, parameter in named if parameter.requires_grad]
+    workers = run.workers(job.recipe.machine.workers)
     structure = job.built.structure
     if len(structure) >= 1 << 15:
         structure = _digest(structure)
     return {
-        "data": data_of(job.task, job.sets, seed=job.recipe.seed),
+        "data": data_of(job.task, job.sets, seed=job.recipe.seed, workers=workers),
         "model": structure,
         "trained": f"{len(trained)} of {len(named)}, {_digest(' '.join(trained))}",
         "precision": f"{run.accelerator.mixed_precision}, weights in {job.recipe.machine.dtype}",
@@ -206,12 +208,50 @@ def _digest(text: str) -> str:
     return xxh3_64_hexdigest(text.encode())
 
 
-def data_of(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
+def data_of(
+    task: Any, sets: Mapping[str, Any], *, seed: int, workers: int = 0
+) -> dict[str, dict[str, Any]]:
     """Return length and content of each data set by name.
 
-    If the content is unknown, it is a checksum of 16 samples.
+    If the content is unknown, it is a checksum of 16 samples. With data workers, one of them reads
+    these samples.
     """
-    return {name: _of_set(task, name, dataset, seed) for name, dataset in sets.items()}
+    found: dict[str, dict[str, Any]] = {}
+    unknown = {}
+    for name, dataset in sets.items():
+        content = theirs(task, _member(name), partial(fingerprint_of, dataset))
+        found[name] = {"length": len(dataset), "content": content}
+        if not content:
+            unknown[name] = dataset
+    if unknown:
+        checksums = read_once(
+            partial(_checksums, task, unknown, partial(_spread, seed)), workers=workers
+        )
+        for name, value in checksums.items():
+            found[name] = {"length": found[name]["length"], "checksum": value}
+    return found
+
+
+def first_samples(
+    task: Any, sets: Mapping[str, Any], *, seed: int, workers: int = 0
+) -> dict[str, Any]:
+    """Return the length of each set, and a checksum of its first samples.
+
+    The checksum is None if the samples are random. With data workers, one of them reads them.
+    """
+    checksums = read_once(partial(_checksums, task, sets, partial(_first, seed)), workers=workers)
+    return {
+        name: {"length": len(dataset), "content": checksums[name]} for name, dataset in sets.items()
+    }
+
+
+def _checksums(
+    task: Any, sets: Mapping[str, Any], checksum_of: Callable[[Any], str | None]
+) -> dict[str, str | None]:
+    return {
+        name: theirs(task, _member(name), partial(checksum_of, dataset))
+        for name, dataset in sets.items()
+    }
 
 
 def _member(name: str) -> str:
@@ -219,36 +259,17 @@ def _member(name: str) -> str:
     return "train_set()" if name == "train" else "eval_sets()"
 
 
-def _of_set(task: Any, name: str, dataset: Any, seed: int) -> dict[str, Any]:
+def _spread(seed: int, dataset: Any) -> str | None:
+    """Return a checksum of evenly spaced samples; None if they differ each time."""
     keyed = SeededSamples(dataset, seed=seed)
-    number = len(dataset)
-    indices = sorted({k * number // SAMPLES for k in range(SAMPLES)})
-
-    # Load the first sample twice: samples may differ each time.
-    def load() -> str | None:
-        first = checksum([keyed[0, indices[0]]])
-        whole = checksum(keyed[0, index] for index in indices)
-        return whole if checksum([keyed[0, indices[0]]]) == first else None
-
-    content = theirs(task, _member(name), lambda: fingerprint_of(dataset))
-    if content:
-        return {"length": number, "content": content}
-    return {"length": number, "checksum": theirs(task, _member(name), load)}
+    indices = sorted({k * len(dataset) // SAMPLES for k in range(SAMPLES)})
+    first = checksum([keyed[0, indices[0]]])
+    whole = checksum(keyed[0, index] for index in indices)
+    return whole if checksum([keyed[0, indices[0]]]) == first else None
 
 
-def first_samples(task: Any, sets: Mapping[str, Any], *, seed: int) -> dict[str, Any]:
-    """Return the length of each set, and a checksum of its first samples.
-
-    The checksum is None if the samples are random.
-    """
-    found = {}
-    for name, dataset in sets.items():
-        content = theirs(task, _member(name), partial(_first_checksum, dataset, seed))
-        found[name] = {"length": len(dataset), "content": content}
-    return found
-
-
-def _first_checksum(dataset: Any, seed: int) -> str | None:
+def _first(seed: int, dataset: Any) -> str | None:
+    """Return a checksum of the first samples; None if they differ each time."""
     keyed = SeededSamples(dataset, seed=seed)
     indices = range(min(FIRST, len(dataset)))
     first = checksum(keyed[0, index] for index in indices)

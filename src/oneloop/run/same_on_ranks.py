@@ -43,8 +43,9 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     if run.ranks == 1:
         return
     with run.setting_up():
+        workers = run.workers(job.recipe.machine.workers)
         mine = _Report(
-            sets=first_samples(job.task, job.sets, seed=job.recipe.seed),
+            sets=first_samples(job.task, job.sets, seed=job.recipe.seed, workers=workers),
             model=_model_of(job),
             values=_values_of(job.model, sharded=run.sharded),
             computed=computed_by(job.recipe, run.device) if job.exact else {},
