@@ -103,7 +103,7 @@ def evaluate(
 
     # Run the forwards. After an exception, close the loader: else its workers stay alive.
     share_buffers(model)
-    seeded = (seed, share.first) if exact else None
+    seeded = seed, share.first
     with evaluating(model), closing(_weighed(loaded, device, seeded)) as weighed:
         batches = tracked(weighed, "evaluating", total=len(share.places))
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
@@ -115,12 +115,8 @@ def evaluate(
         if examples is not None and hasattr(task, "show"):
             chosen = SampleReader(partial(_chosen, keyed, collate), workers=workers)
             with BEATS.phase(METRICS), chosen as read:
-                found = partial(_on_device, read, device)
-                look = partial(examples.look, cast(Shows, task), model, len(dataset), found)
-                try:
-                    look(micro=micro, accelerator=accelerator)
-                except CannotSend as error:
-                    examples.problem = f"a data worker cannot send a sample ({error})"
+                load = partial(_on_device, read, device)
+                _look(examples, task, model, len(dataset), load, micro, accelerator)
 
     with BEATS.phase(METRICS):  # collective: sum over the ranks
         results = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
@@ -143,12 +139,14 @@ def _losses(
 def _weighed(
     loaded: Iterable[tuple[Batch, float]],
     device: torch.device,
-    seeded: tuple[int, int] | None = None,
+    seeded: tuple[int, int],
 ) -> Generator[tuple[Batch, float]]:
     """Yield the batches on the device with their weights; copy the next one meanwhile.
 
-    ``seeded``: seed, and index of the first batch, to seed the random generators before each one.
+    ``seeded``: seed, and index of the first batch. They seed all generators before each batch, so
+    that a forward draws the same numbers at each evaluation, on any number of ranks.
     """
+    seed, first = seeded
     weights: deque[float] = deque()
 
     def batches() -> Iterator[Batch]:
@@ -157,9 +155,7 @@ def _weighed(
             yield batch
 
     for number, batch in enumerate(transferred(batches(), device)):
-        if seeded is not None:
-            seed, first = seeded
-            reseed(device, seed, first + number, others=True)
+        reseed(device, seed, first + number, others=True)
         yield batch, weights.popleft()
 
 
@@ -172,6 +168,21 @@ def _computed(
     if examples is not None:
         examples.confusion = confusion(task, values)
     return scalars(values)
+
+
+def _look(
+    examples: Examples,
+    task: Objective,
+    model: nn.Module,
+    number: int,
+    load: Callable[[list[int]], tuple[list[Any], Batch]],
+    micro: int,
+    accelerator: Accelerator,
+) -> None:
+    try:
+        examples.look(cast(Shows, task), model, number, load, micro=micro, accelerator=accelerator)
+    except CannotSend as error:  # on all ranks, which load the same samples
+        examples.problem = f"a data worker cannot send a sample ({error})"
 
 
 def _chosen(

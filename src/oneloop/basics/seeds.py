@@ -1,6 +1,7 @@
 """Seeds: every random number is a function of a few integers."""
 
 import random
+from typing import Any
 
 import numpy as np
 import torch
@@ -47,3 +48,16 @@ def seed_others(number: int) -> None:
     """Seed Python's and numpy's global generators; takes about 10 us."""
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
+
+
+def other_states() -> tuple[Any, ...]:
+    """Return the states of Python's and numpy's generators, which can be compared (10 us)."""
+    kind, numbers, *rest = np.random.get_state(legacy=True)
+    return random.getstate(), kind, numbers.tobytes(), *rest  # type: ignore[union-attr]
+
+
+def set_other_states(states: tuple[Any, ...]) -> None:
+    """Restore what :func:`other_states` returned."""
+    python, kind, numbers, *rest = states
+    random.setstate(python)
+    np.random.set_state((kind, np.frombuffer(numbers, np.uint32), *rest))

@@ -25,6 +25,7 @@ from oneloop.job.restore import all_restored, has_drawn, random_states
 from oneloop.job.trial_passes import (
     EVALUATED,
     TRAINED,
+    Others,
     Pass,
     Samples,
     TrialSamples,
@@ -51,6 +52,7 @@ class Preflight:
     flops: float = 0.0  # floating-point operations of training on one sample
     additive: bool = True  # whether the loss of a batch is the sum of its samples' losses
     draws: bool = False  # whether collate, model or loss draw random numbers in training
+    others: Others = field(default_factory=Others)
     metrics: tuple[str, ...] = ()  # names of 0-dim outputs of the loss in training
     unused: list[str] = field(default_factory=list)  # trained parameters that the loss does not use
     moved: str = ""  # first buffer or parameter that a forward in training mode changes
@@ -269,6 +271,7 @@ def _check_training(
         flops=last.flops / len(samples),
         additive=contract.additive or contract.whole,
         draws=draws,
+        others=Others(drawn=any(one.others for one in passes)),
         metrics=_metrics(contract, last.outputs),
         unused=last.unused,
         moved=moved[0] if moved else "",

@@ -1,16 +1,15 @@
 """Restore what a dry run changes: gradients, tensors, generators, and attributes of objects."""
 
-import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.seeds import other_states, set_other_states
 from oneloop.basics.snapshot import Snapshot
 from oneloop.basics.tensor_hash import as_bits, tensor_hashes
 from oneloop.basics.tensors import local, reshard
@@ -20,11 +19,7 @@ _COPIED = 1 << 30  # bytes of parameters and buffers that are copied; larger mod
 
 def random_states(device: torch.device) -> list[Any]:
     """Return the states of the generators of torch, Python and numpy (and of the CUDA device)."""
-    states: list[Any] = [
-        torch.get_rng_state(),
-        random.getstate(),
-        np.random.get_state()[1].tobytes(),  # type: ignore[index,union-attr]
-    ]
+    states: list[Any] = [torch.get_rng_state(), other_states()]
     if device.type == "cuda":
         states.append(torch.cuda.get_rng_state(device))
     return states
@@ -109,7 +104,6 @@ def all_restored(
 def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Restore gradients (None), buffers and random states on exit."""
     states = random_states(device)
-    numpy_state = np.random.get_state()
     try:
         with restored_buffers(model):
             yield
@@ -118,10 +112,9 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
         for parameter in model.parameters():
             parameter.grad = None
         torch.set_rng_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(numpy_state)
+        set_other_states(states[1])
         if device.type == "cuda":
-            torch.cuda.set_rng_state(states[3], device)
+            torch.cuda.set_rng_state(states[2], device)
 
 
 @contextmanager

@@ -4,13 +4,14 @@ Gradients, buffers and random states are restored.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.seeds import reseed
+from oneloop.basics.seeds import other_states, reseed
 from oneloop.basics.tensors import as_real, local
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
@@ -138,12 +139,29 @@ class Pass(NamedTuple):
     loss: float
     outputs: dict[str, Any]
     draws: bool
+    others: bool  # whether Python's or numpy's generator was used
     flops: float
     units: list[str]  # FSDP2 units that ran
     unused: list[str]
     sparse: list[str]  # parameters whose gradient is sparse
     gradients: dict[str, tuple[float, float]]
     """sum and sum of absolute values of each parameter's gradient, over this rank's shard"""
+
+
+@dataclass
+class Others:
+    """Whether training draws from Python's or numpy's generator, as far as is known.
+
+    A checkpoint keeps it, so that a resumed run seeds these generators if the run did.
+    """
+
+    drawn: bool = False
+
+    def state_dict(self) -> dict[str, bool]:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict[str, bool]) -> None:
+        self.drawn = self.drawn or state["drawn"]
 
 
 def one_pass(
@@ -182,6 +200,7 @@ def one_pass(
         operations.backward = True
         raw = theirs(job.task, "loss", lambda: _gradients(loss, model)) if backward else {}
         checks.end()
+        others = other_states() != before[1]
 
         # Sum the gradients before they are dropped.
         unused: list[str] = []
@@ -201,6 +220,7 @@ def one_pass(
         loss=float(loss.detach()),
         outputs=outputs,
         draws=draws,
+        others=others,
         flops=operations.total,
         units=units,
         unused=unused,

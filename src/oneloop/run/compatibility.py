@@ -18,6 +18,7 @@ from oneloop.data.rows.cache import changes, fingerprint_of
 from oneloop.data.sample_reader import read_once
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.job.build import Job
+from oneloop.job.preflight import Preflight
 from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.optim.parameter_groups import LR_FACTOR
@@ -25,6 +26,7 @@ from oneloop.recipe.class_paths import CHOICES, resolve, source
 from oneloop.recipe.comparison import same_data_path
 from oneloop.recipe.schema import Recipe
 from oneloop.tasks.protocol_checks import theirs
+from oneloop.tasks.whole_batch import is_whole_batch
 
 SAMPLES = 16  # samples of each data set that a resume compares, evenly spaced
 FIRST = 2  # first samples of each data set that all ranks compare
@@ -113,6 +115,13 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             f"{now['follows']}"
         )
 
+    # An older oneloop did not seed these generators, so its numbers cannot be continued.
+    if now.get("others") and "others" not in before:
+        found.append(
+            "a forward draws from Python's or numpy's generator, which the older oneloop that "
+            "began the run did not seed: a resume draws other random numbers"
+        )
+
     # With batch.grain in both: device and versions.
     computed_before = before.get("computed") or {}
     computed_now = now.get("computed") or {}
@@ -181,13 +190,14 @@ def _sample_differences(
         yield f"the {name} set has as many samples, but some of {SAMPLES} compared ones differ"
 
 
-def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
+def inputs_of(job: Job, run: Run, optimizer: Optimizer, seen: Preflight) -> dict[str, Any]:
     """Return the inputs of the job as plain data. Call it on rank 0 only; it reads some samples.
 
     A data set has no checksum if its samples differ each time they are loaded."""
     named = [(bare_name(name), parameter) for name, parameter in job.model.named_parameters()]
     trained = [name for name, parameter in named if parameter.requires_grad]
     workers = run.workers(job.recipe.machine.workers)
+    always = job.exact or is_whole_batch(job.task)  # seeds these generators in any case
     structure = job.built.structure
     if len(structure) >= 1 << 15:
         structure = _digest(structure)
@@ -201,6 +211,7 @@ def inputs_of(job: Job, run: Run, optimizer: Optimizer) -> dict[str, Any]:
         "follows": job.steps if hasattr(job.task, "progress") else None,
         "recipe": dict(job.recipe.resolved),
         "computed": computed_by(job.recipe, run.device) if job.exact else None,
+        "others": seen.others.drawn and not always,
     }
 
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.exact_sums import tree_sum
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.seeds import reseed
+from oneloop.basics.seeds import other_states, reseed
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.data.step_batches import Batch
@@ -85,6 +85,13 @@ class Gradients:
         whole = is_whole_batch(job.task)
         self._two_passes = TwoPasses(job, run, model, self._seed) if whole else None
 
+        # Python's and numpy's generators are seeded if batch.grain or two passes must repeat their
+        # numbers, or if the model has drawn from them.
+        self._always = job.exact or whole
+        self._others = seen.others
+        self._watched: tuple[Any, ...] | None = None  # their states before a forward
+        self.drew = False  # whether a forward of a measured step was the first one that drew
+
         # Sum as torch does, or with batch.grain in one tree over the leaves (micro-batches that
         # hold the same samples on every parallel layout).
         self._reduction: Reduction
@@ -108,6 +115,7 @@ class Gradients:
         self._repeats: Repeats | None = None
         if _is_checked(job, run) and (job.exact or not (seen.moved or seen.stateful)):
             self._repeats = Repeats(job, run, model, self.checks, self._seed_as)
+        self._measured = False
         self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
 
     @property
@@ -142,7 +150,8 @@ class Gradients:
 
         Args:
             position: of the step's first sample in the order of all samples.
-            measured: measure the device time and, if the run does, the noise scale.
+            measured: measure the device time and, if the run does, the noise scale; find out if the
+                model draws from Python's or numpy's generator.
         """
         self._at = _MicroBatch(position, -1, 0.0)
         if self.contents is not None:
@@ -150,6 +159,7 @@ class Gradients:
             everything = self._job.intervals.is_due("check", number)
             self.contents.begin(number, everything=everything)
             self.checks.units.closely(everything)
+        self._measured = measured
         noise = self._sensor.measuring(measured and self._job.noise_scale)
         if measured and self._run.ranks > 1:
             return self.device_time.measuring(noise)
@@ -175,12 +185,17 @@ class Gradients:
 
     def __enter__(self) -> None:
         self._seed(self._at.number)
+        if self._measured and not self._always and not self._others.drawn:
+            self._watched = other_states()
         self._reduction.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._reduction.__exit__(kind, error, trace)
         if error is not None:
             return
+        if self._watched is not None:
+            self.drew = self._others.drawn = self._watched != other_states()
+            self._watched = None
         self._sensor.micro_batch(self._at.weight)
         if self.contents is not None and self._at.number + 1 == self._job.layout.accumulate:
             self.contents.end()
@@ -204,9 +219,18 @@ class Gradients:
     def _seed_by(self, own: Sequence[int]) -> None:
         job = self._job
 
-        # With batch.grain and in two passes, Python's and numpy's numbers must repeat, too.
-        others = job.exact or self._two_passes is not None
+        others = self._always or self._others.drawn
         reseed(self._run.device, job.recipe.seed, self._at.position, *own, others=others)
+
+    def seed_others(self) -> None:
+        """Also seed Python's and numpy's generators from now on, because a rank has drawn."""
+        self._others.drawn = True
+        self.drew = False
+        self._run.display.say(
+            "a forward draws from Python's or numpy's generator, and drew nothing in the check "
+            "before the run: from now on they are seeded for each micro-batch; the steps until "
+            "now may have repeated numbers, and a rerun draws others there"
+        )
 
     def norm(self) -> Tensor:
         """Return the global L2 norm of the gradients, 0-dim, equal on all ranks.

@@ -86,7 +86,7 @@ class State(RunState):
         inputs: dict[str, Any] = {}
         with run.setting_up():
             if run.main:
-                inputs = inputs_of(job, run, optimizer)
+                inputs = inputs_of(job, run, optimizer, seen)
         same = InputCheck(
             run.from_main(inputs), accept_changes=recipe.run.accept_changes, say=run.display.say
         )
@@ -100,6 +100,7 @@ class State(RunState):
             "noise": self.noise,
             "guard": guard,
             "identity": same,
+            "draws": seen.others,
         }
         if hasattr(task, "progress"):
             task.progress = Progress(lambda: self.count.position, job.layout.size, job.steps)

@@ -139,15 +139,19 @@ class Upkeep:
         device_times = gradients.device_time.read() if run.ranks > 1 else (0.0, 0.0, 0.0)
         metrics = {
             "train/lr": lr,
-            **state.meter.read([wait, *device_times]),
+            **state.meter.read([wait, *device_times, float(gradients.drew)]),
             "train/epoch": state.count.samples / len(job.train_set),
         }
         clock = state.meter.clock
         state.count.measured(clock.spent())
 
+        # What one rank draws, all ranks seed.
+        if any(drew for *_, drew in state.meter.own):
+            gradients.seed_others()
+
         # Report a rank that slows down the others.
         found = self._stragglers.judge(
-            state.meter.own,
+            [times for *times, _ in state.meter.own],
             step_seconds=metrics.get("speed/step_seconds", 0.0),
             now=time.monotonic(),
         )
