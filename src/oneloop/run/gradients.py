@@ -60,6 +60,8 @@ class Gradients:
         model: the prepared model.
         parameters: the trained ones.
         seen: what the preflight check found out.
+        checked: whether to compare contents and to repeat micro-batches, unless
+            ``machine.check_every`` is 0. (A plan has no contents.)
 
     Raises:
         BadInput: unused parameters must be searched for, and this torch cannot.
@@ -72,6 +74,8 @@ class Gradients:
         model: nn.Module,
         parameters: Sequence[nn.Parameter],
         seen: Preflight,
+        *,
+        checked: bool = True,
     ) -> None:
         layout = job.layout
         self._job = job
@@ -81,7 +85,9 @@ class Gradients:
         self._metrics = tuple(seen.metrics)
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
         self.checks = _checks(job, run, model, seen)
-        self.contents = _contents(job, run, model, seen)
+        # One process without batch.grain promises nothing of other layouts.
+        checked = checked and (run.ranks > 1 or job.exact) and "check" in job.intervals
+        self.contents = _contents(job, run, model, seen) if checked else None
         whole = is_whole_batch(job.task)
         self._two_passes = TwoPasses(job, run, model, self._seed) if whole else None
 
@@ -113,7 +119,7 @@ class Gradients:
 
         self._at = _MicroBatch(0, -1, 0.0)
         self._repeats: Repeats | None = None
-        if _is_checked(job, run) and (job.exact or not (seen.moved or seen.stateful)):
+        if checked and (job.exact or not (seen.moved or seen.stateful)):
             self._repeats = Repeats(job, run, model, self.checks, self._seed_as)
         self._measured = False
         self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
@@ -295,10 +301,8 @@ def _checks(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Checks:
     )
 
 
-def _contents(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Contents | None:
-    """Return the comparison of contents; None if the run promises nothing of other layouts."""
-    if not _is_checked(job, run):
-        return None
+def _contents(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Contents:
+    """Return the comparison of contents around each step."""
 
     def report(change: str) -> None:
         run.display.say(f"{change}; {DEPENDS}")
@@ -309,11 +313,6 @@ def _contents(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Contents
         buffers=job.exact,
         report=None if _moves(model, seen) else report,
     )
-
-
-def _is_checked(job: Job, run: Run) -> bool:
-    """Return whether to compare contents in training: ``machine.check_every`` is not 0."""
-    return (run.ranks > 1 or job.exact) and "check" in job.intervals
 
 
 def _moves(model: nn.Module, seen: Preflight) -> bool:
