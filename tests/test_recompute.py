@@ -3,11 +3,18 @@ model."""
 
 from __future__ import annotations
 
+import copy
+import random
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from oneloop.basics.exit_codes import Inexact
+from oneloop.basics.seeds import other_states, reseed
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.recompute import parsed, recompute
 from small_models import fresh, gradients
@@ -115,3 +122,209 @@ def test_a_run_is_the_same_to_the_bit(tmp_path, ranks, config):
         assert mode == "none" or f"recompute {mode}: " in world.output
         found[mode] = load_file(tmp_path / folder / "final" / "model.safetensors")
         assert all(torch.equal(found[mode][name], found["none"][name]) for name in found["none"])
+
+
+# --- state of generators and buffers
+# --------------------------------------------------------------------------------------------------
+
+WIDTH = 6
+
+
+class Layer(nn.Module):
+    """A residual block; other kinds change its input or output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.changed(torch.tanh(self.linear(x)))
+
+    def changed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class ByTorch(Layer):
+    def changed(self, x):
+        return x * (torch.rand(WIDTH) > 0.5)
+
+
+class ByNumpy(Layer):
+    def changed(self, x):
+        return x * torch.from_numpy(np.random.rand(WIDTH) > 0.5)
+
+
+class ByPython(Layer):
+    def changed(self, x):
+        return x * torch.tensor(random.gauss(1.0, 0.5))
+
+
+class BatchNormed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, momentum=None)
+
+    def changed(self, x):
+        return self.norm(x)
+
+
+class InstanceNormed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.InstanceNorm1d(WIDTH, affine=True, track_running_stats=True)
+
+    def changed(self, x):
+        return self.norm(x.T[None])[0].T
+
+
+class Renormed(nn.BatchNorm1d):
+    """Reads its running mean in training, too."""
+
+    def forward(self, x):
+        return super().forward(x) + self.running_mean
+
+
+class ByRenorm(BatchNormed):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Renormed(WIDTH)
+
+
+class Replacing(Layer):
+    """Puts a new tensor in the place of a buffer that it reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+
+    def changed(self, x):
+        x = x * self.mean
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        return x
+
+
+class InPlace(Replacing):
+    def changed(self, x):
+        x = x * self.mean.clone()
+        self.mean.mul_(0.9)
+        return x
+
+
+KINDS = [ByTorch, ByNumpy, ByPython, BatchNormed, InstanceNormed, ByRenorm, Replacing]
+
+
+def stack(kind: type[nn.Module]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(kind() for _ in range(4)), nn.Linear(WIDTH, 1))
+
+
+def passes(
+    model: nn.Module, *, twice: bool
+) -> tuple[list[torch.Tensor], list[torch.Tensor], object]:
+    """Return gradients, buffers and states of generators after micro-batches, whose backward runs
+    once or twice."""
+    for number in range(3):
+        reseed(torch.device("cpu"), 0, number, others=True)
+        x = torch.randn(16, WIDTH)
+        loss = model(x).square().sum()
+        loss.backward(retain_graph=twice)
+        if twice:
+            loss.backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    return gradients, [*model.buffers()], other_states()
+
+
+@pytest.mark.parametrize("mode", ["full", "every:2", "selective", "offload"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_numbers_and_buffers_are_those_without_recompute(kind, mode):
+    plain = stack(kind)
+    other = copy.deepcopy(plain)
+    recompute(other, "full" if mode == "offload" else mode, offload=mode == "offload")
+    twice = mode != "selective"  # which allows one backward
+    expected, found = passes(plain, twice=twice), passes(other, twice=twice)
+    for a, b in zip([*expected[0], *expected[1]], [*found[0], *found[1]], strict=True):
+        assert torch.equal(a, b)
+    assert found[2] == expected[2]
+    assert list(other.state_dict()) == list(plain.state_dict())
+
+
+def test_a_block_that_changes_a_buffer_in_place_is_rejected():
+    model = stack(InPlace)
+    recompute(model, "full")
+    with pytest.raises(Inexact, match=r"changes the buffer 1\.mean in place"):
+        model(torch.randn(4, WIDTH))
+    with torch.no_grad():
+        model(torch.randn(4, WIDTH))
+
+
+class Task:
+    """A stack of these blocks, also as a task."""
+
+    def __init__(self, kinds: str) -> None:
+        self.kinds = kinds.split("+")
+
+    def model(self) -> nn.Module:
+        mixed = [globals()[kind]() for kind in self.kinds]
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *mixed, nn.Linear(WIDTH, 1))
+
+    def train_set(self):
+        return [*torch.randn(32, WIDTH, generator=torch.Generator().manual_seed(1))]
+
+    def eval_sets(self):
+        return {}
+
+    def collate(self, samples):
+        return {"x": torch.stack(samples)}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model, batch):
+        return model(batch["x"]).square().sum(), {}
+
+
+def final(folder: Path, kinds: str, mode: str, *more: str, **world) -> dict[str, torch.Tensor]:
+    words = ["digits", "--task", "test_recompute.Task", "--task.kinds", kinds, "--track", "none"]
+    words += ["--duration", "4", "--batch.size", "8", "--batch.micro", "2", "--run.dir", mode]
+    words += ["--machine.recompute", mode, "--machine.blocks", f"[{kinds.replace('+', ',')}]"]
+    run(train, [*words, *more], folder=folder, **world).ok()
+    return load_file(folder / mode / "final" / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config", "grain"),
+    [
+        (1, "single", []),
+        pytest.param(2, "ddp", [], marks=pytest.mark.slow),
+        pytest.param(2, "fsdp2", [], marks=pytest.mark.slow),
+        pytest.param(2, "ddp", ["--batch.grain", "2"], marks=pytest.mark.slow),
+        pytest.param(2, "fsdp2", ["--batch.grain", "2"], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_that_draws_is_the_same_to_the_bit(tmp_path, ranks, config, grain):
+    # With batch.grain, no forward may change a buffer.
+    kinds = "ByTorch+ByNumpy+ByPython"
+    if not grain:
+        kinds += "+BatchNormed+Replacing"
+    found = []
+    for mode in ("none", "full") if ranks == 1 else ("none", "full", "selective"):
+        found.append(final(tmp_path, kinds, mode, *grain, ranks=ranks, config=config))
+    for other in found[1:]:
+        assert all(torch.equal(other[name], found[0][name]) for name in found[0])
+
+
+@pytest.mark.slow
+def test_a_run_that_changes_a_buffer_in_place_is_rejected_before_it_begins(tmp_path):
+    words = [
+        "digits",
+        "--task",
+        "test_recompute.Task",
+        "--task.kinds",
+        "InPlace",
+        "--run.dir",
+        "run",
+    ]
+    words += ["--machine.recompute", "full", "--machine.blocks", "[InPlace]", "--track", "none"]
+    world = run(train, words, folder=tmp_path)
+    assert world.codes == [2] and "changes the buffer 1.mean in place" in world.output
+    assert not (tmp_path / "run").exists()

@@ -29,11 +29,24 @@ def key(*numbers: int) -> int:
     return state >> 1
 
 
+_others_seeded = True
+
+
+def others_seeded() -> bool:
+    """Return whether Python's and numpy's generators matter: the last :func:`reseed` seeded them.
+
+    True if it was never called.
+    """
+    return _others_seeded
+
+
 def reseed(device: torch.device, *numbers: int, others: bool = False) -> None:
     """Seed torch's generators from these numbers; takes about 1 us.
 
     With ``others``, seed also Python's and numpy's generators (10 us).
     """
+    global _others_seeded
+    _others_seeded = others
     number = key(*numbers)
     if others:
         seed_others(number)
@@ -51,7 +64,7 @@ def seed_others(number: int) -> None:
 
 
 def other_states() -> tuple[Any, ...]:
-    """Return the states of Python's and numpy's generators, which can be compared (10 us)."""
+    """Return the states of Python's and numpy's generators, which can be compared (40 us)."""
     kind, numbers, *rest = np.random.get_state(legacy=True)
     return random.getstate(), kind, numbers.tobytes(), *rest  # type: ignore[union-attr]
 

@@ -2,19 +2,24 @@
 
 >>> recompute(model, "full")            # before accelerator.prepare; state-dict names stay the same
 
-Results are bit-identical, dropout included: the random state of the forward is restored for the
-recomputation. (Chen et al. 2016; selective: Korthikanti et al. 2022, as in torch.utils.checkpoint.)
+Results are bit-identical, dropout and BatchNorm included: the random states and buffers of the
+forward are restored for the recomputation, which changes neither. (Chen et al. 2016; selective:
+Korthikanti et al. 2022, as in torch.utils.checkpoint.)
 """
 
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from oneloop.basics.exit_codes import Inexact
+from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.seeds import other_states, others_seeded, set_other_states
 from oneloop.machine.blocks import blocks
 
 _KEPT = (
@@ -84,8 +89,10 @@ def recompute(
     contexts = None
     if kind == "selective":
         contexts = partial(create_selective_checkpoint_contexts, _kept_operations())
+    names_of = {module: name for name, module in model.named_modules()}
     for block in chosen:
-        forward = _recomputing(block.forward, contexts, offload=offload)
+        inside = [_Inside(names_of[one], one._buffers, one) for one in block.modules()]
+        forward = _recomputing(block.forward, inside, contexts, offload=offload)
         block.forward = forward  # type: ignore[method-assign]
     return len(chosen)
 
@@ -128,8 +135,85 @@ def _kept_operations() -> list[Any]:
     return found
 
 
+class _Inside(NamedTuple):
+    """A module of a block, and its buffers."""
+
+    name: str
+    buffers: dict[str, Tensor | None]
+    module: nn.Module
+
+
+class _Call:
+    """One call of a block's forward, which its recomputation repeats bit for bit.
+
+    torch restores its own generators for the recomputation. This restores the buffers that the
+    forward had and, if they are seeded, the generators of numpy and Python. Afterwards it undoes
+    what the recomputation changed.
+
+    Args:
+        forward: of the block.
+        inside: the modules of the block.
+    """
+
+    def __init__(self, forward: Callable[..., Any], inside: Sequence[_Inside]) -> None:
+        self._forward = forward
+        self._inside = inside
+        self._ran = False
+        self._states: tuple[Any, ...] | None = None  # of the generators, before the forward
+        # of each buffer before it: where it is, its key, the tensor, and whether it is copied
+        self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, bool]] = []
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._ran:
+            self._ran = True
+            return self._first(*args, **kwargs)
+
+        # Recompute with the random states and buffers of the forward.
+        now = [dict(one.buffers) for one in self._inside]
+        if self._states is not None:
+            states = other_states()
+            set_other_states(self._states)
+        for owner, key, tensor, copied in self._buffers:
+            owner[key] = tensor.clone() if copied else tensor
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            if self._states is not None:
+                set_other_states(states)
+            for one, buffers in zip(self._inside, now, strict=True):
+                one.buffers.clear()
+                one.buffers.update(buffers)
+
+    def _first(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward, which may change in place only statistics of batches."""
+        if others_seeded():
+            self._states = other_states()
+        versions = []
+        for name, buffers, module in self._inside:
+            statistics = isinstance(module, _NormBase)
+            for key, tensor in buffers.items():
+                if tensor is None:
+                    continue
+                if statistics:
+                    self._buffers.append((buffers, key, tensor.detach().clone(), True))
+                else:
+                    self._buffers.append((buffers, key, tensor, False))
+                    versions.append((name, key, tensor, tensor._version))
+        result = self._forward(*args, **kwargs)
+
+        for name, key, tensor, version in versions:
+            if tensor._version != version:
+                raise Inexact(
+                    "machine.recompute runs the forward of a block twice, but it changes the "
+                    f"buffer {bare_name(f'{name}.{key}')} in place, so the second result may "
+                    "differ; set machine.recompute none, set machine.blocks to smaller blocks "
+                    "without it, or change the buffer outside of the block"
+                )
+        return result
+
+
 def _recomputing(
-    forward: Callable[..., Any], contexts: Any, *, offload: bool
+    forward: Callable[..., Any], inside: Sequence[_Inside], contexts: Any, *, offload: bool
 ) -> Callable[..., Any]:
     options: dict[str, Any] = {"context_fn": contexts} if contexts else {}
     if contexts and "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters:
@@ -140,12 +224,14 @@ def _recomputing(
     def inner(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        # A compiled block restores its state by itself.
+        call = forward if torch.compiler.is_compiling() else _Call(forward, inside)
         if not offload:
-            return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+            return checkpoint(call, *args, use_reentrant=False, **options, **kwargs)
 
         # Keep the inputs on the device until the forward has used them.
         inputs = [_Offloaded(value) if torch.is_tensor(value) else value for value in args]
-        result = checkpoint(_forward_on_device, forward, inputs, use_reentrant=False, **kwargs)
+        result = checkpoint(_forward_on_device, call, inputs, use_reentrant=False, **kwargs)
         for value in inputs:
             if isinstance(value, _Offloaded):
                 value.offload()
