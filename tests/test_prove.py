@@ -185,6 +185,53 @@ def test_batch_grain_names_what_differs(proved):
 
 
 @pytest.mark.slow
+class Recorded(_Proof):
+    """Records the keys of each run in place of running it."""
+
+    def _run(self, name, options, keys):
+        self.keys = {**getattr(self, "keys", {}), name: keys}
+        return Path("nowhere")
+
+
+def test_one_process_recomputes_nothing(monkeypatch, folder):
+    monkeypatch.chdir(folder)
+    options = Namespace(config_file="ddp", processes=2, steps=2, json=False)
+    for more, runs in (([], 3), (["--batch.grain", "2"], 2)):
+        words = ["odd.py:Odd", "--batch.size", "16", "--machine.recompute", "full", *more]
+        proof = Recorded(words, options, folder, warm)
+        with pytest.raises((BadInput, KeyError)):  # there is nothing to compare
+            proof.result()
+        assert len(proof.keys) == runs
+        assert not {"machine.recompute", "machine.offload"} & proof.keys.pop("layout").keys()
+        for keys in proof.keys.values():
+            assert (keys["machine.recompute"], keys["machine.offload"]) == ("none", False)
+
+
+@pytest.mark.slow
+def test_a_fault_of_recompute_is_found(proved, monkeypatch):
+    """Only the layout recomputes, with other random numbers."""
+    words = ["test_recompute.Task", "--task.kinds", "ByNumpy+ByNumpy", "--batch.grain", "2"]
+    words += ["--machine.recompute", "full", "--machine.blocks", "[ByNumpy]", *SMALL]
+    assert proved(*words, "--config_file", "ddp")["verdict"] == "bit-identical"
+
+    def faulty(typed, output):
+        options, training, _ = launch_options(typed)
+        given = dict(zip(options[::2], options[1::2], strict=True))
+        ranks, config = int(given.get("--num_processes", 1)), Path(given["--config_file"]).stem
+        more = ["--mixed_precision", given["--mixed_precision"]]
+        return max(run(without_states, training, ranks=ranks, config=config, options=more).codes)
+
+    assert prove([*words, "--config_file", "ddp", "--json"], start=faulty) == 1
+
+
+def without_states(words):
+    """Train a recorded run, whose recomputation restores no states."""
+    from oneloop.machine import recompute
+
+    recompute.set_other_states = lambda _: None
+    recorded_run.main(words)
+
+
 def test_what_cannot_train_in_float64_is_compared_in_float32(proved):
     found = proved("odd.py:Odd", "--config_file", "ddp", *SMALL, "--task.kind", "float32")
     assert (found["verdict"], found["dtype"]) == ("equal", "float32") and found["gradients"] < 1e-6
