@@ -55,7 +55,8 @@ class MachineConfig:
     in_turn: bool = False
     """load the model on one process of a host after another: less host memory, slower start"""
     check_every: Duration = Duration(1000)
-    """duration between comparisons of weights and optimizer state across processes (0: never)"""
+    """duration between comparisons of all weights, buffers and optimizer state, and longest
+    one between repeated micro-batches (0: none of these checks)"""
     patience: float = 1.0
     """factor of the time after which a process counts as hung, which ends the run (0: never)"""
     gc_every: Duration = Duration(1000)
