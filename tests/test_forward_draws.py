@@ -76,7 +76,8 @@ class Task:
 def trained(folder: Path, name: str, *more: str, ranks: int = 1, config: str = "single"):
     """Return the draws of each step, the results of evaluations, final weights, and the output."""
     words = ["digits", "--task", "test_forward_draws.Task", "--track", "none", "--seed", "3"]
-    words += ["--duration", "6", "--batch.size", "8", "--batch.micro", "4", "--log.every", "1"]
+    words += ["--duration", "6", "--batch.size", "8", "--log.every", "1"]
+    words += ["--batch.micro", str(4 // ranks)]  # two micro-batches per step and rank
     words += ["--eval.every", "3", "--eval.micro", "4", "--save.every", "3", "--save.keep", "9"]
     world = run(
         train, [*words, "--run.dir", name, *more], ranks=ranks, config=config, folder=folder
@@ -123,10 +124,8 @@ def test_steps_draw_other_numbers_and_a_resume_the_same(tmp_path, ranks, config)
     ("ranks", "config"), [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow)]
 )
 def test_a_model_that_begins_to_draw_late_is_reported_and_seeded(tmp_path, ranks, config):
-    late = 4 // ranks  # forwards of the first two steps
-    steps, _, _, output = trained(
-        tmp_path, "late", "--task.late", str(late), ranks=ranks, config=config
-    )
+    late = ["--task.late", "4"]  # forwards of the check, and of the first two steps
+    steps, _, _, output = trained(tmp_path, "late", *late, ranks=ranks, config=config)
     assert steps[2] == [0.0] * len(DRAWN)
     later = [steps[step] for step in (4, 5, 6)]
     assert all(len(set(kind)) == 3 for kind in zip(*later, strict=True))
