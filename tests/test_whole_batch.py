@@ -438,27 +438,30 @@ SHAPES = {  # name: (result of embed in the second micro-batch, part of the mess
     "another row": (
         {"a": torch.zeros(8, 3), "scale": torch.ones(())},
         (
-            "'a' is (8, 3) (torch.float32) for 8 samples, but rows of shape (2,) (torch.float32) "
-            "before; they must not depend on the batch"
+            "'a' is rows of shape (3,) (torch.float32) in one micro-batch, but rows of shape (2,) "
+            "(torch.float32) in another; they must not depend on the batch: pad all "
+            "rows to one length"
         ),
     ),
     "another dtype": (
         {"a": torch.zeros(8, 2, dtype=torch.float64), "scale": torch.ones(())},
         (
-            "'a' is (8, 2) (torch.float64) for 8 samples, but rows of shape (2,) (torch.float32) "
-            "before; they must not depend on the batch"
+            "'a' is rows of shape (2,) (torch.float64) in one micro-batch, but rows of shape (2,) "
+            "(torch.float32) in another; they must not depend on the batch: pad all "
+            "rows to one length"
         ),
     ),
     "rows in place of a scalar": (
         {"a": torch.zeros(8, 2), "scale": torch.ones(8)},
         (
-            "'scale' is (8,) (torch.float32) for 8 samples, but 0-dim (torch.float32) before; they "
-            "must not depend on the batch"
+            "'scale' is rows of shape () (torch.float32) in one micro-batch, but 0-dim "
+            "(torch.float32) in another; they must not depend on the batch: pad all "
+            "rows to one length"
         ),
     ),
     "fewer rows": (
         {"a": torch.zeros(7, 2), "scale": torch.ones(())},
-        "'a' is (7, 2) (torch.float32) for 8 samples; give it one row per sample",
+        "'a' has the shape (7, 2) for 8 samples; give it one row per sample",
     ),
     "a new name": (
         {"a": torch.zeros(8, 2), "scale": torch.ones(()), "b": torch.zeros(8)},
@@ -574,3 +577,127 @@ def test_real_kills_on_changing_layouts_leave_no_trace(tmp_path):
             for place in ("whole", "killed/run")
         )
         assert all(torch.equal(value, again[key]) for key, value in whole.items())
+
+
+ODD = '''
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, n, seed):
+        self.x = torch.randn(n, 6, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"x": self.x[i], "n": torch.tensor(i)}
+
+
+class Odd:
+    """Columns and parts of dtypes that gloo or NCCL cannot send."""
+
+    batch_columns = ("short", "flag", "byte", "turn", "unsigned", "eighth")
+
+    def model(self):
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def train_set(self):
+        return Rows(96, 1)
+
+    def eval_sets(self):
+        return {"validation": Rows(17, 2)}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["x"])))
+
+    def collate(self, samples):
+        n = torch.stack([one["n"] for one in samples])
+        return {
+            "x": torch.stack([one["x"] for one in samples]),
+            "short": (n % 3).to(torch.int16),
+            "flag": n % 2 == 0,
+            "byte": (n % 7).to(torch.uint8),
+            "turn": torch.polar(torch.ones(len(n)), n.float()),
+            "unsigned": (n % 5).to(torch.uint16),
+            "eighth": (n % 4).float().to(torch.float8_e4m3fn),
+        }
+
+    def embed(self, model, batch):
+        e = F.normalize(model(batch["x"]), dim=1)
+        parts = {"e": e, "half": e.detach().half(), "brain": e.detach().bfloat16()}
+        return parts | {"class": batch["short"] * 2, "scale": torch.tensor(4, dtype=torch.int16)}
+
+    def batch_loss(self, parts, columns):
+        e = parts["e"]
+        logits = parts["scale"] * e @ (parts["half"].float() + parts["brain"].float()).T
+        logits = logits + 0.1 * (columns["turn"][:, None] * columns["turn"].conj()).real
+        target = parts["class"].long() + columns["byte"].long() + columns["unsigned"].long()
+        each = columns["flag"].float() + columns["eighth"].float()
+        return (each * F.cross_entropy(logits, target % len(e), reduction="none")).sum(), {}
+
+    def metrics(self):
+        from oneloop.tasks.evaluation_metrics import Retrieval
+
+        return Retrieval()
+
+    def update(self, metrics, batch, outputs):
+        assert batch["short"].dtype == torch.int16 and batch["eighth"].element_size() == 1
+        metrics.update(outputs["e"], outputs["half"].float(), ids=[batch["short"]])
+
+
+class Wide(Odd):
+    """The rows of a column are as long as the longest of the micro-batch."""
+
+    batch_columns = (*Odd.batch_columns, "pad")
+
+    def collate(self, samples):
+        # In training all rows have one length; in evaluation rank 0 has other ones than rank 1.
+        batch = super().collate(samples)
+        first = bool((batch["x"][0] == Rows(17, 2).x).all(1)[:12].any())
+        return {**batch, "pad": torch.ones(len(samples), 3 if first else 5)}
+'''
+
+
+def odd_rows(folder: Path, name: str, *words: str, ranks: int, config: str):
+    (folder / "odd.py").write_text(ODD)
+    given = [f"{folder / 'odd.py'}:{name}", "--batch.size", "16", "--duration", "4"]
+    given += ["--eval.every", "2", "--eval.micro", "4", "--track", "none", "--machine.workers", "0"]
+    return run(
+        train,
+        [*given, "--run.dir", f"{config}{ranks}", *words],
+        ranks=ranks,
+        config=config,
+        folder=folder,
+    )
+
+
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_rows_of_any_dtype_are_gathered(tmp_path, config):
+    odd_rows(tmp_path, "Odd", ranks=1, config="single").ok()
+    odd_rows(tmp_path, "Odd", ranks=2, config=config).ok()
+    found = []
+    for name in ("single1", f"{config}2"):
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        evaluations = [json.loads(line) for line in lines if "eval/loss" in line]
+        found.append((evaluations, load_file(tmp_path / name / "final" / "model.safetensors")))
+    (one, weights), (two, others) = found
+    for name, value in weights.items():
+        torch.testing.assert_close(value, others[name], rtol=1e-5, atol=1e-6)
+    assert len(one) == len(two) > 0
+    for line, other in zip(one, two, strict=True):
+        for name in ("eval/loss", "eval/mrr", "eval/recall@1"):
+            assert line[name] == pytest.approx(other[name], rel=1e-5)
+
+
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_rows_of_several_lengths_in_an_evaluation_are_reported(tmp_path, config):
+    world = odd_rows(tmp_path, "Wide", ranks=2, config=config)
+    assert world.codes == [1, 1], world.output
+    expected = (
+        "'pad' is rows of shape (5,) (torch.float32) in one micro-batch, but rows of shape (3,) "
+        "(torch.float32) in another; they must not depend on the batch: pad all rows to one length"
+    )
+    assert world.output.count(expected) >= 2  # each rank reports it; the supervisor prints one

@@ -15,7 +15,7 @@ from torch import nn
 from oneloop.basics.heartbeats import BEATS, METRICS
 from oneloop.basics.progress import tracked
 from oneloop.basics.seeds import reseed
-from oneloop.basics.tensors import reshard, share_buffers
+from oneloop.basics.tensors import reshard, share_buffers, summed
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
@@ -93,7 +93,7 @@ def evaluate(
     # Choose how to sum.
     measured = task.metrics().to(device) if hasattr(task, "metrics") else None
     kind = Apart if exact else Together
-    sums: Together | Apart | WholeBatches = kind(task, len(sources), device, measured)
+    sums: Together | Apart | WholeBatches = kind(task, len(sources), device, measured, ranks=ranks)
     if is_whole_batch(task):
         sums = WholeBatches(
             task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed)
@@ -162,8 +162,9 @@ def _weighed(
 def _computed(
     task: Any, metrics: Metrics, accelerator: Accelerator, examples: Examples | None
 ) -> dict[str, float]:
-    for mine in metrics.sums():  # collective: the same sums in the same order on every rank
-        mine.copy_(accelerator.reduce(mine, "sum"))
+    # Collective: the same sums in the same order on every rank.
+    for mine in metrics.sums():
+        mine.copy_(summed(mine))
     values = metrics.compute()
     if examples is not None:
         examples.confusion = confusion(task, values)

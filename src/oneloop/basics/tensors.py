@@ -97,6 +97,54 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor, 1-D; they may share its memory."""
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    return plain.contiguous().view(-1).view(torch.uint8)
+
+
+@torch.no_grad()
+def gathered(own: Tensor) -> Tensor:
+    """Return the rows of all ranks, in order of rank. Collective: call on every rank.
+
+    They are sent as bytes: no backend supports all dtypes, and every bit is kept.
+
+    Args:
+        own: this rank's rows; shape and dtype must be equal on all ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return own
+    ranks = dist.get_world_size()
+    sent = as_bytes(own)
+    received = sent.new_empty(ranks * len(sent))
+    if len(sent):
+        dist.all_gather_into_tensor(received, sent)
+    return received.view(own.dtype).view(ranks * len(own), *own.shape[1:])
+
+
+@torch.no_grad()
+def summed(own: Tensor) -> Tensor:
+    """Return the sum over all ranks, in the same dtype. Collective: call on every rank.
+
+    Args:
+        own: a tensor of any dtype; shape and dtype must be equal on all ranks.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return own
+
+    # Backends do not support all dtypes. A sum over ranks must not round between them, either.
+    wide = as_real(own)
+    if not own.is_floating_point() and not own.is_complex():
+        wide = own.long()
+    elif own.element_size() < 4:
+        wide = own.float()
+    total = wide.clone()
+    dist.all_reduce(total)
+    if own.is_complex():
+        return torch.view_as_complex(total)
+    return total.to(own.dtype)
+
+
 @torch.no_grad()
 def share_buffers(model: nn.Module) -> None:
     """Copy rank 0's buffers to every rank, in one broadcast. Collective.
@@ -110,7 +158,7 @@ def share_buffers(model: nn.Module) -> None:
         return
 
     # Join the bytes of all buffers, whatever their dtypes.
-    flat = [buffer.contiguous().view(-1).view(torch.uint8) for buffer in buffers]
+    flat = [as_bytes(buffer) for buffer in buffers]
     joined = torch.cat(flat)
     dist.broadcast(joined, src=0)
     for buffer, got in zip(buffers, joined.split([len(own) for own in flat]), strict=True):

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import Inexact
+from oneloop.basics.tensors import gathered
 from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
 from oneloop.job.preflight import tolerance_of
 from oneloop.job.restore import restored_buffers
 from oneloop.launch.processes import Run
-from oneloop.tasks.whole_batch import apart, columns_of
+from oneloop.tasks.whole_batch import Described, apart, check_alike, columns_of, described
 
 
 class TwoPasses:
@@ -40,7 +41,7 @@ class TwoPasses:
         self._model = model
         self._seed = seed
         self._tolerance = tolerance_of(job, run, model)
-        self._rows: dict[str, str] = {}  # of the first micro-batch: shape and dtype of each tensor
+        self._rows: Described = {}  # of rank 0's first micro-batch
         self._micro = 0  # number of the next micro-batch of the second pass
 
         # Of each micro-batch: the parts of the first pass, and the loss's gradients of its parts.
@@ -76,7 +77,9 @@ class TwoPasses:
                 # CUDA graphs write the next result into the same memory.
                 self._expected.append({name: part.clone() for name, part in parts.items()})
                 columns.append(columns_of(task, batch))
-                self._check_shapes(self._expected[-1] | columns[-1])
+                found = described(self._expected[-1] | columns[-1])
+                self._rows = self._rows or self._run.from_main(found)  # collective, once
+                check_alike(found, self._rows, samples=self._job.layout.each)
 
         # Gather them on every rank, which all compute the same loss and gradients.
         self._differentiate(self._whole(self._expected), self._whole(columns))
@@ -144,20 +147,26 @@ class TwoPasses:
         self._gradients = []
         for micro in range(layout.accumulate):
             row = layout.leaf(self._run.rank, micro) * layout.each
-            mine = {
-                name: own[row : row + layout.each] if own.ndim else own / number
-                for name, own in known.items()
-            }
+            mine = {}
+            for name, own in known.items():
+                if own.ndim:
+                    mine[name] = own[row : row + layout.each]
+                else:
+                    mine[name] = own / number
             self._gradients.append(mine)
 
     def _whole(self, micro_batches: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """Return the tensors of the global batch, in the order of its samples."""
         layout = self._job.layout
         whole: dict[str, Tensor] = {}
-        for name, first in micro_batches[0].items():
+        for name in self._rows:  # all ranks in one order
+            if name not in micro_batches[0]:
+                continue
+            first = micro_batches[0][name]
+
             # Gather the rows of all ranks; of a 0-dim part, one value of each micro-batch.
             own = torch.cat([one[name] if first.ndim else one[name][None] for one in micro_batches])
-            rows = self._run.accelerator.gather(own) if self._run.ranks > 1 else own
+            rows = gathered(own)
             if not first.ndim:
                 whole[name] = rows[0].clone()
                 differ = apart(rows, whole[name]) > self._tolerance
@@ -174,40 +183,6 @@ class TwoPasses:
                 rows = by_rank.transpose(0, 1).flatten(0, 2)
             whole[name] = rows
         return whole
-
-    def _check_shapes(self, tensors: dict[str, Tensor]) -> None:
-        """Compare the tensors of a micro-batch with those of rank 0's first one."""
-        each = self._job.layout.each
-        found: dict[str, str] = {}
-        for name, part in tensors.items():
-            rows = f"rows of shape {tuple(part.shape[1:])}" if part.ndim else "0-dim"
-            found[name] = f"{rows} ({part.dtype})"
-
-        # Collective in the first micro-batch of all.
-        self._rows = self._rows or self._run.from_main(found)
-
-        for name, part in tensors.items():
-            if name not in self._rows:
-                raise Inexact(
-                    f"the result of embed has {name!r}, which it did not have before; return the "
-                    "same names each time"
-                )
-            if found[name] != self._rows[name]:
-                raise Inexact(
-                    f"{name!r} is {tuple(part.shape)} ({part.dtype}) for {each} samples, but "
-                    f"{self._rows[name]} before; they must not depend on the batch"
-                )
-            if part.ndim and len(part) != each:
-                raise Inexact(
-                    f"{name!r} is {tuple(part.shape)} ({part.dtype}) for {each} samples; give it "
-                    "one row per sample"
-                )
-        for name in self._rows:
-            if name not in found:
-                raise Inexact(
-                    f"the result of embed lacks {name!r}, which it had before; return the same "
-                    "names each time"
-                )
 
 
 class _Continued(torch.autograd.Function):

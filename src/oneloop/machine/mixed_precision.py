@@ -10,11 +10,28 @@ from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.tensors import share_buffers
 from oneloop.machine.blocks import has_batch_statistics
 
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}  # accelerate's names of half precision
+
+_BROADCAST = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.complex128,
+    torch.complex64,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
+"""dtypes that gloo and NCCL broadcast"""
 
 
 def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str] = ()) -> nn.Module:
@@ -31,10 +48,17 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
         BadInput: sharding fails.
     """
     if not accelerator.is_fsdp2:
+        # DDP cannot broadcast buffers of all dtypes.
+        odd = {name for name, buffer in model.named_buffers() if buffer.dtype not in _BROADCAST}
+        if odd:
+            DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, odd)
+
         # One process with a process group: accelerate would wrap it in DDP, and synchronise in
         # every micro-batch.
         prepared = accelerator.prepare_model(model, evaluation_mode=accelerator.num_processes == 1)
-        if isinstance(prepared, nn.parallel.DistributedDataParallel):
+        if odd:
+            share_buffers(prepared)
+        if isinstance(prepared, DistributedDataParallel):
             # else every forward broadcasts needlessly
             prepared.broadcast_buffers = has_batch_statistics(model)
         return prepared  # type: ignore[no-any-return]

@@ -4,20 +4,17 @@ They are added in arrival order, or in an order that does not depend on the rank
 """
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from oneloop.basics.exact_sums import rounded_sum, tree_sum
+from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.seeds import reseed
-from oneloop.tasks.whole_batch import columns_of
-
-_EXACT = {"dim_zero_sum", "dim_zero_max", "dim_zero_min", "dim_zero_cat"}
-"""torchmetrics reductions that do not depend on the number of ranks, except for floating-point
-sums"""
+from oneloop.basics.tensors import gathered
+from oneloop.tasks.metric_states import MetricStates, compute_alone, reset_sums, seeded
+from oneloop.tasks.whole_batch import Described, check_alike, columns_of, described
 
 
 class Together:
@@ -28,11 +25,15 @@ class Together:
         sources: number of sources.
         device: device of the sums.
         metrics: the task's metrics of this evaluation, or None.
+        ranks: number of ranks.
     """
 
-    def __init__(self, task: Any, sources: int, device: torch.device, metrics: Any = None) -> None:
+    def __init__(
+        self, task: Any, sources: int, device: torch.device, metrics: Any = None, *, ranks: int = 1
+    ) -> None:
         self._task = task
         self._metrics = metrics
+        self._states = MetricStates(metrics, apart=False, ranks=ranks)
         wide = torch.float32 if device.type == "mps" else torch.float64
         self._totals = torch.zeros(sources, dtype=wide, device=device)
         self._weights = [0.0] * sources
@@ -48,20 +49,18 @@ class Together:
             source: index of its source; None: it is not counted.
             weight: its weight.
             idle: this rank has only this micro-batch, without a source. Its metrics see it, so that
-                their lists have the dtypes that the reduction over ranks needs; then they are
-                reset.
+                they have the attributes that ``update`` sets; then their states are reset.
         """
         loss, outputs = self._task.loss(model, batch)
         if self._metrics is not None and (idle or source is not None):
             self._task.update(self._metrics, batch, outputs)
-        self._add(source, loss, weight, idle=idle)
+        if source is not None:
+            self._add(source, loss, weight)
+        elif idle:
+            self._states.clear()
         return outputs
 
-    def _add(self, source: int | None, loss: Tensor, weight: float, *, idle: bool) -> None:
-        if source is None:
-            if idle:
-                reset_metrics(self._metrics)
-            return
+    def _add(self, source: int, loss: Tensor, weight: float) -> None:
         self._totals[source] += loss
         self._weights[source] += weight
 
@@ -72,6 +71,7 @@ class Together:
         """
         weights = torch.tensor(self._weights, dtype=self._totals.dtype, device=self._totals.device)
         own = torch.stack([self._totals, weights])
+        self._states.combine(accelerator, each=each)
         totals, total_weights = accelerator.reduce(own, "sum").tolist()
         return totals, total_weights
 
@@ -79,44 +79,28 @@ class Together:
 class Apart(Together):
     """Losses, weights and floating-point metric sums, kept apart for each micro-batch.
 
-    Results then do not depend on the ranks. Floating-point metric sums are stored and reset after
-    each micro-batch; integer sums are exact. Some torchmetrics states are not sums, extremes or
-    lists: the inputs of these metrics are stored and replayed at the end in one order. The
-    arguments are those of :class:`Together`.
+    Results then do not depend on the ranks. The arguments are those of :class:`Together`.
     """
 
-    def __init__(self, task: Any, sources: int, device: torch.device, metrics: Any = None) -> None:
+    def __init__(
+        self, task: Any, sources: int, device: torch.device, metrics: Any = None, *, ranks: int = 1
+    ) -> None:
         self._task = task
         self._number = sources
         self._device = device
         self._metrics = metrics
-
-        # With shared states, each metric would reset the others.
-        if hasattr(metrics, "_enable_compute_groups"):
-            metrics._enable_compute_groups = False
-        self._recorded = list[_RecordedUpdates]()
-        for metric in _metrics(metrics):
-            if not _is_exact(metric):
-                self._recorded.append(_RecordedUpdates(metric))
-        self._floating = [*_floating_sums(metrics)]
+        self._states = MetricStates(metrics, apart=True, ranks=ranks)
 
         # One entry for each micro-batch of this rank.
         self._sources: list[int] = []
         self._losses: list[Tensor] = []
         self._weights: list[float] = []
 
-    def _add(self, source: int | None, loss: Tensor, weight: float, *, idle: bool) -> None:
-        if source is None:
-            if idle:
-                reset_metrics(self._metrics)
-                for recorded in self._recorded:
-                    recorded.calls.clear()
-            return
+    def _add(self, source: int, loss: Tensor, weight: float) -> None:
         self._sources.append(source)
         self._losses.append(loss.detach())
         self._weights.append(weight)
-        for floating in self._floating:
-            floating.take()
+        self._states.micro_batch()
 
     def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
         """Return loss and weight of each source over all ranks. Collective: call on every rank.
@@ -135,22 +119,15 @@ class Apart(Together):
             local[: len(rows)] = rows
 
         # Gather the rows of all ranks. Rank order is micro-batch order.
-        gathered = accelerator.gather(local[None]).view(-1, 3).tolist()
+        rows_of_all = gathered(local).tolist()
         losses_of: list[list[float]] = [[] for _ in range(self._number)]
         weights_of: list[list[float]] = [[] for _ in range(self._number)]
-        for source, loss, weight in gathered:
+        for source, loss, weight in rows_of_all:
             if source >= 0:
                 losses_of[int(source)].append(loss)
                 weights_of[int(source)].append(weight)
 
-        # Add the metric sums of all micro-batches in one tree, the same for any number of ranks.
-        for floating in self._floating:
-            total = tree_sum(floating.gathered(accelerator, each))
-            if not accelerator.is_main_process:
-                total = torch.zeros_like(total)
-            floating.state().copy_(total)
-        for recorded in self._recorded:
-            recorded.replay(self._device)
+        self._states.combine(accelerator, each=each)
         totals = [*map(rounded_sum, losses_of)]
         weights = [*map(rounded_sum, weights_of)]
         return totals, weights
@@ -198,17 +175,21 @@ class WholeBatches:
     def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
         """Return loss and weight of each source. Collective: call on every rank.
 
-        Every rank computes them, and all metrics; those of other ranks than 0 are then reset.
+        Every rank computes them, and all metrics. Sums that are reduced later are kept on rank 0.
+        Raise Inexact on all ranks if the rows of two micro-batches differ in shape or dtype.
         """
-        parts = self._whole(accelerator, self._parts)
-        columns = self._whole(accelerator, self._columns)
+        first = self._checked()
+        parts = self._whole(accelerator, self._parts, first)
+        columns = self._whole(accelerator, self._columns, first)
         if self._metrics is not None:
-            self._task.update(self._metrics, columns, parts)
+            compute_alone(self._metrics)
+            with seeded(accelerator.device):
+                self._task.update(self._metrics, columns, parts)
             if not accelerator.is_main_process:
-                reset_metrics(self._metrics)
+                reset_sums(self._metrics)
 
         # Count the samples of each source, and add up its weight.
-        known = _gathered(accelerator, torch.tensor(self._weights, device=accelerator.device))
+        known = gathered(torch.tensor(self._weights, device=accelerator.device))
         count = Counter[int]()
         weights = Counter[int]()
         for (source, samples), weight in zip(self._cut, known.tolist(), strict=False):
@@ -227,8 +208,25 @@ class WholeBatches:
                 totals[source] += float(loss)  # host sync
         return totals, [*weights.values()]
 
-    def _whole(self, accelerator: Any, micro_batches: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return the tensors of the whole set, in the order of its samples."""
+    def _checked(self) -> Described:
+        """Compare the micro-batches of all ranks, and return the first one. Collective."""
+        from accelerate.utils import gather_object
+
+        own = []
+        for parts, columns in zip(self._parts, self._columns, strict=True):
+            own.append(described(parts | columns))
+        found = gather_object(own)  # type: ignore[no-untyped-call]
+        for number, one in enumerate(found):
+            # A rank without micro-batches left repeats the first one.
+            _, samples = self._cut[number if number < len(self._cut) else 0]
+            check_alike(one, found[0], samples=len(samples))
+        first: Described = found[0]
+        return first
+
+    def _whole(
+        self, accelerator: Any, micro_batches: list[dict[str, Tensor]], names: Collection[str]
+    ) -> dict[str, Tensor]:
+        """Return the tensors of the whole set, in the order of its samples; ``names`` in order."""
         # Find the rows of samples: each micro-batch is padded to the same number of rows.
         used = list[int]()
         for number, (_, samples) in enumerate(self._cut):
@@ -238,19 +236,17 @@ class WholeBatches:
 
         # Pad each tensor of this rank, gather those of all ranks, and keep the rows of samples.
         whole = {}
-        for name, first in micro_batches[0].items():
+        for name in names:
+            if name not in micro_batches[0]:
+                continue
+            first = micro_batches[0][name]
             if not first.ndim:
-                whole[name] = first
+                whole[name] = gathered(first[None])[0]  # rank 0's
                 continue
             own = first.new_zeros(len(micro_batches), self._micro, *first.shape[1:])
             for number, one in enumerate(micro_batches):
-                if one[name].shape[1:] != first.shape[1:]:
-                    raise ValueError(
-                        f"the rows of {name!r} have several shapes; let embed return rows of "
-                        "one shape"
-                    )
                 own[number, : len(one[name])] = one[name]
-            whole[name] = _gathered(accelerator, own.flatten(0, 1))[rows]
+            whole[name] = gathered(own.flatten(0, 1))[rows]
         return whole
 
 
@@ -260,125 +256,3 @@ def _rows_of(whole: dict[str, Tensor], rows: slice) -> dict[str, Tensor]:
     for name, value in whole.items():
         chosen[name] = value[rows] if value.ndim else value
     return chosen
-
-
-def _gathered(accelerator: Any, own: Tensor) -> Tensor:
-    """Return the rows of all ranks. Collective: call on every rank."""
-    if accelerator.num_processes > 1:
-        return accelerator.gather(own)  # type: ignore[no-any-return]
-    return own
-
-
-def reset_metrics(metrics: Any) -> None:
-    """Reset all states of a task's metrics; list states keep empty tensors with their dtypes."""
-    if hasattr(metrics, "sums"):
-        for state in metrics.sums():
-            state.zero_()
-        return
-    for metric in _metrics(metrics):
-        for name, default in metric._defaults.items():
-            state = getattr(metric, name)
-            if isinstance(state, list):
-                setattr(metric, name, [tensor[:0] for tensor in state])
-            else:
-                state.copy_(default)
-
-
-@dataclass
-class _FloatingSum:
-    """A floating-point sum of a metric, with its values of each micro-batch."""
-
-    metrics: Any
-    name: str | int  # attribute of the state, or its index in ``metrics.sums()``
-    values: list[Tensor] = field(default_factory=list)  # by micro-batch of this rank
-
-    def state(self) -> Tensor:
-        """Return the metric's own tensor. Look it up each time: torchmetrics may replace it."""
-        state: Tensor
-        if isinstance(self.name, int):
-            state = self.metrics.sums()[self.name]
-        else:
-            state = getattr(self.metrics, self.name)
-        return state
-
-    def take(self) -> None:
-        """Store the value of this micro-batch, and begin the next one at zero."""
-        state = self.state()
-        self.values.append(state.clone())
-        state.zero_()
-
-    def gathered(self, accelerator: Any, each: int) -> Tensor:
-        """Return the values of all ranks, padded with zeros to ``each`` per rank. Collective."""
-        state = self.state()
-        padding = [torch.zeros_like(state)] * (each - len(self.values))
-        own = torch.stack([*self.values, *padding])
-        return accelerator.gather(own[None]).view(-1, *state.shape)  # type: ignore[no-any-return]
-
-
-def _floating_sums(metrics: Any) -> Iterator[_FloatingSum]:
-    """Yield the floating-point sums of a task's metrics."""
-    if metrics is None:
-        return
-    if hasattr(metrics, "sums"):
-        for index, state in enumerate(metrics.sums()):
-            if state.is_floating_point():
-                yield _FloatingSum(metrics, index)
-        return
-    for metric in _metrics(metrics):
-        if not _is_exact(metric):
-            continue
-        for name, reduction in metric._reductions.items():
-            state = getattr(metric, name)
-            is_sum = reduction.__name__ == "dim_zero_sum"
-            if is_sum and torch.is_tensor(state) and state.is_floating_point():
-                yield _FloatingSum(metric, name)
-
-
-def _metrics(metrics: Any) -> Iterator[Any]:
-    """Yield the metrics of a torchmetrics collection, including those inside wrappers."""
-    if metrics is None or hasattr(metrics, "sums"):
-        return
-    for outer in metrics.values():
-        for metric in outer.modules():
-            if hasattr(metric, "_reductions"):
-                yield metric
-
-
-def _is_exact(metric: Any) -> bool:
-    """Whether reducing the states over ranks gives the same result as one rank."""
-    for reduction in metric._reductions.values():
-        if getattr(reduction, "__name__", None) not in _EXACT:
-            return False
-    return True
-
-
-class _RecordedUpdates:
-    """Records the update() calls of a metric, and replays those of all ranks in order."""
-
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-        self._update = metric.update
-        self.calls: list[Any] = []
-        metric.update = self
-
-    def __call__(self, *given: Any, **named: Any) -> None:
-        self.calls.append(_to_device((given, named), torch.device("cpu")))
-
-    def replay(self, device: torch.device) -> None:
-        """Update the metric with the inputs of all ranks. Collective: call on every rank."""
-        from accelerate.utils import gather_object
-
-        # The metric needs no reduction: it has the inputs of all ranks.
-        self._metric.distributed_available_fn = lambda: False
-        for given, named in gather_object(self.calls):
-            self._update(*_to_device(given, device), **_to_device(named, device))
-
-
-def _to_device(value: Any, device: torch.device) -> Any:
-    if isinstance(value, dict):
-        return {name: _to_device(inside, device) for name, inside in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_device(inside, device) for inside in value]
-    if torch.is_tensor(value):
-        return value.detach().to(device)
-    return value
