@@ -93,3 +93,14 @@ def test_the_order_of_elements_counts():
     tensor = torch.randn(40)
     hashes = {int(tensor_hash(tensor.roll(n))) for n in range(40)}
     assert len(hashes) == 40
+
+
+def test_signs_of_two_elements_count():
+    for kind in (torch.float64, torch.float32, torch.bfloat16, torch.int64):
+        tensor = torch.arange(1, 41).to(kind)
+        hashes = {int(tensor_hash(tensor))}
+        for other in range(1, 40):
+            flipped = tensor.clone()
+            flipped[[0, other]] *= -1
+            hashes.add(int(tensor_hash(flipped)))
+        assert len(hashes) == 40, kind

@@ -15,6 +15,7 @@ from oneloop.basics.tensors import as_real, local
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _AT_ONCE = 1 << 20  # elements
+_LOWER = (1 << 32) - 1
 
 
 def as_bits(tensor: Tensor) -> Tensor:
@@ -38,6 +39,9 @@ def tensor_hash(tensor: Tensor, *, first: int = 0) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for begin in range(0, bits.numel(), _AT_ONCE):
         part = bits[begin : begin + _AT_ONCE]
+        # Two changes of the highest of 64 bits would cancel: copy the upper half to the lower one.
+        if part.dtype is torch.int64:
+            part = part ^ ((part >> 32) & _LOWER)
         # The factor of an element depends on its index in the whole tensor, and is odd.
         index = first + begin + 1
         factor = torch.arange(index, index + part.numel(), device=bits.device)
