@@ -350,7 +350,7 @@ def without_restore(words: list[str]) -> None:
 
     from oneloop.job import preflight, trial_passes
 
-    preflight.restored = trial_passes.restored = lambda *_: contextlib.nullcontext()
+    preflight.all_restored = trial_passes.restored = lambda *_: contextlib.nullcontext()
     here(words)
 
 

@@ -58,4 +58,5 @@ def tensor_hashes(tensors: Iterable[Tensor]) -> list[int]:
     if not hashes:
         return []
     device = hashes[0].device
-    return [int(number) for number in torch.stack([one.to(device) for one in hashes]).tolist()]
+    numbers: list[int] = torch.stack([one.to(device) for one in hashes]).tolist()
+    return numbers

@@ -70,10 +70,9 @@ class KeptTensors:
         for name, before, after in zip(self._tensors, self._hashes, now, strict=True):
             if before != after:
                 raise BadInput(
-                    f"the task or the model changes {name} in a forward, which the check before "
-                    f"the run cannot undo: this process has {self._bytes / 1e9:.1f} GB of "
-                    f"weights, and copies at most {_COPIED / 1e9:.1f} GB; change it outside of "
-                    "the forward"
+                    f"the task or the model changes {name} in a forward, and the check before "
+                    f"the run cannot undo this for {self._bytes / 1e9:.1f} GB of weights (at most "
+                    f"{_COPIED / 1e9:.1f} GB); change it outside of the forward"
                 )
 
 

@@ -320,8 +320,10 @@ def _first_change(comparison: _Comparison) -> str:
 
     # Find the first hash that differs.
     first = -(-after.size // _WORD)
-    hashes = zip(before.words[first:].tolist(), after.words[first:].tolist(), strict=False)
-    for one, (hash_before, hash_after) in zip(after.listed.others, hashes, strict=False):
+    hashes_before = before.words[first:].tolist()
+    hashes_after = after.words[first:].tolist()
+    pairs = zip(after.listed.others, hashes_before, hashes_after, strict=False)
+    for one, hash_before, hash_after in pairs:
         if hash_before != hash_after:
             return f"{one.name} has changed"
     return ""

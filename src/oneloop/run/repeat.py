@@ -312,7 +312,8 @@ def _measured(gradient: Tensor) -> Tensor:
     values = as_real(gradient.detach())
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     short = (tensor_hash(values) >> 12).to(wide)
-    return torch.stack([short, values.sum(dtype=wide), values.abs().sum(dtype=wide)])
+    size = values.abs().sum(dtype=wide)
+    return torch.stack([short, values.sum(dtype=wide), size])
 
 
 def _hashes(batch: Mapping[str, Any]) -> dict[str, int]:
