@@ -19,7 +19,8 @@ from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
 Expected = tuple[tuple[str, tuple[str, ...]], ...]
-"""Alternatives: "equal", "rejected" or "reported", and the words that the message must contain."""
+"""Alternatives: "equal", "rejected", "stopped", "ended" or "reported", and the words that the
+message must contain."""
 EQUAL: Expected = (("equal", ()),)
 
 
@@ -31,6 +32,11 @@ def rejected(*words: str) -> Expected:
 def late(*words: str) -> Expected:
     """As ``rejected``, or exit code 1: only a later step can show the fault."""
     return (("rejected", words), ("stopped", words))
+
+
+def stopped(*words: str) -> Expected:
+    """Expect exit code 1 or 2 and a message with these words, without a traceback."""
+    return (("rejected", words), ("ended", words))
 
 
 def reported(*words: str) -> Expected:
@@ -50,6 +56,12 @@ class Entry:
     micro: int | None = None
     """samples of a micro-batch; None: 2 with the grain, without it a process's share of the
     batch"""
+    module: str = "zoo"
+    """where the task class is defined"""
+    kind: str = ""
+    """the kind of its silent difference (zoo_silent.py)"""
+    wide: bool = True
+    """also tried on four processes"""
 
 
 ZOO: dict[str, Entry] = {}
@@ -60,6 +72,9 @@ ADAMW = ("--optimizer.name", "adamw", "--optimizer.lr", "0.01", "--optimizer.eps
 def animal(
     *words: str,
     micro: int | None = None,
+    into: dict[str, Entry] = ZOO,
+    kind: str = "",
+    wide: bool = True,
     all: Expected = EQUAL,
     plain: Expected | None = None,
     grain: Expected | None = None,
@@ -70,6 +85,9 @@ def animal(
     Args:
         words: additional command-line words.
         micro: samples per micro-batch.
+        into: where to register the class.
+        kind: kind of its silent difference.
+        wide: whether to try four processes, too.
         all: expected everywhere.
         plain: expected without ``batch.grain``.
         grain: expected with it.
@@ -81,7 +99,8 @@ def animal(
         for family in ("single", "ddp", "fsdp2"):
             expected[family, False] = special.get(family, plain or all)
             expected[family, True] = special.get(f"{family}_grain", grain or all)
-        ZOO[task.__name__] = Entry(task.__name__, words, expected, micro)
+        name = task.__name__
+        into[name] = Entry(name, words, expected, micro, task.__module__, kind, wide)
         return task
 
     return registered
