@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 import silent_values
 from oneloop.basics.seeds import key
-from worlds import World, back_to, run, train
+from worlds import World, back_to, fresh, run
 from zoo_outcomes import COMMON, Runs, table
 from zoo_silent import ANY
 from zoo_silent_sums import SILENT
@@ -74,7 +74,7 @@ def trained(
     place.mkdir(exist_ok=True)
     (place / "recipe.yaml").write_text(f"task: {task}\n")
     given = [str(place / "recipe.yaml"), *COMMON, *words, "--run.dir", str(place / "run")]
-    return run(train, given, ranks=ranks, config=config, variables=variables, timeout=90.0)
+    return run(fresh, given, ranks=ranks, config=config, variables=variables, timeout=90.0)
 
 
 def final(place: Path) -> dict[str, torch.Tensor]:
@@ -130,6 +130,7 @@ def traces(folder: Path, change: str, ranks: int, config: str, *words: str) -> l
     if set(world.codes) == {2}:
         assert "Traceback" not in world.output, world.output
         names = {"buffer": "offset", "new_buffer": "offset", "layer": "layers.2"}
+        names["data_set"] = "data set"
         assert names.get(change, "head.weight") in world.output, world.output
         return []
     world.ok()

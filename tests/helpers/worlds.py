@@ -183,6 +183,15 @@ def train(argv: Sequence[str]) -> None:
     main(list(argv))
 
 
+def fresh(argv: Sequence[str]) -> None:
+    """As :func:`train`, with numpy and Python seeded by the system, as in a new interpreter."""
+    import numpy as np
+
+    random.seed()
+    np.random.seed()
+    train(argv)
+
+
 def _free_port() -> int:
     """Return a free port below the ephemeral range, so that no other program takes it before it is
     used."""

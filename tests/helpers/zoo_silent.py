@@ -323,7 +323,7 @@ def state(*words: str) -> dict[str, Expected]:
 
     One process is not wrong by itself; with the grain it may also stop.
     """
-    again = ("again|repeat", *words)
+    again = ("again|repeat|same samples", *words)
     return {
         "plain": reported(*again) + stopped(*again),
         "grain": stopped(*again),
@@ -574,7 +574,7 @@ class TargetInLoss(Animal):
         return super().loss(model, batch)
 
 
-@silent("C", **parameter("layers.0.inner.weight|layers.0.inner"))
+@silent("C", **parameter("head.weight|layers.0.inner.weight"))
 class DecayInLoss(Plain):
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if model.training:
@@ -584,7 +584,7 @@ class DecayInLoss(Plain):
         return super().loss(model, batch)
 
 
-@silent("C", **clamped("layers.0.inner.weight|layers.0.inner"))
+@silent("C", **clamped("head.weight|layers.0.inner.weight"))
 class ClippedInLoss(Plain):
     """A critic's weights are clipped before each loss (WGAN): the same on every layout."""
 
@@ -686,7 +686,7 @@ class FeaturesNet(Net):
 
     def __init__(self, place: str, numbers: Any = np.random) -> None:
         super().__init__()
-        features = torch.from_numpy(numbers.standard_normal((8, 8)))
+        features = torch.from_numpy(numbers.standard_normal((8, 8))).float()
         if place == "buffer":
             self.register_buffer("fourier", features)
         elif place == "attribute":
@@ -695,7 +695,7 @@ class FeaturesNet(Net):
             self.fourier = nn.Parameter(features, requires_grad=place == "trained")
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(torch.cos(x @ self.fourier))
+        return self.head(torch.cos(x @ self.fourier.to(x)))
 
 
 @silent("C", all=FEATURES)
