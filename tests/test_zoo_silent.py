@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 
 import silent_values
 from oneloop.basics.seeds import key
+from oneloop.basics.tensor_hash import tensor_hash
 from worlds import World, back_to, fresh, run
 from zoo_outcomes import COMMON, Runs, table
 from zoo_silent import ANY
@@ -56,6 +57,16 @@ def test_no_layout_trains_other_weights_in_silence(tmp_path, name):
     found = list(table(name, tmp_path))
     print("\n".join([name, *(line for _, line in found)]))
     assert not [line for right, line in found if not right]
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.int64])
+def test_two_changed_signs_change_the_hash(kind):
+    tensor = torch.arange(1, 9).to(kind)
+    assert tensor_hash(-tensor) != tensor_hash(tensor)
+    if tensor.element_size() == 8:
+        flipped = tensor.clone()
+        flipped.view(torch.int64)[2:4] ^= -(2**63)
+        assert tensor_hash(flipped) != tensor_hash(tensor)
 
 
 # --- helpers

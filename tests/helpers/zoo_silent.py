@@ -314,6 +314,82 @@ class RemovedBuffer(Animal):
     net = RemovedNet
 
 
+class RenamedNet(LateNet):
+    """A buffer that gets another name: the number of buffers stays the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("old_codes", torch.randn(8))
+
+    def change(self, x: Tensor) -> None:
+        if self.calls == self.FIRST:
+            codes = self._buffers.pop("old_codes")
+            self.register_buffer("new_codes", codes + x.mean(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes = self._buffers.get("old_codes", self._buffers.get("new_codes"))
+        return super().forward(x + 0.3 * codes)
+
+
+@silent("A", *LATE, **buffer("old_codes|new_codes"))
+class RenamedBuffer(Animal):
+    net = RenamedNet
+
+
+class NewHeadNet(LateNet):
+    """The 9th forward replaces the head: the number of modules stays the same."""
+
+    def change(self, x: Tensor) -> None:
+        if self.calls == self.FIRST:
+            self.head = nn.Linear(8, 3).to(x)
+
+
+@silent("A", *LATE, **parameter("head"))
+class NewHead(Animal):
+    net = NewHeadNet
+
+
+class LargeNet(LateNet):
+    """More than 1 MB of codes, which one forward initialises from its data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("large_codes", torch.zeros(20_000, 8))
+
+    def change(self, x: Tensor) -> None:
+        if self.calls == self.FIRST:
+            self.large_codes.data += 0.5 * x.mean(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - self.large_codes[7])
+
+
+@silent("A", *LATE, wide=True, **buffer("large_codes"))
+class LargeCodes(Animal):
+    """They change in one step only, which need not be one of machine.check_every."""
+
+    net = LargeNet
+
+
+class LargeSignsNet(LateNet):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("large_signs", torch.randn(20_000, 8))
+
+    def change(self, x: Tensor) -> None:
+        self.large_signs.data.neg_()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + 0.3 * self.large_signs[7])
+
+
+@silent("A", *LATE, **buffer("large_signs"))
+class LargeSigns(Animal):
+    """Signs of float64 are the highest bits of 64: a sum modulo 2^64 of two of them is 0."""
+
+    net = LargeSignsNet
+
+
 # --- B. State in Python objects, which acts late.
 # ----------------------------------------------------------------------------------
 
