@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 
 from oneloop.data.order import Order
+from silent_runs import differing, final
+from silent_runs import trained as trained_plainly
 from splits import BATCH, distance, expected, trained
-from worlds import run, train
+from worlds import fresh, run, train
+from zoo_outcomes import Runs
 
 # --- the bugs: each replaces one component by a wrong one, in this process only
 # ---------------------------------------
@@ -123,6 +127,93 @@ def test_each_break_is_found(tmp_path, name):
     assert the_same
     reference, _ = expected(ids, dtype=torch.float32, optimizer="sgd")
     assert distance(weights, reference) > 1e-5
+
+
+# --- each check against silent differences is needed
+# -------------------------------------------------------------------------------------------------
+
+
+def no_contents() -> None:
+    """Compare no contents of tensors in training."""
+    from oneloop.run import gradients
+
+    gradients._contents = lambda *given: None
+
+
+def no_contents_in_evaluations() -> None:
+    """Compare no contents around evaluations."""
+    from oneloop.machine.contents import Contents
+
+    Contents.unchanged = lambda contents, what: nullcontext()
+
+
+def fixed_contents() -> None:
+    """Compare only the tensors that exist at the start."""
+    from oneloop.machine.contents import _Listed
+
+    _Listed.is_outdated = lambda listed: False
+
+
+def no_shards() -> None:
+    """Compare FSDP2's parameters in forwards of their units only."""
+    from oneloop.machine import layout_checks
+
+    registered = layout_checks._registered
+
+    def without_shards(model: Any, kinds: Any) -> Iterator[Any]:
+        return (one for one in registered(model, kinds) if not one[2].startswith("parameter"))
+
+    layout_checks._registered = without_shards
+    no_contents()
+
+
+def nothing_restored() -> None:
+    """Restore buffers and generators only after the check before the run."""
+    from oneloop.job import preflight
+    from oneloop.job.restore import restored
+
+    preflight.all_restored = lambda model, device, others: restored(model, device)
+
+
+NEEDED = {  # name: (without it, zoo model that shows it, ranks, config, batch.grain)
+    "contents": (no_contents, "WrittenByNumpy", 1, "single", True),
+    "contents in evaluations": (no_contents_in_evaluations, "EvalBuffer", 1, "single", True),
+    "contents of new buffers": (fixed_contents, "RegisteredLate", 1, "single", True),
+    "shards outside of units": (no_shards, "BYOL", 2, "fsdp2", False),
+}
+WITHOUT = {name: case[0] for name, case in NEEDED.items()} | {"restoring": nothing_restored}
+
+
+class Without:
+    """Train without one of the mechanisms, in a forked process."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self, argv: list[str]) -> None:
+        WITHOUT[self.name]()
+        fresh(argv)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDED)
+def test_without_a_check_a_difference_is_silent(tmp_path, name):
+    _, animal, ranks, config, grain = NEEDED[name]
+    right, line = Runs(animal, tmp_path / "with").line(ranks, config, grain=grain)
+    assert right, line
+    runs = Runs(animal, tmp_path / "without", function=Without(name))
+    right, line = runs.line(ranks, config, grain=grain)
+    assert not right, line
+
+
+@pytest.mark.slow
+def test_without_restoring_the_dry_run_leaves_a_trace(tmp_path):
+    words = ("--duration", "3", "--task.change")
+    task = "silent_values.ChangesOnce"
+    for change in ("nothing", "by_data"):
+        place = tmp_path / change
+        trained_plainly(place, task, *words, change, function=Without("restoring")).ok()
+    assert differing(final(tmp_path / "nothing"), final(tmp_path / "by_data"))
 
 
 # --- gradients are reduced and accumulated in float32 under FSDP2 and bf16

@@ -2,14 +2,14 @@
 late, through another door, or outside of a forward.
 
 Each has its expected outcome, as in zoo.py. The kinds: A, a tensor changes behind its version
-counter, or appears during the run; B, state in Python objects that acts late; C, parameters that
-change outside of an FSDP2 unit, and models that differ between processes. zoo_silent_sums.py has
-the others. ``python tests/helpers/zoo_silent.py [NAMES]`` prints a table as zoo.py does.
+counter, or appears during the run; C, parameters that change outside of an FSDP2 unit, and models
+that differ between processes. zoo_silent_state.py and zoo_silent_sums.py have the others, and
+silent_values.py has G and E. ``python tests/helpers/zoo_silent.py [NAMES]`` prints a table of all,
+as zoo.py does.
 """
 
 from __future__ import annotations
 
-import os
 import random
 import sys
 from typing import Any
@@ -27,7 +27,6 @@ from zoo import (
     Net,
     Plain,
     PlainNet,
-    Samples,
     animal,
     rejected,
     reported,
@@ -62,6 +61,20 @@ def parameter(name: str) -> dict[str, Expected]:
 def clamped(name: str) -> dict[str, Expected]:
     """As ``parameter``, for a change that is the same on every layout."""
     return {"all": EQUAL + stopped(name), "single": EQUAL + reported(name) + stopped(name)}
+
+
+def state(*words: str) -> dict[str, Expected]:
+    """Expect a line that says what differs when a micro-batch is computed again.
+
+    One process is not wrong by itself; with the grain it may also stop.
+    """
+    again = ("again|repeat|same samples", *words)
+    return {
+        "plain": reported(*again) + stopped(*again),
+        "grain": stopped(*again),
+        "single": EQUAL + reported(*again) + stopped(*again),
+        "single_grain": EQUAL + stopped(*again),
+    }
 
 
 # --- A. A tensor changes behind its version counter, or is registered during the run.
@@ -388,216 +401,6 @@ class LargeSigns(Animal):
     """Signs of float64 are the highest bits of 64: a sum modulo 2^64 of two of them is 0."""
 
     net = LargeSignsNet
-
-
-# --- B. State in Python objects, which acts late.
-# ----------------------------------------------------------------------------------
-
-
-def state(*words: str) -> dict[str, Expected]:
-    """Expect a line that says what differs when a micro-batch is computed again.
-
-    One process is not wrong by itself; with the grain it may also stop.
-    """
-    again = ("again|repeat|same samples", *words)
-    return {
-        "plain": reported(*again) + stopped(*again),
-        "grain": stopped(*again),
-        "single": EQUAL + reported(*again) + stopped(*again),
-        "single_grain": EQUAL + stopped(*again),
-    }
-
-
-MODEL_STATE = state("loss|gradient|state")
-DATA_STATE = state("sample|data set|batch")
-
-
-class QueueNet(PlainNet):
-    """MoCo's queue of keys in an attribute; it is used from the 6th forward on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.keys: list[Tensor] = []
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        if not self.training:
-            return out
-        self.calls += 1
-        keys, self.keys = self.keys, [*self.keys[-3:], out.detach()]
-        if self.calls > 5 and keys:
-            out = out + 0.3 * torch.tanh(out @ torch.cat(keys).T).mean(1, keepdim=True)
-        return out
-
-
-@silent("B", *LONG, wide=True, **MODEL_STATE)
-class MomentumQueue(Animal):
-    net = QueueNet
-
-
-class CountingSamples(Samples):
-    """Scale samples from the 40th read on (a curriculum)."""
-
-    reads = 0
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        self.reads += 1
-        sample = super().__getitem__(index)
-        if self.reads <= 40:
-            return sample
-        return sample | {"x": sample["x"] * (1 + 0.05 * (self.reads % 5))}
-
-
-@silent("B", *LONG, wide=True, **DATA_STATE)
-class CountingData(Plain):
-    def train_set(self) -> Any:
-        return CountingSamples(56, seed=1)
-
-
-@silent("B", *LONG, "--machine.workers", "1", **DATA_STATE)
-class CountingInWorkers(CountingData):
-    """The same in a data worker, which counts for itself."""
-
-
-@silent("B", *LONG, **MODEL_STATE)
-class WarmedUpTerm(Plain):
-    """The loss counts its calls, and adds a term slowly from the 12th call on."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        total, outputs = super().loss(model, batch)
-        self.calls += model.training
-        if not model.training or self.calls < 12:
-            return total, outputs
-        share = min(1.0, 0.05 * (self.calls - 11))
-        return total + share * model(batch["x"]).abs().sum(), outputs
-
-
-@silent("B", *LONG, **MODEL_STATE)
-class HardExamples(Plain):
-    """Samples weigh more if they lost much when they were seen before, in the second epoch on."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, float] = {}
-
-    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-        each = (self.output(model, batch) - batch["y"]).square().sum(1)
-        if model.training:
-            seen = batch["index"].tolist()
-            factors = [1 + np.tanh(self.known.get(index, 0.0)) for index in seen]
-            self.known |= zip(seen, each.tolist(), strict=True)
-            each = each * torch.tensor(factors).to(each)
-        return each.sum(), {"loss": each.detach()}
-
-
-class LateNoiseNet(PlainNet):
-    """Own generator, from the 12th forward on."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers = np.random.default_rng(4)
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += self.training
-        if self.training and self.calls >= 12:
-            x = x + 0.1 * torch.from_numpy(self.numbers.standard_normal(x.shape)).to(x)
-        return super().forward(x)
-
-
-@silent("B", *LONG, **MODEL_STATE)
-class LateNoise(Animal):
-    net = LateNoiseNet
-
-
-class LockedNet(PlainNet):
-    """Variational dropout whose mask is drawn once for each batch size, and then kept."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.masks: dict[int, Tensor] = {}
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            if len(x) not in self.masks:
-                self.masks[len(x)] = (torch.rand(8) > 0.3).to(x)
-            x = x * self.masks[len(x)]
-        return super().forward(x)
-
-
-@silent(
-    "B",
-    *LONG,
-    plain=reported("again|repeat|random"),
-    grain=EQUAL + stopped("again|repeat", "loss|gradient|state|mask"),
-)
-class LockedDropout(Animal):
-    """Equal with the grain if the dry run drew the mask, or if it is drawn from the same seed."""
-
-    net = LockedNet
-
-
-RANK = state("rank")
-
-
-class RankNet(PlainNet):
-    """Noise that depends on the rank, after a few steps."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += self.training
-        if self.training and self.calls >= 9:
-            drawn = torch.Generator().manual_seed(self.rank)
-            x = x + 0.2 * torch.randn(8, generator=drawn, dtype=x.dtype)
-        return super().forward(x)
-
-
-@silent("B", *LONG, wide=True, plain=RANK["plain"], grain=RANK["grain"], single=EQUAL,
-        single_grain=EQUAL)  # fmt: skip
-class RankNoise(Animal):
-    net = RankNet
-
-
-class WorkerSamples(Samples):
-    """Augmentation that is seeded by the number of the data worker."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        worker = torch.utils.data.get_worker_info()
-        return sample | {"x": sample["x"] + 0.1 * (0 if worker is None else worker.id)}
-
-
-@silent("B", *LONG, "--machine.workers", "2", **DATA_STATE)
-class WorkerNoise(Plain):
-    def train_set(self) -> Any:
-        return WorkerSamples(56, seed=1)
-
-
-class ClassState(PlainNet):
-    """An exponential average in a class attribute, which acts from the 12th forward on."""
-
-    average: float = 0.0
-    calls: int = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.training:
-            ClassState.calls += 1
-            ClassState.average = 0.9 * ClassState.average + 0.1 * float(x.detach().abs().mean())
-            if ClassState.calls >= 12:
-                x = x / (0.5 + ClassState.average)
-        return super().forward(x)
-
-
-@silent("B", *LONG, **MODEL_STATE)
-class ClassAttribute(Animal):
-    net = ClassState
 
 
 # --- C. Parameters that change outside of an FSDP2 unit; models that differ between processes.

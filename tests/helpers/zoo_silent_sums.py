@@ -1,9 +1,8 @@
 """More silent cases: losses that are no sums behind a property that switched the check off, random
-numbers of numpy and Python, evaluations, data sets that change themselves, and small terms.
+numbers of numpy and Python, evaluations, and small terms.
 
 The kinds: D, a harmless property switches a check off; F, random numbers of the process; H, a check
-in one of two places; I, a data set that changes what it stores; J, a term below a tolerance. G and
-E, and values that one run alone can show, are in test_zoo_silent.py.
+in one of two places; J, a term below a tolerance.
 """
 
 from __future__ import annotations
@@ -344,7 +343,7 @@ class EvalAttributeNet(PlainNet):
         return super().forward(x / self.scale)
 
 
-@silent("H", *LONG, "--eval.every", "3", **state("loss|gradient|state|scale"))
+@silent("H", *LONG, "--eval.every", "3", "--eval.micro", "2", **state("loss|gradient|state|scale"))
 class EvalAttribute(Animal):
     net = EvalAttributeNet
 
@@ -449,98 +448,6 @@ class OddColumns(Whole):
     def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
         batch = super().collate(samples)
         return batch | {str(kind): batch["route"].to(kind) for kind in self.kinds}
-
-
-# --- I. A data set that changes what it stores.
-# -------------------------------------------------------------------------------------------------
-
-
-def stored(*words: str) -> dict[str, Expected]:
-    """Expect a message on the data set. One process alone is right, as a plain loop is."""
-    words = words or ("data set|train_set|__getitem__|sample|collate", "in place|stored|chang")
-    return {
-        "plain": reported(*words) + stopped(*words),
-        "grain": stopped(*words),
-        "single": EQUAL + reported(*words) + stopped(*words),
-        "single_grain": EQUAL + stopped(*words),
-    }
-
-
-class ScaledRows(Samples):
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = super().__getitem__(index)
-        sample["x"].mul_(0.95)
-        return dict(sample)
-
-
-@silent("I", *LONG, wide=True, **stored())
-class ScaledRow(Plain):
-    def train_set(self) -> Any:
-        return ScaledRows(56, seed=1)
-
-
-class RewrittenDict(Samples):
-    """A transform that assigns to the stored dict."""
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = self.samples[index]
-        sample["x"] = sample["x"] * 0.95
-        return sample
-
-
-@silent("I", *LONG, **stored())
-class RewrittenSample(Plain):
-    def train_set(self) -> Any:
-        return RewrittenDict(56, seed=1)
-
-
-class ShuffledRows(Samples):
-    """``np.random.shuffle`` of a row, which is a view of the table."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        super().__init__(count, seed)
-        self.table = torch.stack([sample["x"] for sample in self.samples]).numpy()
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.table[index]
-        np.random.shuffle(row[:3])
-        return self.samples[index] | {"x": torch.from_numpy(row)}
-
-
-@silent("I", *LONG, **stored())
-class ShuffledView(Plain):
-    def train_set(self) -> Any:
-        return ShuffledRows(56, seed=1)
-
-
-@silent("I", *LONG, **stored())
-class CentredByCollate(Plain):
-    """Collate subtracts in place, from the tensors that the data set stores."""
-
-    def collate(self, samples: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        for sample in samples:
-            sample["x"].sub_(0.1 * sample["x"].mean())
-        return super().collate(samples)
-
-
-class CachedRows(Samples):
-    """Cache each sample after its augmentation: all epochs have the noise of the first use."""
-
-    def __init__(self, count: int, seed: int) -> None:
-        super().__init__(count, seed)
-        self.cache: dict[int, dict[str, Tensor]] = {}
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if index not in self.cache:
-            sample = super().__getitem__(index)
-            self.cache[index] = sample | {"x": sample["x"] + 0.2 * torch.randn(8)}
-        return self.cache[index]
-
-
-@silent("I", *LONG, **stored("sample|data set", "again|repeat|differ|chang"))
-class CachedAugmentation(Plain):
-    def train_set(self) -> Any:
-        return CachedRows(56, seed=1)
 
 
 # --- J. A term that is below a tolerance, in float32.
