@@ -39,6 +39,8 @@ LATE = ("--duration", "16")
 LONG = ("--duration", "24")
 """long enough for several repeats of a micro-batch"""
 EVALUATED = ("--duration", "16", "--eval.every", "3")
+AGAIN = "again|repeat|same samples|same micro-batch"
+"""what a message on a repeat contains"""
 ANY: Expected = (("reported", ()),)
 """whatever one process trains"""
 
@@ -68,7 +70,7 @@ def state(*words: str) -> dict[str, Expected]:
 
     One process is not wrong by itself; with the grain it may also stop.
     """
-    again = ("again|repeat|same samples", *words)
+    again = (AGAIN, *words)
     return {
         "plain": reported(*again) + stopped(*again),
         "grain": stopped(*again),
@@ -631,8 +633,8 @@ class EntropyFrozen(Animal):
 
 @silent(
     "C",
-    plain=stopped("fourier|model") + reported("again|repeat|model", "loss|gradient|rank"),
-    grain=stopped("fourier|model|again|repeat"),
+    plain=stopped("fourier") + reported(AGAIN, "loss|gradient|rank"),
+    grain=stopped(f"fourier|{AGAIN}"),
     **ENTROPY,
 )
 class EntropyAttribute(Animal):

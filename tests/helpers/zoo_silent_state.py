@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zoo import EQUAL, Animal, Expected, Plain, PlainNet, Samples, reported, stopped
-from zoo_silent import LONG, SILENT, silent, state
+from zoo_silent import AGAIN, LONG, SILENT, silent, state
 
 __all__ = ["SILENT"]
 
@@ -22,7 +22,10 @@ __all__ = ["SILENT"]
 
 
 MODEL_STATE = state("loss|gradient|state")
-DATA_STATE = state("sample|data set|batch")
+DATA_STATE = {
+    name: tuple((kind, words and ("data set",)) for kind, words in expected)
+    for name, expected in state().items()
+}
 
 
 class QueueNet(PlainNet):
@@ -144,8 +147,8 @@ class LockedNet(PlainNet):
 @silent(
     "B",
     *LONG,
-    plain=reported("again|repeat|random"),
-    grain=EQUAL + stopped("again|repeat", "loss|gradient|state|mask"),
+    plain=reported(f"{AGAIN}|random"),
+    grain=EQUAL + stopped(AGAIN, "loss|gradient|state|mask"),
 )
 class LockedDropout(Animal):
     """Equal with the grain if the dry run drew the mask, or if it is drawn from the same seed."""
@@ -299,7 +302,7 @@ class CachedRows(Samples):
         return self.cache[index]
 
 
-@silent("I", *LONG, **stored("sample|data set", "again|repeat|differ|chang"))
+@silent("I", *LONG, **stored("data set"))
 class CachedAugmentation(Plain):
     def train_set(self) -> Any:
         return CachedRows(56, seed=1)
