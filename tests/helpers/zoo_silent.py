@@ -258,7 +258,7 @@ class DoubleBufferNet(LateNet):
 
 @silent("A", *LATE, **buffer("front_half"))
 class DoubleBuffer(Animal):
-    """A hash of all buffers that adds theirs does not change."""
+    """A sum of the hashes of all buffers does not change."""
 
     net = DoubleBufferNet
 
