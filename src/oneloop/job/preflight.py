@@ -8,7 +8,7 @@ import math
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -17,11 +17,15 @@ import torch
 from torch import nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
+from oneloop.basics.parameter_names import bare_name
 from oneloop.checkpoint.weights import bare
 from oneloop.data.sample_reader import SampleReader
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
+from oneloop.job.embeddings import check_embeddings
+from oneloop.job.halves import FLOAT32, HALF, Halves, Sums
 from oneloop.job.restore import all_restored, has_drawn, random_states
+from oneloop.job.sample_contents import IN_PLACE
 from oneloop.job.trial_passes import (
     EVALUATED,
     TRAINED,
@@ -30,19 +34,21 @@ from oneloop.job.trial_passes import (
     Samples,
     TrialSamples,
     Wrapped,
+    check_sets,
     load_samples,
     make_batch,
     one_pass,
 )
 from oneloop.launch.processes import Run
-from oneloop.machine.blocks import DROPOUT, has_batch_statistics, has_dropout
+from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.layout_checks import Checks, changed, content, other_units
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.graph import Drawing
 from oneloop.tasks.protocol_checks import Contract, theirs
-from oneloop.tasks.whole_batch import check_loss, check_rows, columns_of, parts_of
+from oneloop.tasks.whole_batch import columns_of, parts_of
 
 SAMPLED = 4  # maximum number of samples; each is loaded twice
+_SEEDS = 4  # with which FSDP2 must run the same units
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,10 @@ class Preflight:
     metrics: tuple[str, ...] = ()  # names of 0-dim outputs of the loss in training
     unused: list[str] = field(default_factory=list)  # trained parameters that the loss does not use
     moved: str = ""  # first buffer or parameter that a forward in training mode changes
-    stateful: bool = False
-    """whether the same samples and seeds gave a different loss: some object keeps its own generator
-    or counter"""
+    stateful: str = ""  # why the same samples and seeds do not give the same loss each time
     linear: bool = True  # whether the gradient of a batch is the sum of the gradients of its halves
     graph: Any = None  # the model graph for TensorBoard, on rank 0
+    notes: list[str] = field(default_factory=list)  # remarks on evaluations
 
 
 def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
@@ -92,9 +97,9 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     epochs, indices = job.order.at(np.arange(number))
     positions = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
     sets: dict[str, Any] = {TRAINED: (job.train_set, positions)}
-    for dataset in [*job.eval_sets.values()][:1]:
+    for name, dataset in job.eval_sets.items():
         places = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
-        sets[EVALUATED] = dataset, places
+        sets[f"{EVALUATED}[{name!r}]"] = dataset, places
     workers = run.workers(job.recipe.machine.workers)
     trial = TrialSamples(job, sets, None if workers else run.device)
 
@@ -105,10 +110,12 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     with SampleReader(trial, workers=workers) as reader:
         try:
             with all_restored(model, run.device, others), _task_state_restored(contract), eager:
-                samples = load_samples(reader, TRAINED, 0)
-                graph = _check_eval(contract, job, run, model, samples)
-                again = load_samples(reader, TRAINED, 1)
-                return _check_training(contract, job, run, model, samples, again, graph)
+                samples, _ = load_samples(reader, TRAINED, 0)
+                notes = check_sets(job, reader)
+                graph = _check_eval(contract, job, run, model, samples, notes)
+                again, wrong = load_samples(reader, TRAINED, 1)
+                seen = _check_training(contract, job, run, model, samples, again, wrong)
+                return replace(seen, graph=graph, notes=notes)
         except BadInput as error:
             if run.sharded and isinstance(error.__cause__, RuntimeError):
                 raise BadInput(
@@ -131,22 +138,23 @@ def reject_half_parameters(model: nn.Module) -> None:
             )
 
 
-def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples) -> Any:
+def _check_eval(
+    contract: Contract,
+    job: Job,
+    run: Run,
+    model: nn.Module,
+    samples: Samples,
+    notes: list[str],
+) -> Any:
     """Check in eval mode: one sample, the same sample twice, and evaluation samples.
 
-    Return the model graph for TensorBoard.
+    Add remarks to ``notes``. Return the model graph for TensorBoard.
     """
     first = samples[0]
     tolerance = tolerance_of(job, run, model)
 
-    # Check embeddings in eval mode, and without dropout also in training mode.
     if contract.whole:
-        dropouts = [module for module in model.modules() if isinstance(module, DROPOUT)]
-        with evaluating(model):
-            _check_parts(contract, job, run, model, samples)
-        if not has_batch_statistics(model):
-            with evaluating(nn.ModuleList(dropouts)):
-                _check_parts(contract, job, run, model, samples)
+        check_embeddings(contract, job, run, model, samples, tolerance)
 
     with evaluating(model):
         one, weight = make_batch(contract, run, [first])
@@ -155,6 +163,7 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
             contract.check_doubling("weight", weight, twice, 1e-6)
 
         # Compute the loss of the sample, and of the sample twice.
+        buffers = _contents(model)
         before = random_states(run.device)
         inner = model.module if isinstance(model, Wrapped) else model
         draw = run.main and "tensorboard" in job.recipe.track
@@ -163,17 +172,31 @@ def _check_eval(contract: Contract, job: Job, run: Run, model: nn.Module, sample
         both = float(contract.loss(model, two)[0])
         contract.draws = contract.draws or has_drawn(before, run.device)
 
-        # The second must be twice the first. A repeat that differs comes from a private generator.
-        exact = contract.additive and not contract.draws
+        # The second must be twice the first, unless evaluations change something.
+        state = ""
+        for name, found in _contents(model).items():
+            if found != buffers.get(name) and not state:
+                state = f"a forward in evaluation changes the buffer {name}"
+        exact = contract.additive and not contract.draws and not state
         if exact and not contract.is_double(once, both, tolerance):
             again = float(contract.loss(model, one)[0])
-            contract.draws = abs(again - once) > tolerance * abs(once)
-            if not contract.draws:
+            if _near(once, again, tolerance):
                 contract.check_doubling("loss", once, both, tolerance)
+            state = (
+                "the same sample has another loss in the next evaluation, because the model or the "
+                "loss keeps its own generator or counter"
+            )
+        if state and job.exact:
+            raise BadInput(
+                "batch.grain requires that evaluations are the same on every process and change "
+                f"nothing, but {state}; change it outside of the forward, or remove batch.grain"
+            )
+        if state:
+            notes.append(f"{state}, so another parallel layout trains or evaluates another model")
 
         # Check the metrics on the first evaluation set.
-        if job.eval_sets:
-            evaluated = load_samples(first.reader, EVALUATED, 0)
+        for name in [*job.eval_sets][:1]:
+            evaluated, _ = load_samples(first.reader, f"{EVALUATED}[{name!r}]", 0)
             _check_metrics(contract, job, run, model, evaluated)
     return drawn.graph if drawn is not None else None
 
@@ -194,26 +217,6 @@ def _check_metrics(
     evaluation.check_metrics(batch, outputs, run.device)
 
 
-def _check_parts(
-    contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples
-) -> None:
-    """Check ``embed`` and ``batch_loss``: each sample alone, and all of them in both orders."""
-    before = random_states(run.device)
-
-    # Embed the first sample twice, then each of the others.
-    again, *alone = [
-        parts_of(contract, model, make_batch(contract, run, [one])[0], 1)
-        for one in samples[:1] + samples
-    ]
-    batch, _ = make_batch(contract, run, samples)
-    reverse, _ = make_batch(contract, run, samples[::-1])
-    together = parts_of(contract, model, batch, len(samples))
-    back = parts_of(contract, model, reverse, len(samples))
-    if not contract.draws and not has_drawn(before, run.device):
-        check_rows(contract, (together, back), alone, again, tolerance_of(job, run, model))
-    check_loss(contract, together, columns_of(job.task, batch))
-
-
 def _check_training(
     contract: Contract,
     job: Job,
@@ -221,11 +224,13 @@ def _check_training(
     model: nn.Module,
     samples: Samples,
     reloaded: Samples,
-    graph: Any,
+    wrong: str,
 ) -> Preflight:
-    """Check in training mode: a batch, its halves and the batch again, with the same seeds."""
+    """Check in training mode: a batch twice with the same seeds, and its halves.
+
+    ``wrong``: what is wrong with the data set, from the second load.
+    """
     tolerance = tolerance_of(job, run, model)
-    half = len(samples) // 2
     moved: list[str] = []
     checks = Checks(
         model,
@@ -235,17 +240,16 @@ def _check_training(
     )
     run_pass = partial(one_pass, contract, job, run, model, checks)
 
-    # Run the batch, its halves (if they must add up to the batch), and the batch again.
-    random = has_batch_statistics(model) or has_dropout(model)
+    # Run the batch twice.
     try:
-        passes = [run_pass(samples)]
-        if contract.additive and half and not random:
-            passes += [run_pass(samples[:half]), run_pass(samples[half:])]
-        passes.append(run_pass(reloaded))
-        unit_error = other_units([one.units for one in passes])
+        passes = [run_pass(samples), run_pass(reloaded)]
+        unit_error = other_units([one.units for one in passes], by="a state of the model")
 
-        # Which FSDP2 units run may depend on the sample.
+        # Which FSDP2 units run may depend on random numbers (LayerDrop), or on the sample.
         several = len(set(passes[0].units)) > 1 and not has_batch_statistics(model)
+        if several and passes[0].draws and not unit_error:
+            drawn = [run_pass(samples, backward=False, seed=seed).units for seed in range(_SEEDS)]
+            unit_error = other_units(drawn, by="random numbers")
         if several and not unit_error:
             unit_error = other_units(
                 [run_pass([sample], backward=False).units for sample in samples]
@@ -254,18 +258,26 @@ def _check_training(
         raise BadInput(str(error)) from None
     finally:
         checks.units.closing.close()
-    first, *halves, last = passes
+    first, last = passes
 
     # The batch again must have the same loss.
-    stateful = not _near(first.loss, last.loss, 1e-3 * tolerance)
-    _reject(job, run, last, moved, unit_error, (first.loss, last.loss) if stateful else None)
+    stateful = ""
+    if wrong == IN_PLACE:
+        stateful = f"the training set {wrong}"
+    elif not _near(first.loss, last.loss, 1e-3 * tolerance):
+        stateful = (
+            f"the same samples and seeds give a different loss ({first.loss:.9g} and "
+            f"{last.loss:.9g}): {_cause(run, first, last, wrong)}"
+        )
+    _reject(job, run, last, moved, unit_error, stateful)
 
     # The halves must add up to the batch.
-    draws = contract.draws or any(one.draws for one in passes)
+    draws = contract.draws or first.draws or last.draws
     linear = True
-    if halves and not draws and not stateful:
-        contract.check_sum(first.loss, [one.loss for one in halves], tolerance)
-        linear = _is_linear(halves, last, 10 * tolerance)
+    if contract.additive and len(samples) > 1 and not contract.draws:
+        limits = HALF if tolerance > 1e-3 else FLOAT32
+        whole = Sums(first.loss, first.gradients, first.draws)
+        linear = Halves(contract, job, run, model, samples).check(whole, limits)
 
     return Preflight(
         flops=last.flops / len(samples),
@@ -277,19 +289,21 @@ def _check_training(
         moved=moved[0] if moved else "",
         stateful=stateful,
         linear=linear,
-        graph=graph,
     )
 
 
-def _is_linear(halves: list[Pass], whole: Pass, tolerance: float) -> bool:
-    """Return whether each gradient is the sum of the gradients of the halves."""
-    # Gradients that are 0 but for rounding (biases of keys) are compared with all the others.
-    noise = 1e-4 * sum(size for _, size in whole.gradients.values())
-    for name, (total, size) in whole.gradients.items():
-        summed = sum(one.gradients.get(name, (0.0, 0.0))[0] for one in halves)
-        if not _near(total, summed, tolerance, size + noise):
-            return False
-    return True
+def _cause(run: Run, first: Pass, last: Pass, wrong: str) -> str:
+    """Return why two passes over the same samples have different losses."""
+    if wrong:
+        return f"the training set {wrong}"
+    if run.device.type != "cpu" and _near(first.loss, last.loss, 1e-5):
+        return "a kernel of the device is not deterministic (see machine.deterministic)"
+    return "the model, the loss or collate keeps its own generator or counter"
+
+
+def _contents(model: nn.Module) -> dict[str, int]:
+    """Return hashes of the buffers by name. Host sync."""
+    return {bare_name(name): content(buffer) for name, buffer in model.named_buffers()}
 
 
 def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bool:
@@ -302,13 +316,11 @@ def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bo
     return abs(a - b) <= tolerance * (abs(a) if size is None else size)
 
 
-def _reject(
-    job: Job, run: Run, last: Pass, moved: list[str], units: str, losses: tuple[float, float] | None
-) -> None:
+def _reject(job: Job, run: Run, last: Pass, moved: list[str], units: str, stateful: str) -> None:
     """Raise BadInput for a model whose training would depend on the parallel layout.
 
     ``last``: a pass over a batch. ``moved``: buffers that a forward changed. ``units``: an FSDP2
-    error. ``losses``: two different losses of the same samples and seeds.
+    error. ``stateful``: why the same samples and seeds do not give the same loss.
     """
     if units:
         raise BadInput(units)
@@ -316,11 +328,10 @@ def _reject(
         raise BadInput(
             f"batch.grain requires the same buffers on every process, but {changed(moved[0])}"
         )
-    if job.exact and losses:
+    if job.exact and stateful:
         raise BadInput(
-            "batch.grain requires that the same samples with the same seeds give the same loss; "
-            f"got {losses[0]:.9g} and {losses[1]:.9g}: the data set, the model or the loss keeps "
-            "its own generator or counter. Use torch's global generator, or remove batch.grain"
+            "batch.grain requires that the same samples with the same seeds give the same loss, "
+            f"but {stateful}. Use torch's global generator and return copies, or remove batch.grain"
         )
     if last.sparse:
         raise BadInput(
@@ -335,7 +346,8 @@ def _reject(
             names += f" and {len(last.unused) - 3} more"
         raise BadInput(
             f"the loss does not use {names}, so DDP would wait for their gradients; freeze them "
-            "(requires_grad_(False) in model()), or set --machine.find_unused_parameters true"
+            "(requires_grad_(False) in model()), or, if other samples or random numbers use them, "
+            "set --machine.find_unused_parameters true"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import other_states, reseed
 from oneloop.basics.tensors import as_real, local
@@ -18,13 +19,14 @@ from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import transferred
 from oneloop.job.build import Job
 from oneloop.job.restore import has_drawn, random_states, restored
+from oneloop.job.sample_contents import copied, fault
 from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import Checks
 from oneloop.measure.flops import Operations
 from oneloop.tasks.protocol_checks import Contract, theirs
 
 TRAINED = "train_set()"  # the task's methods that return data sets
-EVALUATED = "eval_sets()"
+EVALUATED = "eval_sets()"  # followed by the set's name
 
 
 class Sample(NamedTuple):
@@ -57,11 +59,13 @@ class TrialSamples:
         self._device = device
         self._contracts = {member: Contract(job.task) for member in sets}
         self._loaded: dict[tuple[str, int], list[tuple[int, Any]]] = {}
+        self._copies: dict[str, list[Any]] = {}  # of the first load
 
     def __call__(self, member: str, load: int, numbers: Sequence[int] = ()) -> Any:
         """Return a batch of samples, its weight, and whether collate drew random numbers.
 
-        Without numbers, load the samples and return how many there are.
+        Without numbers, load the samples; return how many there are, and what is wrong with a
+        repeated load.
         """
         job = self._job
         dataset, places = self._sets[member]
@@ -71,7 +75,7 @@ class TrialSamples:
                 job.task, member, lambda: [keyed[place] for place in places]
             )
         if not numbers:
-            return len(places)
+            return len(places), self._fault(member, load)
         samples = [self._loaded[member, load][number] for number in numbers]
 
         # A data worker has generators of its own. The pass seeds those of this process.
@@ -86,10 +90,47 @@ class TrialSamples:
         weight = contract.weight(batch, samples=len(samples), trained=member == TRAINED)
         return batch, weight, draws
 
+    def _fault(self, member: str, load: int) -> str:
+        """Copy the samples of the first load, or compare them with those of another load."""
+        samples = self._loaded[member, load]
+        if not load:
+            self._copies[member] = copied(samples)
+            return ""
+        return fault(self._copies[member], self._loaded[member, 0], samples)
 
-def load_samples(reader: SampleReader, member: str, load: int) -> Samples:
-    """Load the samples of a data set; an error names the task's method that returned the set."""
-    return [Sample(reader, member, load, number) for number in range(reader(member, load))]
+
+def load_samples(reader: SampleReader, member: str, load: int) -> tuple[Samples, str]:
+    """Load the samples of a data set; an error names the task's method that returned the set.
+
+    Also return what is wrong with the data set, if this is not the first load.
+    """
+    number, wrong = reader(member, load)
+    return [Sample(reader, member, load, at) for at in range(number)], wrong
+
+
+def check_sets(job: Job, reader: SampleReader) -> list[str]:
+    """Return remarks on evaluation sets that do not return the same sample each time.
+
+    Args:
+        job: what the recipe describes.
+        reader: calls :class:`TrialSamples`.
+
+    Raises:
+        BadInput: there are such remarks, and the run has ``batch.grain``.
+    """
+    notes = []
+    for name in job.eval_sets:
+        member = f"{EVALUATED}[{name!r}]"
+        load_samples(reader, member, 0)
+        _, wrong = load_samples(reader, member, 1)
+        if wrong:
+            notes.append(f"the data set {name} {wrong}, so another evaluation has other results")
+    if notes and job.exact:
+        raise BadInput(
+            f"batch.grain requires that a sample is the same each time, but {notes[0]}; return "
+            "copies, and use torch's global generator"
+        )
+    return notes
 
 
 class Wrapped(nn.Module):
@@ -145,7 +186,7 @@ class Pass(NamedTuple):
     unused: list[str]
     sparse: list[str]  # parameters whose gradient is sparse
     gradients: dict[str, tuple[float, float]]
-    """sum and sum of absolute values of each parameter's gradient, over this rank's shard"""
+    """see :func:`projections`"""
 
 
 @dataclass
@@ -173,6 +214,7 @@ def one_pass(
     samples: Samples,
     *,
     backward: bool = True,
+    seed: int = 0,
 ) -> Pass:
     """Run forward and backward over samples, with the same seeds each time.
 
@@ -184,12 +226,13 @@ def one_pass(
         checks: around the micro-batch.
         samples: of one load.
         backward: whether to compute gradients.
+        seed: another one gives other random numbers.
 
     Returns:
         What was computed, and which parts of the model ran.
     """
     with restored(model, run.device), Operations(modules=run.sharded) as operations:
-        reseed(run.device, job.recipe.seed, 0, others=True)
+        reseed(run.device, job.recipe.seed, seed, others=True)
         batch, _ = make_batch(contract, run, samples)
 
         # Forward and backward.
@@ -198,22 +241,14 @@ def one_pass(
         loss, outputs = contract.loss(model, batch)
         draws = has_drawn(before, run.device)
         operations.backward = True
-        raw = theirs(job.task, "loss", lambda: _gradients(loss, model)) if backward else {}
+        raw = theirs(job.task, "loss", lambda: gradients_of(loss, model)) if backward else {}
         checks.end()
         others = other_states() != before[1]
 
-        # Sum the gradients before they are dropped.
-        unused: list[str] = []
-        sparse: list[str] = []
-        sums: dict[str, tuple[float, float]] = {}
-        for name, gradient in raw.items():
-            if gradient is None:
-                unused.append(name)
-                continue
-            mine = local(gradient)
-            if mine.is_sparse:
-                sparse.append(name)
-            sums[name] = _sums(mine)
+        # Measure the gradients before they are dropped.
+        unused = [name for name, gradient in raw.items() if gradient is None]
+        sparse = [name for name, one in raw.items() if one is not None and local(one).is_sparse]
+        gradients = projections(raw)
     units = checks.units.calls
     checks.units.calls = []
     return Pass(
@@ -225,11 +260,11 @@ def one_pass(
         units=units,
         unused=unused,
         sparse=sparse,
-        gradients=sums,
+        gradients=gradients,
     )
 
 
-def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor | None]:
+def gradients_of(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor | None]:
     """Return the gradients of trained parameters.
 
     Bypass DDP's hooks, which would count this backward as a step's.
@@ -252,9 +287,29 @@ def _gradients(loss: torch.Tensor, model: nn.Module) -> dict[str, torch.Tensor |
     return {name: parameter.grad for name, parameter in named()}
 
 
-def _sums(gradient: torch.Tensor) -> tuple[float, float]:
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    values = as_real(gradient.detach())
-    wide = torch.float32 if values.device.type == "mps" else torch.float64
-    return float(values.sum(dtype=wide)), float(torch.linalg.vector_norm(values, 1, dtype=wide))
+def projections(
+    gradients: Mapping[str, torch.Tensor | None],
+) -> dict[str, tuple[float, float]]:
+    """Return for each gradient its product with fixed vectors, and its norm.
+
+    They are those of this rank's shard. Two gradients that differ have different products, also if
+    their sums are equal.
+    """
+    found = {}
+    for name, gradient in gradients.items():
+        if gradient is None:
+            continue
+        mine = local(gradient.detach())
+        values = as_real(mine.coalesce().values() if mine.is_sparse else mine)
+        matrix = values.reshape(len(values) if values.ndim else 1, -1)
+        if matrix.dtype in (torch.float16, torch.bfloat16):
+            matrix = matrix.float()
+        # fixed, and without structure that a gradient may have
+        wide = torch.float32 if matrix.device.type == "mps" else torch.float64
+        rows, columns = (
+            torch.arange(size, dtype=wide, device=matrix.device).cos() for size in matrix.shape
+        )
+        product = (matrix @ columns.to(matrix.dtype)) * rows
+        norm = torch.linalg.vector_norm(matrix)
+        found[name] = float(product.sum()), float(norm)
+    return found

@@ -66,14 +66,14 @@ def _repeated(model: nn.Module) -> set[str]:
     return classes - {"Sequential", "ModuleList"}
 
 
-_BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
-DROPOUT = (nn.modules.dropout._DropoutNd,)
+BATCH_STATISTICS = (nn.modules.batchnorm._BatchNorm,)
+_DROPOUT = (nn.modules.dropout._DropoutNd,)
 
 
 def has_batch_statistics(model: nn.Module) -> bool:
     """Return whether the model has BatchNorm layers that are not in eval mode."""
     return any(
-        isinstance(module, _BATCH_STATISTICS) and module.training for module in model.modules()
+        isinstance(module, BATCH_STATISTICS) and module.training for module in model.modules()
     )
 
 
@@ -83,4 +83,4 @@ def has_dropout(model: nn.Module) -> bool:
     for name in ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob"):
         if getattr(config, name, 0.0):
             return True
-    return any(isinstance(module, DROPOUT) and module.p > 0 for module in model.modules())
+    return any(isinstance(module, _DROPOUT) and module.p > 0 for module in model.modules())

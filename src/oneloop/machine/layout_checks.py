@@ -298,7 +298,7 @@ def agree(sums: Sequence[float], ranks: int) -> bool:
 
 def disagreement(ran: Sequence[tuple[list[str], list[str]]]) -> Inexact:
     """Return the error for ranks whose :attr:`Units.last` differ."""
-    units = other_units([calls for calls, _ in ran])
+    units = other_units([calls for calls, _ in ran], by="the samples or on random numbers")
     if units:
         return Inexact(units)
     rank, names = next((rank, unused) for rank, (_, unused) in enumerate(ran) if unused)
@@ -309,13 +309,14 @@ def disagreement(ran: Sequence[tuple[list[str], list[str]]]) -> Inexact:
     )
 
 
-def other_units(calls: Sequence[Sequence[str]]) -> str:
+def other_units(calls: Sequence[Sequence[str]], *, by: str = "the samples") -> str:
     """Return the message for ranks, or samples, that run different units.
 
     Return an empty text if all run the same.
 
     Args:
         calls: of each rank or sample, the names of the units in the order in which they ran.
+        by: on what they depend.
     """
     # Find the first call that differs.
     for number in range(max(map(len, calls))):
@@ -328,7 +329,7 @@ def other_units(calls: Sequence[Sequence[str]]) -> str:
         if len(ran) > 1:
             return (
                 "FSDP2 needs all processes to run the same units, and which units run depends on "
-                f"the samples: call {number + 1} of a step was {' or '.join(sorted(ran))}; run "
+                f"{by}: call {number + 1} of a step was {' or '.join(sorted(ran))}; run "
                 "every unit for every batch, set machine.blocks to them, or use ddp.yaml with "
                 f"{SEARCH}"
             )

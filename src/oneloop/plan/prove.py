@@ -57,6 +57,17 @@ _GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}
 _CONTROL = {"float64": 1e-5, "float32": 1e-2}
 
 
+# Words of the lines that name a cause, the most certain first; and lines that name none.
+_CAUSES = (
+    "trains a different model",
+    "parallel layout",
+    "parameters without a gradient in the preflight check",
+    "random numbers",
+    "generator",
+)
+_PROMISES = ("any parallel layout", "batch.grain ")
+
+
 class _Failed(RuntimeError):
     """A run ended with an error."""
 
@@ -150,7 +161,8 @@ class _Proof:
             layout = self._run("layout", self.layout, {})
             reference = self._run("reference", self.single, self.plain)
             verdict = _verdict(parting(reference, layout)[0], "bit-identical")
-            return {"dtype": machine.dtype, **verdict, "reason": None}
+            reason = self._reason(layout, control=False) if verdict["step"] else None
+            return {"dtype": machine.dtype, **verdict, "reason": reason}
 
         keys: dict[str, Any] = {"machine.matmul": "highest"}
         if machine.base_dtype not in (None, "float32"):
@@ -223,15 +235,13 @@ class _Proof:
     def _reason(self, layout: Path, *, control: bool) -> str | None:
         """Return a known cause of a difference, or None.
 
-        It is a start-up line of the run (BatchNorm, random numbers, unused parameters), or that the
-        ``control`` differs, too."""
+        It is a line of the run (BatchNorm, random numbers, a changed buffer, unused parameters), or
+        that the ``control`` differs, too."""
         lines = layout.with_suffix(".txt").read_text(errors="replace").splitlines()
-        for line in lines:
-            if "parallel layout" in line and not line.startswith("any parallel layout"):
-                return line
-        for line in lines:
-            if line.startswith("parameters without a gradient in the preflight check"):
-                return line
+        for word in _CAUSES:
+            for line in lines:
+                if word in line and not line.startswith(_PROMISES):
+                    return line.strip()
         if control:
             return "on one process, another micro-batch (the control) changes the weights, too"
         return None

@@ -43,6 +43,7 @@ def start_lines(
     # What is trained, and how exactly.
     yield from _sizes(job, run)
     yield _promise(job, run, model, seen)
+    yield from seen.notes
 
     # Remarks of the data and of the task.
     about = getattr(job.train_set, "about", lambda: None)()
@@ -177,9 +178,8 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
         )
     if seen.stateful and not seen.moved:
         return (
-            "the same samples and seeds give a different loss: the data set, the model or the loss "
-            "keeps its own generator or counter, so another parallel layout or a resume trains a "
-            "different model; use torch's global generator"
+            f"{seen.stateful}, so another parallel layout or a resume trains a different model; "
+            "use torch's global generator, and return copies from a data set"
         )
 
     # What differs on another layout?
@@ -191,8 +191,8 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
         return f"a forward in training changes the {seen.moved}: {DEPENDS}"
     if not seen.linear:
         return (
-            "the gradient of a batch is not the sum of its samples' (a hook or a custom "
-            f"backward): {DEPENDS}"
+            "the gradient of a batch is not the sum of its samples' (a hook, a custom backward or "
+            f"scale_grad_by_freq): {DEPENDS}"
         )
     if has_dropout(model):
         return (

@@ -336,24 +336,22 @@ class Contract:
             fix,
         )
 
-    def check_sum(self, whole: float, parts: Sequence[float], tolerance: float) -> None:
-        """Check that the loss of a batch is the sum of the losses of its parts.
+    def wrong_sum(self, whole: float, parts: Sequence[float], mode: str) -> BadInput:
+        """Return the error for a batch whose loss is not the sum of the losses of its parts.
 
         Args:
-            whole: loss of the batch; one that is not finite is not checked.
+            whole: loss of the batch.
             parts: losses of its parts.
-            tolerance: tolerance for rounding, relative to the sum of the absolute losses.
+            mode: of the model, in words.
         """
-        # Compare with a sum that is rounded once.
+        # Print enough digits to show the difference.
         total = math.fsum(parts)
-        if not math.isfinite(whole) or not math.isfinite(total):
-            return
-        if abs(whole - total) <= tolerance * math.fsum(map(abs, parts)):
-            return
-        losses = " + ".join(f"{p:.6g}" for p in parts)
-        raise self.wrong(
+        apart = abs(whole - total) / max(abs(whole), abs(total))
+        digits = min(15, max(6, 2 - math.floor(math.log10(apart))))
+        losses = " + ".join(f"{part:.{digits}g}" for part in parts)
+        return self.wrong(
             "loss",
-            f"returned {whole:.6g} in training for samples whose losses are {losses}",
+            f"returned {whole:.{digits}g} {mode} for samples whose losses are {losses}",
             "another parallel layout would train a different model: let each sample's loss "
             "depend only on that sample."
             " If that is impossible (auxiliary losses, batch statistics, mixup), set additive "
