@@ -1,6 +1,7 @@
 """Check before a run that an embedding depends on its sample only, not on others of the batch."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -11,7 +12,7 @@ from oneloop.basics.seeds import reseed
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.float64 import batch_in_float64, in_float64
-from oneloop.job.halves import AGREE, FLOAT64, without_draws
+from oneloop.job.halves import AGREE, FLOAT64, Watch, without_draws
 from oneloop.job.restore import has_drawn, random_states
 from oneloop.job.trial_passes import Samples, make_batch
 from oneloop.launch.processes import Run
@@ -59,28 +60,37 @@ def _check(
     contract: Contract, run: Run, model: nn.Module, embed: "partial[_Rows]", tolerance: float
 ) -> None:
     rows = embed()
+    if not rows.draws and not contract.draws:
+        precise = _in_float64(run, model, embed, rows, max(AGREE, tolerance))
+        if precise is not None:
+            tolerance = FLOAT64.least
+        found = precise or rows
+        check_rows(contract, (found.together, found.reverse), found.alone, found.again, tolerance)
     check_loss(contract, rows.together, rows.columns)
-    if rows.draws or contract.draws:
-        return
 
-    # In float64, rounding hides no difference.
+
+def _in_float64(
+    run: Run, model: nn.Module, embed: "partial[_Rows]", plain: _Rows, limit: float
+) -> _Rows | None:
+    """Return the embeddings in float64, or None if the model cannot run so.
+
+    ``limit``: of the relative distance from those with the weights as they are.
+    """
     wide: _Rows | None = None
+    trusted = False
     try:
         with in_float64(model):
             wide = embed(wide=True)
-        limit = max(AGREE, tolerance)
-        trusted = all(
-            float(apart(part.cpu(), wide.together[name].cpu())) <= limit
-            for name, part in rows.together.items()
-        )
+        distances = [
+            float(apart(part.cpu(), wide.together[name].cpu()))
+            for name, part in plain.together.items()
+        ]
+        trusted = max(distances) <= limit
     except Exception:  # an operation without float64, a constant in float32, no memory
         trusted = False
     if run.sharded:
         trusted = not run.any(not trusted)
-    if trusted and wide is not None:
-        rows = wide
-        tolerance = FLOAT64.least
-    check_rows(contract, (rows.together, rows.reverse), rows.alone, rows.again, tolerance)
+    return wide if trusted else None
 
 
 def _embedded(
@@ -91,19 +101,21 @@ def _embedded(
     samples: Samples,
     *,
     wide: bool = False,
+    watch: Watch | None = None,
 ) -> _Rows:
     """Embed the samples in both orders, each alone, and the first one twice.
 
-    ``wide``: with batches in float64.
+    ``wide``: with batches in float64. ``watch``: find the modules that draw.
     """
     reseed(run.device, job.recipe.seed, 0, others=True)
-    before = random_states(run.device)
     batches = []
     for some in (samples, samples[::-1], samples[:1], *([one] for one in samples)):
         batch, _ = make_batch(contract, run, some)
         batches.append((batch_in_float64(batch) if wide else batch, len(some)))
-    together, reverse, again, *alone = (
-        parts_of(contract, model, batch, number) for batch, number in batches
-    )
+    before = random_states(run.device)
+    with watch or nullcontext():
+        together, reverse, again, *alone = (
+            parts_of(contract, model, batch, number) for batch, number in batches
+        )
     draws = has_drawn(before, run.device)
     return _Rows(together, reverse, alone, again, columns_of(job.task, batches[0][0]), draws)

@@ -15,6 +15,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from oneloop.basics.tensors import reshard
+
 MOST = 1_000_000_000  # bytes of the copies
 _WIDER = {
     torch.float16: torch.float64,
@@ -50,6 +52,7 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     Raises:
         NotInFloat64: the copies are too large, or cannot replace the tensors.
     """
+    reshard(model)
     _reject(model)
     default = torch.get_default_dtype()
     with ExitStack() as stack:
@@ -110,12 +113,13 @@ def _copy(tensor: Tensor, copies: dict[int, Tensor]) -> Tensor:
 @contextmanager
 def _without_gathering(module: Any) -> Iterator[None]:
     """Remove FSDP2's hooks from the forward of a unit."""
-    state = module._get_fsdp_state()
     before = module._forward_pre_hooks, module._forward_hooks
     kept = []
     for own in before:
-        theirs = [(key, hook) for key, hook in own.items() if _owner(hook) is not state]
-        kept.append(OrderedDict(theirs))
+        others = [(key, hook) for key, hook in own.items() if not _is_of_fsdp(hook)]
+        if len(others) == len(own):
+            raise NotInFloat64("FSDP2's hooks are not known")
+        kept.append(OrderedDict(others))
     module._forward_pre_hooks, module._forward_hooks = kept
     try:
         yield
@@ -123,8 +127,8 @@ def _without_gathering(module: Any) -> Iterator[None]:
         module._forward_pre_hooks, module._forward_hooks = before
 
 
-def _owner(hook: Any) -> Any:
-    return getattr(hook, "__self__", None)
+def _is_of_fsdp(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp")
 
 
 class _Wide(TorchDispatchMode):

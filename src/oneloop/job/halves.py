@@ -6,7 +6,7 @@ runs with float64 copies of its weights, so that rounding hides no difference ab
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -43,7 +43,7 @@ FLOAT32 = Limits(4e-6, 1e-3)  # 32 units of float32's last place
 HALF = Limits(3e-2, 0.3)
 
 
-class _Watch:
+class Watch:
     """Find the modules that draw random numbers: the innermost one that runs when they are drawn.
 
     Args:
@@ -57,7 +57,7 @@ class _Watch:
         self._running: list[nn.Module] = []
         self._states: list[Any] = []
 
-    def __enter__(self) -> "_Watch":
+    def __enter__(self) -> "Watch":
         self._states = random_states(self._device)
         self._handles = [
             hooks.register_module_forward_pre_hook(self._enter),
@@ -92,7 +92,7 @@ class _Watch:
 
 @contextmanager
 def without_draws(
-    model: nn.Module, device: torch.device, forward: Callable[[], object], *, draws: bool
+    model: nn.Module, device: torch.device, forward: Callable[..., object], *, draws: bool
 ) -> Iterator[str]:
     """Put BatchNorm and the modules that draw random numbers into eval mode in this context.
 
@@ -101,7 +101,7 @@ def without_draws(
     Args:
         model: bare, or sharded by FSDP2.
         device: of the model.
-        forward: runs the model, with the same seeds each time.
+        forward: runs the model in the context ``watch``, which it gets, after it has set seeds.
         draws: whether it has drawn random numbers.
 
     Yields:
@@ -115,8 +115,8 @@ def without_draws(
         for _ in range(_TRIES):
             if not draws:
                 break
-            with _Watch(device) as watch:
-                forward()
+            watch = Watch(device)
+            forward(watch=watch)
             draws = bool(watch.modules) or watch.elsewhere
             for module in watch.modules:
                 module.training = False
@@ -200,23 +200,27 @@ class Halves:
         self._samples = samples
         self._wide = False  # whether the model has float64 copies of its weights
 
-    def check(self, whole: Sums, limits: Limits) -> bool:
+    def check(self, whole: Sums, limits: Limits, *, of: int) -> bool:
         """Return whether the gradient of the batch is the sum of those of its halves.
 
         Collective under FSDP2: call on every rank.
 
         Args:
-            whole: of the samples in training mode.
+            whole: of the first samples in training mode.
             limits: of the distance, unless the model can run in float64.
+            of: number of these samples.
 
         Raises:
             BadInput: the loss of the batch is not the sum of the losses of its halves.
         """
-        forward = partial(self._sums, self._samples, backward=False)
+        forward = partial(self._sums, self._samples)
         quiet = without_draws(self._model, self._run.device, forward, draws=whole.draws)
         with quiet as mode:
-            if mode:
-                whole = self._sums(self._samples)
+            if mode or of < len(self._samples):
+                try:
+                    whole = self._sums(self._samples)
+                except torch.OutOfMemoryError:  # of more samples than a micro-batch has
+                    return True
             if whole.draws:
                 return True  # the samples of a half would get other random numbers
             with self._in_float64(whole, max(AGREE, limits.least)) as wide:
@@ -281,18 +285,22 @@ class Halves:
         """Return whether the flag is set; under FSDP2, on any rank, since each has its shard."""
         return self._run.any(flag) if self._run.sharded else flag
 
-    def _sums(self, samples: Samples, *, backward: bool = True) -> Sums:
-        """Run forward and backward over samples, with the same seeds each time."""
+    def _sums(self, samples: Samples, *, watch: Watch | None = None) -> Sums:
+        """Run forward and backward over samples, with the same seeds each time.
+
+        ``watch``: only find the modules that draw in the forward.
+        """
         run = self._run
-        with restored(self._model, run.device), torch.set_grad_enabled(backward):
+        with restored(self._model, run.device), torch.set_grad_enabled(watch is None):
             reseed(run.device, self._job.recipe.seed, 0, others=True)
             batch, _ = make_batch(self._contract, run, samples)
             if self._wide:
                 batch = batch_in_float64(batch)
             before = random_states(run.device)
-            loss, _ = self._contract.loss(self._model, batch)
+            with watch or nullcontext():
+                loss, _ = self._contract.loss(self._model, batch)
             draws = has_drawn(before, run.device)
             found: dict[str, Any] = {}
-            if backward:
+            if watch is None:
                 found = theirs(self._job.task, "loss", lambda: gradients_of(loss, self._model))
             return Sums(float(loss.detach()), projections(found), draws)

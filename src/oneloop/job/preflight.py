@@ -91,9 +91,8 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     if run.ranks > 1 and not run.sharded:
         model = Wrapped(model)
 
-    # Load the first samples. A loss over the whole batch needs two.
-    least = 2 if contract.whole else 1
-    number = min(SAMPLED, max(job.layout.each, least), len(job.train_set))
+    # Load the first samples. Sums and rows are compared of at least two.
+    number = min(SAMPLED, max(job.layout.each, 2), len(job.train_set))
     epochs, indices = job.order.at(np.arange(number))
     positions = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
     sets: dict[str, Any] = {TRAINED: (job.train_set, positions)}
@@ -240,16 +239,20 @@ def _check_training(
     )
     run_pass = partial(one_pass, contract, job, run, model, checks)
 
-    # Run the batch twice.
+    # Run the batch twice. A loss over the whole batch needs two samples.
+    number = max(job.layout.each, 2 if contract.whole else 1)
+    micro_batch = samples[:number]
     try:
-        passes = [run_pass(samples), run_pass(reloaded)]
+        passes = [run_pass(micro_batch), run_pass(reloaded[:number])]
         unit_error = other_units([one.units for one in passes], by="a state of the model")
 
         # Which FSDP2 units run may depend on random numbers (LayerDrop), or on the sample.
         several = len(set(passes[0].units)) > 1 and not has_batch_statistics(model)
         if several and passes[0].draws and not unit_error:
-            drawn = [run_pass(samples, backward=False, seed=seed).units for seed in range(_SEEDS)]
-            unit_error = other_units(drawn, by="random numbers")
+            drawn = [
+                run_pass(micro_batch, backward=False, seed=seed).units for seed in range(_SEEDS)
+            ]
+            unit_error = other_units(drawn, by="random numbers (LayerDrop)")
         if several and not unit_error:
             unit_error = other_units(
                 [run_pass([sample], backward=False).units for sample in samples]
@@ -276,11 +279,12 @@ def _check_training(
     linear = True
     if contract.additive and len(samples) > 1 and not contract.draws:
         limits = HALF if tolerance > 1e-3 else FLOAT32
-        whole = Sums(first.loss, first.gradients, first.draws)
-        linear = Halves(contract, job, run, model, samples).check(whole, limits)
+        known = Sums(first.loss, first.gradients, first.draws)
+        halves = Halves(contract, job, run, model, samples)
+        linear = halves.check(known, limits, of=len(micro_batch))
 
     return Preflight(
-        flops=last.flops / len(samples),
+        flops=last.flops / len(micro_batch),
         additive=contract.additive or contract.whole,
         draws=draws,
         others=Others(drawn=any(one.others for one in passes)),

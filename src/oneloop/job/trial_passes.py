@@ -301,7 +301,7 @@ def projections(
             continue
         mine = local(gradient.detach())
         values = as_real(mine.coalesce().values() if mine.is_sparse else mine)
-        matrix = values.reshape(len(values) if values.ndim else 1, -1)
+        matrix = values.flatten(1) if values.ndim > 1 else values.reshape(-1, 1)
         if matrix.dtype in (torch.float16, torch.bfloat16):
             matrix = matrix.float()
         # fixed, and without structure that a gradient may have
