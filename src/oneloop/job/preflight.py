@@ -41,7 +41,8 @@ from oneloop.job.trial_passes import (
 )
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics
-from oneloop.machine.layout_checks import Checks, changed, content, other_units
+from oneloop.machine.fsdp2_units import changed, content, other_units
+from oneloop.machine.layout_checks import Checks
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.graph import Drawing
 from oneloop.tasks.protocol_checks import Contract, theirs

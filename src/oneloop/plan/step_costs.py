@@ -32,7 +32,7 @@ from oneloop.job.build import Job
 from oneloop.job.find_micro_batch import by_size
 from oneloop.job.preflight import Preflight, metric_names
 from oneloop.launch.processes import Run
-from oneloop.machine.layout_checks import unit_groups
+from oneloop.machine.fsdp2_units import unit_groups
 from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.plan.fake_mode import RealValues, empty, skip

@@ -16,7 +16,7 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.data.step_batches import Group, groups
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
-from oneloop.machine.layout_checks import agree, disagreement
+from oneloop.machine.fsdp2_units import agree, disagreement
 from oneloop.run.counters import Counters
 from oneloop.run.gradients import Gradients
 
