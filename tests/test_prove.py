@@ -210,7 +210,8 @@ def test_one_process_recomputes_nothing(monkeypatch, folder):
 @pytest.mark.slow
 def test_a_fault_of_recompute_is_found(proved, monkeypatch):
     """Only the layout recomputes, with other random numbers."""
-    words = ["test_recompute.Task", "--task.kinds", "ByNumpy+ByNumpy", "--batch.grain", "2"]
+    words = ["digits", "--task", "test_recompute.Task", "--task.kinds", "ByNumpy+ByNumpy"]
+    words += ["--batch.grain", "2"]
     words += ["--machine.recompute", "full", "--machine.blocks", "[ByNumpy]", *SMALL]
     assert proved(*words, "--config_file", "ddp")["verdict"] == "bit-identical"
 

@@ -197,6 +197,19 @@ class Others:
     """
 
     drawn: bool = False
+    drew: bool = False  # whether a step of this rank was the first that drew: not yet reported
+    before: tuple[Any, ...] | None = None  # their states before a forward that is watched
+
+    def watch(self) -> None:
+        """Watch the forward and backward that follow, unless it is known that they draw."""
+        if not self.drawn:
+            self.before = other_states()
+
+    def look(self) -> None:
+        """Find out whether a watched forward or backward drew."""
+        if self.before is not None:
+            self.drew = self.drawn = self.before != other_states()
+            self.before = None
 
     def state_dict(self) -> dict[str, bool]:
         return {"drawn": self.drawn}

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.exact_sums import tree_sum
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.seeds import other_states, reseed
+from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.data.step_batches import Batch
@@ -47,6 +47,7 @@ class _MicroBatch(NamedTuple):
     position: int  # of the step's first sample in the order of all samples
     number: int  # of the micro-batch in the step; -1 before the first one
     weight: float  # of the micro-batch on this rank
+    measured: bool  # whether a log line follows the step
 
 
 class Gradients:
@@ -82,7 +83,7 @@ class Gradients:
         self._run = run
         self.model = model
         self.parameters = parameters
-        self._metrics = tuple(seen.metrics)
+        self.seen = seen
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
         self.checks = _checks(job, run, model, seen)
         # One process without batch.grain promises nothing of other layouts.
@@ -90,13 +91,6 @@ class Gradients:
         self.contents = _contents(job, run, model, seen) if checked else None
         whole = is_whole_batch(job.task)
         self._two_passes = TwoPasses(job, run, model, self._seed) if whole else None
-
-        # Python's and numpy's generators are seeded if batch.grain or two passes must repeat their
-        # numbers, or if the model has drawn from them.
-        self._always = job.exact or whole
-        self._others = seen.others
-        self._watched: tuple[Any, ...] | None = None  # their states before a forward
-        self.drew = False  # whether a forward of a measured step was the first one that drew
 
         # Sum as torch does, or with batch.grain in one tree over the leaves (micro-batches that
         # hold the same samples on every parallel layout).
@@ -117,11 +111,10 @@ class Gradients:
         leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
         self._leaves = torch.tensor(leaves, device=run.device)
 
-        self._at = _MicroBatch(0, -1, 0.0)
+        self._at = _MicroBatch(0, -1, 0.0, False)
         self._repeats: Repeats | None = None
         if checked and (job.exact or not (seen.moved or seen.stateful)):
             self._repeats = Repeats(job, run, model, self.checks, self._seed_as)
-        self._measured = False
         self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
 
     @property
@@ -131,7 +124,7 @@ class Gradients:
 
     def sums(self) -> Sums:
         """Return empty sums for one step, of the loss and of the metrics that it returns."""
-        return Sums(self._metrics, apart=self._job.exact)
+        return Sums(self.seen.metrics, apart=self._job.exact)
 
     def repeated(self, batches: Iterator[Batch], position: int) -> Iterator[Batch]:
         """At some steps, repeat a micro-batch on all ranks (:mod:`oneloop.run.repeat`).
@@ -145,7 +138,7 @@ class Gradients:
         Returns:
             The micro-batches.
         """
-        self._at = _MicroBatch(position, -1, 0.0)
+        self._at = _MicroBatch(position, -1, 0.0, False)
         number = position // self._job.layout.size + 1
         if self._repeats is None or not self._repeats.due(number):
             return batches
@@ -159,13 +152,12 @@ class Gradients:
             measured: measure the device time and, if the run does, the noise scale; find out if the
                 model draws from Python's or numpy's generator.
         """
-        self._at = _MicroBatch(position, -1, 0.0)
+        self._at = _MicroBatch(position, -1, 0.0, measured)
         if self.contents is not None:
             number = position // self._job.layout.size + 1
             everything = self._job.intervals.is_due("check", number)
             self.contents.begin(number, everything=everything)
             self.checks.units.closely(everything)
-        self._measured = measured
         noise = self._sensor.measuring(measured and self._job.noise_scale)
         if measured and self._run.ranks > 1:
             return self.device_time.measuring(noise)
@@ -175,7 +167,8 @@ class Gradients:
         """Return a context around forward and backward of the next micro-batch.
 
         ``weight`` is its weight on this rank."""
-        self._at = _MicroBatch(self._at.position, self._at.number + 1, weight)
+        at = self._at
+        self._at = _MicroBatch(at.position, at.number + 1, weight, at.measured)
         return self
 
     def passes(
@@ -191,17 +184,15 @@ class Gradients:
 
     def __enter__(self) -> None:
         self._seed(self._at.number)
-        if self._measured and not self._always and not self._others.drawn:
-            self._watched = other_states()
+        if self._at.measured and not self._always:
+            self.seen.others.watch()
         self._reduction.__enter__()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._reduction.__exit__(kind, error, trace)
         if error is not None:
             return
-        if self._watched is not None:
-            self.drew = self._others.drawn = self._watched != other_states()
-            self._watched = None
+        self.seen.others.look()
         self._sensor.micro_batch(self._at.weight)
         if self.contents is not None and self._at.number + 1 == self._job.layout.accumulate:
             self.contents.end()
@@ -223,15 +214,19 @@ class Gradients:
             self._seed_by([rank, micro])
 
     def _seed_by(self, own: Sequence[int]) -> None:
-        job = self._job
+        others = self._always or self.seen.others.drawn
+        seed = self._job.recipe.seed
+        reseed(self._run.device, seed, self._at.position, *own, others=others)
 
-        others = self._always or self._others.drawn
-        reseed(self._run.device, job.recipe.seed, self._at.position, *own, others=others)
+    @property
+    def _always(self) -> bool:
+        """Whether the numbers of Python's and numpy's generators must repeat in any case."""
+        return self._job.exact or self._two_passes is not None
 
     def seed_others(self) -> None:
         """Also seed Python's and numpy's generators from now on, because a rank has drawn."""
-        self._others.drawn = True
-        self.drew = False
+        self.seen.others.drawn = True
+        self.seen.others.drew = False
         self._run.display.say(
             "a forward draws from Python's or numpy's generator, and drew nothing in the check "
             "before the run: from now on they are seeded for each micro-batch; the steps until "

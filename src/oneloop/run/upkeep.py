@@ -139,7 +139,7 @@ class Upkeep:
         device_times = gradients.device_time.read() if run.ranks > 1 else (0.0, 0.0, 0.0)
         metrics = {
             "train/lr": lr,
-            **state.meter.read([wait, *device_times, float(gradients.drew)]),
+            **state.meter.read([wait, *device_times, float(gradients.seen.others.drew)]),
             "train/epoch": state.count.samples / len(job.train_set),
         }
         clock = state.meter.clock
