@@ -12,7 +12,7 @@ from oneloop.basics.seeds import reseed
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.float64 import batch_in_float64, in_float64
-from oneloop.job.halves import AGREE, FLOAT64, Watch, without_draws
+from oneloop.job.halves import AGREE, FLOAT64, DrawWatch, without_draws
 from oneloop.job.restore import has_drawn, random_states
 from oneloop.job.trial_passes import Samples, make_batch
 from oneloop.launch.processes import Run
@@ -101,7 +101,7 @@ def _embedded(
     samples: Samples,
     *,
     wide: bool = False,
-    watch: Watch | None = None,
+    watch: DrawWatch | None = None,
 ) -> _Rows:
     """Embed the samples in both orders, each alone, and the first one twice.
 
@@ -109,7 +109,8 @@ def _embedded(
     """
     reseed(run.device, job.recipe.seed, 0, others=True)
     batches = []
-    for some in (samples, samples[::-1], samples[:1], *([one] for one in samples)):
+    single = [[one] for one in samples]
+    for some in (samples, samples[::-1], samples[:1], *single):
         batch, _ = make_batch(contract, run, some)
         batches.append((batch_in_float64(batch) if wide else batch, len(some)))
     before = random_states(run.device)

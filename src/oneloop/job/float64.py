@@ -135,8 +135,10 @@ class _Wide(TorchDispatchMode):
     """Convert to double precision where code asks for less."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        asked = kwargs.get("dtype")
-        if asked in _WIDER:
-            kwargs = {**kwargs, "dtype": _WIDER[asked]}
-        return func(*args, **kwargs)
+        return func(*args, **_widened(kwargs or {}))
+
+
+def _widened(named: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operation, with double precision instead of less."""
+    asked = named.get("dtype")
+    return {**named, "dtype": _WIDER[asked]} if asked in _WIDER else named

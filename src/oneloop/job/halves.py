@@ -43,7 +43,7 @@ FLOAT32 = Limits(4e-6, 1e-3)  # 32 units of float32's last place
 HALF = Limits(3e-2, 0.3)
 
 
-class Watch:
+class DrawWatch:
     """Find the modules that draw random numbers: the innermost one that runs when they are drawn.
 
     Args:
@@ -57,7 +57,7 @@ class Watch:
         self._running: list[nn.Module] = []
         self._states: list[Any] = []
 
-    def __enter__(self) -> "Watch":
+    def __enter__(self) -> "DrawWatch":
         self._states = random_states(self._device)
         self._handles = [
             hooks.register_module_forward_pre_hook(self._enter),
@@ -115,7 +115,7 @@ def without_draws(
         for _ in range(_TRIES):
             if not draws:
                 break
-            watch = Watch(device)
+            watch = DrawWatch(device)
             forward(watch=watch)
             draws = bool(watch.modules) or watch.elsewhere
             for module in watch.modules:
@@ -136,7 +136,7 @@ def without_draws(
 
 
 @dataclass(frozen=True)
-class Sums:
+class HalfSums:
     """Loss and gradients of some samples."""
 
     loss: float
@@ -154,7 +154,7 @@ class Distance(NamedTuple):
         return max(self) > limit
 
 
-def distance(whole: Sums, parts: Sequence[Sums]) -> Distance:
+def distance(whole: HalfSums, parts: Sequence[HalfSums]) -> Distance:
     """Return how far loss and gradients of a batch are from the sums of its parts."""
     losses = [part.loss for part in parts]
     loss = _relative(whole.loss, losses, math.fsum(map(abs, losses)))
@@ -175,7 +175,9 @@ def _relative(whole: float, parts: Sequence[float], size: float) -> float:
 
     It is 0 if a value is not finite.
     """
-    apart = abs(whole - math.fsum(parts)) if all(map(math.isfinite, (whole, *parts))) else 0.0
+    if not all(map(math.isfinite, (whole, *parts))):
+        return 0.0
+    apart = abs(whole - math.fsum(parts))
     return apart / size if 0.0 < size < math.inf else apart
 
 
@@ -200,7 +202,7 @@ class Halves:
         self._samples = samples
         self._wide = False  # whether the model has float64 copies of its weights
 
-    def check(self, whole: Sums, limits: Limits, *, of: int) -> bool:
+    def check(self, whole: HalfSums, limits: Limits, *, of: int) -> bool:
         """Return whether the gradient of the batch is the sum of those of its halves.
 
         Collective under FSDP2: call on every rank.
@@ -229,14 +231,14 @@ class Halves:
                 return self._compare(whole, limits, mode or "in training")
 
     @contextmanager
-    def _in_float64(self, plain: Sums, limit: float) -> Iterator[Sums | None]:
+    def _in_float64(self, plain: HalfSums, limit: float) -> Iterator[HalfSums | None]:
         """Yield the sums of the samples in float64, or None if the model cannot run so.
 
         Args:
             plain: with the weights as they are.
             limit: of the relative distance of the losses.
         """
-        wide: Sums | None = None
+        wide: HalfSums | None = None
         with ExitStack() as stack:
             try:
                 stack.enter_context(in_float64(self._model))
@@ -254,7 +256,7 @@ class Halves:
             yield wide if trusted else None
         self._wide = False
 
-    def _compare(self, whole: Sums, limits: Limits, mode: str) -> bool:
+    def _compare(self, whole: HalfSums, limits: Limits, mode: str) -> bool:
         """Return whether the gradients add up. Raise BadInput if the losses do not."""
         middle = len(self._samples) // 2
         parts = [self._samples[:middle], self._samples[middle:]]
@@ -285,7 +287,7 @@ class Halves:
         """Return whether the flag is set; under FSDP2, on any rank, since each has its shard."""
         return self._run.any(flag) if self._run.sharded else flag
 
-    def _sums(self, samples: Samples, *, watch: Watch | None = None) -> Sums:
+    def _sums(self, samples: Samples, *, watch: DrawWatch | None = None) -> HalfSums:
         """Run forward and backward over samples, with the same seeds each time.
 
         ``watch``: only find the modules that draw in the forward.
@@ -303,4 +305,4 @@ class Halves:
             found: dict[str, Any] = {}
             if watch is None:
                 found = theirs(self._job.task, "loss", lambda: gradients_of(loss, self._model))
-            return Sums(float(loss.detach()), projections(found), draws)
+            return HalfSums(float(loss.detach()), projections(found), draws)

@@ -23,7 +23,7 @@ from oneloop.data.sample_reader import SampleReader
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.embeddings import check_embeddings
-from oneloop.job.halves import FLOAT32, HALF, Halves, Sums
+from oneloop.job.halves import FLOAT32, HALF, HalfSums, Halves
 from oneloop.job.restore import all_restored, has_drawn, random_states
 from oneloop.job.sample_contents import IN_PLACE
 from oneloop.job.trial_passes import (
@@ -280,7 +280,7 @@ def _check_training(
     linear = True
     if contract.additive and len(samples) > 1 and not contract.draws:
         limits = HALF if tolerance > 1e-3 else FLOAT32
-        known = Sums(first.loss, first.gradients, first.draws)
+        known = HalfSums(first.loss, first.gradients, first.draws)
         halves = Halves(contract, job, run, model, samples)
         linear = halves.check(known, limits, of=len(micro_batch))
 

@@ -70,8 +70,8 @@ class KeptTensors:
         for name, before, after in zip(self._tensors, self._hashes, now, strict=True):
             if before != after:
                 raise BadInput(
-                    f"the task or the model changes {name} in a forward, and the check before "
-                    f"the run cannot undo this for {self._bytes / 1e9:.1f} GB of weights (at most "
+                    f"a forward changes {name}, which cannot be undone before the run: its "
+                    f"{self._bytes / 1e9:.1f} GB are too many to copy (at most "
                     f"{_COPIED / 1e9:.1f} GB); change it outside of the forward"
                 )
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.basics.exact_sums import tree_sum
-from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.state_dict import model_tensors
@@ -27,17 +26,13 @@ from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
 from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run
-from oneloop.machine.blocks import has_batch_statistics
-from oneloop.machine.contents import Contents
-from oneloop.machine.layout_checks import Checks, search_unused
 from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.fingerprint import fingerprint
 from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
 from oneloop.measure.stragglers import DeviceTime
 from oneloop.optim.clip import global_norm
-from oneloop.run.repeat import Repeats
-from oneloop.run.start_lines import DEPENDS
+from oneloop.run.step_checks import step_checks
 from oneloop.tasks.whole_batch import is_whole_batch
 
 
@@ -85,10 +80,7 @@ class Gradients:
         self.parameters = parameters
         self.seen = seen
         self._sensor = Sensor(run.accelerator, model, exact=job.exact, summed=True)
-        self.checks = _checks(job, run, model, seen)
-        # One process without batch.grain promises nothing of other layouts.
-        checked = checked and (run.ranks > 1 or job.exact) and "check" in job.intervals
-        self.contents = _contents(job, run, model, seen) if checked else None
+        self.checks = step_checks(job, run, model, seen, self._seed_as, checked=checked)
         whole = is_whole_batch(job.task)
         self._two_passes = TwoPasses(job, run, model, self._seed) if whole else None
 
@@ -101,20 +93,19 @@ class Gradients:
                 parameters,
                 ranks=run.ranks,
                 accumulate=layout.accumulate,
-                checks=self.checks,
+                checks=self.checks.layout,
                 see=self._sensor.see,
             )
         else:
-            self._reduction = Reduction(model, accumulate=layout.accumulate, checks=self.checks)
+            self._reduction = Reduction(
+                model, accumulate=layout.accumulate, checks=self.checks.layout
+            )
 
         # Indices of this rank's leaves in the step.
         leaves = [layout.leaf(run.rank, micro) for micro in range(layout.accumulate)]
         self._leaves = torch.tensor(leaves, device=run.device)
 
         self._at = _MicroBatch(0, -1, 0.0, False)
-        self._repeats: Repeats | None = None
-        if checked and (job.exact or not (seen.moved or seen.stateful)):
-            self._repeats = Repeats(job, run, model, self.checks, self._seed_as)
         self.device_time = DeviceTime(model, run.device, alone=not run.sharded)
 
     @property
@@ -140,9 +131,10 @@ class Gradients:
         """
         self._at = _MicroBatch(position, -1, 0.0, False)
         number = position // self._job.layout.size + 1
-        if self._repeats is None or not self._repeats.due(number):
+        repeats = self.checks.repeats
+        if repeats is None or not repeats.due(number):
             return batches
-        return self._repeats.repeat(batches, position)
+        return repeats.repeat(batches, position)
 
     def step(self, position: int, *, measured: bool = False) -> AbstractContextManager[None]:
         """Return a context around the micro-batches of one step.
@@ -153,11 +145,12 @@ class Gradients:
                 model draws from Python's or numpy's generator.
         """
         self._at = _MicroBatch(position, -1, 0.0, measured)
-        if self.contents is not None:
+        contents = self.checks.contents
+        if contents is not None:
             number = position // self._job.layout.size + 1
             everything = self._job.intervals.is_due("check", number)
-            self.contents.begin(number, everything=everything)
-            self.checks.units.closely(everything)
+            contents.begin(number, everything=everything)
+            self.checks.layout.units.closely(everything)
         noise = self._sensor.measuring(measured and self._job.noise_scale)
         if measured and self._run.ranks > 1:
             return self.device_time.measuring(noise)
@@ -194,8 +187,9 @@ class Gradients:
             return
         self.seen.others.look()
         self._sensor.micro_batch(self._at.weight)
-        if self.contents is not None and self._at.number + 1 == self._job.layout.accumulate:
-            self.contents.end()
+        contents = self.checks.contents
+        if contents is not None and self._at.number + 1 == self._job.layout.accumulate:
+            contents.end()
 
     def _seed(self, micro: int | None) -> None:
         """Seed random numbers by the step and the number of the micro-batch (None: the step)."""
@@ -267,49 +261,3 @@ class Gradients:
             averages |= ema.tensors()
         weights = model_tensors(self.model, frozen=False)
         return fingerprint(weights | optimizer_tensors(self.model, optimizer) | averages)
-
-
-def _checks(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Checks:
-    """Return the checks around each micro-batch: is a step the same on every parallel layout?"""
-    asked = job.recipe.machine.find_unused_parameters
-    able = search_unused(model)
-    if asked and not able:
-        raise BadInput(
-            "machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2"
-        )
-
-    # Report a changed buffer once, unless the start-up log has reported that already.
-    def report(name: str) -> None:
-        run.display.say(f"a forward in training changes the {name}; {DEPENDS}")
-
-    known = _moves(model, seen)
-
-    # Under FSDP2 the ranks agree in each step on the parameters that none of them used.
-    searched = run.sharded and able and (asked or seen.unused)
-
-    return Checks(
-        model,
-        parameters=run.ranks > 1 or job.exact,
-        buffers=job.exact,
-        report=None if known else report,
-        union=run.union if searched else None,
-    )
-
-
-def _contents(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Contents:
-    """Return the comparison of contents around each step."""
-
-    def report(change: str) -> None:
-        run.display.say(f"{change}; {DEPENDS}")
-
-    return Contents(
-        model,
-        device=run.device,
-        buffers=job.exact,
-        report=None if _moves(model, seen) else report,
-    )
-
-
-def _moves(model: nn.Module, seen: Preflight) -> bool:
-    """Return whether buffers are known to change in a forward."""
-    return bool(seen.moved) or has_batch_statistics(model)

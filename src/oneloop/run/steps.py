@@ -73,8 +73,7 @@ class Steps:
         self._run = run
         self._count = count
         self._saves = saves
-        self._checks = gradients.checks if run.sharded else None
-        self._contents = gradients.contents
+        self._checks = gradients.checks
         self._restart = False  # whether to drop the steps that were loaded ahead
         self._save_flag = False  # whether the time for a save has come after the current step
         self._saved_at = time.monotonic()
@@ -139,20 +138,20 @@ class Steps:
         Raises:
             Inexact: a tensor has changed, or the ranks ran different units.
         """
-        if pending and self._contents is not None:
-            self._contents.confirm()
+        if pending and self._checks.contents is not None:
+            self._checks.contents.confirm()
         host = self._run.host
-        if self._checks is None or host is None:
+        if not self._run.sharded or host is None:
             return
         if self._pending_hashes and self._next is not None:
             self._next.work.wait()
             sums = self._next.sums[-self._pending_hashes :]
         else:
-            sums = torch.tensor(self._checks.hashes(), dtype=torch.float64)
+            sums = torch.tensor(self._checks.layout.hashes(), dtype=torch.float64)
             dist.all_reduce(sums, group=host)
         self._pending_hashes = 0
         if not agree(sums.tolist(), self._run.ranks):
-            raise disagreement(self._run.gathered(self._checks.units.last))
+            raise disagreement(self._run.gathered(self._checks.layout.units.last))
 
     def _agreed(self) -> Generator[Group]:
         """Yield the steps. After a rewind, begin again at the position of the counters."""
@@ -239,7 +238,7 @@ class Steps:
         # one trains, so nobody waits for it.
         self._next = None
         for group in groups:
-            hashes = [] if self._checks is None else self._checks.hashes()
+            hashes = self._checks.layout.hashes() if self._run.sharded else []
             weights = self._weights(group)
             mine = torch.tensor(
                 [requested(), due(), poll() is not None, *weights, *hashes], dtype=torch.float64

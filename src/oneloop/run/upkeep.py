@@ -208,7 +208,7 @@ class Upkeep:
         if sets.keys() - {"test"}:
             examples = Examples(fixed=config.samples, worst=config.samples)
 
-        contents = self._gradients.contents
+        contents = self._gradients.checks.contents
         unchanged = nullcontext() if contents is None else contents.unchanged("an evaluation")
         with BEATS.phase(EVALUATION), unchanged:
             metrics = evaluate_all(
