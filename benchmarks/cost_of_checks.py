@@ -12,9 +12,10 @@ other programs on the machine disturb less. `gpt` has a quarter of its batch, so
 four times as much.
 
 A difference below the control's is not measurable like this. So a clock in the run's process also
-times the functions of the checks, once with the default interval and once with every 10th step:
-this separates what every step pays from what a comparison of everything costs. Its CPU time leaves
-out what a rank waits for others.
+times the functions of the checks, in a run that compares everything and repeats a micro-batch every
+10 steps. What a function usually takes (its median) counts in every step. All above it, and
+functions that few steps call, count once per interval, which is 1,000 steps by default. Its CPU
+time leaves out what a rank waits for others.
 """
 
 from __future__ import annotations
@@ -43,13 +44,17 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 HELPERS = ("tests/helpers", "tests")
 CLOCKED = {
-    "oneloop.machine.layout_checks": ("Checks",),
+    "oneloop.machine.layout_checks": ("Checks", "Units"),
+    "oneloop.machine.contents": ("Contents",),
     "oneloop.machine.replicas": ("check_replicas",),
+    "oneloop.run.repeat": ("Repeats",),
 }
 """functions of the checks, and classes of which all public methods are timed, by module; a checkout
 may lack some"""
 SKIPPED = 20  # first steps, of which none counts
-OFTEN = 10  # steps between comparisons of everything in the second clocked run
+OFTEN = 10  # steps of an interval in the clocked run
+RARELY = 1000  # steps of an interval by default
+CLOCKED_STEPS = 200
 STEPS = {"digits": 1000, "gpt": 60}
 RECIPES = {
     "digits": ["digits"],
@@ -250,51 +255,48 @@ def ratio(values: list[float], base: list[float]) -> str:
     return f"{statistics.median(ratios):.3f}x ({min(ratios):.3f} to {max(ratios):.3f})"
 
 
-def clocked(setup: Setup, server: Server, steps: int) -> None:
+def clocked(setup: Setup, server: Server, name: str) -> None:
     """Print what the functions of the checks take on rank 0."""
-    costs = {}
-    step = {}
-    for every in (None, OFTEN):
-        variant = [] if every is None else ["--machine.check_every", str(every)]
-        times = server(setup, variant, steps, clock=True)
-        calls = spent(times[0])
-        number = len(times[0]["updates"]) - SKIPPED - 1
-        interval = "default" if every is None else f"every {every}"
-        for name, (count, wall, used) in calls.items():
-            print(
-                f"  clock, {interval:8} {name:28} {count / number:7.3f} calls per step, "
-                f"{1e6 * wall / number:8.1f} us per step (CPU {1e6 * used / number:8.1f})",
-                flush=True,
-            )
-        for place, kind in enumerate(KINDS, start=1):
-            costs[every, kind] = 1e6 * sum(one[place] for one in calls.values()) / number
-        step[every] = {kind: statistics.median(one) for kind, one in durations(times).items()}
-
-    # A comparison of everything comes every 1,000 steps.
-    for kind in KINDS:
-        often = max(0.0, costs[OFTEN, kind] - costs[None, kind])
-        total = costs[None, kind] + often * OFTEN / 1000
-        whole = step[None][kind]
+    often = ["--machine.check_every", str(OFTEN), "--log.every", str(OFTEN)]
+    steps = min(SKIPPED + CLOCKED_STEPS, 2 * STEPS[setup.recipe])
+    times = server(setup, often, steps, clock=True)[0]
+    number = len(times["updates"]) - SKIPPED - 1
+    usual = dict.fromkeys(KINDS, 0.0)
+    rare = dict.fromkeys(KINDS, 0.0)
+    for function, calls in spent(times).items():
+        each = {}
+        for kind, values in zip(KINDS, zip(*calls, strict=True), strict=True):
+            # A function that few steps call counts as rare as a whole.
+            middle = statistics.median(values) if 2 * len(calls) > number else 0.0
+            usual[kind] += 1e6 * middle * len(calls) / number
+            above = 1e6 * (sum(values) - middle * len(calls)) / (number / OFTEN)
+            rare[kind] += above
+            each[kind] = f"{1e6 * middle:7.1f} us, and {above:8.1f} us per interval"
         print(
-            f"  clock, {kind:4}: {costs[None, kind]:.1f} us per step, and {often * OFTEN:.0f} us "
-            f"per comparison of everything; with one in 1,000 steps {total:.1f} us of "
-            f"{whole:.0f} us, {100 * total / whole:.2f} % of a step",
+            f"  clock, {name:6} {function:22} {len(calls) / number:6.2f} calls per step of "
+            f"{each['wall']}   (CPU {each['CPU']})",
+            flush=True,
+        )
+    for kind, values in durations(times).items():
+        step = statistics.median(values)
+        total = usual[kind] + rare[kind] / RARELY
+        print(
+            f"  clock, {name:6} {kind:4} {usual[kind]:.1f} us in every step, {rare[kind]:.0f} us "
+            f"per interval: with {RARELY:,} steps {total:.1f} us of {step:.0f} us, "
+            f"{100 * total / step:.2f} % of a step",
             flush=True,
         )
 
 
-def spent(times: dict[str, Any]) -> dict[str, tuple[int, float, float]]:
-    """Return for each function its calls, seconds and CPU seconds, in the steps that count."""
+def spent(times: dict[str, Any]) -> dict[str, list[tuple[float, float]]]:
+    """Return for each function seconds and CPU seconds of its calls, in the steps that count."""
     begin = times["updates"][SKIPPED][0]
     end = times["updates"][-1][0]
     found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for name, began, wall, used in times["calls"]:
         if begin <= began < end:
             found[name].append((wall, used))
-    summed = {}
-    for name, each in sorted(found.items()):
-        summed[name] = (len(each), sum(wall for wall, _ in each), sum(used for _, used in each))
-    return summed
+    return dict(sorted(found.items()))
 
 
 def main() -> None:
@@ -327,7 +329,8 @@ def main() -> None:
                 layout = "one process" if ranks == 1 else f"DDP on {ranks} processes"
                 print(f"{recipe}, {layout}, {steps} steps", flush=True)
                 pairs(setup, servers, steps, given.pairs)
-                clocked(setup, servers["now"], steps)
+                for name, server in servers.items():
+                    clocked(setup, server, name)
                 print(flush=True)
         for server in servers.values():
             server.close()

@@ -43,7 +43,10 @@ USUAL = (
     r"[ \w/().,]*[┃━╇│─┼].*",
     r"eval/loss was best at step \d+: .*",
     r"done; results in .*",
-    # torch
+    # warnings of torch, each with a line of code
+    r".*/torch/.*: UserWarning: .*",
+    r"  (output|return|warnings.warn).*",
+    r"(grad|bucket_view).sizes\(\) = .*",
     r"\[rank\d\].* find_unused_parameters=True was specified in DDP constructor, but did not .*",
 )
 """lines that a run without a finding may print"""

@@ -332,7 +332,7 @@ class Mamba(NextToken):
         )
 
 
-@healthy(DROPOUT)
+@healthy(DROPOUT, fsdp2=("FSDP", "shared.weight"))
 class T5(NextToken):
     """An encoder and a decoder with one embedding; it predicts the text backwards."""
 
@@ -396,7 +396,9 @@ class Whisper(NextToken):
 
 @healthy(DROPOUT, *FIND, unused="wav2vec2.encoder.layers", fsdp2=("FSDP2", "units"))
 class Wav2Vec2(Classified):
-    """LayerDrop skips layers, which are FSDP2's units; SpecAugment draws its masks from numpy."""
+    """LayerDrop skips layers, which are FSDP2's units; SpecAugment draws its masks from numpy.
+
+    It skips more than usual, so that all processes skip a layer in some steps."""
 
     make = staticmethod(wave)
 
@@ -413,6 +415,7 @@ class Wav2Vec2(Classified):
             num_conv_pos_embedding_groups=2,
             classifier_proj_size=8,
             mask_time_length=4,
+            layerdrop=0.5,
         )
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -537,15 +540,22 @@ class ResNet(Classified):
     def model(self) -> nn.Module:
         from torchvision.models.resnet import BasicBlock, ResNet
 
-        return ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES)
+        net = ResNet(BasicBlock, [1, 1, 1, 1], num_classes=CLASSES)
+        net.layer4 = nn.Identity()  # three quarters of the parameters
+        net.fc = nn.Linear(256, CLASSES)
+        return net
 
 
 @healthy(BATCHNORM)
 class MobileNet(Classified):
     def model(self) -> nn.Module:
-        from torchvision.models import mobilenet_v3_small
+        from torchvision.models.mobilenetv3 import InvertedResidualConfig, MobileNetV3
 
-        return mobilenet_v3_small(num_classes=CLASSES, width_mult=0.25)
+        blocks = [
+            InvertedResidualConfig(16, 3, 16, 16, True, "RE", 2, 1, 0.5),
+            InvertedResidualConfig(16, 3, 32, 24, False, "HS", 2, 1, 0.5),
+        ]
+        return MobileNetV3(blocks, last_channel=16, num_classes=CLASSES)
 
 
 @healthy(DRAWS)
