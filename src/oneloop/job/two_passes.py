@@ -100,7 +100,8 @@ class TwoPasses:
         distances = [apart(part.detach(), expected[name]) for name, part in parts.items()]
         differ = torch.stack(distances) > self._tolerance
         if self._readable(differ) and differ.any():
-            names = ", ".join(name for name, one in zip(parts, differ.tolist(), strict=True) if one)
+            found = zip(parts, differ.tolist(), strict=True)
+            names = ", ".join(name for name, differs in found if differs)
             raise Inexact(
                 f"the method embed returned {names} with other values for the same micro-batch and "
                 "random numbers; the model or embed keeps its own generator or counter: use "
@@ -195,4 +196,7 @@ class _Continued(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, outer: Tensor) -> Any:  # type: ignore[override]
-        return None, None, *((outer * gradient).to(gradient.dtype) for gradient in ctx.gradients)
+        scaled = []
+        for gradient in ctx.gradients:
+            scaled.append((outer * gradient).to(gradient.dtype))
+        return None, None, *scaled
