@@ -144,7 +144,9 @@ def _names(folder: Path, number: int) -> list[str]:
 
     Empty if no checkpoint has this number of tensors."""
     for path in reversed(Store(folder / "checkpoints").sealed()):
-        names = list(read_manifest(path).get("tensors") or {})
+        # Buffers of single ranks are not hashed.
+        listed = read_manifest(path).get("tensors") or {}
+        names = [name for name in listed if not name.startswith("rank.")]
         if len(names) == number and all(name.split(".")[0] in _KINDS for name in names):
             return names
     return []

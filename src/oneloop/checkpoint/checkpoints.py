@@ -26,6 +26,7 @@ from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
+from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.save_request import SaveRequest
@@ -102,6 +103,7 @@ class Checkpoints:
         state: Mapping[str, Any],
         *,
         extra: Mapping[str, Tensor] | None = None,
+        moved: MovedBuffers | None = None,
         about: Mapping[str, Any] | None = None,
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
@@ -116,6 +118,7 @@ class Checkpoints:
             optimizer: the optimizer of its parameters.
             state: other JSON-serializable state; rank 0's is written.
             extra: more tensors, named ``ema.…``; sharded like the model, or equal on all ranks.
+            moved: finds buffers that each rank saves.
             about: entries of the manifest, such as the metric that selects the best checkpoint.
             keep: which older checkpoints to keep.
             flush: files that must be on disk before the checkpoint is complete, because its state
@@ -130,7 +133,19 @@ class Checkpoints:
 
         # Divide the tensors between the ranks.
         tensors = self._base.others(model) | optimizer_tensors(model, optimizer) | dict(extra or {})
-        mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=buffers_of(model))
+        own: dict[str, Tensor] = {}
+        listed = described(tensors)
+        if moved is not None:
+            own = moved.tensors(self._gather, self._say)
+            for others in self._gather(described(own)):
+                listed |= others
+        mine = pieces(
+            tensors,
+            rank=self.rank,
+            ranks=self.ranks,
+            of_rank_0=buffers_of(model),
+            only_here=own,
+        )
         header, size = header_of(mine)
 
         # Describe this rank's shard to its writing process.
@@ -147,7 +162,7 @@ class Checkpoints:
             about={"ranks": self.ranks, **self._base.kept(model), **(about or {})},
             bad=self.fetcher.damaged if self.fetcher is not None else [],
             keep=keep or Keep(),
-            tensors=described(tensors) if self.rank == 0 else {},
+            tensors=listed if self.rank == 0 else {},
             flush=[str(file.absolute()) for file in flush],
         )
 

@@ -38,7 +38,12 @@ class Piece:
 
 
 def pieces(
-    tensors: Tensors, *, rank: int, ranks: int, of_rank_0: Collection[str] = frozenset()
+    tensors: Tensors,
+    *,
+    rank: int,
+    ranks: int,
+    of_rank_0: Collection[str] = frozenset(),
+    only_here: Tensors | None = None,
 ) -> list[Piece]:
     """Return what this rank writes: its shards, and its share of the unsharded tensors by bytes.
     No communication.
@@ -48,6 +53,7 @@ def pieces(
         rank: of this process.
         ranks: their number.
         of_rank_0: names of tensors that may differ between ranks; rank 0 writes them.
+        only_here: tensors that only this rank has.
     """
     mine = []
     load = [0] * ranks  # bytes of unsharded tensors, by rank
@@ -70,6 +76,8 @@ def pieces(
         load[owner] += tensor.numel() * tensor.element_size() + 1
         if owner == rank:
             mine.append(Piece(name, tensor, (0,) * tensor.ndim))
+    for name, tensor in (only_here or {}).items():
+        mine.append(Piece(name, tensor, (0,) * tensor.ndim))
     # keeps every tensor aligned
     return sorted(mine, key=lambda piece: -piece.tensor.element_size())
 

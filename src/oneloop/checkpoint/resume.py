@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from oneloop.basics.base_models import BaseModel
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.mirror import local_checkpoint
+from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.state_dict import load_tensors, model_tensors
 from oneloop.checkpoint.store import Keep, read_manifest
 
@@ -43,6 +44,8 @@ class RunState:
             checkpoint.
         check: receives a checkpoint's state other than tensors before it is loaded, and may raise
             ValueError.
+        moved: finds the buffers that each rank saves; None: only persistent ones of rank 0 are
+            saved.
     """
 
     def __init__(
@@ -54,6 +57,7 @@ class RunState:
         parts: Mapping[str, Any],
         own: Sequence[str] = (),
         check: Callable[[Mapping[str, Any]], None] | None = None,
+        moved: MovedBuffers | None = None,
     ) -> None:
         self.model = model
         self.optimizer = optimizer
@@ -61,6 +65,7 @@ class RunState:
         self.parts = dict(parts)
         self._own = own
         self._check = check
+        self._moved = moved
 
     def _extra(self) -> dict[str, Tensor]:
         """Return the tensors of all EMAs, by their names in a checkpoint."""
@@ -119,6 +124,7 @@ class RunState:
             self.optimizer,
             plain,
             extra=self._extra(),
+            moved=self._moved,
             about=about,
             keep=keep,
             flush=files,
@@ -129,12 +135,20 @@ class RunState:
 
         Collective: call on every rank.
         """
+        self._targets(folder)
         load_tensors(folder, self.model, extra=self._extra())
+
+    def _targets(
+        self, folder: Path, say: Callable[[str], None] = lambda line: None
+    ) -> dict[str, Tensor]:
+        """Return new tensors for this rank's buffers in a checkpoint, by their names there."""
+        return {} if self._moved is None else self._moved.targets(folder, say)
 
     def needs(self, folder: Path) -> list[tuple[Path, int, int]]:
         """Return the bytes of a checkpoint's files that this rank reads."""
         needed: list[tuple[Path, int, int]] = []
-        load_tensors(folder, self.model, self.optimizer, extra=self._extra(), needed=needed)
+        extra = self._extra() | self._targets(folder)
+        load_tensors(folder, self.model, self.optimizer, extra=extra, needed=needed)
         return needed
 
     def resume(
@@ -171,9 +185,14 @@ class RunState:
             )
 
         # Load the tensors, and all other state.
+        if self._moved is not None:
+            self._moved.go_back(path)
+        buffers = self._targets(path, say)
         saved = checkpoints.load(
-            path, self.model, self.optimizer, extra=self._extra(), check=self._check
+            path, self.model, self.optimizer, extra=self._extra() | buffers, check=self._check
         )
+        if self._moved is not None:
+            self._moved.install(path, buffers)
         if path.resolve().parent != checkpoints.store.root.resolve():
             saved = {name: value for name, value in saved.items() if name not in self._own}
 

@@ -49,7 +49,10 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     """
     if not accelerator.is_fsdp2:
         # DDP cannot broadcast buffers of all dtypes.
-        odd = {name for name, buffer in model.named_buffers() if buffer.dtype not in _BROADCAST}
+        odd = set()
+        for name, buffer in model.named_buffers(remove_duplicate=False):
+            if buffer.dtype not in _BROADCAST:
+                odd.add(name)
         if odd:
             DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, odd)
 

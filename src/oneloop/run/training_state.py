@@ -8,6 +8,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.bucket import is_address
 from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.store import Store
 from oneloop.data.rows.cache import fingerprint_of
@@ -112,7 +113,13 @@ class State(RunState):
             parts["scaler"] = run.accelerator.scaler
 
         super().__init__(
-            model, optimizer, emas=emas, parts=parts, own=["tracking"], check=same.check
+            model,
+            optimizer,
+            emas=emas,
+            parts=parts,
+            own=["tracking"],
+            check=same.check,
+            moved=MovedBuffers(model),
         )
 
 

@@ -1,0 +1,245 @@
+"""Buffers that training changes are saved for each rank: a resumed run is the run left alone."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from oneloop.checkpoint.store import Store, problems, read_manifest
+from worlds import back_to, run, train
+
+TASK = '''
+import torch
+from torch import nn
+
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self, n, seed):
+        self.x = torch.randn(n, 6, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, i):
+        return {"x": self.x[i]}
+
+
+class Renorm(nn.Module):
+    """Normalizes by running statistics in training, too."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6, affine=False)
+        self.norm.forward = self.own
+
+    def own(self, x):
+        if self.training:
+            with torch.no_grad():
+                self.norm.running_mean.lerp_(x.mean(0), 0.3)
+        return x - self.norm.running_mean
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+class Carried(nn.Module):
+    """Carries its state between batches in a non-persistent buffer, which it replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = nn.LSTMCell(6, 6)
+        self.register_buffer("state", torch.zeros(1, 6), persistent=False)
+
+    def forward(self, x):
+        state = self.state if len(self.state) == len(x) else x.new_zeros(len(x), 6)
+        hidden, cell = self.cell(x, (state, state))
+        if self.training:
+            self.state = cell.detach()
+        return hidden
+
+
+class Turning(nn.Module):
+    """A complex buffer, an integer one, and one that two modules share."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("phase", torch.ones(6, dtype=torch.complex64), persistent=False)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int16))
+        self.tied = nn.Module()
+        self.tied.register_buffer("again", self.count, persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.phase *= torch.polar(torch.ones(6), x.detach().mean(0))
+            self.count += 1 + int(x.sum() > 0)
+        return x + self.phase.real + 0.1 * self.tied.again
+
+
+class Growing(nn.Module):
+    """A persistent buffer that grows, and one that is registered late."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("means", torch.zeros(0, 6))
+        self.register_buffer("none", None)
+
+    def forward(self, x):
+        if self.training:
+            self.means = torch.cat([self.means, x.detach().mean(0)[None]])
+            self.none = self.means.mean(0)
+            if len(self.means) == 3:
+                self.register_buffer("late", x.detach().mean(0), persistent=False)
+        if hasattr(self, "late"):
+            x = x + self.late
+        return x if self.none is None else x + self.none
+
+
+class Plain(nn.Module):
+    """Torch's own statistics, and a buffer that never changes."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.register_buffer("fixed", torch.ones(6))
+
+    def forward(self, x):
+        return self.norm(x) * self.fixed
+
+
+class Lost(nn.Module):
+    """A buffer of a dtype that a file cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("odd", torch.zeros(6, dtype=torch.uint16), persistent=False)
+
+    def forward(self, x):
+        if self.training:
+            self.odd = (self.odd.int() + 1).to(torch.uint16)
+        return x * (1 + 0.01 * self.odd.float())
+
+
+KINDS = {
+    "all": [Renorm, Carried, Turning, Growing],
+    "renorm": [Renorm],
+    "carried": [Carried],
+    "others": [Plain, Lost],
+    "nan": [Carried, Growing],
+}
+
+
+class Task:
+    additive = False
+
+    def __init__(self, kind: str = "all"):
+        self.kind = kind
+
+    def model(self):
+        layers = [kind() for kind in KINDS[self.kind]]
+        return nn.Sequential(nn.Linear(6, 6), *layers, nn.Linear(6, 1))
+
+    def train_set(self):
+        rows = Rows(480, 1)
+        if self.kind == "nan":
+            rows.x[77] = float("nan")
+        return rows
+
+    def eval_sets(self):
+        return {"validation": Rows(8, 2)}
+
+    def collate(self, samples):
+        return {"x": torch.stack([one["x"] for one in samples])}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model, batch):
+        return (model(batch["x"]) - batch["x"].sum(1, keepdim=True)).square().sum(), {}
+'''
+
+
+def trained(folder: Path, name: str, *words: str, ranks: int, config: str, kind: str = "all"):
+    (folder / "task.py").write_text(TASK)
+    given = [f"{folder / 'task.py'}:Task", "--task.kind", kind, "--batch.size", "16"]
+    given += [
+        "--batch.micro",
+        "4",
+        "--duration",
+        "10" if kind != "nan" else "30",
+        "--save.every",
+        "1",
+        "--save.keep",
+        "99",
+    ]
+    given += ["--eval.every", "0", "--track", "none", "--machine.workers", "0"]
+    given += ["--run.dir", name, *words]
+    return run(train, given, ranks=ranks, config=config, folder=folder)
+
+
+def same(one: Path, other: Path) -> None:
+    for file in ("final/model.safetensors", *_files(one)):
+        assert (one / file).read_bytes() == (other / file).read_bytes(), file
+
+
+def _files(folder: Path) -> list[str]:
+    """The tensors of the last checkpoint: optimizer state and buffers, too."""
+    last = Store(folder / "checkpoints").sealed()[-1]
+    assert problems(last) == []
+    return [str(file.relative_to(folder)) for file in last.glob("*.safetensors")]
+
+
+def entries(folder: Path) -> set[str]:
+    """The names of single ranks' buffers in the last checkpoint."""
+    last = Store(folder / "checkpoints").sealed()[-1]
+    return {name for name in read_manifest(last)["tensors"] if name.startswith("rank.")}
+
+
+def test_a_resumed_run_has_the_buffers_of_the_run_left_alone(tmp_path):
+    trained(tmp_path, "alone", ranks=2, config="ddp").ok()
+    for name in ("again", "one"):
+        shutil.copytree(tmp_path / "alone", tmp_path / name)
+        back_to(tmp_path / name, 6)
+    trained(tmp_path, "again", ranks=2, config="ddp").ok()
+    same(tmp_path / "alone", tmp_path / "again")
+    names = {name.split(".", 3)[3] for name in entries(tmp_path / "alone")}
+    names -= {"tied.again"}  # DDP unties it
+    assert names == {"norm.running_mean", "state", "phase", "count", "means", "none", "late"}
+
+    # On another number of ranks all use the buffers of rank 0.
+    world = trained(tmp_path, "one", ranks=1, config="single")
+    world.ok()
+    line = "the run had 2 processes and continues on 1, so buffers that training changes are those"
+    assert world.output.count(line) == 1
+    assert {name[:7] for name in entries(tmp_path / "one")} == {"rank.0."}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["all", "renorm", "carried"])
+@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+def test_the_same_on_other_layouts(tmp_path, ranks, config, kind):
+    trained(tmp_path, "alone", ranks=ranks, config=config, kind=kind).ok()
+    for step in (1, 6):
+        shutil.copytree(tmp_path / "alone", tmp_path / str(step))
+        back_to(tmp_path / str(step), step)
+        trained(tmp_path, str(step), ranks=ranks, config=config, kind=kind).ok()
+        same(tmp_path / "alone", tmp_path / str(step))
+
+
+def test_statistics_of_batch_norm_are_not_saved_for_each_rank_nor_what_no_file_can_hold(tmp_path):
+    world = trained(tmp_path, "run", ranks=1, config="single", kind="others")
+    world.ok()
+    assert entries(tmp_path / "run") == set()
+    line = "so a resume is not bit-identical: 2.odd (torch.uint16)"
+    assert world.output.count(line) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", ["99", "1"])
+def test_a_rewind_removes_what_a_bad_step_left_in_a_buffer(tmp_path, every):
+    words = ["--save.every", every, "--guard.nonfinite", "rewind"]
+    world = trained(tmp_path, "run", *words, ranks=1, config="single", kind="nan")
+    world.ok()
+    # Without a good state, all steps after the bad sample would be bad.
+    assert 1 <= world.output.count("rewind; the samples are in metrics.jsonl") <= 3
