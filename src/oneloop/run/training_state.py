@@ -66,7 +66,6 @@ class State(RunState):
         self.count = Counters()
         self.best = Best()
         self.results = Results()
-        self.noise = NoiseScale()
         self.meter = _meter(job, run, model, seen)
         self.checkpoints = Checkpoints(
             folder.path / "checkpoints",
@@ -98,7 +97,7 @@ class State(RunState):
             "best": self.best,
             "meter": self.meter,
             "results": self.results,
-            "noise": self.noise,
+            "noise": NoiseScale(),
             "guard": guard,
             "identity": same,
             "draws": seen.others,
@@ -121,6 +120,12 @@ class State(RunState):
             check=same.check,
             moved=MovedBuffers(model),
         )
+
+    @property
+    def noise(self) -> NoiseScale:
+        """Estimator of the gradient noise scale."""
+        estimator: NoiseScale = self.parts["noise"]
+        return estimator
 
 
 def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:
