@@ -144,7 +144,9 @@ class Snapshot:
             if not isinstance(attributes, dict):
                 return []
             self._keep_container(name, attributes)
-            found = [(type(value).__name__, type(value))]
+            found: list[tuple[str, Any]] = []
+            for kind in type(value).__mro__:
+                found.append((kind.__name__, kind))
             for key, one in attributes.items():
                 found.append((name if key in _REGISTRIES else f"{name}.{key}", one))
             return found

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.parameter_names import bare_name
 
 # class attribute: names of parameters that are stored with the shape (1,)
@@ -68,11 +69,19 @@ def as_real(tensor: Tensor) -> Tensor:
 
 
 def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """Return the optimizer's parameters in its order: bare name, parameter, parameter group."""
+    """Return the optimizer's parameters in its order: bare name, parameter, parameter group.
+
+    Raise Inexact if the model no longer has one of them.
+    """
     names = {parameter: bare_name(name) for name, parameter in model.named_parameters()}
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
+            if parameter not in names:
+                raise Inexact(
+                    "a parameter of the optimizer is no longer in the model, because the task or "
+                    "the model has replaced it; assign new values to it in place"
+                )
             found.append((names[parameter], parameter, group))
     return found
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
@@ -39,9 +40,11 @@ class KeptTensors:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._tensors: dict[str, Tensor] = {}
+        self._tensors: dict[str, Tensor] = {}  # in the memory of this moment
+        self._owners: dict[str, Tensor] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._tensors[bare_name(name)] = local(tensor.detach())
+            self._owners[bare_name(name)] = tensor
         self._bytes = sum(one.numel() * one.element_size() for one in self._tensors.values())
         self._copies: dict[str, Tensor] = {}
         self._hashes: list[int] = []
@@ -57,6 +60,12 @@ class KeptTensors:
         Raises:
             BadInput: a tensor has changed, and the model is too large for copies of its tensors.
         """
+        # Return to the memory of then, after an assignment to .data.
+        for name, owner in self._owners.items():
+            moved = local(owner).data_ptr() != self._tensors[name].data_ptr()
+            if moved and not isinstance(owner, DTensor):
+                owner.data = self._tensors[name]
+
         # Copies exist: compare, restore.
         for name, copy in self._copies.items():
             tensor = self._tensors[name]

@@ -93,12 +93,18 @@ class Units:
     def _enter(
         self, name: str, held: list[tuple[str, Any]], states: list[list[Any]], *_: object
     ) -> None:
-        if torch.is_grad_enabled():
+        training = torch.is_grad_enabled()
+        if training:
             self.calls.append(name)
             BEATS.unit = f"{len(self.calls)} ({name or 'the root'})"
-            if self._state is not None:
-                states.append([self._state(one._unsharded_param) for _, one in held])
-                self._entered.update(zip((name for name, _ in held), states[-1], strict=True))
+        if self._state is None:
+            return
+
+        # FSDP2 would drop a change that a forward without gradients makes, too.
+        states.append([self._state(one._unsharded_param) for _, one in held])
+        if training:
+            for (parameter, _), state in zip(held, states[-1], strict=True):
+                self._entered[parameter] = state
 
     def _leave(self, held: list[tuple[str, Any]], states: list[list[Any]], *_: object) -> None:
         if self._state is not None and states:

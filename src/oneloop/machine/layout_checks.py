@@ -103,8 +103,10 @@ class Checks:
             self._before = None
 
     def _now(self) -> tuple[list[Any], list[Any]]:
-        tensors = [owner[key] for owner, key, _ in self._owners]
-        return tensors, list(map(self._state, tensors))
+        # A forward may have removed a tensor.
+        tensors = [owner.get(key) for owner, key, _ in self._owners]
+        states = [None if tensor is None else self._state(tensor) for tensor in tensors]
+        return tensors, states
 
     def drop_unused(self) -> None:
         """Drop FSDP2's zero gradients of parameters that no rank used.

@@ -125,7 +125,7 @@ class Repeats:
         return line == start + key(self._job.recipe.seed, start) % length
 
     def repeat(self, batches: Iterator[Batch], position: int) -> Iterator[Batch]:
-        """Repeat the first micro-batch of one rank. Collective: call on every rank. Host sync.
+        """Repeat one micro-batch of one rank. Collective: call on every rank. Host sync.
 
         Args:
             batches: this rank's micro-batches of a step.
@@ -139,11 +139,15 @@ class Repeats:
         """
         run = self._run
         number = position // self._job.layout.size + 1
-        first = next(batches)
-        chosen = key(self._job.recipe.seed, position) % run.ranks
-        batch = self._load(position, chosen)
-        delivered = _hashes(first) if run.rank == chosen else {}
-        found = self._computed(batch, delivered, chosen)
+        layout = self._job.layout
+        chosen, micro = divmod(
+            key(self._job.recipe.seed, position) % (run.ranks * layout.accumulate),
+            layout.accumulate,
+        )
+        delivered = [next(batches) for _ in range(micro + 1)]
+        batch = self._load(position, chosen, micro)
+        trained = _hashes(delivered[-1]) if run.rank == chosen else {}
+        found = self._computed(batch, trained, chosen, micro)
 
         # All ranks judge the same reports, so that all of them raise the same error.
         why = self._difference(run.gathered(found), chosen)
@@ -154,13 +158,13 @@ class Repeats:
         else:
             self._on = False
             run.display.say(f"step {number}: {why}; {DEPENDS}")
-        return chain([first], batches)
+        return chain(delivered, batches)
 
-    def _load(self, position: int, rank: int) -> Batch:
-        """Return the first micro-batch of a rank, loaded again."""
+    def _load(self, position: int, rank: int, micro: int) -> Batch:
+        """Return a micro-batch of a rank, loaded again."""
         job = self._job
         layout = job.layout
-        begin = position + layout.each * layout.leaf(rank, 0)
+        begin = position + layout.each * layout.leaf(rank, micro)
         epochs, indices = job.order.at(np.arange(begin, begin + layout.each))
         places = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
 
@@ -176,15 +180,15 @@ class Repeats:
             before.restore()
         return to_device(batch, self._run.device)
 
-    def _computed(self, batch: Batch, delivered: dict[str, int], rank: int) -> _Found:
+    def _computed(self, batch: Batch, delivered: dict[str, int], rank: int, micro: int) -> _Found:
         """Make two passes over a micro-batch of a rank, and restore what they change."""
         model = bare(self._model)
         snapshot = Snapshot({"model": model, "task": self._job.task})
         try:
             with restored(model, self._run.device), _without_sync(self._model):
-                first = self._pass(batch, rank)
+                first = self._pass(batch, rank, micro)
                 moved = snapshot.changed()
-                second = self._pass(batch, rank)
+                second = self._pass(batch, rank, micro)
         finally:
             reshard(model)
             state = snapshot.digests()
@@ -192,7 +196,7 @@ class Repeats:
             self._checks.units.forget()
         return _Found(_hashes(batch), delivered, (first, second), moved, state)
 
-    def _pass(self, batch: Batch, rank: int) -> _Pass:
+    def _pass(self, batch: Batch, rank: int, micro: int) -> _Pass:
         """Make one forward and backward, without a sum over the ranks."""
         gradients: dict[str, Tensor] = {}
         units = self._checks.units
@@ -202,7 +206,7 @@ class Repeats:
 
         # The loss may change its batch in place: give it a copy.
         copy = {name: one.clone() if torch.is_tensor(one) else one for name, one in batch.items()}
-        self._seed(rank, 0)
+        self._seed(rank, micro)
         if units.parameters:
             units.see = see
         try:

@@ -47,7 +47,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
         mine = _Report(
             sets=first_samples(job.task, job.sets, seed=job.recipe.seed, workers=workers),
             model=_model_of(job),
-            values=_values_of(job.model, sharded=run.sharded),
+            values=_values_of(job.model, weights=run.sharded or job.exact),
             computed=computed_by(job.recipe, run.device) if job.exact else {},
         )
     reports: list[_Report] = run.gathered(mine)
@@ -78,14 +78,19 @@ def _model_of(job: Job) -> dict[str, str]:
     return described
 
 
-def _values_of(model: nn.Module, *, sharded: bool) -> dict[str, int]:
+def _values_of(model: nn.Module, *, weights: bool) -> dict[str, int]:
     """Return hashes of tensors that must be equal on all ranks.
 
     DDP sends rank 0's parameters and buffers to all ranks. Under FSDP2, each rank keeps its shards
     of its own. Nobody sends other attributes of a module.
+
+    Args:
+        model: not yet wrapped or sharded.
+        weights: whether parameters and buffers must be equal, too: under FSDP2, and with
+            batch.grain, because one process would build yet another model.
     """
     tensors: dict[str, Tensor] = {}
-    if sharded:
+    if weights:
         tensors |= dict(model.named_parameters())
         tensors |= dict(model.named_buffers())
     for prefix, module in model.named_modules():
