@@ -12,8 +12,8 @@ from oneloop.basics.seeds import reseed
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.float64 import batch_in_float64, in_float64
-from oneloop.job.halves import AGREE, FLOAT64, DrawWatch, without_draws
 from oneloop.job.restore import has_drawn, random_states
+from oneloop.job.sample_sums import AGREE, FLOAT64, DrawWatch, without_draws
 from oneloop.job.trial_passes import Samples, make_batch
 from oneloop.launch.processes import Run
 from oneloop.tasks.protocol_checks import Contract

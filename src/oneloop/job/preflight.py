@@ -23,9 +23,9 @@ from oneloop.data.sample_reader import SampleReader
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.embeddings import check_embeddings
-from oneloop.job.halves import FLOAT32, HALF, HalfSums, Halves
 from oneloop.job.restore import all_restored, has_drawn, random_states
-from oneloop.job.sample_contents import IN_PLACE
+from oneloop.job.sample_contents import BY_COLLATE, IN_PLACE
+from oneloop.job.sample_sums import FLOAT32, HALF, BatchSums, SampleSums
 from oneloop.job.trial_passes import (
     EVALUATED,
     TRAINED,
@@ -64,7 +64,8 @@ class Preflight:
     unused: list[str] = field(default_factory=list)  # trained parameters that the loss does not use
     moved: str = ""  # first buffer or parameter that a forward in training mode changes
     stateful: str = ""  # why the same samples and seeds do not give the same loss each time
-    linear: bool = True  # whether the gradient of a batch is the sum of the gradients of its halves
+    not_summed: str = ""
+    """a parameter whose gradient of a batch is not the sum of those of its samples"""
     graph: Any = None  # the model graph for TensorBoard, on rank 0
     notes: list[str] = field(default_factory=list)  # remarks on evaluations
 
@@ -226,7 +227,7 @@ def _check_training(
     reloaded: Samples,
     wrong: str,
 ) -> Preflight:
-    """Check in training mode: a batch twice with the same seeds, and its halves.
+    """Check in training mode: a batch twice with the same seeds, and each sample alone.
 
     ``wrong``: what is wrong with the data set, from the second load.
     """
@@ -266,8 +267,8 @@ def _check_training(
 
     # The batch again must have the same loss.
     stateful = ""
-    if wrong == IN_PLACE:
-        stateful = f"the training set {wrong}"
+    if wrong.endswith((IN_PLACE, BY_COLLATE)):
+        stateful = wrong
     elif not _near(first.loss, last.loss, 1e-3 * tolerance):
         stateful = (
             f"the same samples and seeds give a different loss ({first.loss:.9g} and "
@@ -275,14 +276,14 @@ def _check_training(
         )
     _reject(job, run, last, moved, unit_error, stateful)
 
-    # The halves must add up to the batch.
+    # Loss and gradients of the samples must add up to those of the batch.
     draws = contract.draws or first.draws or last.draws
-    linear = True
-    if contract.additive and len(samples) > 1 and not contract.draws:
+    not_summed = ""
+    if contract.additive and len(samples) > 1:
         limits = HALF if tolerance > 1e-3 else FLOAT32
-        known = HalfSums(first.loss, first.gradients, first.draws)
-        halves = Halves(contract, job, run, model, samples)
-        linear = halves.check(known, limits, of=len(micro_batch))
+        known = BatchSums(first.loss, first.gradients, first.draws)
+        sums = SampleSums(contract, job, run, model, samples)
+        not_summed = sums.check(known, limits, of=len(micro_batch))
 
     return Preflight(
         flops=last.flops / len(micro_batch),
@@ -293,14 +294,14 @@ def _check_training(
         unused=last.unused,
         moved=moved[0] if moved else "",
         stateful=stateful,
-        linear=linear,
+        not_summed=not_summed,
     )
 
 
 def _cause(run: Run, first: Pass, last: Pass, wrong: str) -> str:
     """Return why two passes over the same samples have different losses."""
     if wrong:
-        return f"the training set {wrong}"
+        return wrong
     if run.device.type != "cpu" and _near(first.loss, last.loss, 1e-5):
         return "a kernel of the device is not deterministic (see machine.deterministic)"
     return "the model, the loss or collate keeps its own generator or counter"

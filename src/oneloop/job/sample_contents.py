@@ -8,36 +8,53 @@ import torch
 from torch import Tensor
 
 IN_PLACE = "changes what it stores when a sample is read"
+BY_COLLATE = "stores the samples that collate changes in place"
 OTHER = "returns other content for the same sample and seeds (its own generator, counter or state)"
 
 
-def copied(sample: Any) -> list[Any]:
-    """Return copies of the tensors and arrays of a sample, in order."""
-    copies = []
-    for value in _arrays(sample):
-        copies.append(value.detach().clone() if isinstance(value, Tensor) else value.copy())
-    return copies
+def copied(value: Any) -> Any:
+    """Return a sample with copies of its tensors, arrays, dicts and lists."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.layout is torch.strided else value
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if type(value) is dict:
+        return {name: copied(one) for name, one in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(copied, value))
+    return value
 
 
-def fault(before: list[Any], first: Any, second: Any) -> str:
-    """Return what is wrong with a data set that loaded a sample twice; empty: nothing.
+def fault(kept: Any, first: Any, again: Any, *, changed: bool) -> str:
+    """Return what is wrong with a data set that loaded some samples twice; empty: nothing.
 
     Args:
-        before: :func:`copied` from the first load, before the second one.
+        kept: copies of the samples of the first load, from before the second one.
         first: what the first load returned; it may share memory with the data set.
-        second: what the second load returned.
+        again: what the second load returned.
+        changed: whether collate changes samples in place.
     """
-    if not _equal(before, first):
+    if not same(kept, first):
         return IN_PLACE
-    return "" if _equal(before, second) else OTHER
+    if not same(kept, again):
+        return OTHER
+    pairs = zip(_arrays(first), _arrays(again), strict=True)
+    stored = any(_address(one) == _address(other) for one, other in pairs)
+    return BY_COLLATE if stored and changed else ""
 
 
-def _equal(copies: list[Any], sample: Any) -> bool:
+def same(some: Any, others: Any) -> bool:
     """Return whether tensors and arrays are bitwise equal; True if that cannot be compared."""
-    found = [*_arrays(sample)]
-    if len(found) != len(copies):
+    pairs = [*_arrays(some)], [*_arrays(others)]
+    if len(pairs[0]) != len(pairs[1]):
         return False
-    return all(map(_same, copies, found))
+    return all(map(_same, *pairs))
+
+
+def _address(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.data_ptr()
+    return int(value.__array_interface__["data"][0])
 
 
 def _arrays(value: Any) -> Iterator[Any]:

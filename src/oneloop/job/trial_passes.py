@@ -19,7 +19,7 @@ from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import transferred
 from oneloop.job.build import Job
 from oneloop.job.restore import has_drawn, random_states, restored
-from oneloop.job.sample_contents import copied, fault
+from oneloop.job.sample_contents import copied, fault, same
 from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import Checks
 from oneloop.measure.flops import Operations
@@ -59,7 +59,9 @@ class TrialSamples:
         self._device = device
         self._contracts = {member: Contract(job.task) for member in sets}
         self._loaded: dict[tuple[str, int], list[tuple[int, Any]]] = {}
-        self._copies: dict[str, list[Any]] = {}  # of the first load
+        self._first: dict[str, list[Any]] = {}  # as the data set returned them
+        self._wrong: dict[str, str] = {}
+        self._changed = False  # whether collate changes samples in place
 
     def __call__(self, member: str, load: int, numbers: Sequence[int] = ()) -> Any:
         """Return a batch of samples, its weight, and whether collate drew random numbers.
@@ -71,12 +73,19 @@ class TrialSamples:
         dataset, places = self._sets[member]
         if (member, load) not in self._loaded:
             keyed = SeededSamples(dataset, seed=job.recipe.seed)
-            self._loaded[member, load] = theirs(
-                job.task, member, lambda: [keyed[place] for place in places]
-            )
+            loaded = theirs(job.task, member, lambda: [keyed[place] for place in places])
+            self._loaded[member, load] = copied(loaded)
+            self._first.setdefault(member, loaded)
+            kept = self._loaded[member, 0]
+            wrong = fault(kept, self._first[member], loaded, changed=self._changed)
+            if load and wrong:
+                name = member.removeprefix(EVALUATED).strip("[']")
+                of = "the training set" if member == TRAINED else f"the data set {name}"
+                self._wrong[member] = f"{of} {wrong}"
         if not numbers:
-            return len(places), self._fault(member, load)
+            return len(places), self._wrong.get(member, "")
         samples = [self._loaded[member, load][number] for number in numbers]
+        given = copied([sample for _, sample in samples])
 
         # A data worker has generators of its own. The pass seeds those of this process.
         device = self._device or torch.device("cpu")
@@ -84,19 +93,12 @@ class TrialSamples:
             reseed(device, job.recipe.seed, 0, others=True)
         contract = self._contracts[member]
         before = random_states(device)
-        collated = contract.collated([sample for _, sample in samples])
+        collated = contract.collated(given)
         draws = has_drawn(before, device)
+        self._changed = self._changed or not same([sample for _, sample in samples], given)
         batch = job.collate.completed(collated, [index for index, _ in samples])
         weight = contract.weight(batch, samples=len(samples), trained=member == TRAINED)
         return batch, weight, draws
-
-    def _fault(self, member: str, load: int) -> str:
-        """Copy the samples of the first load, or compare them with those of another load."""
-        samples = self._loaded[member, load]
-        if not load:
-            self._copies[member] = copied(samples)
-            return ""
-        return fault(self._copies[member], self._loaded[member, 0], samples)
 
 
 def load_samples(reader: SampleReader, member: str, load: int) -> tuple[Samples, str]:
@@ -124,7 +126,7 @@ def check_sets(job: Job, reader: SampleReader) -> list[str]:
         load_samples(reader, member, 0)
         _, wrong = load_samples(reader, member, 1)
         if wrong:
-            notes.append(f"the data set {name} {wrong}, so another evaluation has other results")
+            notes.append(f"{wrong}, so another evaluation has other results")
     if notes and job.exact:
         raise BadInput(
             f"batch.grain requires that a sample is the same each time, but {notes[0]}; return "

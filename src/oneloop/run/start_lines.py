@@ -189,10 +189,10 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
         return f"the model has BatchNorm, whose statistics depend on the micro-batch; {DEPENDS}"
     if seen.moved:
         return f"a forward in training changes the {seen.moved}: {DEPENDS}"
-    if not seen.linear:
+    if seen.not_summed:
         return (
-            "the gradient of a batch is not the sum of its samples' (a hook, a custom backward or "
-            f"scale_grad_by_freq): {DEPENDS}"
+            f"the gradient of {seen.not_summed} of a batch is not the sum of those of its samples "
+            f"(a hook, a custom backward or scale_grad_by_freq): {DEPENDS}"
         )
     if has_dropout(model):
         return (
