@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.job.build import build_job
-from oneloop.job.preflight import reject_half_parameters
 from oneloop.launch.processes import start
+from oneloop.machine.mixed_precision import reject_half_parameters
 from oneloop.machine.torch_settings import reject_not_deterministic
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault

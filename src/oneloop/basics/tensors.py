@@ -79,8 +79,8 @@ def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor,
         for parameter in group["params"]:
             if parameter not in names:
                 raise Inexact(
-                    "a parameter of the optimizer is no longer in the model, because the task or "
-                    "the model has replaced it; assign new values to it in place"
+                    "the model has lost a parameter of the optimizer, because the task or the "
+                    "model has replaced it; assign new values to it in place"
                 )
             found.append((names[parameter], parameter, group))
     return found

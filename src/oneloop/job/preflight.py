@@ -43,11 +43,13 @@ from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.fsdp2_units import changed, content, other_units
 from oneloop.machine.layout_checks import Checks
+from oneloop.machine.mixed_precision import reject_half_parameters
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.graph import Drawing
 from oneloop.tasks.protocol_checks import Contract, theirs
 from oneloop.tasks.whole_batch import columns_of, parts_of
 
+OWN_STATE = "the model, the loss or collate keeps its own generator or counter"
 SAMPLED = 4  # maximum number of samples; each is loaded twice
 _SEEDS = 4  # with which FSDP2 must run the same units
 
@@ -123,20 +125,6 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
                     f"{error}; if it runs with ddp.yaml, FSDP2 does not support this model"
                 ) from error
             raise
-
-
-def reject_half_parameters(model: nn.Module) -> None:
-    """Raise BadInput if a trained parameter has a 16-bit dtype.
-
-    fp16 loss scaling needs float32 gradients.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
-            kind = str(parameter.dtype).removeprefix("torch.")
-            raise BadInput(
-                f"mixed_precision fp16 requires float32 parameters, but {name} is {kind}; return "
-                "a float32 model from model(), or use mixed_precision no"
-            )
 
 
 def _check_eval(
@@ -304,7 +292,7 @@ def _cause(run: Run, first: Pass, last: Pass, wrong: str) -> str:
         return wrong
     if run.device.type != "cpu" and _near(first.loss, last.loss, 1e-5):
         return "a kernel of the device is not deterministic (see machine.deterministic)"
-    return "the model, the loss or collate keeps its own generator or counter"
+    return OWN_STATE
 
 
 def _contents(model: nn.Module) -> dict[str, int]:
@@ -338,6 +326,11 @@ def _reject(job: Job, run: Run, last: Pass, moved: list[str], units: str, statef
         raise BadInput(
             "batch.grain requires that the same samples with the same seeds give the same loss, "
             f"but {stateful}. Use torch's global generator and return copies, or remove batch.grain"
+        )
+    if stateful.endswith(OWN_STATE) and job.recipe.machine.recompute != "none":
+        raise BadInput(
+            f"machine.recompute {job.recipe.machine.recompute} computes blocks a second time, but "
+            f"{stateful}. Use torch's global generator, or machine.recompute none"
         )
     if last.sparse:
         raise BadInput(

@@ -126,3 +126,17 @@ def sharded_precision(precision: str) -> Any:
     if precision not in HALF:
         return None
     return MixedPrecisionPolicy(param_dtype=HALF[precision], reduce_dtype=torch.float32)
+
+
+def reject_half_parameters(model: nn.Module) -> None:
+    """Raise BadInput if a trained parameter has a 16-bit dtype.
+
+    fp16 loss scaling needs float32 gradients.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype in (torch.float16, torch.bfloat16):
+            kind = str(parameter.dtype).removeprefix("torch.")
+            raise BadInput(
+                f"mixed_precision fp16 requires float32 parameters, but {name} is {kind}; return "
+                "a float32 model from model(), or use mixed_precision no"
+            )
