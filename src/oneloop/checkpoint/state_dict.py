@@ -2,7 +2,7 @@
 
 The files have the format of torch.distributed.checkpoint's safetensors storage, and its readers
 load them. Names are of the unwrapped model: ``model.<name>``, ``optimizer.<parameter>.<key>``,
-``ema.<name>.<parameter>``. No pickle.
+``ema.<name>.<parameter>``, ``rank.<number>.<buffer>`` (buffers that each rank saves). No pickle.
 """
 
 import warnings
