@@ -311,8 +311,9 @@ def test_the_loss_is_called_on_real_samples_only_and_not_often(tmp_path):
     world.ok()
     calls = [line.split()[1:] for line in world.output.splitlines() if line.startswith("CALL")]
     tried = calls[: next(at for at, call in enumerate(calls) if call == ["8", "True"])]
-    trained = [["4", "True"], ["2", "True"], ["2", "True"]]
-    assert tried == [["1", "False"], ["2", "False"], ["4", "False"], *trained, ["4", "True"]]
+    # the batch twice and with weights in float64, then each sample alone
+    trained = 3 * [["4", "True"]] + 4 * [["1", "True"]]
+    assert tried == [["1", "False"], ["2", "False"], ["4", "False"], *trained]
 
 
 BATCH_NORM = (

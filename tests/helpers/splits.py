@@ -80,6 +80,9 @@ def trained(
                 dtype=dtype,
                 optimizer=optimizer,
             ),
+            # a repeated micro-batch would be recorded, too
+            "--machine.check_every",
+            "0",
             *extra,
         ],
         ranks=ranks,
