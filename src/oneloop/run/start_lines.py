@@ -192,7 +192,8 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
     if seen.not_summed:
         return (
             f"the gradient of {seen.not_summed} of a batch is not the sum of those of its samples "
-            f"(a hook, a custom backward or scale_grad_by_freq): {DEPENDS}"
+            "(a hook, a custom backward, scale_grad_by_freq, or a small term of the loss): "
+            f"{DEPENDS}"
         )
     if has_dropout(model):
         return (
