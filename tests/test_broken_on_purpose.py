@@ -9,9 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import test_forward_draws
-import test_recompute
-import test_sample_reader
 from oneloop.data.order import Order
 from silent_runs import differing, final
 from silent_runs import trained as trained_plainly
@@ -178,41 +175,13 @@ def nothing_restored() -> None:
     preflight.all_restored = lambda model, device, others: restored(model, device)
 
 
-def read_here() -> None:
-    """Read the samples of checks and examples in the process that forks the data workers."""
-    from oneloop.data.sample_reader import SampleReader
-
-    begin = SampleReader.__init__
-    SampleReader.__init__ = lambda reader, function, workers: begin(reader, function, workers=0)
-
-
-def torch_only() -> None:
-    """Seed only torch's generator before a forward."""
-    from oneloop.run import gradients
-
-    reseed = gradients.reseed
-    gradients.reseed = lambda *numbers, others: reseed(*numbers, others=False)
-
-
-def recomputed_otherwise() -> None:
-    """Restore only torch's generator for a recomputation."""
-    from oneloop.machine import recompute
-
-    recompute.others_seeded = lambda: False
-
-
 NEEDED = {  # name: (without it, zoo model that shows it, ranks, config, batch.grain)
     "contents": (no_contents, "WrittenByNumpy", 1, "single", True),
     "contents in evaluations": (no_contents_in_evaluations, "EvalBuffer", 1, "single", True),
     "contents of new buffers": (fixed_contents, "RegisteredLate", 1, "single", True),
     "shards outside of units": (no_shards, "BYOL", 2, "fsdp2", False),
 }
-WITHOUT = {name: case[0] for name, case in NEEDED.items()} | {
-    "restoring": nothing_restored,
-    "reading in a worker": read_here,
-    "seeding numpy and Python": torch_only,
-    "generators of recomputations": recomputed_otherwise,
-}
+WITHOUT = {name: case[0] for name, case in NEEDED.items()} | {"restoring": nothing_restored}
 
 
 class Without:
@@ -245,29 +214,6 @@ def test_without_restoring_the_dry_run_leaves_a_trace(tmp_path):
         place = tmp_path / change
         trained_plainly(place, task, *words, change, function=Without("restoring")).ok()
     assert differing(final(tmp_path / "nothing"), final(tmp_path / "by_data"))
-
-
-@pytest.mark.slow
-def test_samples_read_in_the_training_process_are_wrong(tmp_path):
-    wrong = test_sample_reader.counted(tmp_path, function=Without("reading in a worker"))
-    assert any(wrong.values())
-
-
-@pytest.mark.slow
-def test_generators_that_are_not_seeded_repeat_their_numbers(tmp_path):
-    function = Without("seeding numpy and Python")
-    steps, *_ = test_forward_draws.trained(
-        tmp_path, "run", "--machine.workers", "0", function=function
-    )
-    assert len({draws[0] for draws in steps.values()}) == 1
-
-
-@pytest.mark.slow
-def test_a_recomputation_with_other_numbers_trains_other_weights(tmp_path):
-    function = Without("generators of recomputations")
-    plain = test_recompute.final(tmp_path, "ByNumpy+ByPython", "none")
-    other = test_recompute.final(tmp_path, "ByNumpy+ByPython", "full", function=function)
-    assert differing(plain, other)
 
 
 # --- gradients are reduced and accumulated in float32 under FSDP2 and bf16

@@ -73,16 +73,14 @@ class Task:
             metrics[name].update(outputs[name])
 
 
-def trained(
-    folder: Path, name: str, *more: str, ranks: int = 1, config: str = "single", function=train
-):
+def trained(folder: Path, name: str, *more: str, ranks: int = 1, config: str = "single"):
     """Return the draws of each step, the results of evaluations, final weights, and the output."""
     words = ["digits", "--task", "test_forward_draws.Task", "--track", "none", "--seed", "3"]
     words += ["--duration", "6", "--batch.size", "8", "--log.every", "1"]
     words += ["--batch.micro", str(4 // ranks)]  # two micro-batches per step and rank
     words += ["--eval.every", "3", "--eval.micro", "4", "--save.every", "3", "--save.keep", "9"]
     world = run(
-        function, [*words, "--run.dir", name, *more], ranks=ranks, config=config, folder=folder
+        train, [*words, "--run.dir", name, *more], ranks=ranks, config=config, folder=folder
     )
     world.ok()
     steps, evaluations = {}, {}

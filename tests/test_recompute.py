@@ -283,13 +283,11 @@ class Task:
         return model(batch["x"]).square().sum(), {}
 
 
-def final(
-    folder: Path, kinds: str, mode: str, *more: str, function=train, **world
-) -> dict[str, torch.Tensor]:
+def final(folder: Path, kinds: str, mode: str, *more: str, **world) -> dict[str, torch.Tensor]:
     words = ["digits", "--task", "test_recompute.Task", "--task.kinds", kinds, "--track", "none"]
     words += ["--duration", "4", "--batch.size", "8", "--batch.micro", "2", "--run.dir", mode]
     words += ["--machine.recompute", mode, "--machine.blocks", f"[{kinds.replace('+', ',')}]"]
-    run(function, [*words, *more], folder=folder, **world).ok()
+    run(train, [*words, *more], folder=folder, **world).ok()
     return load_file(folder / mode / "final" / "model.safetensors")
 
 

@@ -124,21 +124,6 @@ def write_rows(folder: Path) -> None:
         database.executemany("insert into rows values (?, ?)", zip(range(SIZE), range(SIZE)))
 
 
-def counted(folder: Path, *, function=train, **world) -> dict[str, float]:
-    """Train with three data workers; return the number of wrong samples by metric."""
-    write_rows(folder)
-    words = ["digits", "--task", "test_sample_reader.Task", "--task.folder", str(folder)]
-    words += ["--duration", "6", "--batch.size", "16", "--batch.micro", "4", "--track", "none"]
-    words += ["--machine.workers", "3", "--log.every", "1", "--eval.every", "3"]
-    run(function, [*words, "--run.dir", "run"], folder=folder, **world).ok()
-    wrong: dict[str, float] = {}
-    for line in map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines()):
-        for name, value in line.items():
-            if name.partition("/")[2] in KINDS:
-                wrong[name] = wrong.get(name, 0) + value
-    return wrong
-
-
 @pytest.mark.parametrize(
     ("ranks", "config"),
     [
@@ -148,7 +133,17 @@ def counted(folder: Path, *, function=train, **world) -> dict[str, float]:
     ],
 )
 def test_what_is_opened_at_the_first_sample_is_right_in_every_worker(tmp_path, ranks, config):
-    wrong = counted(tmp_path, ranks=ranks, config=config)
+    write_rows(tmp_path)
+    words = ["digits", "--task", "test_sample_reader.Task", "--task.folder", str(tmp_path)]
+    words += ["--duration", "6", "--batch.size", "16", "--batch.micro", "4", "--track", "none"]
+    words += ["--machine.workers", "3", "--log.every", "1", "--eval.every", "3"]
+    run(train, [*words, "--run.dir", "run"], ranks=ranks, config=config, folder=tmp_path).ok()
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    wrong = {}
+    for line in map(json.loads, lines):
+        for name, value in line.items():
+            if name.partition("/")[2] in KINDS:
+                wrong[name] = wrong.get(name, 0) + value
     assert len(wrong) == 2 * len(KINDS)
     assert not any(wrong.values()), wrong
     shown = json.loads((tmp_path / "run" / "examples.json").read_text())["samples"]
