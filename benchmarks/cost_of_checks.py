@@ -2,7 +2,7 @@
 
     git worktree add ../before COMMIT
     python benchmarks/cost_of_checks.py --before ../before
-    python benchmarks/cost_of_checks.py --recipe digits --ranks 2 --pairs 4
+    python benchmarks/cost_of_checks.py --recipe digits --ranks 1 --more "--batch.grain 16"
 
 Each round makes these runs, in a new random order: without the checks (`--machine.check_every 0`),
 with them, without them again (control), and with the code of another checkout. Runs are forked
@@ -55,7 +55,7 @@ SKIPPED = 20  # first steps, of which none counts
 OFTEN = 10  # steps of an interval in the clocked run
 RARELY = 1000  # steps of an interval by default
 CLOCKED_STEPS = 200
-STEPS = {"digits": 1000, "gpt": 60}
+STEPS = {"digits": 1000, "gpt": 45}
 RECIPES = {
     "digits": ["digits"],
     "gpt": ["gpt", "--task.data", str(HERE.parent / "src" / "oneloop"), "--batch.size", "8"],
@@ -158,11 +158,13 @@ class Setup:
 
     recipe: str
     ranks: int
+    more: tuple[str, ...] = ()
+    """more words of the command line"""
 
     def words(self, variant: list[str], steps: int) -> list[str]:
         """Return the command line, except for the folder of the run."""
         duration = ["--duration", str(steps)]
-        return [*RECIPES[self.recipe], *COMMON, *duration, *variant]
+        return [*RECIPES[self.recipe], *COMMON, *duration, *self.more, *variant]
 
 
 class Server:
@@ -277,7 +279,7 @@ def clocked(setup: Setup, server: Server, name: str) -> None:
             f"{each['wall']}   (CPU {each['CPU']})",
             flush=True,
         )
-    for kind, values in durations(times).items():
+    for kind, values in durations([times]).items():
         step = statistics.median(values)
         total = usual[kind] + rare[kind] / RARELY
         print(
@@ -307,7 +309,8 @@ def main() -> None:
     asked.add_argument("--recipe", choices=RECIPES, action="append")
     asked.add_argument("--ranks", type=int, action="append")
     asked.add_argument("--pairs", type=int, default=12)
-    asked.add_argument("--steps", type=int, help="default: 1000 of digits, 60 of gpt")
+    asked.add_argument("--steps", type=int, help="default: 1000 of digits, 45 of gpt")
+    asked.add_argument("--more", default="", help='more words, such as "--batch.grain 4"')
     given = asked.parse_args()
     import torch
 
@@ -324,10 +327,10 @@ def main() -> None:
             servers["before"] = Server(given.before.resolve())
         for recipe in given.recipe or RECIPES:
             for ranks in given.ranks or (1, 2):
-                setup = Setup(recipe, ranks)
+                setup = Setup(recipe, ranks, tuple(given.more.split()))
                 steps = given.steps or STEPS[recipe]
                 layout = "one process" if ranks == 1 else f"DDP on {ranks} processes"
-                print(f"{recipe}, {layout}, {steps} steps", flush=True)
+                print(f"{recipe}, {layout}, {steps} steps {given.more}".rstrip(), flush=True)
                 pairs(setup, servers, steps, given.pairs)
                 for name, server in servers.items():
                     clocked(setup, server, name)

@@ -57,6 +57,11 @@ def step_checks(
     # A model that is known to be stateful would only be reported once more.
     if not job.exact and (seen.moved or seen.stateful):
         return StepChecks(layout, contents, None)
+
+    # The backward of a repeat would mark parameters as used, for which DDP then waits.
+    replicated = run.ranks > 1 and not run.sharded
+    if replicated and job.recipe.machine.find_unused_parameters:
+        return StepChecks(layout, contents, None)
     return StepChecks(layout, contents, Repeats(job, run, model, layout, seed))
 
 
