@@ -121,7 +121,7 @@ class Snapshot:
     def _inside(self, name: str, value: Any) -> list[tuple[str, Any]]:
         """Record a value; return the values inside it, with their names."""
         if isinstance(value, Tensor):
-            # Parameters and buffers have copies of their own.
+            # job/restore.py copies parameters.
             if not isinstance(value, nn.Parameter):
                 self._keep_array(name, value, value.numel() * value.element_size())
             return []
@@ -203,7 +203,7 @@ class Snapshot:
 
 
 def _parts(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the plain values of a container by name, or a value that is no container."""
+    """Yield the plain values of a container by name, or a value that is not a container."""
     if isinstance(value, dict):
         for key, one in value.items():
             if isinstance(one, _PLAIN):

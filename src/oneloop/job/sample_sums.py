@@ -315,7 +315,7 @@ class SampleSums:
         loss = limits.allow(max(control.loss for control in controls))
         gradient = limits.allow(max(control.gradient for control in controls))
 
-        # A model with a state of its own, which other checks report, has no such sums.
+        # A model that keeps state has no such sums; other checks report it.
         if self._any(repeated.exceeds(limits.most)):
             return ""
         if found.loss > loss:

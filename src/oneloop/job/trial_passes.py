@@ -87,7 +87,7 @@ class TrialSamples:
         samples = [self._loaded[member, load][number] for number in numbers]
         given = copied([sample for _, sample in samples])
 
-        # A data worker has generators of its own. The pass seeds those of this process.
+        # A data worker has its own generators. The pass seeds those of this process.
         device = self._device or torch.device("cpu")
         if self._device is None:
             reseed(device, job.recipe.seed, 0, others=True)
@@ -241,7 +241,7 @@ def one_pass(
         checks: around the micro-batch.
         samples: of one load.
         backward: whether to compute gradients.
-        seed: another one gives other random numbers.
+        seed: a different seed gives different random numbers.
 
     Returns:
         What was computed, and which parts of the model ran.

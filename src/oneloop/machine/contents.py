@@ -101,8 +101,8 @@ class Contents:
         model: as prepared: on one process, under DDP, or sharded by FSDP2.
         device: of the run.
         buffers: raise if a buffer has changed. A changed parameter always raises.
-        report: gets a sentence on the first changed buffer, if that is no error (None: buffers are
-            not compared).
+        report: gets a sentence about the first changed buffer if that is not an error (None: do not
+            compare buffers).
     """
 
     def __init__(

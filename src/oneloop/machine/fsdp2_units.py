@@ -107,13 +107,14 @@ class Units:
                 self._entered[parameter] = state
 
     def _leave(self, held: list[tuple[str, Any]], states: list[list[Any]], *_: object) -> None:
-        if self._state is not None and states:
-            for (name, one), before in zip(held, states.pop(), strict=True):
-                whole = one._unsharded_param
-                if self._state(whole) != before or not _is_registered(one, whole):
-                    raise Inexact(changed(f"parameter {name}"))
-                if whole.requires_grad is not one.sharded_param.requires_grad:
-                    raise Inexact(froze(name))
+        if self._state is None or not states:
+            return
+        for (name, one), before in zip(held, states.pop(), strict=True):
+            whole = one._unsharded_param
+            if self._state(whole) != before or not _is_registered(one, whole):
+                raise Inexact(changed(f"parameter {name}"))
+            if whole.requires_grad is not one.sharded_param.requires_grad:
+                raise Inexact(froze(name))
 
     def _reduce(
         self,

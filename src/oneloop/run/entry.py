@@ -190,7 +190,7 @@ def _last_right(folder: Folder, step: int) -> str:
     before = [path for path in sealed if step_of(path) < step]
     if before:
         return f"; step {step} was still right, and {before[-1]} is the newest checkpoint before it"
-    return f"; step {step} was still right, and there is no checkpoint from before it"
+    return f"; step {step} was still right, but no checkpoint is older"
 
 
 def _words(error: BaseException) -> str:

@@ -238,7 +238,7 @@ class Repeats:
                         f"rank {rank} has loaded other values of {name!r} for the samples of a "
                         f"micro-batch than rank {chosen} trains on: the data set or collate "
                         "depends on more than the index, the epoch and the seed (a counter, a "
-                        "generator of its own, a changed sample, a data worker's number)"
+                        "private generator, a changed sample, a data worker's number)"
                     )
 
         # The same rank, twice; then each rank and the one that trains the micro-batch.

@@ -81,8 +81,8 @@ def _model_of(job: Job) -> dict[str, str]:
 def _values_of(model: nn.Module, *, weights: bool) -> dict[str, int]:
     """Return hashes of tensors that must be equal on all ranks.
 
-    DDP sends rank 0's parameters and buffers to all ranks. Under FSDP2, each rank keeps its shards
-    of its own. Nobody sends other attributes of a module.
+    DDP sends rank 0's parameters and buffers to all ranks. Under FSDP2, each rank keeps shards of
+    the model that it built. Other attributes of a module are never sent.
 
     Args:
         model: not yet wrapped or sharded.
