@@ -662,8 +662,8 @@ class Wide(Odd):
 
 
 def odd_rows(folder: Path, name: str, *words: str, ranks: int, config: str):
-    (folder / "odd.py").write_text(ODD)
-    given = [f"{folder / 'odd.py'}:{name}", "--batch.size", "16", "--duration", "4"]
+    (folder / "odd_rows.py").write_text(ODD)
+    given = [f"{folder / 'odd_rows.py'}:{name}", "--batch.size", "16", "--duration", "4"]
     given += ["--eval.every", "2", "--eval.micro", "4", "--track", "none", "--machine.workers", "0"]
     return run(
         train,
