@@ -105,11 +105,21 @@ def test_an_update_between_steps_is_no_change():
 
 def test_a_moving_buffer_is_reported_once_if_that_is_no_error():
     said = []
-    compared(Net(), lambda model: model.code.add_(1), buffers=False, report=said.append)
+    some = {"rejected": ["parameter"], "report": said.append}
+    compared(Net(), lambda model: model.code.add_(1), **some)
     assert said == ["the buffer code has changed in a step, but not by its update"]
-    compared(Net(), lambda model: model.code.add_(1), buffers=False)
     with pytest.raises(Inexact, match="parameter layer.bias"):
-        compared(Net(), CHANGES["parameter layer.bias has changed"], buffers=False)
+        compared(Net(), CHANGES["parameter layer.bias has changed"], **some)
+
+
+def test_on_one_process_a_moving_parameter_is_reported_once():
+    said = []
+    compared(Net(), CHANGES["parameter layer.bias has changed"], rejected=[], report=said.append)
+    assert said == ["the parameter layer.bias has changed in a step, but not by its update"]
+
+
+def test_what_is_not_compared_may_change():
+    compared(Net(), lambda model: model.code.add_(1), compared=["parameter"])
 
 
 def test_an_evaluation_changes_nothing():

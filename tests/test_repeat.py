@@ -32,7 +32,7 @@ def grain(words: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("task", "found"),
     [
-        ("LateQueue", "seeds and weights the second time; attributes that changed"),
+        ("LateQueue", "seeds and weights the second time; what changed in between: model"),
         ("LateRank", "ranks 0 and 1 got|ranks 1 and 0 got"),
         pytest.param("LateRows", "has loaded other values of 'x'", marks=pytest.mark.slow),
     ],

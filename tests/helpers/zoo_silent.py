@@ -621,12 +621,12 @@ ENTROPY: dict[str, Any] = {"single": ANY, "single_grain": ANY}
 """numbers of the operating system: every process, and every run, has others"""
 
 
-@silent("C", all=stopped("fourier"), **ENTROPY)
+@silent("C", all=stopped("fourier"), ddp=reported("fourier", "rank 0"), **ENTROPY)
 class EntropyBuffer(Animal):
     net = staticmethod(lambda: FeaturesNet("buffer", np.random.default_rng()))
 
 
-@silent("C", all=stopped("fourier"), **ENTROPY)
+@silent("C", all=stopped("fourier"), ddp=reported("fourier", "rank 0"), **ENTROPY)
 class EntropyFrozen(Animal):
     net = staticmethod(lambda: FeaturesNet("frozen", np.random.default_rng()))
 

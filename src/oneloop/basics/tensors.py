@@ -74,13 +74,16 @@ def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor,
     Raise Inexact if the model no longer has one of them.
     """
     names = {parameter: bare_name(name) for name, parameter in model.named_parameters()}
+    known = {one for group in optimizer.param_groups for one in group["params"]}
     found = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter not in names:
+                new = [names[one] for one in names if one.requires_grad and one not in known]
                 raise Inexact(
                     "the model has lost a parameter of the optimizer, because the task or the "
-                    "model has replaced it; assign new values to it in place"
+                    f"model has replaced it (new: {', '.join(new) or 'none'}); assign new "
+                    "values to it in place"
                 )
             found.append((names[parameter], parameter, group))
     return found

@@ -37,21 +37,37 @@ class KeptTensors:
 
     Args:
         model: bare, or sharded by FSDP2.
+        most: bytes that are copied; of a larger model there are only hashes, so that a change is
+            found, but not undone.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, *, most: int = _COPIED) -> None:
         self._tensors: dict[str, Tensor] = {}  # in the memory of this moment
         self._owners: dict[str, Tensor] = {}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._tensors[bare_name(name)] = local(tensor.detach())
             self._owners[bare_name(name)] = tensor
+        self._most = most
         self._bytes = sum(one.numel() * one.element_size() for one in self._tensors.values())
         self._copies: dict[str, Tensor] = {}
         self._hashes: list[int] = []
-        if self._bytes <= _COPIED:
+        if self._bytes <= most:
             self._copies = {name: tensor.clone() for name, tensor in self._tensors.items()}
         else:
             self._hashes = tensor_hashes(self._tensors.values())
+
+    def changed(self) -> list[str]:
+        """Return the names of tensors whose contents, or memory, are others now. Host sync."""
+        names = [name for name in self._owners if self._is_elsewhere(name)]
+        for name, copy in self._copies.items():
+            if not torch.equal(as_bits(self._tensors[name]), as_bits(copy)):
+                names.append(name)
+        if self._hashes:
+            now = tensor_hashes(self._tensors.values())
+            for name, before, after in zip(self._tensors, self._hashes, now, strict=True):
+                if before != after:
+                    names.append(name)
+        return names
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -62,27 +78,22 @@ class KeptTensors:
         """
         # Return to the memory of then, after an assignment to .data.
         for name, owner in self._owners.items():
-            moved = local(owner).data_ptr() != self._tensors[name].data_ptr()
-            if moved and not isinstance(owner, DTensor):
+            if self._is_elsewhere(name) and not isinstance(owner, DTensor):
                 owner.data = self._tensors[name]
 
-        # Copies exist: compare, restore.
-        for name, copy in self._copies.items():
-            tensor = self._tensors[name]
-            if not torch.equal(as_bits(tensor), as_bits(copy)):
-                tensor.copy_(copy)
-        if self._copies or not self._hashes:
-            return
+        for name in self.changed():
+            if name in self._copies:
+                self._tensors[name].copy_(self._copies[name])
+                continue
+            raise BadInput(
+                f"a forward changes {name}, which cannot be undone after a check: the "
+                f"{self._bytes / 1e9:.2f} GB of parameters and buffers are too many to copy (at "
+                f"most {self._most / 1e9:.2f} GB); change it outside of the forward"
+            )
 
-        # Of a large model, there are only hashes.
-        now = tensor_hashes(self._tensors.values())
-        for name, before, after in zip(self._tensors, self._hashes, now, strict=True):
-            if before != after:
-                raise BadInput(
-                    f"a forward changes {name}, which cannot be undone before the run: its "
-                    f"{self._bytes / 1e9:.1f} GB are too many to copy (at most "
-                    f"{_COPIED / 1e9:.1f} GB); change it outside of the forward"
-                )
+    def _is_elsewhere(self, name: str) -> bool:
+        """Return whether a tensor has another memory now."""
+        return local(self._owners[name]).data_ptr() != self._tensors[name].data_ptr()
 
 
 @contextmanager

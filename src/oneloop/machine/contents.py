@@ -12,8 +12,9 @@ compared of all tensors that exist at the time: of small ones (1 MB in total) in
 others if a step asks for it. Nothing waits for the device until :meth:`Contents.confirm`.
 """
 
+import ctypes
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
@@ -30,8 +31,11 @@ from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hash
 from oneloop.basics.tensors import as_real, dense, local
 
+_KINDS = ("parameter", "buffer")
 _SMALL = 1 << 20  # bytes of all tensors that are compared in every step
 _WORD = 8  # bytes that are compared at once
+_compare_bytes = ctypes.CDLL(None).memcmp  # of the C library: 0 if they are equal
+_compare_bytes.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _Held(NamedTuple):
@@ -100,9 +104,9 @@ class Contents:
     Args:
         model: as prepared: on one process, under DDP, or sharded by FSDP2.
         device: of the run.
-        buffers: raise if a buffer has changed. A changed parameter always raises.
-        report: gets a sentence about the first changed buffer if that is not an error (None: do not
-            compare buffers).
+        compared: kinds of tensors that are compared: "parameter", "buffer".
+        rejected: those of which a change is an error.
+        report: gets a sentence about the first other change.
     """
 
     def __init__(
@@ -110,12 +114,14 @@ class Contents:
         model: nn.Module,
         *,
         device: torch.device,
-        buffers: bool = True,
-        report: Callable[[str], object] | None = None,
+        compared: Collection[str] = _KINDS,
+        rejected: Collection[str] = _KINDS,
+        report: Callable[[str], object] = lambda _: None,
     ) -> None:
         self._model = model
         self._device = device
-        self._buffers = buffers
+        self._compared = compared
+        self._rejected = rejected
         self._report = report
         # two steps may be unread, while a third one ends
         self._flags = deque(DeviceFlag(device) for _ in range(3))
@@ -123,9 +129,7 @@ class Contents:
         self._begun: _State | None = None
         self._equal_at = 0  # the last step of which all tensors were compared, and were equal
         self._listed = self._list()
-        # of the small tensors: addresses, and views of their bytes
-        self._pointers: list[int] = []
-        self._views: list[Tensor] = []
+        self._small = _SmallTensors(device)
 
     def begin(self, step: int = 0, *, everything: bool = False) -> None:
         """Record the contents after an update.
@@ -142,18 +146,24 @@ class Contents:
             return
         before = self._begun
         self._begun = None
+
+        # In host memory, compare small tensors in place, without a second copy.
+        if self._device.type == "cpu" and not before.everything and self._is_now(before):
+            self._small.reuse(before.words)
+            return
         after = self._state(before.step, everything=before.everything)
-        if before.listed is not after.listed:
-            self._unread.append(_Comparison(before, after, None))
-        elif self._device.type != "cpu":
-            flag = self._flags[0]
-            self._flags.rotate(-1)
-            flag.send((before.words != after.words).any())
-            self._unread.append(_Comparison(before, after, flag))
-        elif not np.array_equal(before.words.numpy(), after.words.numpy()):
-            self._unread.append(_Comparison(before, after, None))
-        elif after.everything:
-            self._equal_at = after.step
+
+        # On a device, the result is read later.
+        flag = None
+        if before.listed is after.listed:
+            if self._device.type != "cpu":
+                flag = self._flags[0]
+                self._flags.rotate(-1)
+                flag.send((before.words != after.words).any())
+            elif np.array_equal(before.words.numpy(), after.words.numpy()):
+                self._equal_at = after.step
+                return
+        self._unread.append(_Comparison(before, after, flag))
 
     def confirm(self) -> None:
         """Read the oldest result that was not read yet.
@@ -178,7 +188,7 @@ class Contents:
         self._judge(f"in {what}")
 
     def _judge(self, when: str) -> None:
-        """Raise Inexact if a tensor has changed, or report a buffer once."""
+        """Raise Inexact if a tensor has changed, or report the first change."""
         if not self._unread:
             return
         comparison = self._unread.popleft()
@@ -190,10 +200,9 @@ class Contents:
             if after.everything:
                 self._equal_at = after.step
             return
-        if change.startswith("buffer ") and not self._buffers:
-            if self._report is not None:
-                self._report(f"the {change} {when}")
-            self._report = None
+        if change.partition(" ")[0] not in self._rejected:
+            self._report(f"the {change} {when}")
+            self._compared = self._rejected
             self._listed = self._list()
             return
 
@@ -214,7 +223,7 @@ class Contents:
         for prefix, module in self._model.named_modules():
             children.append(module._modules)
             registries += [module._parameters, module._buffers]
-            for held in _registered(prefix, module, self._buffers or self._report is not None):
+            for held in _registered(prefix, module, self._compared):
                 if held.owner[held.key] is None:
                     empty.append(held)
                 else:
@@ -249,38 +258,85 @@ class Contents:
         if self._listed.is_outdated():
             self._listed = self._list()
         listed = self._listed
-        self._look_at([local(one.owner[one.key]) for one in listed.small])
 
         # Copy the bytes of small tensors.
-        size = sum(map(len, self._views))
-        words = torch.zeros(-(-size // _WORD), dtype=torch.int64, device=self._device)
-        if self._views:
-            torch.cat(self._views, out=words.view(torch.uint8)[:size])
+        self._small.look_at(listed.small)
+        words = self._small.copied()
 
         # Hash the others.
         if everything and listed.others:
             hashes = [tensor_hash(one.tensor()).to(self._device) for one in listed.others]
             words = torch.cat([words, torch.stack(hashes)])
-        return _State(listed, words, size, step, everything)
+        return _State(listed, words, self._small.size, step, everything)
 
-    def _look_at(self, tensors: list[Tensor]) -> None:
-        """Make views of the bytes of small tensors, unless those of the last time still serve."""
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if pointers != self._pointers:
-            self._pointers = pointers
-            self._views = [_bytes_of(tensor.detach()) for tensor in tensors]
+    def _is_now(self, state: _State) -> bool:
+        """Return whether small tensors in host memory are as they were."""
+        if self._listed.is_outdated() or state.listed is not self._listed:
+            return False
+        self._small.look_at(state.listed.small)
+        return self._small.size == state.size and self._small.equal(state.words)
+
+
+class _SmallTensors:
+    """The bytes of the small tensors, where they are now.
+
+    Attributes:
+        size: of all of them, in bytes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.size = 0
+        self._device = device
+        self._pointers: list[int] = []
+        self._views: list[Tensor] = []
+        self._places: list[tuple[int, int, int]] = []  # of each view: address, begin, length
+        self._spare: Tensor | None = None
+
+    def look_at(self, held: list[_Held]) -> None:
+        """Make views of their bytes, unless those of the last time still serve."""
+        pointers = [local(one.owner[one.key]).data_ptr() for one in held]
+        if pointers == self._pointers:
+            return
+        self._pointers = pointers
+        self._views = [_bytes_of(one.tensor()) for one in held]
+        self._places = []
+        self._spare = None
+        self.size = 0
+        for view in self._views:
+            self._places.append((view.data_ptr(), self.size, len(view)))
+            self.size += len(view)
+
+    def copied(self) -> Tensor:
+        """Return a copy of all bytes, and zeros up to a whole word, as int64."""
+        words = self._spare
+        self._spare = None
+        if words is None:
+            words = torch.zeros(-(-self.size // _WORD), dtype=torch.int64, device=self._device)
+        if self._views:
+            torch.cat(self._views, out=words.view(torch.uint8)[: self.size])
+        return words
+
+    def reuse(self, words: Tensor) -> None:
+        """Overwrite a copy, which nothing else holds, with the next one."""
+        self._spare = words
+
+    def equal(self, words: Tensor) -> bool:
+        """Return whether all bytes in host memory are those of a copy."""
+        copy = words.data_ptr()
+        for address, begin, length in self._places:  # the views keep this memory
+            if _compare_bytes(address, copy + begin, length):
+                return False
+        return True
 
 
 def _all_values(registries: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
     return list(chain.from_iterable(map(dict.values, registries)))
 
 
-def _registered(prefix: str, module: nn.Module, buffers: bool) -> Iterator[_Held]:
-    """Yield the parameters of a module and, with ``buffers``, its buffers."""
-    kinds = {"parameter": module._parameters}
-    if buffers:
-        kinds["buffer"] = module._buffers  # type: ignore[assignment]
-    for kind, owner in kinds.items():
+def _registered(prefix: str, module: nn.Module, kinds: Collection[str]) -> Iterator[_Held]:
+    """Yield the tensors of these kinds that a module has registered."""
+    for kind in kinds:
+        owner = getattr(module, f"_{kind}s")
         for key, tensor in owner.items():
             name = bare_name(f"{prefix}.{key}".lstrip("."))
             # FSDP2 registers whole parameters for a while: remember the shard.

@@ -83,12 +83,24 @@ class Units:
     def _watch_unit(self, module: Any, name: str, held: list[tuple[str, Any]]) -> None:
         """Record the forwards of a unit, and compare its parameters before and after each."""
         states: list[list[Any]] = []  # before the forwards that are running
+        # before FSDP2's own, which gathers
+        arrive = partial(self._arrive, held)
+        self.closing.callback(module.register_forward_pre_hook(arrive, prepend=True).remove)
         enter = partial(self._enter, name, held, states)
         leave = partial(self._leave, held, states)
-        # after FSDP2's own, which gathers
+        # after it
         self.closing.callback(module.register_forward_pre_hook(enter).remove)
         # before FSDP2's own, which frees
         self.closing.callback(module.register_forward_hook(leave, prepend=True).remove)
+
+    def _arrive(self, held: list[tuple[str, Any]], *_: object) -> None:
+        """Reject a replaced parameter: FSDP2 would put its own into the module again."""
+        if self._state is None:
+            return
+        for name, one in held:
+            whole = getattr(one, "_unsharded_param", None)
+            if not (_is_registered(one, one.sharded_param) or _is_registered(one, whole)):
+                raise Inexact(changed(f"parameter {name}"))
 
     def _enter(
         self, name: str, held: list[tuple[str, Any]], states: list[list[Any]], *_: object
@@ -234,10 +246,10 @@ def content(tensor: Tensor) -> int:
     return int(tensor_hash(tensor))
 
 
-def _is_registered(one: Any, whole: Tensor) -> bool:
-    """Return whether a whole FSDP2 parameter is still that of its module."""
+def _is_registered(one: Any, tensor: Tensor | None) -> bool:
+    """Return whether a tensor is what the module of an FSDP2 parameter has registered."""
     info = one._module_info
-    return info.module._parameters.get(info.param_name) is whole
+    return info.module._parameters.get(info.param_name) is tensor
 
 
 def _number(text: str) -> int:

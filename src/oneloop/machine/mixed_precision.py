@@ -1,7 +1,8 @@
 """Prepare the model as accelerate is configured: on one device, under DDP, or sharded by FSDP2."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -71,9 +72,10 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     # a dummy; the real optimizer is built on the sharded parameters.
     plugin = accelerator.state.fsdp_plugin
     asked = plugin.transformer_cls_names_to_wrap or list(blocks)
-    plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
     try:
-        prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+        with _without_error(model, "get_input_embeddings"):
+            plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
+            prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     # an unknown layer class, a container
     except (ValueError, NotImplementedError, RuntimeError) as error:
         policy = os.environ.get("FSDP_AUTO_WRAP_POLICY")
@@ -101,6 +103,25 @@ def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
         model.forward = convert_outputs_to_fp32(context(model.forward))
     else:
         model.forward = MethodType(convert_outputs_to_fp32(context(own)), model)
+
+
+@contextmanager
+def _without_error(model: nn.Module, name: str) -> Iterator[None]:
+    """Let a method of the model that raises NotImplementedError return None, for a while.
+
+    Models of transformers without an input embedding, or with several, raise it, and accelerate
+    does not catch it.
+    """
+    try:
+        getattr(model, name, lambda: None)()
+    except NotImplementedError:
+        setattr(model, name, lambda: None)
+        try:
+            yield
+        finally:
+            delattr(model, name)
+    else:
+        yield
 
 
 def _without_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:

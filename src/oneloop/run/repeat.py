@@ -33,12 +33,13 @@ from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import Batch, loader, to_device
 from oneloop.job.build import Job
 from oneloop.job.preflight import tolerance_of
-from oneloop.job.restore import restored
+from oneloop.job.restore import KeptTensors, restored
 from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import Checks
 from oneloop.run.start_lines import DEPENDS
 
 _GROWTH = 4  # each early interval with one repeat is longer than the one before
+_COPIED = 1 << 26  # bytes of parameters and buffers that are copied for a repeat
 _NOISE = 10.0  # where reruns differ: allowed multiple of the difference of two reruns
 
 
@@ -58,7 +59,7 @@ class _Found:
     samples: dict[str, int]  # hash of each entry of the micro-batch
     delivered: dict[str, int]  # the same of what it trains; empty on the other ranks
     passes: tuple[_Pass, _Pass]
-    moved: list[str]  # names of attributes that the first pass changed
+    moved: list[str]  # names of tensors and attributes that the first pass changed
     state: dict[str, int]  # hash of each attribute before the passes
 
 
@@ -183,16 +184,21 @@ class Repeats:
     def _computed(self, batch: Batch, delivered: dict[str, int], rank: int, micro: int) -> _Found:
         """Make two passes over a micro-batch of a rank, and restore what they change."""
         model = bare(self._model)
+        reshard(model)
         snapshot = Snapshot({"model": model, "task": self._job.task})
+        kept = KeptTensors(model, most=_COPIED)
         try:
             with restored(model, self._run.device), _without_sync(self._model):
                 first = self._pass(batch, rank, micro)
+                reshard(model)
                 moved = snapshot.changed()
+                moved += [f"model.{name}" for name in kept.changed()]
                 second = self._pass(batch, rank, micro)
         finally:
             reshard(model)
             state = snapshot.digests()
             snapshot.restore()
+            kept.restore()
             self._checks.units.forget()
         return _Found(_hashes(batch), delivered, (first, second), moved, state)
 
@@ -211,18 +217,32 @@ class Repeats:
             units.see = see
         try:
             loss, _ = self._job.task.loss(self._model, copy)
-            loss.backward()
+            direct = self._backward(loss)
         finally:
             units.see = None
 
         # Measure the gradients, and drop them.
         for name, parameter in self._model.named_parameters():
-            if parameter.grad is not None and not units.parameters:
-                see(bare_name(name), parameter.grad)
+            gradient = direct.get(name, parameter.grad)
+            if gradient is not None and not units.parameters:
+                see(bare_name(name), gradient)
             parameter.grad = None
         rows = torch.stack([*gradients.values()]).tolist() if gradients else []  # host sync
         measured = {name: tuple(row) for name, row in zip(gradients, rows, strict=True)}
         return _Pass(float(loss.detach()), measured)
+
+    def _backward(self, loss: Tensor) -> dict[str, Tensor]:
+        """Compute the gradients; return those that are not in ``.grad``, by name."""
+        model = self._model
+        if not (isinstance(model, DistributedDataParallel) and model.find_unused_parameters):
+            loss.backward()
+            return {}
+
+        # DDP would count all parameters of a backward as used in this step, and wait for them.
+        trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
+        found = torch.autograd.grad(loss, [*trained.values()], allow_unused=True)
+        pairs = zip(trained, found, strict=True)
+        return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def _difference(self, reports: list[_Found], chosen: int) -> str:
         """Return the first difference of the ranks' reports as a sentence; empty if there is none.
@@ -246,10 +266,11 @@ class Repeats:
         for rank, report in enumerate(reports):
             again = self._apart(*report.passes, noise if not self._bits else {})
             if again and self._bits:
-                changed = ", ".join(report.moved[:3]) or "nothing that can be compared"
+                names = [*dict.fromkeys(report.moved)]
+                changed = ", ".join(names[:3]) or "nothing that can be compared"
                 return (
                     f"rank {rank} got {again} for the same micro-batch, seeds and weights the "
-                    f"second time; attributes that changed in between: {changed}"
+                    f"second time; what changed in between: {changed}"
                 )
         first = reports[chosen]
         for rank, report in enumerate(reports):

@@ -47,7 +47,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
         mine = _Report(
             sets=first_samples(job.task, job.sets, seed=job.recipe.seed, workers=workers),
             model=_model_of(job),
-            values=_values_of(job.model, weights=run.sharded or job.exact),
+            values=_values_of(job.model),
             computed=computed_by(job.recipe, run.device) if job.exact else {},
         )
     reports: list[_Report] = run.gathered(mine)
@@ -65,7 +65,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
                 )
     for rank, report in enumerate(reports):
         _compare_models(rank, reports[0].model, report.model)
-        _compare_values(rank, reports[0].values, report.values)
+    _compare_values(job, run, [report.values for report in reports])
 
 
 def _model_of(job: Job) -> dict[str, str]:
@@ -78,21 +78,13 @@ def _model_of(job: Job) -> dict[str, str]:
     return described
 
 
-def _values_of(model: nn.Module, *, weights: bool) -> dict[str, int]:
-    """Return hashes of tensors that must be equal on all ranks.
+def _values_of(model: nn.Module) -> dict[str, int]:
+    """Return hashes of what a model holds: parameters, buffers, and other tensors and arrays.
 
-    DDP sends rank 0's parameters and buffers to all ranks. Under FSDP2, each rank keeps shards of
-    the model that it built. Other attributes of a module are never sent.
-
-    Args:
-        model: not yet wrapped or sharded.
-        weights: whether parameters and buffers must be equal, too: under FSDP2, and with
-            batch.grain, because one process would build yet another model.
+    ``model``: not yet wrapped or sharded.
     """
-    tensors: dict[str, Tensor] = {}
-    if weights:
-        tensors |= dict(model.named_parameters())
-        tensors |= dict(model.named_buffers())
+    tensors: dict[str, Tensor] = dict(model.named_parameters())
+    tensors |= dict(model.named_buffers())
     for prefix, module in model.named_modules():
         for key, value in vars(module).items():
             if isinstance(value, np.ndarray) and value.dtype.kind in "iuf" and value.itemsize <= 8:
@@ -108,14 +100,31 @@ def _values_of(model: nn.Module, *, weights: bool) -> dict[str, int]:
     return dict(zip(tensors, tensor_hashes(parts), strict=True))
 
 
-def _compare_values(rank: int, first: Mapping[str, int], other: Mapping[str, int]) -> None:
-    for name, value in first.items():
-        if other.get(name, value) != value:
-            raise BadInput(
+def _compare_values(job: Job, run: Run, reports: Sequence[Mapping[str, int]]) -> None:
+    """Raise BadInput if the ranks have built different models, or report it.
+
+    DDP sends rank 0's parameters and buffers to all ranks. Under FSDP2, each rank keeps shards of
+    the model that it built. Other tensors of a module are never sent.
+    """
+    sent = dict(job.model.named_parameters()).keys() | dict(job.model.named_buffers()).keys()
+    replaced = ""
+    for rank, report in enumerate(reports):
+        for name, value in reports[0].items():
+            if report.get(name, value) == value:
+                continue
+            found = (
                 f"the model differs between ranks: {name} has other values on rank 0 and on rank "
-                f"{rank}; let model() draw from the global generators of torch, numpy or Python, "
+                f"{rank}"
+            )
+            if name in sent and not (run.sharded or job.exact):
+                replaced = replaced or found
+                continue
+            raise BadInput(
+                f"{found}; let model() draw from the global generators of torch, numpy or Python, "
                 "which are seeded alike on all of them"
             )
+    if replaced:
+        run.display.say(f"{replaced}; DDP trains the values of rank 0")
 
 
 def _compare_models(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> None:

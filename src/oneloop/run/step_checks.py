@@ -49,18 +49,12 @@ def step_checks(
     """
     layout = _layout_checks(job, run, model, seen)
 
-    # One process without batch.grain promises nothing of other layouts.
-    if not checked or "check" not in job.intervals or (run.ranks == 1 and not job.exact):
+    if not checked or "check" not in job.intervals:
         return StepChecks(layout, None, None)
     contents = _contents(job, run, model, seen)
 
     # A model that is known to be stateful would only be reported once more.
     if not job.exact and (seen.moved or seen.stateful):
-        return StepChecks(layout, contents, None)
-
-    # The backward of a repeat would mark parameters as used, for which DDP then waits.
-    replicated = run.ranks > 1 and not run.sharded
-    if replicated and job.recipe.machine.find_unused_parameters:
         return StepChecks(layout, contents, None)
     return StepChecks(layout, contents, Repeats(job, run, model, layout, seed))
 
@@ -74,7 +68,7 @@ def _layout_checks(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Che
             "machine.find_unused_parameters true requires torch 2.15 or newer under FSDP2"
         )
 
-    # Report a changed buffer once, unless the start-up log has reported that already.
+    # Report a changed tensor once, unless the start-up log has reported that already.
     def report(name: str) -> None:
         run.display.say(f"a forward in training changes the {name}; {DEPENDS}")
 
@@ -92,20 +86,25 @@ def _layout_checks(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Che
     )
 
 
-def _contents(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Contents:
-    """Return the comparison of contents around each step."""
+def _contents(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Contents | None:
+    """Return the comparison of contents around each step; None: nothing is compared."""
 
     def report(change: str) -> None:
         run.display.say(f"{change}; {DEPENDS}")
 
-    return Contents(
-        model,
-        device=run.device,
-        buffers=job.exact,
-        report=None if _moves(model, seen) else report,
-    )
+    # What must not change, and what is only reported?
+    if job.exact:
+        rejected = ["parameter", "buffer"]
+    elif run.ranks > 1:
+        rejected = ["parameter"]
+    else:
+        rejected = []
+    compared = rejected if _moves(model, seen) else ["parameter", "buffer"]
+    if not compared:
+        return None
+    return Contents(model, device=run.device, compared=compared, rejected=rejected, report=report)
 
 
 def _moves(model: nn.Module, seen: Preflight) -> bool:
-    """Return whether buffers are known to change in a forward."""
+    """Return whether a tensor is known to change in a forward."""
     return bool(seen.moved) or has_batch_statistics(model)
