@@ -106,7 +106,7 @@ def _compare_values(job: Job, run: Run, reports: Sequence[Mapping[str, int]]) ->
     DDP sends rank 0's parameters and buffers to all ranks. Under FSDP2, each rank keeps shards of
     the model that it built. Other tensors of a module are never sent.
     """
-    sent = dict(job.model.named_parameters()).keys() | dict(job.model.named_buffers()).keys()
+    sent = {name for name, _ in (*job.model.named_parameters(), *job.model.named_buffers())}
     replaced = ""
     for rank, report in enumerate(reports):
         for name, value in reports[0].items():
