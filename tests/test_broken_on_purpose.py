@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import silent_values
 from oneloop.data.order import Order
-from silent_runs import differing, final
+from silent_runs import differing, final, metrics
 from silent_runs import trained as trained_plainly
 from splits import BATCH, distance, expected, trained
-from worlds import fresh, run, train
+from worlds import back_to, fresh, run, train
 from zoo_outcomes import Runs
 
 # --- the bugs: each replaces one component by a wrong one, in this process only
@@ -135,9 +138,9 @@ def test_each_break_is_found(tmp_path, name):
 
 def no_contents() -> None:
     """Compare no contents of tensors in training."""
-    from oneloop.run import gradients
+    from oneloop.run import step_checks
 
-    gradients._contents = lambda *given: None
+    step_checks._contents = lambda *given: None
 
 
 def no_contents_in_evaluations() -> None:
@@ -167,6 +170,61 @@ def no_shards() -> None:
     no_contents()
 
 
+def no_repeats() -> None:
+    """Repeat no micro-batch."""
+    from oneloop.run.repeat import Repeats
+
+    Repeats.due = lambda repeats, number: False
+
+
+def dropout_left_on() -> None:
+    """Compare the sums over samples in training mode."""
+    from oneloop.job import sample_sums
+
+    sample_sums.without_draws = lambda *given, **named: nullcontext("")
+
+
+def sums_in_float32() -> None:
+    """Compare the sums over samples with the weights as they are."""
+    from oneloop.job.sample_sums import SampleSums
+
+    SampleSums._in_float64 = lambda sums, plain, limit: nullcontext(None)
+
+
+def models_not_compared() -> None:
+    """Compare no values of the models that the ranks have built."""
+    from oneloop.run import same_on_ranks
+
+    same_on_ranks._values_of = lambda model: {}
+
+
+def metrics_of_a_rank() -> None:
+    """Let each rank compute the metrics of its own micro-batches."""
+    from oneloop.tasks.metric_states import MetricStates
+
+    MetricStates.combine = lambda *given, **named: None
+
+
+def rows_not_compared() -> None:
+    """Compare no widths of the rows of a loss over the whole batch in an evaluation."""
+    from oneloop.tasks import evaluation_sums
+
+    evaluation_sums.check_alike = lambda *given, **named: None
+
+
+NEEDED = {  # name: (without it, zoo model that shows it, ranks, config, batch.grain)
+    "contents": (no_contents, "RevivedCodes", 1, "single", False),
+    "contents in evaluations": (no_contents_in_evaluations, "LateEvalBuffer", 1, "single", False),
+    "contents of new buffers": (fixed_contents, "RenamedBuffer", 1, "single", False),
+    "shards outside of units": (no_shards, "BYOL", 2, "fsdp2", False),
+    "repeats": (no_repeats, "MomentumQueue", 2, "ddp", True),
+    "dropout in eval mode": (dropout_left_on, "FaintFocal", 1, "single", False),
+    "sums in float64": (sums_in_float32, "SmallPenalty", 1, "single", False),
+    "the same model on all ranks": (models_not_compared, "EntropyFrozen", 2, "fsdp2", False),
+    "widths in evaluations": (rows_not_compared, "RaggedEvaluation", 2, "ddp", False),
+}
+
+
 def nothing_restored() -> None:
     """Restore buffers and generators only after the check before the run."""
     from oneloop.job import preflight
@@ -175,13 +233,44 @@ def nothing_restored() -> None:
     preflight.all_restored = lambda model, device, others: restored(model, device)
 
 
-NEEDED = {  # name: (without it, zoo model that shows it, ranks, config, batch.grain)
-    "contents": (no_contents, "WrittenByNumpy", 1, "single", True),
-    "contents in evaluations": (no_contents_in_evaluations, "EvalBuffer", 1, "single", True),
-    "contents of new buffers": (fixed_contents, "RegisteredLate", 1, "single", True),
-    "shards outside of units": (no_shards, "BYOL", 2, "fsdp2", False),
+def read_here() -> None:
+    """Read the samples of checks and examples in the process that forks the data workers."""
+    from oneloop.data.sample_reader import SampleReader
+
+    begin = SampleReader.__init__
+    SampleReader.__init__ = lambda reader, function, workers: begin(reader, function, workers=0)
+
+
+def torch_only() -> None:
+    """Seed only torch's generator before a forward."""
+    from oneloop.run import gradients
+
+    reseed = gradients.reseed
+    gradients.reseed = lambda *numbers, others: reseed(*numbers, others=False)
+
+
+def recomputed_otherwise() -> None:
+    """Restore only torch's generator for a recomputation."""
+    from oneloop.machine import recompute
+
+    recompute.others_seeded = lambda: False
+
+
+def buffers_of_rank_0() -> None:
+    """Save no buffers of each rank."""
+    from oneloop.checkpoint.moved_buffers import MovedBuffers
+
+    MovedBuffers.tensors = lambda *given: {}
+
+
+WITHOUT = {name: case[0] for name, case in NEEDED.items()} | {
+    "restoring": nothing_restored,
+    "reading in a worker": read_here,
+    "seeding numpy and Python": torch_only,
+    "generators of recomputations": recomputed_otherwise,
+    "buffers of each rank": buffers_of_rank_0,
+    "metrics of all ranks": metrics_of_a_rank,
 }
-WITHOUT = {name: case[0] for name, case in NEEDED.items()} | {"restoring": nothing_restored}
 
 
 class Without:
@@ -214,6 +303,75 @@ def test_without_restoring_the_dry_run_leaves_a_trace(tmp_path):
         place = tmp_path / change
         trained_plainly(place, task, *words, change, function=Without("restoring")).ok()
     assert differing(final(tmp_path / "nothing"), final(tmp_path / "by_data"))
+
+
+@pytest.mark.slow
+def test_a_file_that_the_training_process_has_opened_is_shared(tmp_path):
+    # The data set raises if a process uses the file of another one.
+    silent_values.write_records(tmp_path / "records", 1024)
+    world = trained_plainly(
+        tmp_path / "a",
+        "silent_values.Lazy",
+        *("--duration", "8", "--machine.workers", "2"),
+        variables={"RECORDS": str(tmp_path / "records")},
+        function=Without("reading in a worker"),
+    )
+    assert 0 not in world.codes
+
+
+@pytest.mark.slow
+def test_generators_that_are_not_seeded_repeat_their_numbers(tmp_path):
+    record = tmp_path / "record"
+    words = ("--duration", "4", "--batch.micro", "4", "--machine.check_every", "0")
+    trained_plainly(
+        tmp_path / "a",
+        "silent_values.Draws",
+        *(*words, "--machine.workers", "0"),
+        variables={"RECORD": str(record)},
+        function=Without("seeding numpy and Python"),
+    ).ok()
+    lines = Path(f"{record}-0").read_text().splitlines()[-16:]
+    assert len({line.split()[1] for line in lines}) < 16
+
+
+@pytest.mark.slow
+def test_a_recomputation_with_other_numbers_trains_other_weights(tmp_path):
+    words = ("--task.block", "numpy", "--duration", "5", "--batch.micro", "4")
+    more = ("--machine.recompute", "full", "--machine.check_every", "0")
+    function = Without("generators of recomputations")
+    task = "silent_values.Recomputed"
+    trained_plainly(tmp_path / "a", task, *words).ok()
+    trained_plainly(tmp_path / "b", task, *words, *more, function=function).ok()
+    assert differing(final(tmp_path / "a"), final(tmp_path / "b"))
+
+
+@pytest.mark.slow
+def test_metrics_of_one_rank_are_others(tmp_path):
+    words = ("--eval.every", "5", "--eval.micro", "2", "--duration", "5")
+    task = "zoo_silent_sums.UnevenRetrieval"
+    found = []
+    for ranks, function in ((1, fresh), (2, fresh), (2, Without("metrics of all ranks"))):
+        place = tmp_path / str(len(found))
+        config = "single" if ranks == 1 else "ddp"
+        at: dict[str, Any] = {"ranks": ranks, "config": config, "function": function}
+        trained_plainly(place, task, *words, **at).ok()
+        found.append([line["eval/mrr"] for line in metrics(place) if "eval/mrr" in line])
+    assert found[1] == pytest.approx(found[0], rel=1e-6)
+    assert found[2] != pytest.approx(found[0], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_resume_with_the_buffers_of_rank_0_trains_other_weights(tmp_path):
+    task = "silent_values.Carried"
+    words = ("--task.state", "LSTM", "--batch.micro", "4")
+    words = ("--duration", "6", "--save.every", "1", "--save.keep", "99", *words)
+    at: dict[str, Any] = {"ranks": 2, "config": "ddp"}
+    at["function"] = Without("buffers of each rank")
+    trained_plainly(tmp_path / "alone", task, *words, **at).ok()
+    shutil.copytree(tmp_path / "alone", tmp_path / "resumed")
+    back_to(tmp_path / "resumed" / "run", 3)
+    trained_plainly(tmp_path / "resumed", task, *words, **at).ok()
+    assert differing(final(tmp_path / "alone"), final(tmp_path / "resumed"))
 
 
 # --- gradients are reduced and accumulated in float32 under FSDP2 and bf16

@@ -77,9 +77,38 @@ def test_a_change_is_found_in_its_step_and_named(name):
 
 
 def test_a_large_tensor_is_found_in_steps_that_compare_everything():
-    compared(Net(), moved)
+    model = Net()
+    contents = Contents(model, device=torch.device("cpu"))
+    for step in range(3):
+        contents.begin(step)  # the first one compares all tensors
+        if step:
+            moved(model)
+        contents.end()
+        contents.confirm()
     with pytest.raises(Inexact, match="the parameter large has changed in a step"):
         compared(Net(), moved, everything=True)
+
+
+def test_a_large_buffer_that_changes_between_two_checks_is_found_in_the_next_one():
+    model = Net()
+    model.register_buffer("codes", torch.zeros(600, 500))
+    contents = Contents(model, device=torch.device("cpu"))
+
+    def trained(until: int) -> None:
+        for step in range(until):
+            contents.begin(step, everything=step == 8)
+            if step == 3:
+                model.codes.data[7] = 1
+            contents.end()
+            contents.confirm()
+            with torch.no_grad():
+                model.large += 1  # as an optimizer does
+
+    trained(8)
+    found = "the buffer codes has changed after step 0, but not by an update"
+    with pytest.raises(Inexact, match=found) as caught:
+        trained(9)
+    assert caught.value.equal_at == 0
 
 
 def test_equal_contents_are_no_change():

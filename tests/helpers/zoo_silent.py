@@ -523,7 +523,7 @@ TIED = "layers.1.inner.weight|layers.0.inner.weight"
 @silent(
     "C",
     all=stopped(TIED) + rejected("FSDP2"),
-    single=stopped(TIED) + reported(TIED),
+    single=stopped("replaced or tied") + reported(TIED),
 )
 class TiedInForward(Animal):
     net = LateTieNet

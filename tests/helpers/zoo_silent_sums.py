@@ -315,6 +315,25 @@ class EvalBuffer(Animal):
     net = EvalBufferNet
 
 
+class LateEvalBufferNet(EvalBufferNet):
+    """Statistics that only evaluations update, from the 9th forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += not self.training
+        if not self.training and self.calls > 8:
+            self.center.data += 0.1 * x.detach().mean(0)
+        return PlainNet.forward(self, x - self.center)
+
+
+@silent("H", *EVALUATED, "--eval.micro", "2", **buffer("center"))
+class LateEvalBuffer(Animal):
+    net = LateEvalBufferNet
+
+
 class EvalWeightNet(PlainNet):
     """Round a weight in each evaluation (quantization)."""
 

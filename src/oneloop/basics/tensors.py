@@ -82,8 +82,8 @@ def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor,
                 new = [names[one] for one in names if one.requires_grad and one not in known]
                 raise Inexact(
                     "the model has lost a parameter of the optimizer, because the task or the "
-                    f"model has replaced it (new: {', '.join(new) or 'none'}); assign new "
-                    "values to it in place"
+                    f"model has replaced or tied it (new parameters: {', '.join(new) or 'none'}); "
+                    "assign new values to it in place"
                 )
             found.append((names[parameter], parameter, group))
     return found

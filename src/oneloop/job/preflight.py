@@ -18,6 +18,7 @@ from torch import nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.tensors import local
 from oneloop.checkpoint.weights import bare
 from oneloop.data.sample_reader import SampleReader
 from oneloop.evaluation import evaluating
@@ -152,7 +153,7 @@ def _check_eval(
             contract.check_doubling("weight", weight, twice, 1e-6)
 
         # Compute the loss of the sample, and of the sample twice.
-        buffers = _contents(model)
+        held = _contents(model)
         before = random_states(run.device)
         inner = model.module if isinstance(model, Wrapped) else model
         draw = run.main and "tensorboard" in job.recipe.track
@@ -164,8 +165,8 @@ def _check_eval(
         # The second must be twice the first, unless evaluations change something.
         state = ""
         for name, found in _contents(model).items():
-            if found != buffers.get(name) and not state:
-                state = f"a forward in evaluation changes the buffer {name}"
+            if found != held.get(name) and not state:
+                state = f"a forward in evaluation changes the {name}"
         exact = contract.additive and not contract.draws and not state
         if exact and not contract.is_double(once, both, tolerance):
             again = float(contract.loss(model, one)[0])
@@ -296,8 +297,11 @@ def _cause(run: Run, first: Pass, last: Pass, wrong: str) -> str:
 
 
 def _contents(model: nn.Module) -> dict[str, int]:
-    """Return hashes of the buffers by name. Host sync."""
-    return {bare_name(name): content(buffer) for name, buffer in model.named_buffers()}
+    """Return hashes of buffers and parameters (this rank's shards) by name. Host sync."""
+    found = {f"buffer {bare_name(name)}": content(one) for name, one in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        found[f"parameter {bare_name(name)}"] = content(local(parameter.detach()))
+    return found
 
 
 def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bool:

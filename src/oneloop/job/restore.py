@@ -86,9 +86,9 @@ class KeptTensors:
                 self._tensors[name].copy_(self._copies[name])
                 continue
             raise BadInput(
-                f"a forward changes {name}, which cannot be undone after a check: the "
-                f"{self._bytes / 1e9:.2f} GB of parameters and buffers are too many to copy (at "
-                f"most {self._most / 1e9:.2f} GB); change it outside of the forward"
+                f"a forward changes {name}, which a check cannot undo: parameters and buffers "
+                f"have {self._bytes / 1e9:.2f} GB, and at most {self._most / 1e9:.2f} GB are "
+                "copied; change it outside of the forward"
             )
 
     def _is_elsewhere(self, name: str) -> bool:

@@ -12,11 +12,10 @@ compared of all tensors that exist at the time: of small ones (1 MB in total) in
 others if a step asks for it. Nothing waits for the device until :meth:`Contents.confirm`.
 """
 
-import ctypes
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -29,13 +28,11 @@ from oneloop.basics.device_flag import DeviceFlag
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hash
-from oneloop.basics.tensors import as_real, dense, local
+from oneloop.basics.tensors import dense, local
+from oneloop.machine.small_tensors import WORD, SmallTensors
 
 _KINDS = ("parameter", "buffer")
 _SMALL = 1 << 20  # bytes of all tensors that are compared in every step
-_WORD = 8  # bytes that are compared at once
-_compare_bytes = ctypes.CDLL(None).memcmp  # of the C library: 0 if they are equal
-_compare_bytes.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 class _Held(NamedTuple):
@@ -44,6 +41,7 @@ class _Held(NamedTuple):
     name: str  # with its kind: "buffer norm.running_mean"
     owner: dict[str, Any]
     key: str
+    trained: bool
 
     def tensor(self) -> Tensor:
         return local(self.owner[self.key].detach())
@@ -64,6 +62,10 @@ class _Listed:
     @property
     def names(self) -> list[str]:
         return [one.name for one in (*self.small, *self.others)]
+
+    def now(self) -> list[Tensor]:
+        """Return the small tensors that are registered now."""
+        return [local(one.owner[one.key]) for one in self.small]
 
     def is_outdated(self) -> bool:
         """Return whether a tensor was registered or removed since then."""
@@ -86,13 +88,26 @@ class _State(NamedTuple):
     step: int
     everything: bool  # whether there are hashes of the other tensors
 
+    def of_untrained(self) -> "_State":
+        """Return the part with the hashes of tensors that no optimizer changes."""
+        places = []
+        others = []
+        for place, one in enumerate(self.listed.others):
+            if not one.trained:
+                places.append(place)
+                others.append(one)
+        hashes = self.words[-(-self.size // WORD) :][places]
+        listed = replace(self.listed, small=[], others=others)
+        return _State(listed, hashes, size=0, step=self.step, everything=False)
+
 
 class _Comparison(NamedTuple):
-    """The states around a forward and backward."""
+    """Two states that must be equal."""
 
     before: _State
     after: _State
     flag: DeviceFlag | None  # whether they differ; None: they do
+    when: str  # the change happened
 
     def differs(self) -> bool:
         return self.flag is None or bool(self.flag.read())
@@ -123,13 +138,14 @@ class Contents:
         self._compared = compared
         self._rejected = rejected
         self._report = report
-        # two steps may be unread, while a third one ends
-        self._flags = deque(DeviceFlag(device) for _ in range(3))
+        # two steps, with up to two results each, may be unread, while a third one ends
+        self._flags = deque(DeviceFlag(device) for _ in range(6))
         self._unread: deque[_Comparison] = deque()
         self._begun: _State | None = None
+        self._whole: _State | None = None  # at the end of the last step that compared all tensors
         self._equal_at = 0  # the last step of which all tensors were compared, and were equal
         self._listed = self._list()
-        self._small = _SmallTensors(device)
+        self._small = SmallTensors(device)
 
     def begin(self, step: int = 0, *, everything: bool = False) -> None:
         """Record the contents after an update.
@@ -138,10 +154,16 @@ class Contents:
             step: the number of the step that begins.
             everything: compare all tensors in this step, and not only small ones.
         """
+        # Without an earlier state, a change between two checks would be missed.
+        everything = everything or self._whole is None
         self._begun = self._state(step, everything=everything)
 
-    def end(self) -> None:
-        """Compare the contents before the next update. The result is read later."""
+    def end(self, when: str = "in a step, but not by its update") -> None:
+        """Compare the contents before the next update. The result is read later.
+
+        Args:
+            when: words for the message.
+        """
         if self._begun is None:
             return
         before = self._begun
@@ -152,26 +174,44 @@ class Contents:
             self._small.reuse(before.words)
             return
         after = self._state(before.step, everything=before.everything)
+        if not before.everything:
+            self._compare(before, after, when)
+            return
 
-        # On a device, the result is read later.
+        # Large tensors that no optimizer changes must be as they were in the last such step.
+        whole = self._whole
+        self._whole = after
+        if whole is not None and whole.listed is before.listed:
+            since = f"after step {whole.step}, but not by an update"
+            self._compare(whole.of_untrained(), before.of_untrained(), since)
+        self._compare(before, after, when)
+
+    def _compare(self, before: _State, after: _State, when: str) -> None:
+        """Compare two states; on a device, the result is read later."""
         flag = None
-        if before.listed is after.listed:
+        same_names = before.listed is after.listed or before.listed.names == after.listed.names
+        if same_names and before.words.shape == after.words.shape:
             if self._device.type != "cpu":
                 flag = self._flags[0]
                 self._flags.rotate(-1)
                 flag.send((before.words != after.words).any())
             elif np.array_equal(before.words.numpy(), after.words.numpy()):
-                self._equal_at = after.step
+                if after.everything and not self._unread:
+                    self._equal_at = after.step
                 return
-        self._unread.append(_Comparison(before, after, flag))
+        self._unread.append(_Comparison(before, after, flag, when))
 
     def confirm(self) -> None:
-        """Read the oldest result that was not read yet.
+        """Read the results of the oldest step that were not read yet.
 
         Raises:
             Inexact: a tensor has changed, other than by an update.
         """
-        self._judge("in a step, but not by its update")
+        if not self._unread:
+            return
+        step = self._unread[0].after.step
+        while self._unread and self._unread[0].after.step == step:
+            self._judge(self._unread.popleft())
 
     @contextmanager
     def unchanged(self, what: str) -> Iterator[None]:
@@ -184,15 +224,13 @@ class Contents:
             self.confirm()
         self.begin(self._equal_at, everything=True)
         yield
-        self.end()
-        self._judge(f"in {what}")
+        self.end(f"in {what}")
+        self.confirm()
 
-    def _judge(self, when: str) -> None:
+    def _judge(self, comparison: _Comparison) -> None:
         """Raise Inexact if a tensor has changed, or report the first change."""
-        if not self._unread:
-            return
-        comparison = self._unread.popleft()
         after = comparison.after
+        when = comparison.when
         change = ""
         if comparison.differs():
             change = _first_change(comparison)
@@ -260,7 +298,7 @@ class Contents:
         listed = self._listed
 
         # Copy the bytes of small tensors.
-        self._small.look_at(listed.small)
+        self._small.look_at(listed.now())
         words = self._small.copied()
 
         # Hash the others.
@@ -273,60 +311,8 @@ class Contents:
         """Return whether small tensors in host memory are as they were."""
         if self._listed.is_outdated() or state.listed is not self._listed:
             return False
-        self._small.look_at(state.listed.small)
+        self._small.look_at(state.listed.now())
         return self._small.size == state.size and self._small.equal(state.words)
-
-
-class _SmallTensors:
-    """The bytes of the small tensors, where they are now.
-
-    Attributes:
-        size: of all of them, in bytes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.size = 0
-        self._device = device
-        self._pointers: list[int] = []
-        self._views: list[Tensor] = []
-        self._places: list[tuple[int, int, int]] = []  # of each view: address, begin, length
-        self._spare: Tensor | None = None
-
-    def look_at(self, held: list[_Held]) -> None:
-        """Make views of their bytes, unless those of the last time still serve."""
-        pointers = [local(one.owner[one.key]).data_ptr() for one in held]
-        if pointers == self._pointers:
-            return
-        self._pointers = pointers
-        self._views = [_bytes_of(one.tensor()) for one in held]
-        self._places = []
-        self._spare = None
-        self.size = 0
-        for view in self._views:
-            self._places.append((view.data_ptr(), self.size, len(view)))
-            self.size += len(view)
-
-    def copied(self) -> Tensor:
-        """Return a copy of all bytes, and zeros up to a whole word, as int64."""
-        words = self._spare
-        self._spare = None
-        if words is None:
-            words = torch.zeros(-(-self.size // _WORD), dtype=torch.int64, device=self._device)
-        if self._views:
-            torch.cat(self._views, out=words.view(torch.uint8)[: self.size])
-        return words
-
-    def reuse(self, words: Tensor) -> None:
-        """Overwrite a copy, which nothing else holds, with the next one."""
-        self._spare = words
-
-    def equal(self, words: Tensor) -> bool:
-        """Return whether all bytes in host memory are those of a copy."""
-        copy = words.data_ptr()
-        for address, begin, length in self._places:  # the views keep this memory
-            if _compare_bytes(address, copy + begin, length):
-                return False
-        return True
 
 
 def _all_values(registries: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
@@ -341,18 +327,14 @@ def _registered(prefix: str, module: nn.Module, kinds: Collection[str]) -> Itera
             name = bare_name(f"{prefix}.{key}".lstrip("."))
             # FSDP2 registers whole parameters for a while: remember the shard.
             registry: dict[str, Any] = {key: tensor} if isinstance(tensor, DTensor) else owner
-            yield _Held(f"{kind} {name}", registry, key)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the bytes of a dense tensor in the order of memory, 1-dim, as a view."""
-    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
-    return as_real(flat).view(-1).view(torch.uint8)
+            trained = tensor is not None and tensor.requires_grad
+            yield _Held(f"{kind} {name}", registry, key, trained)
 
 
 def _first_change(comparison: _Comparison) -> str:
     """Return which tensor differs first, and how; empty if none does. Host sync."""
-    before, after, _ = comparison
+    before = comparison.before
+    after = comparison.after
 
     # Is a tensor new, or missing?
     for name in after.listed.names:
@@ -375,7 +357,7 @@ def _first_change(comparison: _Comparison) -> str:
                 return f"{one.name} has changed"
 
     # Find the first hash that differs.
-    first = -(-after.size // _WORD)
+    first = -(-after.size // WORD)
     hashes_before = before.words[first:].tolist()
     hashes_after = after.words[first:].tolist()
     pairs = zip(after.listed.others, hashes_before, hashes_after, strict=False)

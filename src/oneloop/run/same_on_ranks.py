@@ -112,19 +112,19 @@ def _compare_values(job: Job, run: Run, reports: Sequence[Mapping[str, int]]) ->
         for name, value in reports[0].items():
             if report.get(name, value) == value:
                 continue
-            found = (
-                f"the model differs between ranks: {name} has other values on rank 0 and on rank "
-                f"{rank}"
-            )
             if name in sent and not (run.sharded or job.exact):
-                replaced = replaced or found
+                replaced = replaced or name
                 continue
             raise BadInput(
-                f"{found}; let model() draw from the global generators of torch, numpy or Python, "
+                f"the model differs between ranks: {name} has other values on rank 0 and on rank "
+                f"{rank}; let model() draw from the global generators of torch, numpy or Python, "
                 "which are seeded alike on all of them"
             )
     if replaced:
-        run.display.say(f"{replaced}; DDP trains the values of rank 0")
+        run.display.say(
+            f"the model differs between ranks: {replaced} has other values on rank 0; DDP trains "
+            "these"
+        )
 
 
 def _compare_models(rank: int, first: Mapping[str, str], other: Mapping[str, str]) -> None:

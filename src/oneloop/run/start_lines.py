@@ -78,8 +78,6 @@ def start_lines(
 
 def _checked(job: Job, run: Run, model: nn.Module) -> Iterator[str]:
     """Yield the line on what is compared while the run trains."""
-    if run.ranks == 1 and not job.exact:
-        return
     if "check" not in job.intervals:
         yield (
             "machine.check_every 0: nothing compares weights, buffers and repeated micro-batches "

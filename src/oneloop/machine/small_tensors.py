@@ -1,0 +1,74 @@
+"""The bytes of many small tensors: copied at once, and compared with a copy in host memory."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from oneloop.basics.tensors import as_real
+
+WORD = 8  # bytes
+_compare_bytes = ctypes.CDLL(None).memcmp  # of the C library: 0 if they are equal
+_compare_bytes.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+
+
+class SmallTensors:
+    """The bytes of dense tensors, where they are now.
+
+    Args:
+        device: on which all of them are.
+
+    Attributes:
+        size: of all of them, in bytes.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.size = 0
+        self._device = device
+        self._pointers: list[int] = []
+        self._views: list[Tensor] = []
+        self._places: list[tuple[int, int, int]] = []  # of each view: address, begin, length
+        self._spare: Tensor | None = None
+
+    def look_at(self, tensors: Sequence[Tensor]) -> None:
+        """Make views of their bytes, unless those of the last time still serve."""
+        pointers = [tensor.data_ptr() for tensor in tensors]
+        if pointers == self._pointers:
+            return
+        self._pointers = pointers
+        self._views = [_bytes_of(tensor.detach()) for tensor in tensors]
+        self._places = []
+        self._spare = None
+        self.size = 0
+        for view in self._views:
+            self._places.append((view.data_ptr(), self.size, len(view)))
+            self.size += len(view)
+
+    def copied(self) -> Tensor:
+        """Return a copy of all bytes, and zeros up to a whole word, as int64."""
+        words = self._spare
+        self._spare = None
+        if words is None:
+            words = torch.zeros(-(-self.size // WORD), dtype=torch.int64, device=self._device)
+        if self._views:
+            torch.cat(self._views, out=words.view(torch.uint8)[: self.size])
+        return words
+
+    def reuse(self, words: Tensor) -> None:
+        """Overwrite a copy, which nothing else holds, with the next one."""
+        self._spare = words
+
+    def equal(self, words: Tensor) -> bool:
+        """Return whether all bytes in host memory are those of a copy."""
+        copy = words.data_ptr()
+        for address, begin, length in self._places:  # the views keep this memory
+            if _compare_bytes(address, copy + begin, length):
+                return False
+        return True
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a dense tensor in the order of memory, 1-dim, as a view."""
+    flat = tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return as_real(flat).view(-1).view(torch.uint8)
