@@ -17,14 +17,13 @@ import torch
 from torch import nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
-from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.tensors import local
+from oneloop.basics.snapshot import Snapshot
 from oneloop.checkpoint.weights import bare
 from oneloop.data.sample_reader import SampleReader
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job
 from oneloop.job.embeddings import check_embeddings
-from oneloop.job.restore import all_restored, has_drawn, random_states
+from oneloop.job.restore import all_restored, contents_of, has_drawn, random_states
 from oneloop.job.sample_contents import BY_COLLATE, IN_PLACE
 from oneloop.job.sample_sums import FLOAT32, HALF, BatchSums, SampleSums
 from oneloop.job.trial_passes import (
@@ -113,10 +112,11 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     others = {"task": job.task, **{f"data set {name}": part for name, part in job.sets.items()}}
     with SampleReader(trial, workers=workers) as reader:
         try:
-            with all_restored(model, run.device, others), _task_state_restored(contract), eager:
+            restoring = all_restored(model, run.device, others)
+            with restoring as before, _task_state_restored(contract), eager:
                 samples, _ = load_samples(reader, TRAINED, 0)
                 notes = check_sets(job, reader)
-                graph = _check_eval(contract, job, run, model, samples, notes)
+                graph = _check_eval(contract, job, run, model, samples, notes, before)
                 again, wrong = load_samples(reader, TRAINED, 1)
                 seen = _check_training(contract, job, run, model, samples, again, wrong)
                 return replace(seen, graph=graph, notes=notes)
@@ -135,10 +135,11 @@ def _check_eval(
     model: nn.Module,
     samples: Samples,
     notes: list[str],
+    attributes: Snapshot,
 ) -> Any:
     """Check in eval mode: one sample, the same sample twice, and evaluation samples.
 
-    Add remarks to ``notes``. Return the model graph for TensorBoard.
+    Add remarks to ``notes``. ``attributes``: before. Return the model graph for TensorBoard.
     """
     first = samples[0]
     tolerance = tolerance_of(job, run, model)
@@ -153,7 +154,7 @@ def _check_eval(
             contract.check_doubling("weight", weight, twice, 1e-6)
 
         # Compute the loss of the sample, and of the sample twice.
-        held = _contents(model)
+        held = contents_of(model)
         before = random_states(run.device)
         inner = model.module if isinstance(model, Wrapped) else model
         draw = run.main and "tensorboard" in job.recipe.track
@@ -164,7 +165,7 @@ def _check_eval(
 
         # The second must be twice the first, unless evaluations change something.
         state = ""
-        for name, found in _contents(model).items():
+        for name, found in contents_of(model).items():
             if found != held.get(name) and not state:
                 state = f"a forward in evaluation changes the {name}"
         exact = contract.additive and not contract.draws and not state
@@ -172,9 +173,10 @@ def _check_eval(
             again = float(contract.loss(model, one)[0])
             if _near(once, again, tolerance):
                 contract.check_doubling("loss", once, both, tolerance)
+            names = ", ".join(attributes.changed()[:3]) or "none that can be compared"
             state = (
                 "the same sample has another loss in the next evaluation, because the model or the "
-                "loss keeps its own generator or counter"
+                f"loss keeps a generator or other state (attributes that have changed: {names})"
             )
         if state and job.exact:
             raise BadInput(
@@ -294,14 +296,6 @@ def _cause(run: Run, first: Pass, last: Pass, wrong: str) -> str:
     if run.device.type != "cpu" and _near(first.loss, last.loss, 1e-5):
         return "a kernel of the device is not deterministic (see machine.deterministic)"
     return OWN_STATE
-
-
-def _contents(model: nn.Module) -> dict[str, int]:
-    """Return hashes of buffers and parameters (this rank's shards) by name. Host sync."""
-    found = {f"buffer {bare_name(name)}": content(one) for name, one in model.named_buffers()}
-    for name, parameter in model.named_parameters():
-        found[f"parameter {bare_name(name)}"] = content(local(parameter.detach()))
-    return found
 
 
 def _near(a: float, b: float, tolerance: float, size: float | None = None) -> bool:

@@ -32,6 +32,15 @@ def has_drawn(before: list[Any], device: torch.device) -> bool:
     return not all(torch.equal(x, y) if torch.is_tensor(x) else x == y for x, y in pairs)
 
 
+def contents_of(model: nn.Module) -> dict[str, int]:
+    """Return hashes of buffers and parameters (this rank's shards) by name. Host sync."""
+    reshard(model)
+    tensors = {f"buffer {bare_name(name)}": buffer for name, buffer in model.named_buffers()}
+    for name, parameter in model.named_parameters():
+        tensors[f"parameter {bare_name(name)}"] = local(parameter.detach())
+    return dict(zip(tensors, tensor_hashes(tensors.values()), strict=True))
+
+
 class KeptTensors:
     """The contents of a model's parameters and buffers at a moment.
 
@@ -99,8 +108,10 @@ class KeptTensors:
 @contextmanager
 def all_restored(
     model: nn.Module, device: torch.device, others: Mapping[str, Any]
-) -> Iterator[None]:
+) -> Iterator[Snapshot]:
     """Restore on exit what a dry run changes: :func:`restored`, parameters and attributes.
+
+    Yield the attributes as they were.
 
     Args:
         model: bare, or sharded by FSDP2.
@@ -112,7 +123,7 @@ def all_restored(
     snapshot = Snapshot({"model": model, **others})
     with restored(model, device):
         try:
-            yield
+            yield snapshot
         finally:
             reshard(model)
             snapshot.restore()

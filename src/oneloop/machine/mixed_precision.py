@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from types import MethodType
 from typing import Any
 
@@ -85,6 +86,7 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
             "machine.blocks for your own layers"
         ) from error
     accelerator._optimizers.clear()
+    _train_as_unsharded(prepared)
     if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():
         _autocast(prepared, accelerator)
     return prepared  # type: ignore[no-any-return]
@@ -103,6 +105,24 @@ def _autocast(model: nn.Module, accelerator: Accelerator) -> None:
         model.forward = convert_outputs_to_fp32(context(model.forward))
     else:
         model.forward = MethodType(convert_outputs_to_fp32(context(own)), model)
+
+
+def _train_as_unsharded(model: nn.Module) -> None:
+    """Make encoders of transformers skip layers in training as they do on one process.
+
+    Their forward asks whether FSDP2 has sharded them, and would then run the layers that LayerDrop
+    skips, so that it trains another model. (In an evaluation, generation must know it.)
+    """
+
+    def mark(sharded: bool, module: nn.Module, *_: object) -> None:
+        if module.training:
+            vars(module)["_is_fsdp_managed_module"] = sharded
+
+    for module in model.modules():
+        code = getattr(type(module).forward, "__code__", None)
+        if code is not None and "is_fsdp_managed_module" in code.co_names:
+            module.register_forward_pre_hook(partial(mark, False))
+            module.register_forward_hook(partial(mark, True), always_call=True)
 
 
 @contextmanager
