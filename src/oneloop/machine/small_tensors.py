@@ -51,7 +51,11 @@ class SmallTensors:
         self._spare = None
         if words is None:
             words = torch.zeros(-(-self.size // WORD), dtype=torch.int64, device=self._device)
-        if self._views:
+        if self._device.type == "cpu":
+            copy = words.data_ptr()  # torch.cat takes four times as long
+            for address, begin, length in self._places:
+                ctypes.memmove(copy + begin, address, length)
+        elif self._views:
             torch.cat(self._views, out=words.view(torch.uint8)[: self.size])
         return words
 
