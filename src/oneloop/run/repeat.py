@@ -6,7 +6,8 @@ loaded, and the same results each time. A difference comes from state that sampl
 weights do not determine: attributes that change late, private generators, the number of a data
 worker, code that asks for its rank, or a faulty device.
 
-The repeat restores what it changes. It needs the memory of one micro-batch of a step.
+The repeat restores what it changes. It needs the memory of one micro-batch of a step, and of two
+more copies of its samples.
 """
 
 import math
@@ -40,6 +41,7 @@ from oneloop.run.start_lines import DEPENDS
 
 _GROWTH = 4  # each early interval with one repeat is longer than the one before
 _COPIED = 1 << 26  # bytes of parameters and buffers that are copied for a repeat
+_AT_ONCE = 1 << 20  # elements
 _NOISE = 10.0  # where reruns differ: allowed multiple of the difference of two reruns
 
 
@@ -337,8 +339,15 @@ def _measured(gradient: Tensor) -> Tensor:
     values = as_real(gradient.detach())
     wide = torch.float32 if values.device.type == "mps" else torch.float64
     short = (tensor_hash(values) >> 12).to(wide)
-    size = values.abs().sum(dtype=wide)
-    return torch.stack([short, values.sum(dtype=wide), size])
+
+    # Part by part: a copy of a large gradient would need more memory than a step does.
+    total = torch.zeros((), dtype=wide, device=values.device)
+    size = torch.zeros_like(total)
+    for part in values.reshape(-1).split(_AT_ONCE):
+        copy = part.to(wide)
+        total += copy.sum()
+        size += copy.abs().sum()
+    return torch.stack([short, total, size])
 
 
 def _hashes(batch: Mapping[str, Any]) -> dict[str, int]:
