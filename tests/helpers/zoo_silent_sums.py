@@ -363,7 +363,12 @@ class EvalAttributeNet(PlainNet):
         return super().forward(x / self.scale)
 
 
-@silent("H", *LONG, "--eval.every", "3", "--eval.micro", "2", **state("loss|gradient|state|scale"))
+EVAL_STATE = state("loss|gradient|state|scale")
+for layout in ("grain", "single_grain"):
+    EVAL_STATE[layout] += rejected("scale", "next evaluation")
+
+
+@silent("H", *LONG, "--eval.every", "3", "--eval.micro", "2", **EVAL_STATE)
 class EvalAttribute(Animal):
     net = EvalAttributeNet
 
