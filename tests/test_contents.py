@@ -147,6 +147,33 @@ def test_on_one_process_a_moving_parameter_is_reported_once():
     assert said == ["the parameter layer.bias has changed in a step, but not by its update"]
 
 
+def test_a_change_that_is_an_error_goes_before_one_that_is_reported():
+    said = []
+
+    def both(model) -> None:
+        model.code.add_(1)
+        model.layer.bias.data.fill_(3.0)
+
+    with pytest.raises(Inexact, match="parameter layer.bias"):
+        compared(Net(), both, rejected=["parameter"], report=said.append)
+    assert said == []
+
+
+def test_a_tensor_of_another_shape_in_the_same_memory_has_changed():
+    def shortened(model) -> None:
+        model.code.data = model.code.data[:2]
+
+    with pytest.raises(Inexact, match="the buffer code has changed in a step"):
+        compared(Net(), shortened)
+
+
+def test_a_large_buffer_may_be_dropped_and_is_named():
+    model = Net()
+    model.register_buffer("cache", torch.zeros(600, 500))
+    with pytest.raises(Inexact, match="the buffer cache was removed"):
+        compared(model, lambda model: setattr(model, "cache", None))
+
+
 def test_what_is_not_compared_may_change():
     compared(Net(), lambda model: model.code.add_(1), compared=["parameter"])
 

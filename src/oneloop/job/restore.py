@@ -56,11 +56,10 @@ class KeptTensors:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             self._tensors[bare_name(name)] = local(tensor.detach())
             self._owners[bare_name(name)] = tensor
-        self._most = most
-        self._bytes = sum(one.numel() * one.element_size() for one in self._tensors.values())
+        size = sum(one.numel() * one.element_size() for one in self._tensors.values())
         self._copies: dict[str, Tensor] = {}
         self._hashes: list[int] = []
-        if self._bytes <= most:
+        if size <= most:
             self._copies = {name: tensor.clone() for name, tensor in self._tensors.items()}
         else:
             self._hashes = tensor_hashes(self._tensors.values())
@@ -69,40 +68,43 @@ class KeptTensors:
         """Return the names of tensors whose contents, or memory, are others now. Host sync."""
         names = [name for name in self._owners if self._is_elsewhere(name)]
         for name, copy in self._copies.items():
-            if not torch.equal(as_bits(self._tensors[name]), as_bits(copy)):
+            if not torch.equal(as_bits(self._now(name)), as_bits(copy)):
                 names.append(name)
         if self._hashes:
-            now = tensor_hashes(self._tensors.values())
-            for name, before, after in zip(self._tensors, self._hashes, now, strict=True):
+            now = tensor_hashes(map(self._now, self._owners))
+            for name, before, after in zip(self._owners, self._hashes, now, strict=True):
                 if before != after:
                     names.append(name)
         return names
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore(self) -> list[str]:
         """Restore the contents. Host sync.
 
-        Raises:
-            BadInput: a tensor has changed, and the model is too large for copies of its tensors.
+        Returns:
+            The names of tensors that have changed, but were not copied.
         """
         # Return to the memory of then, after an assignment to .data.
         for name, owner in self._owners.items():
-            if self._is_elsewhere(name) and not isinstance(owner, DTensor):
+            if self._is_elsewhere(name):
                 owner.data = self._tensors[name]
 
+        lost = []
         for name in self.changed():
             if name in self._copies:
-                self._tensors[name].copy_(self._copies[name])
-                continue
-            raise BadInput(
-                f"a forward changes {name}, which a check cannot undo: parameters and buffers "
-                f"have {self._bytes / 1e9:.2f} GB, and at most {self._most / 1e9:.2f} GB are "
-                "copied; change it outside of the forward"
-            )
+                self._now(name).copy_(self._copies[name])
+            else:
+                lost.append(name)
+        return lost
+
+    def _now(self, name: str) -> Tensor:
+        return local(self._owners[name].detach())
 
     def _is_elsewhere(self, name: str) -> bool:
-        """Return whether a tensor has another memory now."""
-        return local(self._owners[name]).data_ptr() != self._tensors[name].data_ptr()
+        """Return whether a tensor (none of FSDP2's) has another memory now."""
+        owner = self._owners[name]
+        moved = self._now(name).data_ptr() != self._tensors[name].data_ptr()
+        return moved and not isinstance(owner, DTensor)
 
 
 @contextmanager
@@ -127,7 +129,12 @@ def all_restored(
         finally:
             reshard(model)
             snapshot.restore()
-            kept.restore()
+            if lost := kept.restore():
+                raise BadInput(
+                    f"a forward changes {lost[0]}, which the check before a run cannot undo: only "
+                    f"{_COPIED / 1e9:.1f} GB of parameters and buffers are copied; change it "
+                    "outside of the forward"
+                )
 
 
 @contextmanager

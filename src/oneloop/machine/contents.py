@@ -76,7 +76,8 @@ class _Listed:
             return True
         if any(one.owner.get(one.key) is not None for one in self.empty):
             return True
-        return any(one.owner.get(one.key) is None for one in self.small)
+        listed = chain(self.small, self.others)
+        return any(one.owner.get(one.key) is None for one in listed)
 
 
 class _State(NamedTuple):
@@ -84,7 +85,7 @@ class _State(NamedTuple):
 
     listed: _Listed
     words: Tensor  # int64: the bytes of small tensors in their order, then the hashes of others
-    size: int  # bytes of all small tensors
+    lengths: tuple[int, ...]  # bytes of each small tensor
     step: int
     everything: bool  # whether there are hashes of the other tensors
 
@@ -96,9 +97,26 @@ class _State(NamedTuple):
             if not one.trained:
                 places.append(place)
                 others.append(one)
-        hashes = self.words[-(-self.size // WORD) :][places]
         listed = replace(self.listed, small=[], others=others)
-        return _State(listed, hashes, size=0, step=self.step, everything=False)
+        return _State(listed, self.hashes[places], (), self.step, everything=False)
+
+    @property
+    def hashes(self) -> Tensor:
+        """Hashes of the other tensors, if there are any."""
+        return self.words[-(-sum(self.lengths) // WORD) :]
+
+    def by_name(self) -> dict[str, Any]:
+        """Return what is compared of each tensor. Host sync."""
+        found: dict[str, Any] = {}
+        memory = self.words.view(torch.uint8).cpu().numpy()
+        end = 0
+        for one, length in zip(self.listed.small, self.lengths, strict=True):
+            begin = end
+            end += length
+            found[one.name] = memory[begin:end].tobytes()
+        for one, number in zip(self.listed.others, self.hashes.tolist(), strict=False):
+            found[one.name] = number
+        return found
 
 
 class _Comparison(NamedTuple):
@@ -231,18 +249,21 @@ class Contents:
         """Raise Inexact if a tensor has changed, or report the first change."""
         after = comparison.after
         when = comparison.when
-        change = ""
-        if comparison.differs():
-            change = _first_change(comparison)
-        if not change:
+        changes = [*_changes(comparison)] if comparison.differs() else []
+        if not changes:
             if after.everything:
                 self._equal_at = after.step
             return
-        if change.partition(" ")[0] not in self._rejected:
-            self._report(f"the {change} {when}")
+
+        # A change that is an error goes before one that is only reported, and that once.
+        errors = [change for change in changes if change.partition(" ")[0] in self._rejected]
+        if not errors:
+            self._report(f"the {changes[0]} {when}")
+            self._report = lambda _: None
             self._compared = self._rejected
             self._listed = self._list()
             return
+        change = errors[0]
 
         # Of a small tensor, this step is the first one that changes it.
         large = change.rpartition(" has ")[0] in {one.name for one in after.listed.others}
@@ -305,14 +326,14 @@ class Contents:
         if everything and listed.others:
             hashes = [tensor_hash(one.tensor()).to(self._device) for one in listed.others]
             words = torch.cat([words, torch.stack(hashes)])
-        return _State(listed, words, self._small.size, step, everything)
+        return _State(listed, words, self._small.lengths, step, everything)
 
     def _is_now(self, state: _State) -> bool:
         """Return whether small tensors in host memory are as they were."""
         if self._listed.is_outdated() or state.listed is not self._listed:
             return False
         self._small.look_at(state.listed.now())
-        return self._small.size == state.size and self._small.equal(state.words)
+        return self._small.lengths == state.lengths and self._small.equal(state.words)
 
 
 def _all_values(registries: list[dict[str, nn.Module | None]]) -> list[nn.Module | None]:
@@ -331,37 +352,23 @@ def _registered(prefix: str, module: nn.Module, kinds: Collection[str]) -> Itera
             yield _Held(f"{kind} {name}", registry, key, trained)
 
 
-def _first_change(comparison: _Comparison) -> str:
-    """Return which tensor differs first, and how; empty if none does. Host sync."""
+def _changes(comparison: _Comparison) -> Iterator[str]:
+    """Yield which tensors differ, and how. Host sync."""
     before = comparison.before
     after = comparison.after
 
     # Is a tensor new, or missing?
+    names_before = set(before.listed.names)
+    names_after = set(after.listed.names)
     for name in after.listed.names:
-        if name not in before.listed.names:
-            return f"{name} was registered"
+        if name not in names_before:
+            yield f"{name} was registered"
     for name in before.listed.names:
-        if name not in after.listed.names:
-            return f"{name} was removed"
+        if name not in names_after:
+            yield f"{name} was removed"
 
-    # Find the tensor of the first byte that differs.
-    size = min(before.size, after.size)
-    pair = [state.words.view(torch.uint8)[:size] for state in (before, after)]
-    differ = (pair[0] != pair[1]).nonzero()
-    if len(differ) or before.size != after.size:
-        place = int(differ[0]) if len(differ) else size
-        end = 0
-        for one in after.listed.small:
-            end += one.tensor().nbytes
-            if place < end:
-                return f"{one.name} has changed"
-
-    # Find the first hash that differs.
-    first = -(-after.size // WORD)
-    hashes_before = before.words[first:].tolist()
-    hashes_after = after.words[first:].tolist()
-    pairs = zip(after.listed.others, hashes_before, hashes_after, strict=False)
-    for one, hash_before, hash_after in pairs:
-        if hash_before != hash_after:
-            return f"{one.name} has changed"
-    return ""
+    # Has another content?
+    contents_before = before.by_name()
+    for name, content in after.by_name().items():
+        if name in contents_before and contents_before[name] != content:
+            yield f"{name} has changed"

@@ -249,7 +249,7 @@ def content(tensor: Tensor) -> int:
 def _is_registered(one: Any, tensor: Tensor | None) -> bool:
     """Return whether a tensor is what the module of an FSDP2 parameter has registered."""
     info = one._module_info
-    return info.module._parameters.get(info.param_name) is tensor
+    return tensor is not None and info.module._parameters.get(info.param_name) is tensor
 
 
 def _number(text: str) -> int:

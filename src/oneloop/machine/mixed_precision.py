@@ -1,5 +1,6 @@
 """Prepare the model as accelerate is configured: on one device, under DDP, or sharded by FSDP2."""
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -119,7 +120,8 @@ def _train_as_unsharded(model: nn.Module) -> None:
             vars(module)["_is_fsdp_managed_module"] = sharded
 
     for module in model.modules():
-        code = getattr(type(module).forward, "__code__", None)
+        forward = inspect.unwrap(type(module).forward)
+        code = getattr(forward, "__code__", None)
         if code is not None and "is_fsdp_managed_module" in code.co_names:
             module.register_forward_pre_hook(partial(mark, False))
             module.register_forward_hook(partial(mark, True), always_call=True)

@@ -20,43 +20,45 @@ class SmallTensors:
         device: on which all of them are.
 
     Attributes:
-        size: of all of them, in bytes.
+        lengths: of each of them, in bytes.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.size = 0
+        self.lengths: tuple[int, ...] = ()
         self._device = device
-        self._pointers: list[int] = []
+        self._memory: list[tuple[int, int]] = []  # of each tensor: address, length
         self._views: list[Tensor] = []
         self._places: list[tuple[int, int, int]] = []  # of each view: address, begin, length
         self._spare: Tensor | None = None
 
     def look_at(self, tensors: Sequence[Tensor]) -> None:
         """Make views of their bytes, unless those of the last time still serve."""
-        pointers = [tensor.data_ptr() for tensor in tensors]
-        if pointers == self._pointers:
+        memory = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
+        if memory == self._memory:
             return
-        self._pointers = pointers
+        self._memory = memory
         self._views = [_bytes_of(tensor.detach()) for tensor in tensors]
         self._places = []
         self._spare = None
-        self.size = 0
+        self.lengths = tuple(map(len, self._views))
+        begin = 0
         for view in self._views:
-            self._places.append((view.data_ptr(), self.size, len(view)))
-            self.size += len(view)
+            self._places.append((view.data_ptr(), begin, len(view)))
+            begin += len(view)
 
     def copied(self) -> Tensor:
         """Return a copy of all bytes, and zeros up to a whole word, as int64."""
+        size = sum(self.lengths)
         words = self._spare
         self._spare = None
         if words is None:
-            words = torch.zeros(-(-self.size // WORD), dtype=torch.int64, device=self._device)
+            words = torch.zeros(-(-size // WORD), dtype=torch.int64, device=self._device)
         if self._device.type == "cpu":
             copy = words.data_ptr()  # torch.cat takes four times as long
             for address, begin, length in self._places:
                 ctypes.memmove(copy + begin, address, length)
         elif self._views:
-            torch.cat(self._views, out=words.view(torch.uint8)[: self.size])
+            torch.cat(self._views, out=words.view(torch.uint8)[:size])
         return words
 
     def reuse(self, words: Tensor) -> None:

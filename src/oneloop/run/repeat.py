@@ -63,6 +63,7 @@ class _Found:
     passes: tuple[_Pass, _Pass]
     moved: list[str]  # names of tensors and attributes that the first pass changed
     state: dict[str, int]  # hash of each attribute before the passes
+    lost: list[str]  # names of tensors that have changed, and were not restored
 
 
 class Repeats:
@@ -153,7 +154,15 @@ class Repeats:
         found = self._computed(batch, trained, chosen, micro)
 
         # All ranks judge the same reports, so that all of them raise the same error.
-        why = self._difference(run.gathered(found), chosen)
+        reports: list[_Found] = run.gathered(found)
+        for name in (name for report in reports for name in report.lost):
+            raise Inexact(
+                f"step {number}: a forward changes {name}, which a repeated micro-batch cannot "
+                "undo, since the model has more than 64 MB; change it outside of the forward, or "
+                "set machine.check_every 0",
+                equal_at=self.equal_at,
+            )
+        why = self._difference(reports, chosen)
         if not why:
             self.equal_at = number
         elif self._job.exact:
@@ -200,9 +209,9 @@ class Repeats:
             reshard(model)
             state = snapshot.digests()
             snapshot.restore()
-            kept.restore()
+            lost = kept.restore()
             self._checks.units.forget()
-        return _Found(_hashes(batch), delivered, (first, second), moved, state)
+        return _Found(_hashes(batch), delivered, (first, second), moved, state, lost)
 
     def _pass(self, batch: Batch, rank: int, micro: int) -> _Pass:
         """Make one forward and backward, without a sum over the ranks."""
@@ -314,7 +323,10 @@ class Repeats:
             theirs = other.gradients.get(name)
             if mine is None or theirs is None:
                 return f"a gradient of {name} only once"
-            if mine == theirs or abs(mine[1] - theirs[1]) <= noise.get(name, -1.0):
+            finite = math.isfinite(mine[1]) or math.isfinite(theirs[1])
+            if mine[0] == theirs[0] or not finite:
+                continue
+            if abs(mine[1] - theirs[1]) <= noise.get(name, -1.0):
                 continue
             return f"other gradients of {name} (sums {mine[1]:.9g} and {theirs[1]:.9g})"
         return ""
