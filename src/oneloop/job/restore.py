@@ -75,7 +75,7 @@ class KeptTensors:
             for name, before, after in zip(self._owners, self._hashes, now, strict=True):
                 if before != after:
                     names.append(name)
-        return names
+        return [*dict.fromkeys(names)]
 
     @torch.no_grad()
     def restore(self) -> list[str]:
