@@ -47,7 +47,7 @@ WRONG = {
     "sum_cases.Draws": ["the training set returns other content", "its own generator"],
     # K
     "zoo_silent_sums.EvalBuffer": ["a forward in evaluation changes the buffer center"],
-    "sum_cases.CountsEvaluations": ["another loss in the next evaluation", "counter"],
+    "sum_cases.CountsEvaluations": ["another loss in the next evaluation", "calls"],
 }
 RIGHT = [
     "sum_cases.ManyDropouts",
@@ -161,8 +161,7 @@ def test_every_case_is_found():
 @pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_it_is_found_on_two_processes(config):
     names = [*WRONG, *RIGHT]
-    if config == "fsdp2":
-        names.remove("sum_cases.Skips")
+    names.remove("sum_cases.Skips")  # it does not use all parameters in each step
     one, two = run(checked, names, ranks=2, config=config).ok()
     assert one == two
     judge(one)

@@ -73,7 +73,8 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     # accelerate requires an optimizer here, and would replace its parameters by address. So it gets
     # a dummy; the real optimizer is built on the sharded parameters.
     plugin = accelerator.state.fsdp_plugin
-    asked = plugin.transformer_cls_names_to_wrap or list(blocks)
+    configured = plugin.transformer_cls_names_to_wrap
+    asked = configured or list(blocks)
     try:
         with _without_error(model, "get_input_embeddings"):
             plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
@@ -86,6 +87,8 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
             f"{', '.join(asked) or 'none'}: {error}; use TRANSFORMER_BASED_WRAP, with "
             "machine.blocks for your own layers"
         ) from error
+    finally:
+        plugin.transformer_cls_names_to_wrap = configured  # another model has other blocks
     accelerator._optimizers.clear()
     _train_as_unsharded(prepared)
     if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():
