@@ -215,7 +215,15 @@ def resumed_equals_alone(
     again = trained(folder / "resumed", task, *words, **at)
     again.ok()
     assert "resuming from" in again.output
-    different = differing(final(folder / "alone"), final(folder / "resumed"))
+    one = final(folder / "alone")
+    other = final(folder / "resumed")
+    different = differing(one, other)
+    if ranks > 2:
+        # torch arranges DDP's buckets anew after the first step of a process, and the order of the
+        # sum over more than two ranks follows the buckets.
+        for name in different:
+            torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-14)
+        return
     if different and not must:
         assert "the same layout is bit-identical" not in world.output, different
         return
