@@ -215,15 +215,7 @@ def resumed_equals_alone(
     again = trained(folder / "resumed", task, *words, **at)
     again.ok()
     assert "resuming from" in again.output
-    one = final(folder / "alone")
-    other = final(folder / "resumed")
-    different = differing(one, other)
-    if ranks > 2:
-        # torch arranges DDP's buckets anew after the first step of a process, and the order of the
-        # sum over more than two ranks follows the buckets.
-        for name in different:
-            torch.testing.assert_close(one[name], other[name], rtol=0, atol=1e-14)
-        return
+    different = differing(final(folder / "alone"), final(folder / "resumed"))
     if different and not must:
         assert "the same layout is bit-identical" not in world.output, different
         return
@@ -340,7 +332,14 @@ def test_blocks_that_recompute_train_the_same_weights_on_two_processes(tmp_path,
     [
         ("BatchRenorm", 2, "ddp"),
         ("BatchRenorm", 2, "fsdp2"),
-        ("BatchRenorm", 4, "ddp"),
+        pytest.param(
+            *("BatchRenorm", 4, "ddp"),
+            marks=pytest.mark.xfail(
+                reason="torch rebuilds DDP's buckets after a process's first step, which changes "
+                "the order of a sum over more than two ranks",
+                strict=True,
+            ),
+        ),
         *(
             (state, *at)
             for state in ("LSTM", "replaced", "late")
