@@ -22,6 +22,7 @@ from oneloop.optim.bad_step_policy import Policy
 from oneloop.optim.optimizers import build, reject_if_sharded, try_optimizer
 from oneloop.optim.schedule import LearningRate, learning_rate
 from oneloop.recipe.class_paths import resolve
+from oneloop.recipe.run_keys import EvalConfig
 from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import OptimizerConfig
 from oneloop.tasks.evaluation_metrics import directions, prefix
@@ -174,7 +175,7 @@ def build_job(
     scale = Scale(layout.size, len(train_set), tokens)
     total = recipe.duration.steps(scale)
     emas = _emas(recipe, scale, total)
-    upward = _larger_is_better(recipe.eval.best, task, eval_sets, [ema["name"] for ema in emas])
+    upward = _larger_is_better(recipe.eval, task, eval_sets, [ema["name"] for ema in emas])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")
 
@@ -259,12 +260,15 @@ def make_task(recipe: Recipe) -> Task:
     return task
 
 
-def _larger_is_better(best: str, task: Task, eval_sets: Iterable[str], emas: Iterable[str]) -> bool:
+def _larger_is_better(
+    setting: EvalConfig, task: Task, eval_sets: Iterable[str], emas: Iterable[str]
+) -> bool:
     """Return whether a larger ``eval.best`` is better.
 
-    Raise ValueError if no evaluation computes this metric.
+    Raise ValueError if no evaluation computes this metric, or if nothing tells the direction.
     """
-    known: dict[str, bool] = {}
+    best = setting.metric
+    known: dict[str, bool | None] = {}
     metrics = sorted(directions(task).items())
     for name in eval_sets:
         if name != "test":
@@ -274,7 +278,15 @@ def _larger_is_better(best: str, task: Task, eval_sets: Iterable[str], emas: Ite
         raise ValueError(
             f"eval.best {best!r} is not a metric of this task; known: {', '.join(known)}"
         )
-    return known.get(best, False)
+    upward = setting.larger_is_better
+    if upward is None:
+        upward = known.get(best, False)
+    if upward is None:
+        raise ValueError(
+            f"eval.best {best} does not say whether larger or smaller is better; write "
+            f"--eval.best max:{best} or --eval.best min:{best}"
+        )
+    return upward
 
 
 def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:

@@ -78,7 +78,20 @@ class EvalConfig:
     """number of validation samples to show after each evaluation, and of those with the largest
     loss (0: none)"""
     best: str = "eval/loss"
-    """metric for the best checkpoint, early stopping and the plateau schedule"""
+    """metric for the best checkpoint, early stopping and the plateau schedule; max:NAME or min:NAME
+    says that larger or smaller is better, if the metric itself does not know"""
+
+    @property
+    def metric(self) -> str:
+        """The name of the metric in ``best``."""
+        return self.best.removeprefix("max:").removeprefix("min:")
+
+    @property
+    def larger_is_better(self) -> bool | None:
+        """What ``best`` says about the metric; None: nothing."""
+        if self.metric == self.best:
+            return None
+        return self.best.startswith("max:")
 
     def __post_init__(self) -> None:
         at_least(1, eval__micro=1 if self.micro is None else self.micro)

@@ -154,6 +154,7 @@ class Results(dict[str, float]):
 class Best:
     """The best evaluation so far, and the number of evaluations since."""
 
+    metric: str = ""
     value: float | None = None
     step: int = 0
     since: int = 0  # evaluations since the best one
@@ -162,7 +163,9 @@ class Best:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        # Values of another metric cannot be compared. Older versions did not store its name.
+        if state.get("metric", self.metric) == self.metric:
+            self.__dict__.update(state)
 
     def update(self, value: float, step: int, *, higher_is_better: bool) -> bool:
         """Compare the result of an evaluation with the best one so far.

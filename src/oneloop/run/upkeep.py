@@ -188,7 +188,7 @@ class Upkeep:
         state.count.evaluation_due = False
 
         # Judge the result, for early stopping, the best checkpoint and the plateau schedule.
-        value = state.results[job.recipe.eval.best]
+        value = state.results[job.recipe.eval.metric]
         better = state.best.update(value, state.count.step, higher_is_better=job.upward)
         state.count.evaluated(better, patience=job.rate.patience)
         return True
@@ -238,7 +238,7 @@ class Upkeep:
 
     def best_so_far(self) -> dict[str, Any]:
         """Return the best evaluation so far, as the manifest of a checkpoint records it."""
-        return {"metric": self._job.recipe.eval.best, **self._state.best.state_dict()}
+        return self._state.best.state_dict()
 
     def kept(self) -> Keep:
         """Return which older checkpoints a save keeps."""
@@ -345,7 +345,7 @@ class Upkeep:
             "best",
             step=best.step,
             end=step,
-            metric=recipe.eval.best,
+            metric=recipe.eval.metric,
             value=best.value,
         )
 
@@ -370,7 +370,7 @@ class Upkeep:
         """Return the summary (summary.json) of a run that is done or stopped."""
         job = self._job
         state = self._state
-        metric = job.recipe.eval.best
+        metric = job.recipe.eval.metric
         count = state.count
         best = state.best
 

@@ -10,7 +10,14 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from oneloop.data.rows.open_data import Source, combined, named_sources
+from oneloop.data.rows.open_data import (
+    Source,
+    Unreadable,
+    combined,
+    named_sources,
+    notes_of,
+    skipped_rows,
+)
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.models import SCRATCH
@@ -41,9 +48,12 @@ class CausalLM(LanguageModel):
             earlier texts in its sample), packed (several texts per sample; none attends to
             another), or padded (one text per sample; the samples of a step have similar lengths).
             packed and padded split longer texts.
+        unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
+            not UTF-8), or skip such rows and list them in environment.json.
     """
 
     length_key = "block"
+    default_length = 128
     needs = SCRATCH | {
         "tokenizer": "model=null",
         "vocab": "model=null tokenizer=bpe",
@@ -60,6 +70,7 @@ class CausalLM(LanguageModel):
         tokenizer: Literal["bytes", "bpe"] = "bytes",
         vocab: int = 4096,
         pack: Literal["concat", "packed", "padded"] = "concat",
+        unreadable: Unreadable = "stop",
         **model: Any,
     ) -> None:
         packed = is_packed(pack, "concat", "packed", "padded")
@@ -67,11 +78,13 @@ class CausalLM(LanguageModel):
         self.column = column
         self.window = window
         self.pack = pack
-        self.block = block
+        self.block = self.shape.length
 
         # Open the texts, by source and split.
-        sources = named_sources(data, {"column": column})
+        sources = named_sources(data, {"column": column}, unreadable=unreadable)
         texts = [texts_of(source, share=held_out, window=window) for source in sources]
+        self.skipped_rows = skipped_rows(sources)
+        self._data_notes += notes_of(sources)
 
         # Choose the tokenizer; the cache key of the tokens names all that the tokenizer depends on.
         self.tokenizer: Any
@@ -101,7 +114,7 @@ class CausalLM(LanguageModel):
         # All concatenated samples have ``block`` targets.
         self.sample_weight = None
         if pack == "concat":
-            self.sample_weight = float(block)
+            self.sample_weight = float(self.block)
             self._data_notes.append(
                 "texts are concatenated and cut: each text attends to the earlier ones in its "
                 "sample; see task.pack"

@@ -89,12 +89,19 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
         # Decode the images of all splits.
         count = 0
         converted = Counter[str]()
+        turned = 0
         bad = list[tuple[str, str]]()  # position and reason
         for split, rows in source.parts.items():
             checked = checked_images(rows, source.columns["image"], limit=limit, what=source.where)
             source.unusable[split] = checked.indices
             bad += [(rows.where(index), why) for index, why in checked.unusable]
             converted += Counter(checked.converted)
+            turned += checked.turned
+            if checked.turned:
+                rows.content = rows.content | {
+                    "EXIF orientation": f"{checked.turned:,} images are turned by it; older "
+                    "versions of oneloop ignored it, so begin a new run"
+                }
             count += len(rows)
         empty = [*map(str, empty_classes(Path(source.where)))]
 
@@ -123,6 +130,8 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
             kinds = ", ".join(f"{number:,} {kind}" for kind, number in converted.items())
             divided = " (divided by 257)" if "16-bit" in converted else ""
             source.notes.append(f"images converted to RGB: {kinds}{divided}")
+        if turned:
+            source.notes.append(f"images turned as their EXIF orientation says: {turned:,}")
         if empty:
             source.notes.append(f"class folders without images: {', '.join(empty[:5])}")
 

@@ -6,7 +6,7 @@ A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.Metri
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,8 +19,8 @@ class Metrics(Protocol):
     """The metrics of one evaluation."""
 
     @property
-    def higher_is_better(self) -> Mapping[str, bool]:
-        """Metric names, and whether a larger value is better."""
+    def higher_is_better(self) -> Mapping[str, bool | None]:
+        """Metric names, and whether a larger value is better (None: unknown)."""
 
     def to(self, device: torch.device) -> Any:
         """Move the sums to the device, and return itself."""
@@ -51,7 +51,8 @@ class ClassCounts:
 
     def __init__(self, classes: int, *, top: int = 0, matrix_limit: int = 100) -> None:
         self.top = top
-        self.higher_is_better = {"accuracy": True, "macro_f1": True, "matthews": True}
+        self.higher_is_better: dict[str, bool | None] = {}
+        self.higher_is_better |= {"accuracy": True, "macro_f1": True, "matthews": True}
         if classes == 2:
             self.higher_is_better["f1"] = True
         if top:
@@ -141,7 +142,7 @@ class TextSums:
     """
 
     def __init__(self, *, by_bytes: bool = True, whole: bool = False) -> None:
-        self.higher_is_better = {"perplexity": False, "accuracy": True}
+        self.higher_is_better: dict[str, bool | None] = {"perplexity": False, "accuracy": True}
         if by_bytes:
             self.higher_is_better["bits_per_byte"] = False
         if whole:
@@ -214,7 +215,7 @@ class Retrieval:
     """
 
     def __init__(self) -> None:
-        self.higher_is_better = {}
+        self.higher_is_better: dict[str, bool | None] = {}
         for direction in ("", "reverse_"):
             for name in ("recall@1", "recall@5", "recall@10", "mrr"):
                 self.higher_is_better[direction + name] = True
@@ -266,21 +267,23 @@ class Retrieval:
 
 class _Collection:
     """A torchmetrics.MetricCollection as :class:`Metrics`; torchmetrics reduces over the ranks.
-    Raises ValueError if a metric computes several unnamed values."""
+
+    Raises ValueError if a metric computes several unnamed values, or something that is not a
+    number."""
 
     def __init__(self, collection: Any) -> None:
         self._collection = collection
 
     @property
-    def higher_is_better(self) -> Mapping[str, bool]:
+    def higher_is_better(self) -> Mapping[str, bool | None]:
         """Whether larger is better, by logged name.
 
         The names come from computing each metric without samples.
         """
-        known = {}
+        known: dict[str, bool | None] = {}
         for name, metric in self._collection.items():
             if not _is_matrix(metric):
-                known.update(dict.fromkeys(_names_of(name, metric), bool(metric.higher_is_better)))
+                known.update(dict.fromkeys(_names_of(name, metric), _direction(metric)))
         return known
 
     def to(self, device: torch.device) -> Any:
@@ -295,10 +298,62 @@ class _Collection:
         metrics = dict(self._collection.items())
         chosen = {}
         for name, value in values.items():
+            number = _as_tensor(name, value)
             is_matrix = name in metrics and _is_matrix(metrics[name])
-            if is_matrix or value.numel() == 1:
-                chosen[name] = value
+            if not is_matrix:
+                _check_scalar(name, number)
+            chosen[name] = number
         return chosen
+
+    def not_logged(self) -> Iterator[str]:
+        """Yield a line about each confusion matrix that is not drawn."""
+        matrices = [name for name, metric in self._collection.items() if _is_matrix(metric)]
+        drawn = ""
+        for name in matrices:
+            empty = _compute_empty(self._collection[name])
+            if isinstance(empty, Tensor) and empty.ndim != 2:
+                shape = " x ".join(map(str, empty.shape))
+                yield f"the metric {name!r} has {shape} values: it is neither logged nor drawn"
+            else:
+                if drawn:
+                    yield f"the metric {drawn!r} is neither logged nor drawn, but {name!r} is drawn"
+                drawn = name
+
+
+def _direction(metric: Any) -> bool | None:
+    """Return whether a larger value of a metric is better; of a wrapper, as of what it wraps."""
+    own = metric.higher_is_better
+    if own is not None:
+        return bool(own)
+    if type(metric).__name__ == "CompositionalMetric":
+        return None  # an expression, such as 1 - accuracy
+    inside = {_direction(child) for child in metric.modules() if _is_metric(child, metric)}
+    return inside.pop() if len(inside) == 1 else None
+
+
+def _is_metric(module: Any, outer: Any) -> bool:
+    return module is not outer and hasattr(module, "higher_is_better")
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    """Return a value that a metric computed, also a plain or numpy number."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the metric {name!r} computes a {type(value).__name__}, which is not a number"
+        ) from error
+
+
+def _check_scalar(name: str, value: Tensor) -> None:
+    """Raise ValueError if a value of a metric is not one number."""
+    if value.numel() != 1:
+        raise ValueError(
+            f"the metric {name!r} returns {value.numel()} values without names; wrap it in "
+            "torchmetrics' ClasswiseWrapper, or average it"
+        )
 
 
 def _names_of(name: str, metric: Any) -> Sequence[str]:
@@ -306,11 +361,8 @@ def _names_of(name: str, metric: Any) -> Sequence[str]:
     empty = _compute_empty(metric)
     if isinstance(empty, dict):
         return list(empty)
-    if isinstance(empty, Tensor) and empty.numel() != 1:
-        raise ValueError(
-            f"the metric {name!r} returns {empty.numel()} values without names; wrap it in "
-            "torchmetrics' ClasswiseWrapper, or average it"
-        )
+    if isinstance(empty, Tensor):
+        _check_scalar(name, empty)
     return [name]
 
 
@@ -350,7 +402,7 @@ def adapted(metrics: Any) -> Metrics:
     Raises:
         ValueError: it is something else.
     """
-    if hasattr(metrics, "sums"):
+    if has_sums(metrics):
         return metrics  # type: ignore[no-any-return]
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
         raise ValueError(
@@ -361,21 +413,46 @@ def adapted(metrics: Any) -> Metrics:
     return _Collection(metrics)
 
 
-def directions(task: object) -> dict[str, bool]:
+def has_sums(metrics: Any) -> bool:
+    """Return whether metrics are :class:`Metrics`; a collection may have a metric of that name."""
+    return callable(getattr(type(metrics), "sums", None))
+
+
+def directions(task: object) -> dict[str, bool | None]:
     """Return the names of a task's evaluation metrics, and whether a larger value is better.
 
     The names are those of :func:`oneloop.evaluation.evaluate`. Raise ValueError if a metric
-    computes several values without names.
+    computes several values without names, or has the name of the loss.
     """
-    known = {"loss": False}
+    known: dict[str, bool | None] = {"loss": False}
     if hasattr(task, "metrics"):
-        known |= adapted(task.metrics()).higher_is_better
+        own = adapted(task.metrics()).higher_is_better
+        _check_names(own)
+        known |= own
     return known
 
 
+def not_logged(task: Any) -> Iterator[str]:
+    """Yield lines about metrics of a task that are neither logged nor drawn."""
+    metrics = task.metrics() if hasattr(task, "metrics") else None
+    if metrics is not None and not has_sums(metrics):
+        yield from _Collection(metrics).not_logged()
+
+
 def scalars(computed: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scalar metrics, without matrices."""
+    """Return the scalar metrics, without matrices. Raise ValueError if one is named ``loss``."""
+    _check_names(computed)
     return {name: float(value) for name, value in computed.items() if not _is_table(value)}
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise ValueError if a metric would replace the loss of an evaluation."""
+    for name in names:
+        if name == "loss" or name.startswith("loss/"):
+            raise ValueError(
+                f"the metric {name!r} has the name of the loss of each evaluation; rename it in "
+                "metrics()"
+            )
 
 
 def confusion(task: object, computed: Mapping[str, Any]) -> dict[str, Any] | None:

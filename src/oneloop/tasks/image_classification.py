@@ -12,7 +12,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.data.rows.images import decoded
-from oneloop.data.rows.open_data import Source, named_sources, notes_of, opened, sets_of, whole
+from oneloop.data.rows.open_data import (
+    Source,
+    Unreadable,
+    named_sources,
+    notes_of,
+    opened,
+    sets_of,
+    whole,
+)
 from oneloop.data.rows.rows import Row
 from oneloop.tasks.augmentation import (
     TORCHVISION,
@@ -134,7 +142,7 @@ class ImageClassification(Task):
         top_k: int = 0,
         held_out: float = 0.05,
         pixel_limit: int = 89_478_485,
-        unreadable: Literal["stop", "skip"] = "stop",
+        unreadable: Unreadable = "stop",
         window: int = 256,
         root: str = "data",
         download: bool = False,
@@ -219,7 +227,8 @@ class ImageClassification(Task):
         check = partial(check_images, limit=limit, skipped=skipped)
         sources = list[Source]()
         for source in named_sources(data, self.columns):
-            sources.append(opened(source, held_out=held_out, window=self.window, check=check))
+            opened(source, held_out=held_out, window=self.window, check=check, label="label")
+            sources.append(source)
 
         # The labels are class probabilities, or classes.
         if are_shares(sources):

@@ -1,6 +1,8 @@
 """Classes and class numbers of a label column."""
 
 import re
+import unicodedata
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -63,10 +65,13 @@ def classes_of(
         seen[source.name or source.where, split] = found
         if split == "train":
             trained |= found
+    spellings = _Spellings([*sorted(trained), *sorted(set().union(*seen.values()))])
+    sources[0].notes += spellings.notes(sources, key)
 
     # Every label must be trained.
+    trained = {spellings.name(label) for label in trained}
     for (where, split), found in seen.items():
-        unknown = sorted(found - trained)
+        unknown = sorted({spellings.name(label) for label in found} - trained)
         if unknown:
             raise ValueError(
                 f"{where}: labels {unknown[:5]} occur in {split} but not in train; move some of "
@@ -80,8 +85,72 @@ def classes_of(
             f"{sources[0].where}: {sources[0].columns[key]!r} holds one class "
             f"({', '.join(names)}); at least two are needed"
         )
-    numbers = {name: index for index, name in enumerate(names)}
+    numbers = {_composed(name): index for index, name in enumerate(names)}
     return names, {source: _number_of(kind, numbers) for source, kind in kinds.items()}
+
+
+class _Spellings:
+    """The names of classes. Names that Unicode composes to the same text are one class.
+
+    macOS decomposes the names of files: ``é`` is ``e`` and an accent. A class has the composed name
+    if it is spelled in several ways, and else the name that it has in the data.
+
+    Args:
+        labels: the labels of all splits; those of the training split first.
+    """
+
+    def __init__(self, labels: Sequence[str]) -> None:
+        self._names: dict[str, str] = {}  # of the class, by composed label
+        self.merged: dict[str, None] = {}  # composed labels of several spellings
+        for label in labels:
+            composed = _composed(label)
+            if self._names.setdefault(composed, label) != label:
+                self._names[composed] = composed
+                self.merged[composed] = None
+
+    def name(self, label: str) -> str:
+        """Return the name of the class of a label."""
+        return self._names[_composed(label)]
+
+    def notes(self, sources: Sequence[Source], key: str) -> list[str]:
+        """Return lines about classes of several spellings, and about names that look alike.
+
+        Args:
+            sources: the data sets.
+            key: task key of the label column.
+        """
+        notes = []
+        if self.merged:
+            notes.append(
+                f"classes that are spelled in several Unicode forms are one class: "
+                f"{', '.join(self.merged)}"
+            )
+        alike: dict[str, list[str]] = {}
+        for composed in self._names:
+            alike.setdefault("".join(composed.split()).casefold(), []).append(composed)
+        similar = {name for names in alike.values() if len(names) > 1 for name in names}
+        if similar:
+            counts = _counts(sources, key, similar)
+            shown = ", ".join(f"{name!r} ({counts[name]:,} rows)" for name in sorted(similar))
+            notes.append(f"classes whose names differ only by blanks or case: {shown}")
+        return notes
+
+
+def _composed(label: str) -> str:
+    return unicodedata.normalize("NFC", label)
+
+
+def _counts(sources: Sequence[Source], key: str, names: set[str]) -> Counter[str]:
+    """Return how often these labels occur, in all splits."""
+    counts = Counter[str]()
+    for _, _, rows, column in columns_of(sources, key):
+        kind = element_type(rows.types[column]) or rows.types[column]
+        for array in rows.values(column):
+            labels = array if element_type(rows.types[column]) is None else array.flatten()
+            for entry in labels.value_counts().to_pylist():
+                if entry["values"] is not None:
+                    counts[_composed(_name(kind, entry["values"]))] += entry["counts"]
+    return counts
 
 
 def are_shares(sources: Sequence[Source]) -> bool:
@@ -172,17 +241,17 @@ def numbers_of(
             raise wrong_type(
                 source, key, rows.types[column], "one label for each row (text or a whole number)"
             )
-        found = {_name(kind, value) for value in values_of(rows, column)}
-        unknown = sorted(found - set(classes))
+        found = {_composed(_name(kind, value)) for value in values_of(rows, column)}
+        unknown = sorted(found - set(map(_composed, classes)))
         if unknown:
             raise ValueError(
                 f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows"
             )
-    return _number_of(kind, {name: index for index, name in enumerate(classes)})
+    return _number_of(kind, {_composed(name): index for index, name in enumerate(classes)})
 
 
 def _number_of(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
-    return lambda value: number[_name(kind, value)]
+    return lambda value: number[_composed(_name(kind, value))]
 
 
 def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:

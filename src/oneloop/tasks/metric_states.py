@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from oneloop.basics.exact_sums import tree_sum
 from oneloop.basics.tensors import gathered
+from oneloop.tasks.evaluation_metrics import has_sums
 
 _EXACT = {"dim_zero_sum", "dim_zero_max", "dim_zero_min"}
 """torchmetrics reductions of tensors that do not depend on the number of ranks, except for
@@ -130,7 +131,7 @@ def compute_alone(metrics: Any) -> None:
 
 def reset_sums(metrics: Any) -> None:
     """Set the sums of :class:`oneloop.tasks.evaluation_metrics.Metrics` to zero."""
-    if hasattr(metrics, "sums"):
+    if has_sums(metrics):
         for state in metrics.sums():
             state.zero_()
 
@@ -149,7 +150,7 @@ def _never() -> bool:
 
 def _outer(metrics: Any) -> list[Any]:
     """Return the metrics of a torchmetrics collection."""
-    if metrics is None or hasattr(metrics, "sums"):
+    if metrics is None or has_sums(metrics):
         return []
     return [*metrics.values()]
 
@@ -306,7 +307,7 @@ class _FloatingSum:
 
 def _floating_sums(metrics: Any, shared: list[Any]) -> Iterator[_FloatingSum]:
     """Yield the floating-point sums of a task's metrics."""
-    if hasattr(metrics, "sums"):
+    if has_sums(metrics):
         for index, state in enumerate(metrics.sums()):
             if state.is_floating_point():
                 yield _FloatingSum(metrics, index)

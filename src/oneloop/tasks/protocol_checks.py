@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput, Inexact
+from oneloop.tasks.evaluation_metrics import adapted, scalars
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
     "model": (),
@@ -293,6 +294,7 @@ class Contract:
                 f"computes {_describe(computed)}",
                 "let compute return a dict of named metrics",
             )
+        scalars(adapted(metrics).compute())  # raises ValueError if a value is not a number
 
     @staticmethod
     def is_double(once: float, twice: float, tolerance: float) -> bool:

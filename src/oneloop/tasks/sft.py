@@ -1,6 +1,5 @@
 """Supervised fine-tuning of a language model on the assistant's messages, or on completions."""
 
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,19 +13,28 @@ from oneloop.data.rows.cache import key_of
 from oneloop.data.rows.cached_arrays import Ragged, ragged
 from oneloop.data.rows.open_data import (
     Source,
+    Unreadable,
     combined,
     first_columns,
     named_sources,
     notes_of,
     opened,
+    skipped_rows,
     whole,
 )
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, end_token_notes, ends_in
-from oneloop.tasks.language.conversations import encoded, encoded_prompt, first_value, is_text
+from oneloop.tasks.language.conversations import (
+    column_choices,
+    encoded,
+    encoded_prompt,
+    first_value,
+    is_text,
+)
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
+from oneloop.tasks.language.message_flags import FLAGS, newer
 from oneloop.tasks.language.models import SCRATCH, Architecture
 from oneloop.tasks.language.sequences import (
     IGNORE,
@@ -58,6 +66,9 @@ class SFT(LanguageModel):
         prompt: column of the prompts (texts or messages), if the data has no conversations.
         completion: column of the completions.
         tools: optional column of tools (JSON schemas) for the chat template.
+        system: optional column of the system prompt, which becomes the first message.
+        flags: keys of a message with which data leave it out of training (0 or false); [] ignores
+            them.
         held_out: share of the rows for each of validation and test, if the data set has no such
             split.
         window: megabytes of parquet rows in memory per process.
@@ -83,6 +94,8 @@ class SFT(LanguageModel):
         prompt: str = "prompt",
         completion: str = "completion",
         tools: str = "tools",
+        system: str = "system",
+        flags: list[str] = [*FLAGS],  # noqa: B006
         held_out: float = 0.05,
         window: int = 256,
         chat_template: str | None = None,
@@ -92,7 +105,7 @@ class SFT(LanguageModel):
         length: int = 256,
         answer: int = 64,
         overlong: Overlong = "cut",
-        unreadable: Literal["stop", "skip"] = "stop",
+        unreadable: Unreadable = "stop",
         pack: Literal["packed", "padded"] = "packed",
         **model: Any,
     ) -> None:
@@ -102,7 +115,7 @@ class SFT(LanguageModel):
         )
         if answer < 1:
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
-        self.length = length
+        self.length = self.shape.length
         self.answer = answer
         self.overlong = overlong
         self.window = window
@@ -111,7 +124,9 @@ class SFT(LanguageModel):
             "prompt": prompt,
             "completion": completion,
             "tools": tools,
+            "system": system,
         }
+        self.flags = flags
 
         # Read the template; it is used only if a source has conversations.
         self._template: str | None = None
@@ -127,15 +142,13 @@ class SFT(LanguageModel):
         self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self._template]
 
         # Tokenize all splits of all sources.
-        self._skip_unreadable = unreadable == "skip"
-        self.skipped_rows = list[str]()
-        sources = self._sources(data, held_out)
+        sources = self._sources(data, held_out, unreadable)
         texts = []
         for source in sources:
             splits = {split: self._encoded(source, rows) for split, rows in source.parts.items()}
             texts.append(splits)
         self._data_notes += notes_of(sources)
-        self._note_skipped_rows()
+        self.skipped_rows = skipped_rows(sources)
 
         # Cut and pack them.
         samples = []
@@ -159,7 +172,9 @@ class SFT(LanguageModel):
 
     writes = True
 
-    def _sources(self, data: str | list[dict[str, Any]], held_out: float) -> list[Source]:
+    def _sources(
+        self, data: str | list[dict[str, Any]], held_out: float, unreadable: Unreadable
+    ) -> list[Source]:
         """Open the data sets that ``task.data`` names."""
         if data == "lessons":
             columns = dict.fromkeys(self.columns, "") | {"messages": "messages"}
@@ -167,31 +182,10 @@ class SFT(LanguageModel):
             return [Source("lessons", columns, parts=parts)]
         open_ = partial(opened, held_out=held_out, window=self.window)
         sources = []
-        for source in named_sources(data, self.columns):
-            choices = self._column_choices(source.columns)
+        for source in named_sources(data, self.columns, unreadable=unreadable):
+            choices = column_choices(source.columns)
             sources.append(first_columns(source, choices, open_))
         return sources
-
-    @staticmethod
-    def _column_choices(
-        columns: Mapping[str, str], *, labelled: bool = True
-    ) -> list[dict[str, str]]:
-        """Return the columns that a source may have, the most complete choice first."""
-        kinds: list[tuple[str, ...]] = [
-            ("messages", "tools"),
-            ("messages",),
-            ("prompt", "completion", "tools"),
-            ("prompt", "completion"),
-        ]
-        if not labelled:
-            kinds += [("prompt", "tools"), ("prompt",)]
-        choices = []
-        for kind in kinds:
-            choice = dict.fromkeys(columns, "")
-            for key in kind:
-                choice[key] = columns[key]
-            choices.append(choice)
-        return choices
 
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         """Return the tokens of the rows of one split, and a key of their content."""
@@ -213,36 +207,35 @@ class SFT(LanguageModel):
             chat = self._chat
 
         # The cache key names all that the tokens of a row depend on.
-        cache_key = [*self._cache_key, chat and chat.template, dict(columns), labelled]
+        named = {key: name for key, name in columns.items() if name or key != "system"}
+        cache_key = [*self._cache_key, chat and chat.template, named, labelled]
         if chat and "strftime_now" in chat.template:
             cache_key.append(self._day)
         content = {**rows.fingerprint(), "made by": key_of(cache_key)}
+
+        flags, unknown_before = newer(rows, columns, chat, self.flags)
+        content |= unknown_before
+        cache_key += unknown_before.items()
         encode = partial(
             encoded if labelled else encoded_prompt,
             columns=columns,
             tokenizer=self.tokenizer,
             chat=chat,
+            flags=flags,
         )
 
         # Do not skip rows of ``oneloop predict``: each row needs its answer.
-        skip = self._skip_unreadable and source.parts.keys() != {"all"}
+        skip = source.skipped is not None and source.parts.keys() != {"all"}
         texts = ragged(
             rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip
         )
-        if texts.skipped:
+        if texts.skipped and source.skipped is not None:
             indices = []
             for index, why in texts.skipped:
                 indices.append(index)
-                self.skipped_rows.append(f"{rows.where(index)}: {why}")
+                source.skipped.append(f"{rows.where(index)}: {why}")
             content["skipped"] = key_of(indices)
         return texts, content
-
-    def _note_skipped_rows(self) -> None:
-        if self.skipped_rows:
-            self._data_notes.append(
-                f"{len(self.skipped_rows):,} rows were skipped and listed in environment.json; "
-                f"the first: {self.skipped_rows[0]}"
-            )
 
     def _ends_in(self, texts: Ragged) -> set[int]:
         special = {self.end}
@@ -287,7 +280,7 @@ class SFT(LanguageModel):
         return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Padded:
-        choices = self._column_choices(self.columns, labelled=labelled)
+        choices = column_choices(self.columns, labelled=labelled)
         open_ = partial(whole, window=self.window)
         source = first_columns(Source(data, self.columns), choices, open_)
         texts, content = self._encoded(source, source.parts["all"], labelled=labelled)

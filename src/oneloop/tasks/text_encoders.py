@@ -13,6 +13,7 @@ from oneloop.basics.progress import Working
 from oneloop.basics.seeds import mixed
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.tasks.columns import number_of_text
+from oneloop.tasks.model_limits import check_sizes, config_of, padding_token, shorter_length
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
 
 LEARNED = "bpe"  # model name of :class:`NewReader`
@@ -106,7 +107,8 @@ def reader(name: str, shape: EncoderShape, **options: Any) -> "ByteReader | Toke
         name: ``bytes`` (an encoder from scratch), a folder saved by transformers, or
             ``hf:ID[@REVISION]``.
         shape: size of the encoder from scratch, and maximum length of a text.
-        options: ``pretrained`` and ``trust_remote_code`` of :class:`TokenReader`.
+        options: ``pretrained``, ``trust_remote_code`` and ``default_length`` of
+            :class:`TokenReader`.
 
     Raises:
         ValueError: there is no such model.
@@ -131,6 +133,7 @@ class ByteReader:
         self.shape = shape
         self.length = shape.length
         self.notes = list[str]()
+        self.about = list[str]()
 
     def encode(self, text: str, second: str | None = None) -> Tensor:
         """Encode a text or a pair of texts, cut to the maximum length."""
@@ -178,29 +181,47 @@ class TokenReader:
         length: maximum tokens of a text; longer texts are cut.
         pretrained: load the weights; False: only the configuration.
         trust_remote_code: run Python code stored with the weights.
+        default_length: whether ``length`` is a default, which may be more than the model has.
 
     Raises:
         ValueError: it has no fast tokenizer, which maps tokens to words.
     """
 
     def __init__(
-        self, name: str, *, length: int, pretrained: bool = True, trust_remote_code: bool = False
+        self,
+        name: str,
+        *,
+        length: int,
+        pretrained: bool = True,
+        trust_remote_code: bool = False,
+        default_length: bool = False,
     ) -> None:
         self.name = name
         self.length = length
         self.notes = list[str]()
+        self.about = list[str]()  # lines for the log that do not depend on the weights
         self._pretrained = pretrained
         self._trust_remote_code = trust_remote_code
-        self._use(tokenizer_of(name, trust_remote_code=trust_remote_code))
+        self._use(
+            tokenizer_of(name, trust_remote_code=trust_remote_code),
+            config_of(name, trust_remote_code=trust_remote_code),
+        )
+        if default_length:
+            self.length, self.about = shorter_length(
+                name, length, key="length", trust_remote_code=trust_remote_code
+            )
 
-    def _use(self, tokenizer: Any) -> None:
-        # Pad with the end token if there is no padding token: the attention mask hides it.
-        if tokenizer.pad_token_id is None:
-            tokenizer.pad_token = tokenizer.eos_token
-        if tokenizer.pad_token_id is None:
+    def _use(self, tokenizer: Any, config: Any) -> None:
+        """Use this tokenizer, and the padding token of the model's configuration."""
+        padding = padding_token(config, tokenizer)
+        if padding is None:
             raise ValueError(
                 f"task.model {self.name!r}: its tokenizer has no padding token and no end token"
             )
+        # Save the tokenizer with the token that was trained with.
+        if padding != tokenizer.pad_token_id and padding < len(tokenizer):
+            tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+        self.padding = padding
         self.tokenizer = tokenizer
 
     def learn(self, texts: Callable[[], Iterable[str]]) -> None:
@@ -210,7 +231,7 @@ class TokenReader:
         return self._encoded(text, second)[0]
 
     def encode_words(self, words: Sequence[str]) -> tuple[dict[str, list[int]], list[int], int]:
-        sample, of_word = self._encoded(list(words), None, is_split_into_words=True)
+        sample, of_word, is_cut = self._encoded(list(words), None, is_split_into_words=True)
 
         # Find the first token of each word.
         starts: dict[int, int] = {}
@@ -218,13 +239,17 @@ class TokenReader:
             if word is not None:
                 starts.setdefault(word, position)
 
-        # A number that is left out is a word without tokens. (Words that are cut come last.)
-        for number, word in enumerate(starts):
-            if word != number:
+        # A number that is left out is a word without tokens. Words that are cut come last.
+        count = len(starts) if is_cut else len(words)
+        for number in range(count):
+            if number not in starts:
                 raise ValueError(f"word {number} ({words[number]!r}) has no tokens; remove it")
         return sample, [*starts.values()], len(of_word)
 
-    def _encoded(self, *texts: Any, **how: Any) -> tuple[dict[str, list[int]], list[int | None]]:
+    def _encoded(
+        self, *texts: Any, **how: Any
+    ) -> tuple[dict[str, list[int]], list[int | None], bool]:
+        """Return the inputs of texts, the word of each token, and whether the texts are cut."""
         encoding = self.tokenizer(
             *texts, truncation=True, max_length=self.length, return_attention_mask=False, **how
         )
@@ -235,14 +260,15 @@ class TokenReader:
                 f"task.length {self.length} has no room for text next to the special tokens; "
                 "raise it"
             )
-        return {key: list(values) for key, values in encoding.items()}, encoding.word_ids()
+        inputs = {key: list(values) for key, values in encoding.items()}
+        return inputs, encoding.word_ids(), bool(encoding.encodings[0].overflowing)
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Tensor]:
         longest = max(len(sample["input_ids"]) for sample in samples)
         batch = {}
         for key in samples[0]:
             # Other inputs, such as the types of tokens, are padded with 0.
-            padding = self.tokenizer.pad_token_id if key == "input_ids" else 0
+            padding = self.padding if key == "input_ids" else 0
             rows = [sample[key] + [padding] * (longest - len(sample[key])) for sample in samples]
             batch[key] = torch.tensor(rows)
         lengths = torch.tensor([len(sample["input_ids"]) for sample in samples])
@@ -266,20 +292,20 @@ class TokenReader:
             trust_remote_code=self._trust_remote_code,
         )
 
-        # Check that it has a position for each token.
-        config: Any = model.config
-        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or self.length
-        longest = min(longest, self.tokenizer.model_max_length)
-        if self.length > longest:
+        # Check that it has a position for each token, and an embedding.
+        check_sizes(model, self.name, entries=len(self.tokenizer), length=self.length, key="length")
+        limit = self.tokenizer.model_max_length
+        if self.length > limit:
             raise ValueError(
-                f"task.length {self.length} is more than the {longest} positions of "
-                f"{self.name}; lower it"
+                f"task.length {self.length} exceeds the {limit} tokens of the tokenizer of "
+                f"{self.name} (model_max_length); lower it"
             )
 
-        # A model without a padding token cannot tell which token of a text is the last one.
-        if config.get_text_config().pad_token_id is None:
-            config.pad_token_id = self.tokenizer.pad_token_id
-            config.get_text_config().pad_token_id = self.tokenizer.pad_token_id
+        # The model finds the last token of a text by its padding token.
+        config: Any = model.config
+        if config.get_text_config().pad_token_id != self.padding:
+            config.pad_token_id = self.padding
+            config.get_text_config().pad_token_id = self.padding
         return model
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
@@ -311,6 +337,7 @@ class NewReader(TokenReader):
         self.name = LEARNED
         self.length = shape.length
         self.notes = list[str]()
+        self.about = list[str]()
         self._shape = shape
         self._vocab = vocab
         self.tokenizer = None
@@ -377,7 +404,7 @@ class NewReader(TokenReader):
             model_max_length=self.length,
             model_input_names=["input_ids", "attention_mask"],
         )
-        self._use(tokenizer)
+        self._use(tokenizer, tokenizer)
 
     def model(self, classes: Sequence[str] | None, *, words: bool = False) -> nn.Module:
         from transformers import DistilBertConfig, DistilBertModel

@@ -55,6 +55,7 @@ class TextPairs(TextRows):
 
     reader: TokenReader
     sample_weight = 1.0
+    predicts_classes = False
     batch_columns = ("index", "anchor_id", "candidate_id")
     needs = _NEEDS
 

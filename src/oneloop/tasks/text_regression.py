@@ -24,6 +24,7 @@ class TextRegression(TextRows):
 
     sample_weight = 1.0
     classes = ("number",)
+    predicts_classes = False
     # The dtype of the torchmetrics sums: MPS has no float64.
     _sum_dtype = torch.float32 if torch.backends.mps.is_available() else torch.float64
 

@@ -7,7 +7,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.data.rows.open_data import Source, named_sources, notes_of, opened, sets_of, whole
+from oneloop.data.rows.open_data import (
+    Source,
+    Unreadable,
+    named_sources,
+    notes_of,
+    opened,
+    sets_of,
+    skipped_rows,
+    whole,
+)
 from oneloop.data.rows.rows import Row
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.evaluation_metrics import ClassCounts
@@ -43,11 +52,15 @@ class TextRows(Task):
         width: hidden size.
         length: maximum bytes or tokens of a text; longer texts are cut.
         dropout: dropout of embeddings, attention and residuals (of a new encoder).
+        unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
+            not UTF-8), or skip such rows and list them in environment.json.
     """
 
     needs: dict[str, str] = _NEEDS
     target = "label"  # task key of the target column
     words = False  # whether each word has a target, instead of the whole text
+    predicts_classes = True  # whether the target is a class
+    default_length = 256  # of ``length``; a model with fewer positions gets shorter texts
     classes: Sequence[str] = ()  # names of the model's outputs
 
     def __init__(
@@ -64,11 +77,16 @@ class TextRows(Task):
         width: int = 128,
         length: int = 256,
         dropout: float = 0.0,
+        unreadable: Unreadable = "stop",
     ) -> None:
         # Make the reader, which converts texts to the inputs of its model.
         shape = EncoderShape(layers, heads, width, length, dropout)
         self.reader = self._reader(
-            model, shape, pretrained=pretrained, trust_remote_code=trust_remote_code
+            model,
+            shape,
+            pretrained=pretrained,
+            trust_remote_code=trust_remote_code,
+            default_length=length == self.default_length,
         )
         self.columns = columns
         self.window = window
@@ -79,11 +97,13 @@ class TextRows(Task):
             self.classes = recorded["classes"]
         sources = list[Source]()
         if data is not None and not recorded:
-            for source in named_sources(data, columns):
-                sources.append(opened(source, held_out=held_out, window=window))
+            label = self.target if self.predicts_classes else ""
+            for source in named_sources(data, columns, unreadable=unreadable):
+                sources.append(opened(source, held_out=held_out, window=window, label=label))
         self._sets = self._samples(sources) if sources else {}
         self.recorded = {"classes": self.classes}
-        self.notes = self._data_notes = notes_of(sources)
+        self.notes = self._data_notes = [*notes_of(sources), *self.reader.about]
+        self.skipped_rows = skipped_rows(sources)
 
     def _reader(self, name: str, shape: EncoderShape, **options: Any) -> ByteReader | TokenReader:
         return reader(name, shape, **options)

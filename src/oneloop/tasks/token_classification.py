@@ -31,6 +31,7 @@ class TokenClassification(TextRows):
     unit = "tokens"
     target = "tags"
     words = True
+    default_length = 512
 
     def __init__(
         self,

@@ -13,9 +13,10 @@ from numpy.typing import NDArray
 
 from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, content_of, key_of, numbers_key
-from oneloop.data.rows.csv_json import converted
-from oneloop.data.rows.find_files import SPLITS, Found, image_rows, metadata_of
-from oneloop.data.rows.rows import Row
+from oneloop.data.rows.csv_json import MIXED, Converted, converted
+from oneloop.data.rows.find_files import SPLITS, Found
+from oneloop.data.rows.image_rows import image_rows, metadata_of
+from oneloop.data.rows.rows import FINDINGS, Row
 
 _BATCH = 1000  # rows per Arrow array of a column
 
@@ -27,12 +28,16 @@ class Table:
         dataset: the data set.
         content: its fingerprint.
         name: its name in messages.
+        about: how its rows seem to be stored, for the message that there are too few.
     """
 
-    def __init__(self, dataset: Any, content: Mapping[str, Any], name: str) -> None:
+    def __init__(
+        self, dataset: Any, content: Mapping[str, Any], name: str, about: str = ""
+    ) -> None:
         self.dataset = dataset
         self.content = content
         self.name = name
+        self.about_rows = about
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -70,36 +75,85 @@ class Table:
         return Table(dataset, content, self.name)
 
 
-def tables(found: Found, columns: Sequence[str]) -> dict[str, Table]:
-    """Return the files' rows by split; json lines and csv are converted once, in the cache.
+def tables(
+    found: Found, columns: Sequence[str], *, skipped: list[str] | None = None
+) -> dict[str, Table]:
+    """Return the files' rows by split; JSON Lines and CSV are converted once, in the cache.
 
     Args:
         found: the files.
         columns: the columns to keep.
+        skipped: gets the positions and reasons of the rows that cannot be read, which are left
+            out; None: they are an error.
 
     Raises:
-        ValueError: a file cannot be read, or a column is missing.
+        ValueError: a file or row cannot be read, or a column is missing.
     """
-    return {split: _table(found, split, files, columns) for split, files in found.parts.items()}
+    made = {}
+    for split, files in found.parts.items():
+        made[split] = _table(found, split, files, columns, skipped)
+    return made
 
 
-def _table(found: Found, split: str, files: Sequence[Path], columns: Sequence[str]) -> Table:
+def _table(
+    found: Found,
+    split: str,
+    files: Sequence[Path],
+    columns: Sequence[str],
+    skipped: list[str] | None,
+) -> Table:
     name = str(files[0] if len(files) == 1 else found.root)
     described = [*files]
     if found.kind == "image":
         described += metadata_of(found)
     content = content_of(described, found.root)
+    made: Converted | None = None
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
-            dataset = image_rows(found, split)
+            dataset, changed = image_rows(found, split)
+            content |= changed
         elif found.kind == "arrow":
             dataset = _mapped(files)
         if dataset is None:
-            dataset = converted(found, split, files, content)
+            made = converted(found, split, files, content)
+            dataset = made.dataset
     if split:
         content["part"] = split
-    return Table(with_columns(dataset, columns, name), content, name)
+    about = made.about if made else ""
+    table = Table(with_columns(dataset, columns, name, about), content, name, about)
+    return _readable(table, made.unreadable, columns, skipped) if made else table
+
+
+def _readable(
+    table: Table,
+    unreadable: Sequence[tuple[int, str, str, str | None]],
+    columns: Sequence[str],
+    skipped: list[str] | None,
+) -> Table:
+    """Return the table without the rows that cannot be read, or raise an error about them.
+
+    Values of columns that are not read do not count.
+    """
+    bad: dict[int, tuple[str, str]] = {}  # position and reason by row
+    for index, where, why, column in unreadable:
+        if column is None or column in columns:
+            bad.setdefault(index, (where, why))
+    if not bad:
+        return table
+    reasons = [f"{where}: {why}" for where, why in bad.values()]
+    findings = FINDINGS.get()
+    if findings is not None:
+        findings.rows += len(bad)
+        findings.unusable += bad.values()
+    elif skipped is None:
+        more = ""
+        if len(bad) > 1:
+            more = f" (the first of {len(bad):,} rows that cannot be read)"
+        raise ValueError(f"{reasons[0]}{more}; correct it, or set task.unreadable skip")
+    else:
+        skipped += reasons
+    return table.select(np.array(sorted(bad), dtype=np.int64), exclude=True)
 
 
 def _mapped(files: Sequence[Path]) -> Any:
@@ -113,22 +167,26 @@ def _mapped(files: Sequence[Path]) -> Any:
         return None
 
 
-def with_columns(dataset: Any, columns: Sequence[str], name: str) -> Any:
+def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "") -> Any:
     """Return the data set with only these columns, images and sounds as stored.
 
     Args:
         dataset: a ``datasets.Dataset``.
         columns: names of the columns.
         name: name of the data set in messages.
+        about: more about its columns, for the message about a missing one.
 
     Raises:
-        ValueError: a column is missing.
+        ValueError: a column is missing, or holds several types.
     """
     from datasets import Audio, Image
 
     for column in columns:
         if dataset.column_names.count(column) != 1:
-            raise no_column(name, column, dataset.column_names)
+            raise no_column(name, column, dataset.column_names, about)
+        wrong = getattr(dataset.features[column], "id", None) or ""
+        if wrong.startswith(MIXED):
+            raise ValueError(f"{name}: column {column!r} {wrong}")
     dataset = dataset.select_columns(list(columns))
     for column, feature in dataset.features.items():
         if isinstance(feature, Image | Audio):
@@ -143,24 +201,26 @@ class NoColumn(ValueError):
         name: name of the rows in the message.
         column: the missing column.
         known: the columns that exist.
+        about: more about them.
     """
 
-    def __init__(self, name: str, column: str, known: Sequence[str]) -> None:
-        super().__init__(f"{name} has no column {column!r}; it has {', '.join(known)}")
+    def __init__(self, name: str, column: str, known: Sequence[str], about: str = "") -> None:
+        super().__init__(f"{name} has no column {column!r}; it has {', '.join(known)}{about}")
         self.column = column
 
 
-def no_column(name: str, column: str, known: Sequence[str]) -> ValueError:
+def no_column(name: str, column: str, known: Sequence[str], about: str = "") -> ValueError:
     """Return the error for a column that is missing or occurs twice.
 
     Args:
         name: name of the rows in the message.
         column: the column.
         known: the columns that exist.
+        about: more about them.
     """
     if column in known:
         return ValueError(f"{name} has two columns {column!r}; rename one of them")
-    return NoColumn(name, column, known)
+    return NoColumn(name, column, known, about)
 
 
 @contextmanager

@@ -163,6 +163,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
             lines.append(f"{new:,} samples, not {old:,}")
         elif key in ("length", "samples"):
             lines.append(f"{old} -> {new} samples")
+        elif old is None:
+            lines.append(f"{key}: {new}")
         else:
             lines.append(f"{key} {old} -> {new}")
     return lines

@@ -8,30 +8,50 @@ import json
 import os
 import shutil
 import time
-from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.data.rows.cache import alone, checksum_of, key_of
+from oneloop.data.rows.file_rows import FileRow, about_one_object, csv_columns, file_rows
 from oneloop.data.rows.find_files import Found
-from oneloop.data.rows.rows import FINDINGS, unusable
 
 _JsonRows = Sequence[Mapping[str, Any]]
-_VERSION = 4  # version of the conversion; increase it if the result for the same files changes
+_Entry = tuple[int, int, int, str, str | None]  # index, file, line, reason and column of a row
+_VERSION = 5  # version of the conversion; increase it if the result for the same files changes
 OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
-_BLOCK = 64 << 20  # bytes of csv per read; a row must fit
+MIXED = "must hold values of one type"  # begin of the ``id`` of a column with several types
 _ROWS = 1000  # rows of a batch
 _STARTED = time.time()  # of this process
 
 
-def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[str, Any]) -> Any:
+@dataclass(frozen=True)
+class Converted:
+    """Rows of text files in Arrow, and what the conversion noticed.
+
+    Args:
+        dataset: the ``datasets.Dataset``, with nulls in place of what cannot be read.
+        unreadable: index, position, reason and column of each row that cannot be read; column None:
+            the whole row.
+        about: how the rows seem to be stored, if the file is one JSON object; for messages.
+    """
+
+    dataset: Any
+    unreadable: Sequence[tuple[int, str, str, str | None]]
+    about: str
+
+
+def converted(
+    found: Found, split: str, files: Sequence[Path], content: Mapping[str, Any]
+) -> Converted:
     """Convert files once to a ``datasets.Dataset`` that is cached by content.
 
-    Verify its checksum once per host and start; rebuild a damaged table. csv values stay text:
+    Verify its checksum once per host and start; rebuild a damaged table. CSV values stay text:
     ``007`` stays ``007``, an empty field is an empty text.
 
     Args:
@@ -52,26 +72,45 @@ def converted(found: Found, split: str, files: Sequence[Path], content: Mapping[
     with alone(f"tables/{key_of(_VERSION, found.kind, split, content)}.arrow") as path:
         # Try twice: a table that cannot be opened is rebuilt once.
         checksum_file = path.with_suffix(".xxh3")
+        report_file = path.with_suffix(".json")
         for again in (False, True):
             if path.exists() and not _intact(path, checksum_file):
                 path.unlink()
             if not path.exists():
-                draft = path.with_suffix(f".{os.getpid()}.draft")
-                if found.kind in ("csv", "tsv"):
-                    _write(_csv(filled, tabs=found.kind == "tsv"), draft)
-                elif found.kind == "json":
-                    _write(_json(filled), draft)
-                else:
-                    _by_datasets(found, filled, draft)
-                checksum_file.write_text(checksum_of(draft))
-                draft.replace(path)
+                _convert(found, filled, path, checksum_file, report_file)
             try:
-                return Dataset.from_file(str(path))
-            except (pyarrow.ArrowInvalid, OSError):
+                dataset = Dataset.from_file(str(path))
+                report = json.loads(report_file.read_text())
+                break
+            except (pyarrow.ArrowInvalid, OSError, ValueError):
                 if again:
                     raise
                 path.unlink()
-    raise AssertionError
+
+    unreadable = []
+    for index, number, line, why, column in report["unreadable"]:
+        unreadable.append((index, f"{filled[number]}, line {line}", why, column))
+    return Converted(dataset, unreadable, report["about"])
+
+
+def _convert(
+    found: Found, files: Sequence[Path], table: Path, checksum_file: Path, report_file: Path
+) -> None:
+    """Write the table of these files, its checksum, and the report of the conversion."""
+    draft = table.with_suffix(f".{os.getpid()}.draft")
+    report = _Report(files)
+    try:
+        if found.kind == "json":
+            _write(_json(files, found.kind, report), draft)
+        elif found.kind in ("csv", "tsv"):
+            _write(_csv(files, found.kind, report), draft)
+        else:
+            _by_datasets(found, files, draft)
+        report.write(report_file)
+        checksum_file.write_text(checksum_of(draft))
+        draft.replace(table)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _intact(table: Path, checksum: Path) -> bool:
@@ -106,114 +145,115 @@ def _write(batches: Iterator[Any], file: Path) -> None:
                 writer.write_batch(batch.slice(start, _ROWS))
 
 
-def _csv(files: Sequence[Path], *, tabs: bool) -> Iterator[Any]:
-    """Yield batches of text columns.
+class _Report:
+    """What the conversion of files notices; it is stored next to the table."""
 
-    In tab-separated files quotes have no meaning (IANA text/tab-separated-values).
-    """
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self.rows = 0
+        self.unreadable = list[_Entry]()
+        self._about = ""  # how the rows seem to be stored, if the file is one JSON object
+
+    def add(self, file: int, rows: Sequence[FileRow]) -> None:
+        """Number these rows of a file, and note those that cannot be read."""
+        for row in rows:
+            if row.values is None:
+                self.unreadable.append((self.rows, file, row.line, row.why, None))
+            for column, why in row.bad.items():
+                self.unreadable.append((self.rows, file, row.line, why, column))
+            self.rows += 1
+            self._about = ""
+            if self.rows == 1 and row.values:
+                self._about = about_one_object(row.values)
+
+    def write(self, file: Path) -> None:
+        """Write the report. Raise ValueError if no row can be read."""
+        whole = [entry for entry in self.unreadable if entry[-1] is None]
+        if whole and len(whole) == self.rows:
+            _, number, line, why, _ = whole[0]
+            raise ValueError(f"{self._files[number]}, line {line}: {why}")
+        with replacing(file) as draft:
+            draft.write_text(json.dumps({"unreadable": self.unreadable, "about": self._about}))
+
+
+def _in_batches(files: Sequence[Path], kind: str) -> Iterator[tuple[int, list[FileRow]]]:
+    """Yield the number of a file and its next rows, for all files in order."""
+    for number, file in enumerate(files):
+        rows = list[FileRow]()
+        for row in file_rows(file, kind):
+            rows.append(row)
+            if len(rows) == _ROWS:
+                yield number, rows
+                rows = []
+        if rows:
+            yield number, rows
+
+
+def _csv(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
+    """Yield batches of text columns, in the order of the columns of the first file."""
     import pyarrow
-    from pyarrow import csv
 
-    parse = csv.ParseOptions(
-        delimiter="\t" if tabs else ",",
-        quote_char=not tabs and '"',
-        newlines_in_values=not tabs,
-    )
-    read = csv.ReadOptions(block_size=_BLOCK)
-    names: list[str] = []  # of the columns, in the order of the first file
-    for file in files:
-        try:
-            # Read the names of the columns.
-            with csv.open_csv(file, read_options=read, parse_options=parse) as opened:
-                own = opened.schema.names
-            if len(set(own)) < len(own):
-                twice = next(name for name in own if own.count(name) > 1)
-                raise ValueError(f"{file} has two columns {twice!r}; rename one of them")
-            names = names or own
-            if sorted(own) != sorted(names):
-                raise ValueError(
-                    f"{file} has the columns {', '.join(own)}, and {files[0].name} has "
-                    f"{', '.join(names)}"
-                )
-
-            # Read every column as text, without guessing types.
-            text = dict.fromkeys(own, pyarrow.large_string())
-            convert = csv.ConvertOptions(column_types=text, include_columns=names)
-            batch = None
-            with csv.open_csv(
-                file, read_options=read, parse_options=parse, convert_options=convert
-            ) as opened:
-                for batch in opened:
-                    yield batch
-            if batch is None:
-                raise ValueError(
-                    f"{file} has no rows; remove it, or write rows below the names of the columns"
-                )
-
-            # pyarrow accepts an unclosed quote at the end, which swallows the rows after it. A last
-            # block of blank lines has no rows.
-            last = None
-            if not tabs and batch.num_rows:
-                last = batch.column(own[-1])[-1].as_py()
-            if last is not None and _is_open(file, last):
-                raise ValueError(
-                    f"{file} ends within a quoted text: a quote is not closed; it begins with "
-                    f"{last[:40]!r}"
-                )
-        except pyarrow.ArrowException as error:
+    # All files must have the same columns.
+    names = csv_columns(files[0], kind)
+    for file in files[1:]:
+        own = csv_columns(file, kind)
+        if sorted(own) != sorted(names):
             raise ValueError(
-                f"{file} cannot be read as csv: {' '.join(str(error).split())}"
-            ) from error
+                f"{file} has the columns {', '.join(own)}, and {files[0].name} has "
+                f"{', '.join(names)}"
+            )
+
+    with_rows = set[int]()  # numbers of the files
+    for number, rows in _in_batches(files, kind):
+        with_rows.add(number)
+        report.add(number, rows)
+        arrays = []
+        for name in names:
+            values = [_value(row, name) for row in rows]
+            arrays.append(pyarrow.array(values, pyarrow.large_string()))
+        yield pyarrow.record_batch(arrays, names=names)
+
+    for number, file in enumerate(files):
+        if number not in with_rows:
+            raise ValueError(
+                f"{file} has no rows; remove it, or write rows below the names of the columns"
+            )
 
 
-def _is_open(file: Path, last: str) -> bool:
-    """Return whether the last value of a csv file has an unclosed quote."""
-    text = b'"' + last.replace('"', '""').encode()
-    with file.open("rb") as stream:
-        stream.seek(max(0, file.stat().st_size - len(text) - 2))
-        return bool(last) and stream.read().rstrip(b"\r\n").endswith(text.rstrip(b"\r\n"))
+def _value(row: FileRow, column: str) -> Any:
+    """Return a value of a row; None if it is missing, or cannot be read."""
+    return row.values.get(column) if row.values else None
 
 
-def _json(files: Sequence[Path]) -> Iterator[Any]:
-    """Yield the rows of JSON Lines, or of one JSON list.
+def _json(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
+    """Yield batches of the rows of JSON files.
 
-    Strings stay strings (pyarrow would convert dates), and objects become JSON text, which keeps
-    their nulls.
+    Strings stay strings (pyarrow would convert dates). Objects become JSON text, which keeps their
+    nulls, as do the values of a column with several types.
     """
     import pyarrow
-    from datasets import Features, Value
 
     # Read all files once for the types, so that the batches have one schema.
-    columns = _Columns()
-    for file, rows in _parsed(files):
-        columns.add(file, rows)
-    findings = FINDINGS.get()
-    if findings and findings.unusable:
-        raise ValueError("the values of these files were not checked, because lines are not JSON")
+    columns = Columns()
+    for number, rows in _in_batches(files, kind):
+        report.add(number, rows)
+        columns.add(files[number], [row.values or {} for row in rows])
 
-    # Mark the columns of JSON text, so that a task parses them.
-    features = Features.from_arrow_schema(pyarrow.schema(columns.types))
-    for name in columns.nested:
-        features[name] = Value("string", id=OBJECTS)
-    schema = features.arrow_schema
-
-    for _, rows in _parsed(files):
-        arrays = []
-        for column in schema:
-            values = columns.values(column.name, rows)
-            arrays.append(pyarrow.array(values, column.type))
-        yield pyarrow.record_batch(arrays, schema=schema)
+    schema = columns.schema()
+    for _, rows in _in_batches(files, kind):
+        yield pyarrow.record_batch(columns.arrays([row.values or {} for row in rows]), schema)
 
 
-class _Columns:
-    """The columns of JSON rows, as far as they are read."""
+class Columns:
+    """The columns of rows, as far as the rows are known, to store them in Arrow."""
 
     def __init__(self) -> None:
         self.types: dict[str, Any] = {}  # Arrow type by name
-        self.nested: set[str] = set()  # columns that hold objects, which become JSON text
+        # columns that become JSON text, by name: "" for objects, an error for several types
+        self.nested: dict[str, str] = {}
 
     def add(self, file: Path, rows: _JsonRows) -> None:
-        """Widen the types to these rows; raise ValueError if a column holds several types."""
+        """Widen the types to these rows of a file."""
         import pyarrow
 
         names: dict[str, None] = {}  # in order of appearance
@@ -221,14 +261,14 @@ class _Columns:
             names.update(dict.fromkeys(row))
         for name in names:
             if any(_holds_objects(row.get(name)) for row in rows):
-                self.nested.add(name)
+                self.nested.setdefault(name, "")
             try:
                 self.types[name] = self._widened(name, rows)
             except (pyarrow.ArrowException, OverflowError) as error:
+                # It matters only if a task reads the column.
                 why = " ".join(str(error).split())
-                raise ValueError(
-                    f"{file}: column {name!r} must hold values of one type: {why}"
-                ) from error
+                self.nested[name] = f"{MIXED}: {why} ({file.name})"
+                self.types[name] = pyarrow.string()
 
     def _widened(self, name: str, rows: _JsonRows) -> Any:
         """Return the type of a column that holds these rows and the earlier ones."""
@@ -236,58 +276,39 @@ class _Columns:
 
         if name in self.nested:
             return pyarrow.string()
-        new = pyarrow.array(self.values(name, rows)).type
+        new = pyarrow.array(self._values(name, rows)).type
         old = self.types.get(name, new)
         both = [pyarrow.schema({name: old}), pyarrow.schema({name: new})]
         return pyarrow.unify_schemas(both, promote_options="permissive").types[0]
 
-    def values(self, name: str, rows: _JsonRows) -> list[Any]:
+    def schema(self) -> Any:
+        """Return the Arrow schema; it marks the columns of JSON text."""
+        import pyarrow
+        from datasets import Features, Value
+
+        features = Features.from_arrow_schema(pyarrow.schema(self.types))
+        for name, about in self.nested.items():
+            features[name] = Value("string", id=about or OBJECTS)
+        return features.arrow_schema
+
+    def arrays(self, rows: _JsonRows) -> list[Any]:
+        """Return these rows as Arrow arrays, one for each column."""
+        import pyarrow
+
+        arrays = []
+        for name, kind in self.types.items():
+            arrays.append(pyarrow.array(self._values(name, rows), kind))
+        return arrays
+
+    def _values(self, name: str, rows: _JsonRows) -> list[Any]:
         """Return the values of a column; objects as JSON text, None if a row lacks the column."""
         values = [row.get(name) for row in rows]
+        if self.nested.get(name):
+            # Text, too, so that a text differs from a number.
+            return [None if value is None else json.dumps(value, default=str) for value in values]
         if name in self.nested:
             return list(map(_text, values))
         return values
-
-
-def _parsed(files: Sequence[Path]) -> Iterator[tuple[Path, list[dict[str, Any]]]]:
-    """Yield the parsed rows of each file, 1000 at a time, with the file.
-
-    Raise ValueError with file and line of invalid JSON.
-    """
-    for file in files:
-        rows = list[dict[str, Any]]()
-        for number, row in _objects(file):
-            if isinstance(row, str):
-                row = {"text": row}
-            if not isinstance(row, dict):
-                where = f"{file}, line {number}"
-                unusable(where, f": expected a JSON object, got {json.dumps(row)[:40]}")
-                continue
-            rows.append(row)
-            if len(rows) == _ROWS:
-                yield file, rows
-                rows = []
-        if rows:
-            yield file, rows
-
-
-def _objects(file: Path) -> Iterator[tuple[int, Any]]:
-    """Yield the number of the line and the value, for each value of a file."""
-    with file.open("rb") as lines:
-        is_list = lines.read(64).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
-        lines.seek(0)
-        # Read a list like one long line.
-        for number, line in enumerate([lines.read()] if is_list else lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                value = json.loads(line.decode("utf-8-sig"))
-            except ValueError as error:
-                at = getattr(error, "lineno", 1) if is_list else number
-                unusable(f"{file}, line {at}", f": not JSON: {error}")
-                continue
-            for one in value if is_list else [value]:
-                yield number, one
 
 
 def _holds_objects(value: Any) -> bool:

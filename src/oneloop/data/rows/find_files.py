@@ -2,14 +2,16 @@
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from oneloop.data.rows.cache import below
+from oneloop.data.rows.file_rows import COMPRESSED
 
-_IMAGES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+_JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".j2k", ".jpx")
+_IMAGES = (".png", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff", ".ppm", ".pgm", *_JPEG)
 KINDS = {
     ".parquet": "parquet",
     ".arrow": "arrow",
@@ -30,7 +32,8 @@ SPLITS = {
 """split by the names of files, folders and hub splits"""
 # next to images: their labels and other columns
 METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
-_COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+_COMPRESSED = (*COMPRESSED, ".xz", ".zip")
+_DECOMPRESSED = ("json", "csv", "tsv")  # kinds of files that may be compressed
 _AUXILIARY = re.compile(
     r"(readme|licen[sc]e|copying|changelog|dataset_info|state|dataset_dict|metadata)\b.*", re.I
 )
@@ -44,6 +47,15 @@ class Found:
     root: Path
     kind: str
     parts: dict[str, list[Path]]
+    others: Mapping[str, int] = field(default_factory=dict)  # number of other files, by ending
+
+    @property
+    def notes(self) -> list[str]:
+        """Return a line for the log about files that are not read."""
+        if not self.others:
+            return []
+        kinds = ", ".join(f"{count:,} {ending}" for ending, count in self.others.items())
+        return [f"{self.root}: files that are not read: {kinds}"]
 
     @property
     def files(self) -> list[Path]:
@@ -72,17 +84,21 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
         )
     there = [root] if root.is_file() else sorted(_files(root))
     for file in there:
-        if file.suffix in _COMPRESSED and Path(file.stem).suffix in KINDS:
+        inner = KINDS.get(Path(file.stem).suffix.lower())
+        if inner and file.suffix.lower() in _COMPRESSED and kind_of(file) is None:
             raise ValueError(
                 f"{file} is compressed, which is not supported; decompress it or move it away"
             )
 
     # Group the files by kind.
     by_kind: dict[str, list[Path]] = {}
+    others = Counter[str]()
     for file in there:
-        kind = KINDS.get(file.suffix.lower())
+        kind = kind_of(file)
         if kind in wanted:
             by_kind.setdefault(kind, []).append(file)
+        elif not _AUXILIARY.fullmatch(file.name):
+            others[file.suffix.lower() or "without an ending"] += 1
     if not by_kind:
         raise ValueError(
             f"{str(where)!r} holds no data; give a file, or a folder of {endings} files"
@@ -104,7 +120,17 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
     if kind == "arrow":
         # datasets stores results of map and filter next to its data.
         chosen = [file for file in chosen if file == root or not file.name.startswith("cache-")]
-    return Found(root, kind, {"": sorted(chosen)} if whole else parted(chosen, root, kind))
+    parts = {"": sorted(chosen)} if whole else parted(chosen, root, kind)
+    return Found(root, kind, parts, dict(sorted(others.items())))
+
+
+def kind_of(file: Path) -> str | None:
+    """Return the kind of a file by its ending; None if it is unknown."""
+    suffix = file.suffix.lower()
+    if suffix not in COMPRESSED:
+        return KINDS.get(suffix)
+    inner = KINDS.get(Path(file.stem).suffix.lower())
+    return inner if inner in _DECOMPRESSED else None
 
 
 def _without_auxiliary(by_kind: Mapping[str, list[Path]]) -> dict[str, list[Path]]:
@@ -161,7 +187,7 @@ def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]
 
     # Find images without a folder per class: they have metadata, or are directly in their split.
     folders = {file.parent for file in files}
-    described = {folder for folder in folders if _metadata_in(folder) is not None}
+    described = {folder for folder in folders if metadata_in(folder) is not None}
     in_split = (file == root or file.parent.name.lower() in SPLITS for file in files)
     flat = kind == "image" and all(in_split)
 
@@ -228,84 +254,9 @@ def _of_text(path: Path, inside: bool) -> str:
     return SPLITS.get(re.split(r"[-_.]", path.name)[0].lower(), "")
 
 
-IMAGE = "image"
-LABEL = "label"
-FILE = "file_name"
-
-
-def image_rows(there: Found, split: str) -> Any:
-    """Return the images of a split as a ``datasets.Dataset``.
-
-    Its columns are ``image`` and ``label``, the name of the image's folder. If a ``metadata.csv``
-    (.jsonl, .parquet) is next to the images or in a folder above, its columns replace the label:
-    each row has a relative ``file_name``, as in ``datasets``.
-
-    Raises:
-        ValueError: a metadata file is unreadable or lacks an image.
-    """
-    from datasets import Dataset, Image
-
-    files = there.parts[split]
-    described = {folder: _described(file) for folder, file in _metadata_files(there).items()}
-    if described:
-        made = Dataset.from_list([{IMAGE: str(file), **_about(file, described)} for file in files])
-    else:
-        labels = [file.parent.name for file in files]
-        made = Dataset.from_dict({IMAGE: list(map(str, files)), LABEL: labels})
-    return made.cast_column(IMAGE, Image(decode=False))
-
-
-def metadata_of(there: Found) -> list[Path]:
-    """Return the metadata files of the images."""
-    return sorted(_metadata_files(there).values())
-
-
-def _metadata_files(there: Found) -> dict[Path, Path]:
-    """Return the metadata file of each folder that has one, in the root or above an image."""
-    if not there.root.is_dir():
-        return {}
-    folders = {there.root}
-    for file in there.files:
-        folders.update(there.root / folder for folder in file.relative_to(there.root).parents)
-    found = {}
-    for folder in sorted(folders):
-        metadata = _metadata_in(folder)
-        if metadata is not None:
-            found[folder] = metadata
-    return found
-
-
-def _metadata_in(folder: Path) -> Path | None:
-    """Return the metadata file of a folder; of several, the last kind."""
+def metadata_in(folder: Path) -> Path | None:
+    """Return the metadata file of a folder. Raise ValueError if it has several."""
     found = [folder / name for name in METADATA if (folder / name).is_file()]
-    return found[-1] if found else None
-
-
-def _described(metadata: Path) -> Mapping[Path, dict[str, Any]]:
-    """Return the other columns of a metadata file by image."""
-    import pyarrow
-    from pyarrow import csv, json, parquet
-
-    readers = {".csv": csv.read_csv, ".jsonl": json.read_json, ".parquet": parquet.read_table}
-    try:
-        rows = readers[metadata.suffix](metadata).to_pylist()
-    except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(f"{metadata} cannot be read: {' '.join(str(error).split())}") from error
-    if not rows or not isinstance(rows[0].get(FILE), str):
-        raise ValueError(
-            f"{metadata} has no text in a column {FILE!r}, which must name the image of each row"
-        )
-    if IMAGE in rows[0]:
-        raise ValueError(
-            f"{metadata} has a column {IMAGE!r}, which is what the image itself is called; "
-            "rename it"
-        )
-    return {metadata.parent / str(row.pop(FILE)): row for row in rows}
-
-
-def _about(file: Path, described: Mapping[Path, Mapping[Path, dict[str, Any]]]) -> dict[str, Any]:
-    """Return the columns of an image from the nearest metadata file that lists it."""
-    for folder in file.parents:
-        if file in described.get(folder, {}):
-            return described[folder][file]
-    raise ValueError(f"{file} is in no metadata file above it; add its row, or move it away")
+    if len(found) > 1:
+        raise ValueError(f"{folder} has {found[0].name} and {found[1].name}; keep one of them")
+    return found[0] if found else None

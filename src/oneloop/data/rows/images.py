@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.data.rows.cached_arrays import ragged
-from oneloop.data.rows.find_files import KINDS, SPLITS
+from oneloop.data.rows.find_files import SPLITS, kind_of
 from oneloop.data.rows.rows import Row, Rows
 
-_VERSION = 2  # version of the check; increase it if its result for the same image changes
+_VERSION = 3  # version of the check; increase it if its result for the same image changes
 _CONVERTED = {
     "CMYK": "CMYK",
     "RGBA": "RGBA",
@@ -48,7 +48,7 @@ def is_image(kind: Any) -> bool:
 
 
 def decoded(value: Any, *, limit: int) -> Any:
-    """Decode an image to RGB (16 bits: / 257).
+    """Decode an image to RGB (16 bits: / 257), turned as its EXIF orientation says.
 
     Args:
         value: the encoded bytes, or an object of bytes and path.
@@ -57,12 +57,21 @@ def decoded(value: Any, *, limit: int) -> Any:
     Raises:
         ValueError: the image is damaged or has more pixels.
     """
-    return _read(value, limit)[0]
+    return _read(value, limit).image
 
 
-def _read(value: Any, limit: int) -> tuple[Any, str]:
-    """Return an image in RGB, and the mode in which it is stored."""
-    from PIL import Image
+@dataclass(frozen=True)
+class _Decoded:
+    """An image in RGB."""
+
+    image: Any
+    mode: str  # in which it is stored (Pillow's names)
+    turned: bool  # by its EXIF orientation
+
+
+def _read(value: Any, limit: int) -> _Decoded:
+    """Decode an image."""
+    from PIL import Image, ImageOps
 
     data = value
     path = None
@@ -83,18 +92,35 @@ def _read(value: Any, limit: int) -> tuple[Any, str]:
                     f"it has {image.width:,} x {image.height:,} = {pixels:,} pixels, more than "
                     f"task.pixel_limit {limit:,}; scale it down or raise the key"
                 )
-            if image.mode.startswith("I;16"):
+            mode = image.mode
+            turned = _is_turned(image)
+            upright = ImageOps.exif_transpose(image) if turned else image
+            if mode.startswith("I;16"):
                 # Pillow would clip 16 bits to 8; 65,535 = 257 x 255.
-                wide = np.asarray(image).astype(np.uint32)
+                wide = np.asarray(upright).astype(np.uint32)
                 narrow = ((wide + 128) // 257).astype(np.uint8)
-                return Image.fromarray(narrow).convert("RGB"), image.mode
-            if image.mode.startswith(("I", "F")):
+                return _Decoded(Image.fromarray(narrow).convert("RGB"), mode, turned)
+            if mode.startswith(("I", "F")):
                 raise ValueError(
-                    f"its pixels ({image.mode}) have more than 16 bits; write it with 8 or 16"
+                    f"its pixels ({mode}) have more than 16 bits; write it with 8 or 16"
                 )
-            return image.convert("RGB"), image.mode
+            return _Decoded(upright.convert("RGB"), mode, turned)
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
         raise ValueError(f"{path or 'the image'} cannot be read as an image: {error}") from error
+
+
+def _is_turned(image: Any) -> bool:
+    """Return whether the EXIF orientation of an open image says that it must be turned.
+
+    Pillow turns TIFF files itself.
+    """
+    from PIL import ExifTags
+
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+    except Exception:  # damaged EXIF, for which Pillow raises many kinds of errors
+        return False
+    return image.format != "TIFF" and orientation in range(2, 9)
 
 
 @dataclass(frozen=True)
@@ -103,6 +129,7 @@ class Checked:
 
     unusable: list[tuple[int, str]]  # index and reason of each image that cannot be used
     converted: dict[str, int]  # number of converted images, by kind
+    turned: int  # number of images that are turned by their EXIF orientation
 
     @property
     def indices(self) -> NDArray[np.int64]:
@@ -121,9 +148,9 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked
     """
 
     def mode(row: Row) -> NDArray[np.int32]:
-        stored = _read(row[column], limit)[1]
-        number = _MODES.index(stored) if stored in _MODES else len(_MODES)
-        return np.array([number], dtype=np.int32)
+        read = _read(row[column], limit)
+        number = _MODES.index(read.mode) if read.mode in _MODES else len(_MODES)
+        return np.array([number, read.turned], dtype=np.int32)
 
     shard = max(1, min(500, len(rows) // (4 * (os.cpu_count() or 1))))
     key = ["images", _VERSION, column, limit]
@@ -133,13 +160,13 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked
 
     # Count the kinds of conversion. The first mode, RGB, needs none.
     kinds = Counter[str]()
-    counts = np.bincount(made.values, minlength=99)[1:].tolist()
+    counts = np.bincount(made.values[::2], minlength=99)[1:].tolist()
     for kind, count in zip([*_CONVERTED.values(), "other"], counts, strict=False):
         kinds[kind] += count
     converted = {kind: kinds[kind] for kind in sorted(kinds) if kinds[kind]}
 
     bad = [(index, _reason(rows[index][column], limit) or why) for index, why in made.skipped]
-    return Checked(bad, converted)
+    return Checked(bad, converted, int(made.values[1::2].sum()))
 
 
 def _reason(value: Any, limit: int) -> str:
@@ -168,7 +195,7 @@ def empty_classes(root: Path) -> list[Path]:
         # os.walk enters what is left in this list.
         inside[:] = [one for one in inside if not one.startswith(".")]
         folder = Path(name)
-        if inside or any(Path(file).suffix.lower() in KINDS for file in names):
+        if inside or any(kind_of(Path(file)) for file in names):
             continue
         if folder != root and folder.name.lower() not in SPLITS:
             found.append(folder)

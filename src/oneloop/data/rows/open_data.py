@@ -1,9 +1,9 @@
 """Open what ``task.data`` names, one source or a mixture of several, as rows by split."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from oneloop.data.mixture import Mixture, proportions
 from oneloop.data.rows.arrow_tables import NoColumn, hub, tables
@@ -13,6 +13,9 @@ from oneloop.data.rows.rows import Mapped, Row, Rows, divided
 
 Data = str | list[dict[str, Any]]
 """a path or ``hf:NAME[:CONFIG][@REVISION]``; or several, each ``{"data": …, "weight": …}``"""
+
+Unreadable = Literal["stop", "skip"]
+"""what to do with a row that cannot be read"""
 
 
 @dataclass
@@ -25,26 +28,36 @@ class Source:
     weight: float = 1.0  # in a mixture, in any unit
 
     parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
+    # positions and reasons of the rows that cannot be read and are left out; None: they are errors
+    skipped: list[str] | None = None
     # indices of rows to leave out, by split before dividing
     unusable: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the log
 
 
-def named_sources(data: Data, columns: Mapping[str, str]) -> list[Source]:
+def named_sources(
+    data: Data, columns: Mapping[str, str], *, unreadable: Unreadable = "stop"
+) -> list[Source]:
     """Return the sources that ``task.data`` names, unopened.
 
     Args:
         data: the value of ``task.data``.
         columns: default names of the columns, by key of the task.
+        unreadable: stop at a row that cannot be read, or skip such rows.
 
     Raises:
         ValueError: ``data`` is invalid.
     """
     if isinstance(data, str):
-        return [Source(data, columns)]
-    if not data:
+        sources = [Source(data, columns)]
+    elif data:
+        sources = [_named_source(item, columns) for item in data]
+    else:
         raise ValueError("task.data is an empty list; give at least one data set")
-    sources = [_named_source(item, columns) for item in data]
+    for source in sources:
+        source.skipped = [] if unreadable == "skip" else None
+    if isinstance(data, str):
+        return sources
 
     names = [source.name for source in sources]
     for name in names:
@@ -86,6 +99,7 @@ def opened(
     window: int,
     kinds: Sequence[str] = KINDS_OF_ROWS,
     check: Callable[[Sequence[Source]], None] | None = None,
+    label: str = "",
 ) -> Source:
     """Open a source: the rows of its columns, by split.
 
@@ -95,6 +109,7 @@ def opened(
         window: memory for the row groups of Parquet files, in megabytes.
         kinds: kinds of files to look for.
         check: may reject the rows before they are split, or set ``unusable``.
+        label: task key of the column of the class; each class gets training rows.
 
     Returns:
         The source.
@@ -112,7 +127,13 @@ def opened(
     source.parts = dict(splits)
     if check:
         check([source])
-    source.parts = divided(splits, held_out, source.unusable)
+    source.parts = divided(
+        splits,
+        held_out,
+        source.unusable,
+        label=source.columns[label] if label else "",
+        notes=source.notes,
+    )
     return source
 
 
@@ -176,6 +197,10 @@ def _rows_of(
     source: Source, window: int, kinds: Sequence[str], *, whole: bool
 ) -> Mapping[str, Rows]:
     """Return the rows by split; omit a test split that lacks a column, with a note."""
+    # An earlier choice of columns may have left notes.
+    source.notes.clear()
+    if source.skipped:
+        source.skipped.clear()
     columns = list(dict.fromkeys(name for name in source.columns.values() if name))
     if source.where.startswith("hf:"):
         return hub(source.where[3:], columns)
@@ -183,12 +208,20 @@ def _rows_of(
         files = found(source.where, kinds, whole=whole)
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
+    source.notes += files.notes
 
     def of(parts: dict[str, list[Path]]) -> Mapping[str, Rows]:
-        chosen = Found(files.root, files.kind, parts)
-        if files.kind == "parquet":
-            return parquets(chosen, columns, window=window)
-        return tables(chosen, columns)
+        chosen = replace(files, parts=parts)
+        try:
+            return _of_files(chosen, columns, source, window)
+        except NoColumn as error:
+            # A column that only some files have would be left out of all.
+            if _has_column(chosen, error.column, source, window):
+                raise ValueError(
+                    f"{error}, and other files have it; add it to all of them (an empty value "
+                    "stands for none)"
+                ) from None
+            raise
 
     # Only a data set with a training split can do without its test split.
     if "train" not in files.parts or "test" not in files.parts:
@@ -200,6 +233,28 @@ def _rows_of(
     except NoColumn as error:
         source.notes.append(f"{error}: the test split is ignored")
     return splits
+
+
+def _of_files(
+    files: Found, columns: Sequence[str], source: Source, window: int
+) -> Mapping[str, Rows]:
+    """Return the rows of files by split."""
+    if files.kind == "parquet":
+        return parquets(files, columns, window=window)
+    return tables(files, columns, skipped=source.skipped)
+
+
+def _has_column(files: Found, column: str, source: Source, window: int) -> bool:
+    """Return whether a file, or the files of a split that are read together, have a column."""
+    for split, several in files.parts.items():
+        each = [[file] for file in several] if files.kind == "parquet" else [several]
+        for group in each:
+            try:
+                _of_files(replace(files, parts={split: group}), [column], source, window)
+                return True
+            except NoColumn:
+                continue
+    return False
 
 
 def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
@@ -226,7 +281,20 @@ def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) 
 
 def notes_of(sources: Sequence[Source]) -> list[str]:
     """Return the notes of all sources for the log."""
-    return [note for source in sources for note in source.notes]
+    notes = []
+    for source in sources:
+        notes += source.notes
+        if source.skipped:
+            notes.append(
+                f"{len(source.skipped):,} rows were skipped and listed in environment.json; the "
+                f"first: {source.skipped[0]}"
+            )
+    return notes
+
+
+def skipped_rows(sources: Sequence[Source]) -> list[str]:
+    """Return position and reason of each row that is left out because it cannot be read."""
+    return [row for source in sources for row in source.skipped or ()]
 
 
 def checked(held_out: float, window: int) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -147,6 +148,9 @@ def divided(
     splits: Mapping[str, Rows],
     share: float,
     unusable: Mapping[str, NDArray[np.int64]] | None = None,
+    *,
+    label: str = "",
+    notes: list[str] | None = None,
 ) -> dict[str, Rows]:
     """Return train, validation and test rows; take the missing splits from the training rows.
 
@@ -158,6 +162,8 @@ def divided(
         share: share of the training rows for each of validation and test. If only a test split
             exists, validation gets both shares.
         unusable: ascending indices of the rows to leave out, by split.
+        label: column of the class: rows of a class without training rows stay in train.
+        notes: gets a line about these rows.
 
     Raises:
         ValueError: there are too few rows.
@@ -176,12 +182,20 @@ def divided(
     rows = splits[training]
     if len(rows) < 3:
         where = rows.where(0) if len(rows) else "the data"
-        raise ValueError(f"{where}: {len(rows)} rows are too few for three splits")
+        about = getattr(rows, "about_rows", "")
+        raise ValueError(f"{where}: {len(rows)} rows are too few for three splits{about}")
 
     # Draw from all rows, so that the splits do not depend on which rows are left out.
     out = unusable.get(training, _NO_ROWS)
-    with alone(f"held-out/{key_of(rows.fingerprint(), share)}.npz") as path:
-        validation, test = _draw_splits(rows, share, path)
+    key = key_of(rows.fingerprint(), share, *filter(None, [label]))
+    with alone(f"held-out/{key}.npz") as path:
+        validation, test, rare = _draw_splits(rows, share, path, label)
+        if rare and notes is not None:
+            shown = ", ".join(f"{name} ({count})" for name, count in [*rare.items()][:5])
+            notes.append(
+                f"{sum(rare.values()):,} rows stay in train, because no other row of their class "
+                f"was drawn for it: {shown}"
+            )
         if "test" in splits:
             # The validation split gets the rows of both draws.
             validation = np.sort(np.concatenate([validation, test]))
@@ -216,12 +230,16 @@ def _without(rows: Rows, out: NDArray[np.int64] | None) -> Rows:
 
 
 def _draw_splits(
-    rows: Rows, share: float, path: Path
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the indices of the validation and the test rows; cache them in a file."""
+    rows: Rows, share: float, path: Path, label: str
+) -> tuple[NDArray[np.int64], NDArray[np.int64], dict[str, int]]:
+    """Return the indices of the validation and the test rows; cache them in a file.
+
+    Of each class of the column ``label`` some row is a training row. Also return how many rows stay
+    in train for this, by class.
+    """
     try:
         with np.load(path) as cached:
-            return cached["validation"], cached["test"]
+            return cached["validation"], cached["test"], json.loads(str(cached["rare"]))
     except (OSError, ValueError, KeyError, BadZipFile):
         pass  # missing or damaged: recomputed below
 
@@ -248,11 +266,55 @@ def _draw_splits(
         validation = np.flatnonzero(drawn == smallest[0])
         test = np.flatnonzero(drawn == smallest[1])
 
+    rare: dict[str, int] = {}
+    if label:
+        only, rare = _without_training_rows(rows, label, np.concatenate([validation, test]))
+        validation = np.setdiff1d(validation, only)
+        test = np.setdiff1d(test, only)
+
     # Replace the file as a whole: a process that is killed here leaves no half of it.
     draft = path.with_suffix(f".{os.getpid()}.npz")
-    np.savez(draft, validation=validation, test=test)
+    np.savez(draft, validation=validation, test=test, rare=json.dumps(rare))
     draft.replace(path)
-    return validation, test
+    return validation, test, rare
+
+
+def _without_training_rows(
+    rows: Rows, label: str, held_out: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], dict[str, int]]:
+    """Return the held-out rows of classes that no training row has, and their number by class.
+
+    Args:
+        rows: the rows.
+        label: column of the class, or of lists of classes; one of numbers with fractions is none.
+        held_out: indices of the rows of validation and test.
+    """
+    import pyarrow
+
+    is_held_out = np.zeros(len(rows), dtype=bool)
+    is_held_out[held_out] = True
+    trained = set[str]()
+    others: dict[str, list[int]] = {}  # held-out rows by class
+    before = 0
+    for array in rows.values(label):
+        kind = array.type
+        lists = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
+        if pyarrow.types.is_floating(kind.value_type if lists else kind):
+            return _NO_ROWS, {}
+        for index, value in enumerate(array.to_pylist(), start=before):
+            for one in value if isinstance(value, list) else [value]:
+                name = unicodedata.normalize("NFC", str(one))
+                if not is_held_out[index]:
+                    trained.add(name)
+                elif one is not None:
+                    others.setdefault(name, []).append(index)
+        before += len(array)
+
+    rare = {name: found for name, found in others.items() if name not in trained}
+    if not rare:
+        return _NO_ROWS, {}
+    only = np.unique(np.concatenate([np.array(found, np.int64) for found in rare.values()]))
+    return only, {name: len(found) for name, found in rare.items()}
 
 
 def draw(names: Sequence[str], row: Sequence[Any]) -> int:

@@ -7,8 +7,9 @@ follows, which is checked in each conversation.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from importlib.util import find_spec
 from os.path import commonprefix
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.tasks.language.completions import first_ending_after, first_starting_at, with_offsets
+from oneloop.tasks.language.tool_calls import CallForm, call_form, check_written
 
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _HINT = (
@@ -92,6 +94,11 @@ class Chat:
                 "the chat template changes a turn when more follows: TRL's is used to train with"
             )
 
+    @cached_property
+    def call_form(self) -> CallForm:
+        """The form in which the template needs tool calls."""
+        return call_form(lambda messages: self._rendered(messages, None, convert=False)[0])
+
     @property
     def marked(self) -> bool:
         """Whether the template marks the assistant's tokens with ``{% generation %}`` tags."""
@@ -113,7 +120,12 @@ class Chat:
         return with_offsets(self.tokenizer, text, add_special_tokens=False)[0]
 
     def encode(
-        self, messages: Sequence[Any], tools: Any = None, *, given: int = 0
+        self,
+        messages: Sequence[Any],
+        tools: Any = None,
+        *,
+        given: int = 0,
+        untrained: Collection[int] = (),
     ) -> NDArray[np.int32]:
         """Return the tokens of a conversation; untrained tokens are stored as bitwise complements.
 
@@ -121,6 +133,7 @@ class Chat:
             messages: messages with role and content, in transformers' format.
             tools: JSON schemas for the template.
             given: number of leading messages that are a prompt and not trained.
+            untrained: indices of more messages that are not trained.
 
         Raises:
             ValueError: the template raises, does not show what is trained, or ends a turn without
@@ -128,10 +141,13 @@ class Chat:
         """
         # Find the character ranges that are trained.
         text, spans = self._rendered(messages, tools, marks=self.marked)
+        check_written(text, messages)
         if not self.marked:
-            spans = self._prefix_ranges(text, messages, tools, given)
+            spans = self._prefix_ranges(text, messages, tools, given, untrained)
         elif given:
             spans = self._after_prompt(text, spans, messages, tools, given)
+        if self.marked and untrained:
+            spans = _without_turns(spans, messages, given, untrained)
 
         # Mark their tokens; a token that spans a border counts as inside.
         tokens, offsets = with_offsets(self.tokenizer, text, add_special_tokens=False)
@@ -146,14 +162,26 @@ class Chat:
         return np.where(trained, array, ~array)
 
     def _rendered(
-        self, messages: Sequence[Any], tools: Any, *, prompt: bool = False, marks: bool = False
+        self,
+        messages: Sequence[Any],
+        tools: Any,
+        *,
+        prompt: bool = False,
+        marks: bool = False,
+        convert: bool = True,
     ) -> tuple[str, list[tuple[int, int]]]:
-        """Return the text, and the character ranges that the template's tags mark."""
+        """Return the text, and the character ranges that the template's tags mark.
+
+        ``convert``: give tool calls the form that the template needs.
+        """
         import jinja2
         from transformers.utils.chat_template_utils import (
             _compile_jinja_template,
             render_jinja_template,
         )
+
+        if convert and any("tool_calls" in message for message in messages):
+            messages = self.call_form.converted(messages)
 
         # Render; a template can raise anything.
         try:
@@ -185,7 +213,12 @@ class Chat:
         return texts[0], answers
 
     def _prefix_ranges(
-        self, text: str, messages: Sequence[Any], tools: Any, given: int
+        self,
+        text: str,
+        messages: Sequence[Any],
+        tools: Any,
+        given: int,
+        untrained: Collection[int] = (),
     ) -> list[tuple[int, int]]:
         """Return the character ranges of the assistant's turns.
 
@@ -194,7 +227,7 @@ class Chat:
         """
         spans = []
         for index, message in enumerate(messages):
-            if index < given or message["role"] != "assistant":
+            if index < given or index in untrained or message["role"] != "assistant":
                 continue
             if not index:
                 raise ValueError(
@@ -303,6 +336,29 @@ class Chat:
             )
         # With tags the template decides whether the line break after the end token is trained.
         return last if self.marked else end
+
+
+def _without_turns(
+    spans: list[tuple[int, int]],
+    messages: Sequence[Any],
+    given: int,
+    untrained: Collection[int],
+) -> list[tuple[int, int]]:
+    """Return the marked ranges of the answers that are trained.
+
+    Raise ValueError if there is not one range for each answer.
+    """
+    answers = []
+    for index, message in enumerate(messages):
+        if index >= given and message["role"] == "assistant":
+            answers.append(index)
+    if len(spans) != len(answers):
+        raise ValueError(
+            f"the chat template marks {len(spans)} ranges for {len(answers)} answers, so message "
+            f"{min(untrained)} cannot be left out; {_HINT}"
+        )
+    pairs = zip(spans, answers, strict=True)
+    return [span for span, index in pairs if index not in untrained]
 
 
 def template_of(file: str) -> str:

@@ -5,7 +5,7 @@ ShareGPT. A list of messages may also be a JSON string.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from oneloop.data.rows.rows import Row
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed, prompted
+from oneloop.tasks.language.message_flags import left_out
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -22,7 +23,11 @@ _ANSWER_KEYS = ("content", "tool_calls", "reasoning_content", "thinking", "reaso
 
 
 def encoded(
-    row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None
+    row: Row,
+    columns: Mapping[str, str],
+    tokenizer: Any,
+    chat: Chat | None,
+    flags: Sequence[str] = (),
 ) -> NDArray[np.int32]:
     """Return the tokens of a row; untrained tokens are complements.
 
@@ -31,6 +36,7 @@ def encoded(
         columns: column name of each of the task's keys ("": no column).
         tokenizer: a tokenizer of transformers.
         chat: the chat template (None: all rows are texts).
+        flags: keys of a message that say whether it is trained.
 
     Raises:
         ValueError: the row is malformed.
@@ -38,7 +44,13 @@ def encoded(
     # A conversation.
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     if columns["messages"]:
-        return _chat(chat).encode(conversation(row[columns["messages"]]), tools)
+        given = row[columns["messages"]]
+        messages = conversation(given)
+        untrained = _left_out(given, messages, flags)
+        begin = _system(row, columns, messages)
+        return _chat(chat).encode(
+            [*begin, *messages], tools, untrained=_shifted(untrained, len(begin))
+        )
 
     # A prompt and a completion, as texts.
     prompt = row[columns["prompt"]]
@@ -49,6 +61,7 @@ def encoded(
             "be texts, or both messages"
         )
     if is_text(prompt):
+        _reject_system(row, columns)
         if not completion:
             raise ValueError("the completion is empty; fill it, or remove the row")
         return completed(tokenizer, prompt, completion)
@@ -56,12 +69,18 @@ def encoded(
     # A prompt and a completion, as messages.
     template = _chat(chat)
     before = conversation(prompt)
+    before = [*_system(row, columns, before), *before]
     after = conversation(completion)
-    return template.encode([*before, *after], tools, given=len(before))
+    untrained = _shifted(_left_out(completion, after, flags), len(before))
+    return template.encode([*before, *after], tools, given=len(before), untrained=untrained)
 
 
 def encoded_prompt(
-    row: Row, columns: Mapping[str, str], tokenizer: Any, chat: Chat | None
+    row: Row,
+    columns: Mapping[str, str],
+    tokenizer: Any,
+    chat: Chat | None,
+    flags: Sequence[str] = (),
 ) -> NDArray[np.int32]:
     """Return the tokens of a prompt as complements, and one unused token.
 
@@ -71,19 +90,83 @@ def encoded_prompt(
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     prompt = row[columns["messages"] or columns["prompt"]]
     if columns["completion"] and row[columns["completion"]]:
-        return encoded(row, columns, tokenizer, chat)
+        return encoded(row, columns, tokenizer, chat, flags)
     if columns["prompt"] and is_text(prompt):
+        _reject_system(row, columns)
         tokens = prompted(tokenizer, prompt)
     else:
         messages = conversation(prompt)
+        untrained = _left_out(prompt, messages, flags)
+        begin = _system(row, columns, messages)
+        messages = [*begin, *messages]
         # The last message may be the answer.
         if messages[-1]["role"] == "assistant" and len(messages) > 1:
-            return _chat(chat).encode(messages, tools, given=len(messages) - 1)
+            return _chat(chat).encode(
+                messages,
+                tools,
+                given=len(messages) - 1,
+                untrained=_shifted(untrained, len(begin)),
+            )
         tokens = _chat(chat).prompt(messages, tools)
     if not tokens:
         raise ValueError("the prompt is empty; fill it, or remove the row")
     # The last token of a sample is not an input.
     return ~np.array([*tokens, 0], dtype=np.int32)
+
+
+def _shifted(numbers: Iterable[int], by: int) -> set[int]:
+    return {number + by for number in numbers}
+
+
+def _system(
+    row: Row, columns: Mapping[str, str], messages: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the system message of a row's column, if it has one.
+
+    Raise ValueError if the messages begin with another system message.
+    """
+    text = _system_text(row, columns)
+    if not text:
+        return []
+    if messages[0]["role"] not in ("system", "developer"):
+        return [{"role": "system", "content": text}]
+    if messages[0]["content"] != text:
+        raise ValueError(
+            f"the column {columns['system']!r} and the first message are different system prompts; "
+            "keep one, or ignore the column: task.system ''"
+        )
+    return []
+
+
+def _reject_system(row: Row, columns: Mapping[str, str]) -> None:
+    """Raise ValueError if a row whose prompt is a text has a system prompt."""
+    if _system_text(row, columns):
+        raise ValueError(
+            f"the column {columns['system']!r} has a system prompt, and the prompt is a text; "
+            "write it as messages, or ignore the column: task.system ''"
+        )
+
+
+def _system_text(row: Row, columns: Mapping[str, str]) -> str:
+    column = columns.get("system")
+    value = row[column] if column else None
+    if value is not None and not isinstance(value, str):
+        raise ValueError(f"the system prompt is {_brief(value)}; a text is needed")
+    return value or ""
+
+
+def _left_out(value: Any, messages: Sequence[Any], flags: Sequence[str]) -> set[int]:
+    """Return the indices of the messages that the data leave out of training.
+
+    Args:
+        value: the messages as the user wrote them, or their JSON.
+        messages: the same, converted.
+        flags: keys of a message that say whether it is trained.
+    """
+    if not flags:
+        return set()
+    written = read(value) if isinstance(value, str) else value
+    return left_out(written or (), [message["role"] for message in messages], flags)
 
 
 def _chat(chat: Chat | None) -> Chat:
@@ -93,6 +176,27 @@ def _chat(chat: Chat | None) -> Chat:
             "this row is a conversation, but others are texts; put them in separate data sets"
         )
     return chat
+
+
+def column_choices(columns: Mapping[str, str], *, labelled: bool = True) -> list[dict[str, str]]:
+    """Return the columns that a source may have, the most complete choice first.
+
+    Args:
+        columns: column name of each of the task's keys.
+        labelled: whether a row must have an answer.
+    """
+    needed: list[tuple[str, ...]] = [("messages",), ("prompt", "completion")]
+    if not labelled:
+        needed.append(("prompt",))
+    choices = []
+    for kind in needed:
+        for optional in (("tools", "system"), ("tools",), ("system",), ()):
+            choice = dict.fromkeys(columns, "")
+            for key in (*kind, *optional):
+                choice[key] = columns[key]
+            if choice not in choices:
+                choices.append(choice)
+    return choices
 
 
 def first_value(rows: Any, column: str) -> Any:
@@ -186,21 +290,19 @@ def _text(content: Any, number: int) -> str:
 
 
 def _calls(calls: Any, number: int) -> list[Any]:
-    """Return tool calls with arguments as objects, because templates serialize them."""
+    """Return tool calls. Raise ValueError if they are not a list of objects."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise ValueError(
             f"message {number}: its tool_calls are {_brief(calls)}; a list of objects is needed"
         )
-    for call in calls:
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            function["arguments"] = _parsed_object(function["arguments"])
     return calls
 
 
 def _tools(value: Any) -> list[Any] | None:
     """Return the tools of a row, from a list or its JSON. Raise ValueError if it is neither."""
-    if value is None or (isinstance(value, str) and not value.strip()):
+    if isinstance(value, str) and "".join(value.split()) in ("", "null", "[]", "{}"):
+        return None
+    if not isinstance(value, str) and not _without_nulls(value):
         return None
     tools = read(value) if isinstance(value, str) else value
     if not isinstance(tools, Sequence) or not all(
@@ -223,15 +325,6 @@ def read(text: str) -> list[Any] | None:
     if entries and all(isinstance(entry, dict) for entry in entries):
         return entries
     return None
-
-
-def _parsed_object(text: str) -> Any:
-    """Return arguments parsed as a JSON object, or unchanged if they are not one."""
-    try:
-        parsed = json.loads(text)
-    except ValueError:
-        return text
-    return parsed if isinstance(parsed, dict) else text
 
 
 def _without_nulls(value: Any) -> Any:

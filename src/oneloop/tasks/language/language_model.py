@@ -24,6 +24,7 @@ from oneloop.tasks.language.models import (
     prepare_attention,
 )
 from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.model_limits import shorter_length
 from oneloop.tasks.protocol import Task
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
@@ -74,6 +75,7 @@ class LanguageModel(Task):
     begin: int | None = None  # BOS token (and ``end``: EOS) of a model from scratch
     end = 0
     length_key = "length"  # task key of the sample length
+    default_length = 256  # of this key
 
     def __init__(
         self,
@@ -96,18 +98,6 @@ class LanguageModel(Task):
         router_loss: Literal["refuse", "none"] = "refuse",
         lora: LoRA = LoRA(),
     ) -> None:
-        self.shape = Shape(
-            architecture=architecture,
-            layers=layers,
-            heads=heads,
-            width=width,
-            length=length,
-            dropout=dropout,
-            kv_heads=kv_heads,
-            mlp=mlp,
-            tied=tied,
-            padded_vocab=padded_vocab,
-        )
         self.packed = packed
         self.fused_loss = fused_loss
         self.router_loss = router_loss
@@ -126,6 +116,24 @@ class LanguageModel(Task):
         # Lines for the log: all, and those about the data.
         self.notes = list[str]()
         self._data_notes = list[str]()
+
+        # A default may be more than the positions of the model to load.
+        if self.name is not None and length == self.default_length:
+            length, self._data_notes = shorter_length(
+                self.name, length, key=self.length_key, trust_remote_code=trust_remote_code
+            )
+        self.shape = Shape(
+            architecture=architecture,
+            layers=layers,
+            heads=heads,
+            width=width,
+            length=length,
+            dropout=dropout,
+            kv_heads=kv_heads,
+            mlp=mlp,
+            tied=tied,
+            padded_vocab=padded_vocab,
+        )
 
         # Set by ``model``.
         self.origin: BaseModel | None = None

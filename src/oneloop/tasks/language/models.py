@@ -12,6 +12,7 @@ from torch import nn
 from oneloop.basics.base_models import fetched
 from oneloop.tasks.language.attention import attend_within_documents
 from oneloop.tasks.language.lora_settings import LoRA
+from oneloop.tasks.model_limits import check_sizes
 from oneloop.tasks.transformers_models import auto_model
 
 
@@ -251,17 +252,7 @@ def load_model(
     configure_four_bits(model)
 
     # Compare its sizes with those of the samples and of the tokenizer.
-    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    longest = getattr(config, "max_position_embeddings", None)
-    if longest and length > longest:
-        raise ValueError(
-            f"task.{length_key} {length} exceeds the {longest} positions of {name}; lower it"
-        )
-    if entries > config.vocab_size:
-        raise ValueError(
-            f"{name}: its tokenizer has {entries:,} entries, and the model {config.vocab_size:,}; "
-            "it belongs to another model, or the embeddings were not resized"
-        )
+    check_sizes(model, name, entries=entries, length=length, key=length_key)
     return model, notes
 
 

@@ -31,10 +31,17 @@ _EXCLUDED = {
 
 @dataclass(frozen=True)
 class Document:
-    """A text and its name (a relative path)."""
+    """A text, or a part of one.
+
+    Args:
+        name: a relative path.
+        text: the text.
+        ends: whether the text ends here, so that an end token follows.
+    """
 
     name: str
     text: str
+    ends: bool = True
 
 
 def stdlib() -> list[Document]:
@@ -121,7 +128,10 @@ def _checksum(document: Document) -> int:
 
 
 _IN_MEMORY = 64 << 20  # bytes of files; larger data are converted once and memory-mapped
-_FEW_DOCUMENTS = 40  # fewer documents are split into pieces for the validation split
+_CUT = 128 << 20  # bytes of one or two files that are cut in memory for the validation split
+_FEW = 3  # fewer files cannot be divided into training, validation and test
+# Older versions cut the lines of fewer files into pieces, each of which was a text.
+_PIECES_BEFORE = 40
 _KINDS = ["parquet", "arrow", "json", "csv", "tsv", "text"]
 
 
@@ -152,7 +162,11 @@ class InMemory:
     def tokens(
         self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str
     ) -> Ragged:
-        encoded = [encode(text) for text in tracked(self, what, total=len(self.documents))]
+        encoded = []
+        for document in tracked(self.documents, what, total=len(self.documents)):
+            tokens = encode(document.text)
+            # The last token ends the text.
+            encoded.append(tokens if document.ends else tokens[:-1])
         joined = np.concatenate(encoded) if encoded else np.zeros(0, dtype=np.int32)
         return Ragged(joined, np.cumsum([len(tokens) for tokens in encoded], dtype=np.int64))
 
@@ -209,20 +223,78 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
         )
         return {name: InRows(rows, column) for name, rows in source.parts.items()}
 
-    # Few text files: keep them in memory, and divide very few for a validation split.
+    # Few text files: keep them in memory. One or two must be cut for a validation split.
+    source.notes += files_found.notes
     splits = {
         split: documents(files, files_found.root) for split, files in files_found.parts.items()
     }
     content = content_of(files_found.files, files_found.root)
-    if "" in splits and len(splits[""]) < _FEW_DOCUMENTS:
-        splits = {"": _pieces(splits[""])}
-    elif "validation" not in splits and "train" in splits and len(splits["train"]) < _FEW_DOCUMENTS:
-        splits = {**splits, "train": _pieces(splits["train"])}
-    divided_splits = divided(splits, percent=100 * share)
+    training = "train" if "train" in splits else ""
+    if "validation" in splits:
+        divided_splits = splits
+    else:
+        if len(splits[training]) < _PIECES_BEFORE:
+            content["text files"] = (
+                "each is one text (older versions of oneloop cut fewer than 40 files into pieces, "
+                "so begin a new run)"
+            )
+        if len(splits[training]) < _FEW:
+            divided_splits = _cut(splits, share)
+            source.notes.append(
+                f"{where}: the end of each file is held out, because {len(splits[training])} "
+                "cannot be divided; see task.held_out"
+            )
+        else:
+            divided_splits = divided(splits, percent=100 * share)
     return {
         name: InMemory(split, {**content, "part": name, "share": share})
         for name, split in divided_splits.items()
     }
+
+
+def _cut(parts: dict[str, list[Document]], share: float) -> dict[str, list[Document]]:
+    """Return splits of which validation and test are the ends of the training texts.
+
+    Args:
+        parts: documents by split, without validation.
+        share: share of each text for each missing split. If only a test split exists, validation
+            gets both shares.
+
+    Raises:
+        ValueError: a text is too short.
+    """
+    training = "train" if "train" in parts else ""
+    made: dict[str, list[Document]] = {"train": [], "validation": [], **parts}
+    made.pop("", None)
+    made["train"] = []
+    made.setdefault("test", [])
+    for document in parts[training]:
+        text = document.text
+        first = _break(text, round(len(text) * (1 - 2 * share)), share)
+        second = len(text)
+        if "test" not in parts:
+            second = _break(text, round(len(text) * (1 - share)), share)
+        if not 0 < first < second or (second == len(text)) != ("test" in parts):
+            raise ValueError(
+                f"task.data: {document.name} is too short to hold out its end; give files for "
+                "training and validation"
+            )
+        made["train"].append(Document(document.name, text[:first], ends=False))
+        held = Document(document.name, text[first:second], ends=second == len(text))
+        made["validation"].append(held)
+        if second < len(text):
+            made["test"].append(Document(document.name, text[second:]))
+    return made
+
+
+def _break(text: str, at: int, share: float) -> int:
+    """Return an index near ``at`` to cut a text: after a line, else after a word."""
+    end = at + max(1, round(len(text) * share / 2))
+    for separator in ("\n", " "):
+        found = text.find(separator, max(0, at - 1), end)
+        if found >= 0:
+            return found + 1
+    return at
 
 
 def all_texts(source: Source, *, window: int) -> Texts:
@@ -245,7 +317,10 @@ def all_texts(source: Source, *, window: int) -> Texts:
 
 def _large(files_found: Found) -> bool:
     """Return whether text files are too large to keep in memory."""
-    return sum(file.stat().st_size for file in files_found.files) > _IN_MEMORY
+    training = files_found.parts.get("train") or files_found.parts.get("") or []
+    is_cut = "validation" not in files_found.parts and len(training) < _FEW
+    limit = _CUT if is_cut else _IN_MEMORY
+    return sum(file.stat().st_size for file in files_found.files) > limit
 
 
 def _find(where: str, *, whole: bool = False) -> Found:
@@ -253,15 +328,3 @@ def _find(where: str, *, whole: bool = False) -> Found:
         return found(where, _KINDS, whole=whole)
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
-
-
-def _pieces(documents: list[Document]) -> list[Document]:
-    """Split documents into pieces of whole lines, about a hundred in total."""
-    pieces = []
-    for document in documents:
-        lines = document.text.splitlines(keepends=True)
-        length = max(1, len(lines) * len(documents) // 100)
-        for start in range(0, len(lines), length):
-            text = "".join(lines[start : start + length])
-            pieces.append(Document(f"{document.name}#{start}", text))
-    return pieces

@@ -1,0 +1,259 @@
+"""Rows of JSON Lines, CSV and tab-separated files, one at a time.
+
+The files may be compressed. A row that cannot be read has the reason in place of values.
+"""
+
+import csv
+import io
+import json
+import sys
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+COMPRESSED = (".gz", ".bz2", ".zst")  # pyarrow finds the compression by this ending
+_BUFFER = 1 << 20  # bytes per read
+_WHOLE = 64 << 20  # a file that is one JSON object is recognized up to this number of bytes
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """A row of a file.
+
+    Args:
+        line: number of the line on which it begins, from 1.
+        values: its values by column; None if it cannot be read.
+        why: the reason.
+        bad: reason by column, of the values that cannot be stored; ``values`` lacks them.
+    """
+
+    line: int
+    values: Mapping[str, Any] | None
+    why: str = ""
+    bad: Mapping[str, str] = field(default_factory=dict)
+
+
+def file_rows(file: Path, kind: str) -> Iterator[FileRow]:
+    """Yield the rows of a file.
+
+    Args:
+        file: the file.
+        kind: ``json`` (JSON Lines, or one JSON list), ``csv`` or ``tsv``.
+
+    Raises:
+        ValueError: the whole file cannot be read.
+    """
+    read = _json_rows if kind == "json" else _csv_rows
+    with _opened(file) as stream:
+        try:
+            yield from read(file, stream, kind)
+        except (OSError, EOFError) as error:  # a damaged compressed file
+            raise ValueError(f"{file} cannot be read: {error}") from error
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for binary reading, decompressed. Raise ValueError if it is UTF-16."""
+    import pyarrow
+
+    with open_raw(file) as stream:
+        try:
+            begin = stream.peek(4)[:4]  # type: ignore[attr-defined]
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ValueError(f"{file} cannot be read: {error}") from error
+        # Without a mark at the beginning, every second byte of ASCII text is zero.
+        marked = begin.startswith((BOM_UTF16_LE, BOM_UTF16_BE))
+        if marked or begin[1:4:2] == b"\0\0" or begin[0:4:2] == b"\0\0":
+            raise ValueError(f"{file} is UTF-16 text; save it as UTF-8")
+        yield stream
+
+
+@contextmanager
+def open_raw(file: Path) -> Iterator[BinaryIO]:
+    """Open a file for buffered binary reading; decompress it by its ending."""
+    if file.suffix.lower() not in COMPRESSED:
+        with file.open("rb", buffering=_BUFFER) as plain:
+            yield plain
+        return
+    import pyarrow
+
+    compression = {".gz": "gzip", ".bz2": "bz2", ".zst": "zstd"}[file.suffix.lower()]
+    raw = pyarrow.input_stream(str(file), compression=compression)
+    with io.BufferedReader(raw, _BUFFER) as stream:
+        yield stream
+
+
+class _Tabs(csv.excel_tab):
+    """Tab-separated values, in which quotes have no meaning (IANA text/tab-separated-values)."""
+
+    quoting = csv.QUOTE_NONE
+    quotechar = None
+
+
+_DIALECTS: Mapping[str, type[csv.Dialect]] = {"csv": csv.excel, "tsv": _Tabs}
+
+
+def csv_columns(file: Path, kind: str) -> list[str]:
+    """Return the names of the columns of a file.
+
+    Args:
+        file: the file.
+        kind: ``csv`` or ``tsv``.
+
+    Raises:
+        ValueError: the first line cannot be read, or names a column twice.
+    """
+    with _opened(file) as stream:
+        for _, names, why in _records(stream, kind):
+            if why:
+                raise ValueError(f"{file}, line 1: {why}")
+            if names:
+                return _checked_columns(file, names)
+    raise ValueError(f"{file} is empty")
+
+
+def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
+    """Yield the rows below the names of the columns."""
+    names: list[str] = []
+    for line, values, why in _records(stream, kind):
+        if not names:
+            names = values
+        elif why:
+            yield FileRow(line, None, why)
+        elif len(values) != len(names):
+            why = f"{len(values)} values, and the first line names {len(names)} columns"
+            yield FileRow(line, None, why)
+        else:
+            yield _storable(line, dict(zip(names, values, strict=True)), check=True)
+
+
+def _records(stream: BinaryIO, kind: str) -> Iterator[tuple[int, list[str], str]]:
+    """Yield line, values and error of each record, as Python's ``csv`` module reads them.
+
+    It is strict: after a closing quote only a separator or the end of the line may follow. Blank
+    lines are left out.
+    """
+    csv.field_size_limit(sys.maxsize)
+    # A byte that is not UTF-8 becomes a lone surrogate, so that its row can be named.
+    text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
+    reader = csv.reader(text, _DIALECTS[kind], strict=True)
+    while True:
+        line = reader.line_num + 1
+        try:
+            values = next(reader)
+        except StopIteration:
+            break
+        except csv.Error as error:
+            yield line, [], _csv_reason(str(error))
+        else:
+            if values:
+                yield line, values, ""
+    text.detach()
+
+
+def _csv_reason(error: str) -> str:
+    """Return the reason of an error of Python's ``csv`` module, in the words of a CSV file."""
+    if "expected after" in error:
+        return 'characters after a closing quote; write a quote within a quoted text twice ("")'
+    if "unexpected end of data" in error:
+        return "the file ends within a quoted text: a quote is not closed"
+    return error
+
+
+def _checked_columns(file: Path, names: list[str]) -> list[str]:
+    """Return the names of the columns. Raise ValueError if one is there twice."""
+    if names[0].startswith("sep=") and not "".join(names[1:]):
+        raise ValueError(
+            f"{file} begins with {names[0]!r}, a line for spreadsheets; remove it, and separate "
+            "values by commas"
+        )
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"{file} has two columns {name!r}; rename one of them")
+    for name in names:
+        if not _is_utf8(name):
+            raise ValueError(f"{file} is not UTF-8 text; save it as UTF-8")
+    return names
+
+
+def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
+    """Yield the objects of JSON Lines, or of one JSON list. A text stands for a row with it."""
+    begin = stream.peek(64)[:64]  # type: ignore[attr-defined]
+    is_list = begin.removeprefix(BOM_UTF8).lstrip().startswith(b"[")
+    # Read a list like one long line.
+    lines = [stream.read()] if is_list else stream
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            value = json.loads(line.decode("utf-8-sig"))
+        except (ValueError, RecursionError) as error:
+            if number == 1 and not is_list:
+                _reject_one_object(file)
+            at = getattr(error, "lineno", 1) if is_list else number
+            yield FileRow(at, None, f"not JSON: {error}")
+            continue
+        # Only an escape sequence can stand for half a character.
+        check = b"\\ud" in line.lower()
+        for one in value if is_list else [value]:
+            if isinstance(one, str):
+                one = {"text": one}
+            if isinstance(one, dict):
+                yield _storable(number, one, check=check)
+            else:
+                why = f"expected a JSON object, got {json.dumps(one)[:40]}"
+                yield FileRow(number, None, why)
+
+
+def _reject_one_object(file: Path) -> None:
+    """Raise ValueError if a file is one JSON object on several lines."""
+    with open_raw(file) as stream:
+        content = stream.read(_WHOLE)
+    try:
+        value = json.loads(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return
+    if isinstance(value, dict):
+        raise ValueError(
+            f"{file} is one JSON object on several lines{about_one_object(value)}; write a row per "
+            "line (JSON Lines)"
+        )
+
+
+def about_one_object(values: Mapping[str, Any]) -> str:
+    """Return where the rows of one JSON object may be, for a message; empty if it may be a row."""
+    for key, value in values.items():
+        if isinstance(value, list) and value and all(isinstance(one, dict) for one in value):
+            return f", whose rows seem to be under {key!r}"
+    if len(values) > 1 and all(isinstance(value, dict | list) for value in values.values()):
+        return f", whose columns seem to be {', '.join(values)}"
+    return ""
+
+
+def _storable(line: int, values: Mapping[str, Any], *, check: bool) -> FileRow:
+    """Return a row without the values that are not Unicode text; ``check``: there may be some."""
+    if not check or _is_utf8(values):
+        return FileRow(line, values)
+    bad = {}
+    for name, value in values.items():
+        if not _is_utf8(name):
+            return FileRow(line, None, f"the key {name!r} is not valid Unicode text")
+        if not _is_utf8(value):
+            bad[name] = (
+                f"{name!r} is not valid Unicode text: half of a character, or bytes that are not "
+                "UTF-8"
+            )
+    kept = {name: value for name, value in values.items() if name not in bad}
+    return FileRow(line, kept, bad=bad)
+
+
+def _is_utf8(value: Any) -> bool:
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
