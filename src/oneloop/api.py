@@ -12,6 +12,7 @@ from typing import Any
 from oneloop.apply import check_file, perform
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import die_with_launcher, ranks
+from oneloop.basics.streams import never_failing
 from oneloop.cli import export_run, local_run, write_report
 from oneloop.launch.interpreter import borrowed
 from oneloop.recipe.class_paths import path_of, reject_while_importing
@@ -70,7 +71,7 @@ def fit(
         with borrowed(mixed_precision):
             command = ["oneloop.fit", source or f"{chosen.folder}/recipe.yaml", *typed]
             run = start_run(chosen, command=command)
-            with run.stopping.listening():
+            with run.stopping.listening(), never_failing():
                 summary, fault = conduct(train, chosen, run)
     if fault is not None:
         raise fault

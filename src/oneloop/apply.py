@@ -18,6 +18,7 @@ from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps
 from oneloop.basics.launcher import die_with_launcher
+from oneloop.basics.streams import replace_unknown_characters
 from oneloop.evaluation import evaluate_all
 from oneloop.launch.before_imports import is_main, reject
 from oneloop.launch.processes import Run, start
@@ -215,4 +216,5 @@ def _predicted(
 
 if __name__ == "__main__":
     die_with_launcher()
+    replace_unknown_characters()
     main(sys.argv[1:])

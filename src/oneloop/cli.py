@@ -16,6 +16,7 @@ from typing import Any
 from oneloop.basics.command_options import Options, names, positive, summary
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
+from oneloop.basics.streams import replace_unknown_characters
 from oneloop.checkpoint.mirror import ADDRESS
 from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import chosen_of, problems_at
@@ -28,6 +29,7 @@ AFTER = ("evaluate", "predict")  # commands that oneloop launch can run on sever
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the ``oneloop`` command; return its exit code."""
+    replace_unknown_characters()
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ("-h", "--help"):
         print("usage: oneloop COMMAND … (oneloop COMMAND --help explains a command)\n")
@@ -59,7 +61,9 @@ def new(words: Sequence[str]) -> int:
     # Collect the texts by file; write them only if no file exists.
     if given.configs:
         folder = given.file or Path("accelerate_configs")
-        texts = {folder / path.name: path.read_text() for path in config_files().values()}
+        texts = {
+            folder / path.name: path.read_text(encoding="utf-8") for path in config_files().values()
+        }
     elif given.file is None:
         raise BadInput(
             "oneloop new takes the file to write (oneloop new my_task.py), or --configs and a "
@@ -76,7 +80,7 @@ def new(words: Sequence[str]) -> int:
     try:
         next(iter(texts)).parent.mkdir(parents=True, exist_ok=True)
         for path, text in texts.items():
-            path.write_text(text)
+            path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BadInput(
             f"oneloop new: {error.filename} cannot be written: {error.strerror}"
@@ -97,7 +101,7 @@ def _task_template(file: Path) -> str:
         usable = installed is None or "site-packages" not in str(installed.origin)
     if not usable:
         raise BadInput(f"oneloop new: {file} cannot be a module of yours; name it like my_task.py")
-    template = (Path(__file__).parent / "tasks" / "template.txt").read_text()
+    template = (Path(__file__).parent / "tasks" / "template.txt").read_text(encoding="utf-8")
     # The template names its file and its module.
     return re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else name, template)
 

@@ -15,6 +15,7 @@ from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
 from oneloop.basics.launcher import die_with, launcher, on_stops, rank, ranks
+from oneloop.basics.streams import never_fail
 from oneloop.launch.signals import leave
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
@@ -30,6 +31,7 @@ def begin() -> None:
     ``--help`` and bad input end the process here.
     """
     open_streams()
+    never_fail()
     supervised()
     report(sys.argv[1:])
 

@@ -132,7 +132,7 @@ def _asked(given: Namespace, training: Sequence[str]) -> Asked:
         several = given.processes is not None and given.processes > 1
         file = "ddp" if several else "single"
     try:
-        config = yaml.safe_load(Path(config_file(file)).read_text())
+        config = yaml.safe_load(Path(config_file(file)).read_text(encoding="utf-8"))
         # Read both numbers: a wrong one is rejected, even if an option replaces it.
         processes = int(config.get("num_processes") or 1)
         nodes = int(config.get("num_machines") or 1)

@@ -103,7 +103,7 @@ class _Proof:
         self.recipe = read(training)
         batch = self.recipe.batch
         file = launch_options(["--config_file", own.config_file, "recipe"])[0][1]
-        settings = yaml.safe_load(Path(file).read_text())
+        settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
         number = own.processes or settings.get("num_processes") or 1
         gpus = torch.cuda.device_count()
 
@@ -219,7 +219,7 @@ class _Proof:
         except TimeoutError:
             raise _Failed(f"the {name} run did not end within {_SECONDS:.0f} s") from None
 
-        text = output.read_text(errors="replace").strip()
+        text = output.read_text(encoding="utf-8", errors="replace").strip()
         summary = folder / "summary.json"
         if code == BAD_INPUT:
             raise BadInput(text.rpartition("oneloop: ")[2])
@@ -237,7 +237,9 @@ class _Proof:
 
         It is a line of the run (BatchNorm, random numbers, a changed buffer, unused parameters), or
         that the ``control`` differs, too."""
-        lines = layout.with_suffix(".txt").read_text(errors="replace").splitlines()
+        lines = (
+            layout.with_suffix(".txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
         for word in _CAUSES:
             for line in lines:
                 if word in line and not line.startswith(_PROMISES):

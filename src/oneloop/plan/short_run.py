@@ -163,7 +163,7 @@ def _train(arguments: list[str], warm: int) -> Measured:
         train(replace(job, eval_sets={}, make_optimizer=timed), run, folder)
 
     peaks = []
-    for text in (folder.path / "metrics.jsonl").read_text().splitlines():
+    for text in (folder.path / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
         line = json.loads(text)
         if "memory/peak_gib" in line:
             peaks.append(line["memory/peak_gib"])

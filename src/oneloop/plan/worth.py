@@ -46,7 +46,7 @@ def worth(words: Sequence[str], folder: Path | None, **how: Any) -> int:
         texts = {"worth.json": dumps(results, indent=1) + "\n", "worth.html": as_page(results)}
         for file, text in texts.items():
             with replacing(folder / file) as draft:
-                draft.write_text(text)
+                draft.write_text(text, encoding="utf-8")
     except OSError as error:
         raise BadInput(f"--to {folder} cannot be written: {error.strerror}") from error
 

@@ -11,6 +11,13 @@ _TRAINING_GROUPS = ("task", "seed", "duration", "init", "optimizer", "schedule",
 _TRAINING_KEYS = ("batch.size", "batch.grain", "debug.overfit")
 _OTHER_KEYS = ("ema.device",)
 _DATA = "task.data"
+# Keys that older versions did not have, with the values with which they change nothing.
+_ADDED: dict[str, Any] = {
+    "task.unreadable": "stop",
+    "task.group_answers": False,
+    "task.system": "system",
+    "task.flags": ["weight", "train", "trainable", "training", "loss_mask", "loss"],
+}
 _NAMES = tuple(f"{group}.name" for group in CHOICES)
 
 
@@ -33,8 +40,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     after = training_configuration(new)
     lines = []
     for key in sorted(before.keys() | after.keys()):
-        was = before.get(key)
-        now = after.get(key)
+        was = before.get(key, _ADDED.get(key))
+        now = after.get(key, _ADDED.get(key))
         if not _same(key, was, now):
             lines.append(f"{key}: {was!r} -> {now!r}")
     return lines

@@ -81,7 +81,7 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
     """
     if source in packaged():
         name = source
-        text = (RECIPES / f"{source}.yaml").read_text()
+        text = (RECIPES / f"{source}.yaml").read_text(encoding="utf-8")
     else:
         name = Path(source).stem
         text = _text_of_file(source)

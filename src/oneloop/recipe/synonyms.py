@@ -9,7 +9,7 @@ from pathlib import Path
 
 # Each line of the file is "key: name name …".
 _KEYS: dict[str, list[str]] = {}  # keys by name
-for _line in Path(__file__).with_suffix(".txt").read_text().splitlines():
+for _line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
     _key, _, _names = _line.partition(": ")
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)

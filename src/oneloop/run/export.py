@@ -285,7 +285,7 @@ def write_card(run: Path, folder: Path, name: str, *, licence: str | None = None
 
     about = read_manifest(folder)["about"]
     card = model_card(run, name, about, licence=licence, language_model=loadable)
-    (folder / "README.md").write_text(card)
+    (folder / "README.md").write_text(card, encoding="utf-8")
     return card
 
 

@@ -89,7 +89,7 @@ def write_stacks(folder: Path, stacks: Mapping[int, str]) -> None:
     def write() -> None:
         (folder / STACKS).mkdir(exist_ok=True)
         for rank, text in stacks.items():
-            (folder / STACKS / f"rank-{rank:05d}.txt").write_text(text)
+            (folder / STACKS / f"rank-{rank:05d}.txt").write_text(text, encoding="utf-8")
 
     _within(_SECONDS, write)
 

@@ -5,7 +5,6 @@ A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.Metri
 """
 
 import math
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from oneloop.tasks.contrastive import row_blocks
+from oneloop.tasks.metric_collection import Collection
 
 
 class Metrics(Protocol):
@@ -196,6 +196,33 @@ class TextSums:
         return metrics
 
 
+class _Groups:
+    """Documents of equal texts, of which only one counts, and the right ones of equal queries.
+
+    Args:
+        queries: integers (samples,), equal for equal queries.
+        documents: likewise.
+    """
+
+    def __init__(self, queries: Tensor, documents: Tensor) -> None:
+        # Number the distinct texts from 0.
+        distinct, self._query = torch.unique(queries, return_inverse=True)
+        kinds, self._document = torch.unique(documents, return_inverse=True)
+        self._kinds = len(kinds)
+
+        # The first of several equal documents stands for all.
+        index = torch.arange(len(documents), device=documents.device)
+        first = torch.full_like(kinds, len(documents))
+        first.scatter_reduce_(0, self._document, index, "amin")
+        self._is_first = first[self._document] == index
+        self._pairs = torch.unique(self._query * self._kinds + self._document)
+
+    def counted(self, rows: slice) -> Tensor:
+        """Return which documents count as wrong for the queries of these rows, as booleans."""
+        pairs = self._query[rows, None] * self._kinds + self._document
+        return self._is_first & ~torch.isin(pairs, self._pairs)
+
+
 def _ratio(part: float, whole: float) -> float:
     if not whole:
         return math.nan
@@ -212,9 +239,15 @@ class Retrieval:
 
     The same is computed in the other direction (``reverse_…``). A document that is as similar as
     the right one counts as more similar.
+
+    Args:
+        group: rank distinct documents. Copies of a document count once, and each document that
+            belongs to an equal query is right. False: only the documents of samples with the same
+            number as the query are left out, and each copy counts.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, group: bool = False) -> None:
+        self.group = group
         self.higher_is_better: dict[str, bool | None] = {}
         for direction in ("", "reverse_"):
             for name in ("recall@1", "recall@5", "recall@10", "mrr"):
@@ -235,13 +268,15 @@ class Retrieval:
             queries: (samples, width).
             documents: (samples, width); the similarity is the scalar product.
             ids: integers (samples,). Documents of samples with the same number are not counted as
-                wrong.
+                wrong. With ``group`` there are two: equal texts of queries, and of documents, have
+                equal numbers.
         """
         self._add(self._sums[0], queries, documents, ids)
-        self._add(self._sums[1], documents, queries, ids)
+        self._add(self._sums[1], documents, queries, [*ids][::-1])
 
     def _add(self, sums: Tensor, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]) -> None:
         """Add the pairs to the ``sums`` of one direction, in place."""
+        groups = _Groups(*ids) if self.group else None
         for rows in row_blocks(len(queries), len(documents)):
             # Find the documents that are more similar than the right one, or as similar, or NaN.
             similarity = queries[rows] @ documents.T
@@ -252,6 +287,8 @@ class Retrieval:
             for id_ in ids:
                 before &= id_[rows, None] != id_
             before.diagonal(rows.start).fill_(False)
+            if groups is not None:
+                before &= groups.counted(rows)
             rank = 1 + before.sum(1).to(sums.dtype)
             recalls = [(rank <= k).sum() for k in (1, 5, 10)]
             count = rank.new_tensor(len(rank))
@@ -263,129 +300,6 @@ class Retrieval:
     def compute(self) -> dict[str, float]:
         means = self._sums[:, :4] / self._sums[:, 4:]
         return dict(zip(self.higher_is_better, means.flatten().tolist(), strict=True))
-
-
-class _Collection:
-    """A torchmetrics.MetricCollection as :class:`Metrics`; torchmetrics reduces over the ranks.
-
-    Raises ValueError if a metric computes several unnamed values, or something that is not a
-    number."""
-
-    def __init__(self, collection: Any) -> None:
-        self._collection = collection
-
-    @property
-    def higher_is_better(self) -> Mapping[str, bool | None]:
-        """Whether larger is better, by logged name.
-
-        The names come from computing each metric without samples.
-        """
-        known: dict[str, bool | None] = {}
-        for name, metric in self._collection.items():
-            if not _is_matrix(metric):
-                known.update(dict.fromkeys(_names_of(name, metric), _direction(metric)))
-        return known
-
-    def to(self, device: torch.device) -> Any:
-        self._collection = self._collection.to(device)
-        return self
-
-    def sums(self) -> Sequence[Tensor]:
-        return ()
-
-    def compute(self) -> dict[str, Tensor]:
-        values = self._collection.compute()
-        metrics = dict(self._collection.items())
-        chosen = {}
-        for name, value in values.items():
-            number = _as_tensor(name, value)
-            is_matrix = name in metrics and _is_matrix(metrics[name])
-            if not is_matrix:
-                _check_scalar(name, number)
-            chosen[name] = number
-        return chosen
-
-    def not_logged(self) -> Iterator[str]:
-        """Yield a line about each confusion matrix that is not drawn."""
-        matrices = [name for name, metric in self._collection.items() if _is_matrix(metric)]
-        drawn = ""
-        for name in matrices:
-            empty = _compute_empty(self._collection[name])
-            if isinstance(empty, Tensor) and empty.ndim != 2:
-                shape = " x ".join(map(str, empty.shape))
-                yield f"the metric {name!r} has {shape} values: it is neither logged nor drawn"
-            else:
-                if drawn:
-                    yield f"the metric {drawn!r} is neither logged nor drawn, but {name!r} is drawn"
-                drawn = name
-
-
-def _direction(metric: Any) -> bool | None:
-    """Return whether a larger value of a metric is better; of a wrapper, as of what it wraps."""
-    own = metric.higher_is_better
-    if own is not None:
-        return bool(own)
-    if type(metric).__name__ == "CompositionalMetric":
-        return None  # an expression, such as 1 - accuracy
-    inside = {_direction(child) for child in metric.modules() if _is_metric(child, metric)}
-    return inside.pop() if len(inside) == 1 else None
-
-
-def _is_metric(module: Any, outer: Any) -> bool:
-    return module is not outer and hasattr(module, "higher_is_better")
-
-
-def _as_tensor(name: str, value: Any) -> Tensor:
-    """Return a value that a metric computed, also a plain or numpy number."""
-    if isinstance(value, Tensor):
-        return value
-    try:
-        return torch.as_tensor(value, dtype=torch.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(
-            f"the metric {name!r} computes a {type(value).__name__}, which is not a number"
-        ) from error
-
-
-def _check_scalar(name: str, value: Tensor) -> None:
-    """Raise ValueError if a value of a metric is not one number."""
-    if value.numel() != 1:
-        raise ValueError(
-            f"the metric {name!r} returns {value.numel()} values without names; wrap it in "
-            "torchmetrics' ClasswiseWrapper, or average it"
-        )
-
-
-def _names_of(name: str, metric: Any) -> Sequence[str]:
-    """Return the names under which a metric is logged."""
-    empty = _compute_empty(metric)
-    if isinstance(empty, dict):
-        return list(empty)
-    if isinstance(empty, Tensor):
-        _check_scalar(name, empty)
-    return [name]
-
-
-def _compute_empty(metric: Any) -> Any:
-    """Return what a metric computes without samples; None if it raises.
-
-    This shows the shape of its results.
-    """
-    try:
-        # Switch off collectives, also of metrics inside wrappers.
-        empty = metric.clone()
-        for module in empty.modules():
-            module.distributed_available_fn = lambda: False
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return empty.compute()
-    except Exception:
-        return None
-
-
-def _is_matrix(metric: Any) -> bool:
-    """Whether a metric is a confusion matrix, which is plotted and not logged."""
-    return type(metric).__name__.endswith("ConfusionMatrix")
 
 
 def prefix(name: str) -> str:
@@ -410,7 +324,7 @@ def adapted(metrics: Any) -> Metrics:
             "torchmetrics.MetricCollection or oneloop.tasks.evaluation_metrics.Metrics (compute, "
             "to, sums, higher_is_better)"
         )
-    return _Collection(metrics)
+    return Collection(metrics)
 
 
 def has_sums(metrics: Any) -> bool:
@@ -436,7 +350,7 @@ def not_logged(task: Any) -> Iterator[str]:
     """Yield lines about metrics of a task that are neither logged nor drawn."""
     metrics = task.metrics() if hasattr(task, "metrics") else None
     if metrics is not None and not has_sums(metrics):
-        yield from _Collection(metrics).not_logged()
+        yield from Collection(metrics).not_logged()
 
 
 def scalars(computed: Mapping[str, Any]) -> dict[str, float]:

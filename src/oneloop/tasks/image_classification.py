@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.data.rows.images import decoded
+from oneloop.data.rows.images import labelled_image
 from oneloop.data.rows.open_data import (
     Source,
     Unreadable,
@@ -234,11 +234,15 @@ class ImageClassification(Task):
         if are_shares(sources):
             self.classes = shares_of(sources)
             self._data_notes = notes_of(sources)
-            return sets_of(sources, lambda source: _labelled(source, torch.tensor, limit))
+            return sets_of(
+                sources, lambda source: labelled_image(source.columns, torch.tensor, limit)
+            )
         self.classes, numbers = classes_of(sources, "label")
         self._data_notes = notes_of(sources)
         self._class_counts = lambda: counts_of(sources, numbers, len(self.classes))
-        return sets_of(sources, lambda source: _labelled(source, numbers[source.name], limit))
+        return sets_of(
+            sources, lambda source: labelled_image(source.columns, numbers[source.name], limit)
+        )
 
     def model(self) -> nn.Module:
         if self.architecture == "cnn":
@@ -283,11 +287,11 @@ class ImageClassification(Task):
             number = torch.tensor
         elif labelled:
             number = numbers_of(source, "label", self.classes)
-        labelled_image = _labelled(source, number, self.pixel_limit)
+        decode = labelled_image(source.columns, number, self.pixel_limit)
         transform = self._evaluation_transform
 
         def sample(row: Row) -> tuple[Tensor, Any]:
-            image, label = labelled_image(row)
+            image, label = decode(row)
             return transform(image), label
 
         return Files(source.parts["all"], sample, source.columns["image"])
@@ -391,16 +395,3 @@ class ImageClassification(Task):
             "right": int(predicted) == label,
             "confidence": float(confidence),
         }
-
-
-def _labelled(
-    source: Source, number: Callable[[Any], Any], limit: int
-) -> Callable[[Row], tuple[Any, Any]]:
-    """Return a function from a row to its decoded image and its label.
-
-    ``number`` converts the stored label; ``limit``: maximum pixels of an image.
-    """
-    image = source.columns["image"]
-    label = source.columns["label"]
-    # A row to predict has no label.
-    return lambda row: (decoded(row[image], limit=limit), number(row.get(label, 0)))

@@ -95,7 +95,7 @@ def statistics(name: str) -> Statistics:
         with suppress(ValueError):
             file = fetched(name, "preprocessor_config.json")
         if file:
-            config = json.loads(file.read_text())
+            config = json.loads(file.read_text(encoding="utf-8"))
             mean = config.get("image_mean")
             std = config.get("image_std")
     elif name.startswith(_TIMM):

@@ -1,9 +1,7 @@
 """Text embeddings, trained on pairs of texts; the packaged data are docstrings and functions."""
 
-import ast
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
@@ -16,10 +14,11 @@ from torch.nn import functional as F
 from oneloop.data.rows.open_data import Source, sets_of
 from oneloop.tasks.columns import check_texts, columns_of, number_of_text, repeated, texts_of
 from oneloop.tasks.contrastive import info_nce
+from oneloop.tasks.docstring_pairs import docstring_pairs
 from oneloop.tasks.evaluation_metrics import Retrieval
 from oneloop.tasks.labels import RECORDED
-from oneloop.tasks.language.texts import held_out, stdlib
-from oneloop.tasks.text_encoders import LEARNED, EncoderShape, NewReader, TokenReader
+from oneloop.tasks.new_reader import LEARNED, NewReader
+from oneloop.tasks.text_encoders import EncoderShape, TokenReader
 from oneloop.tasks.text_rows import TextRows
 from oneloop.tasks.transformers_models import is_transformers
 
@@ -51,6 +50,8 @@ class TextPairs(TextRows):
         matryoshka: numbers of leading dimensions, such as [32, 64]: add the loss of these
             embeddings to that of all dimensions.
         mask_duplicates: equal texts in a batch are not negatives of each other.
+        group_answers: the metrics rank distinct texts: copies of a text count once, and each
+            positive of an equal anchor is right (false: each copy counts).
     """
 
     reader: TokenReader
@@ -72,6 +73,7 @@ class TextPairs(TextRows):
         symmetric: bool = False,
         matryoshka: list[int] = [],  # noqa: B006
         mask_duplicates: bool = False,
+        group_answers: bool = False,
         **reading: Any,
     ) -> None:
         if pooling not in _POOLINGS:
@@ -85,6 +87,7 @@ class TextPairs(TextRows):
         self.symmetric = symmetric
         self.matryoshka = [*map(int, matryoshka)]
         self.mask_duplicates = mask_duplicates
+        self.group_answers = group_answers
         self._vocab = vocab
 
         # Name the columns; hard negatives are numbered from 1.
@@ -104,7 +107,7 @@ class TextPairs(TextRows):
 
     def _read_docstrings(self) -> None:
         """Learn the tokens of the packaged pairs, and encode all splits."""
-        pairs = _docstrings()
+        pairs = docstring_pairs()
         self.reader.learn(lambda: chain.from_iterable(pairs["train"]))
         make = self._maker([0, 1])
         for split, of_split in pairs.items():
@@ -137,6 +140,8 @@ class TextPairs(TextRows):
 
         self.reader.learn(texts)
         sources[0].notes += self._duplicates(_repeated(anchors), _repeated(positives))
+        if not self.group_answers:
+            sources[0].notes += _copies(sources)
 
     def _duplicates(self, anchors: int, positives: int) -> list[str]:
         """Return the line for the log about training texts that are equal to an earlier one."""
@@ -274,7 +279,7 @@ class TextPairs(TextRows):
         return ids
 
     def metrics(self) -> Retrieval:
-        return Retrieval()
+        return Retrieval(group=self.group_answers)
 
     def update(
         self, metrics: Retrieval, batch: dict[str, Tensor], outputs: dict[str, Tensor]
@@ -344,6 +349,22 @@ def _repeated(columns: Sequence[tuple[Any, str]]) -> int:
     return sum(repeated(texts_of(rows, column)) for rows, column in columns)
 
 
+def _copies(sources: Sequence[Source]) -> Iterator[str]:
+    """Yield a line for each evaluation set with copies of texts, which the metrics rank apart."""
+    columns: dict[str, list[tuple[Any, str]]] = {}
+    for key in ("anchor", "positive"):
+        for _, split, rows, column in columns_of(sources, key):
+            if split in ("validation", "test"):
+                columns.setdefault(split, []).append((rows, column))
+    for split, texts in columns.items():
+        copies = sum(_repeated([text]) for text in texts)
+        if copies:
+            yield (
+                f"{copies:,} texts of {split} are copies of another row's text, and each copy "
+                "counts in the ranks: --task.group_answers true ranks distinct texts"
+            )
+
+
 def _inputs(batch: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     """Return the model's inputs among the tensors of a batch: those with this prefix."""
     return {key.removeprefix(prefix): batch[key] for key in batch if key.startswith(prefix)}
@@ -361,39 +382,3 @@ def _module(number: int, path: str, kind: str) -> dict[str, Any]:
 
 def _write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=1))
-
-
-def _docstrings() -> dict[str, list[tuple[str, str]]]:
-    """Return pairs by split: the first paragraph of a docstring, and its function without it.
-
-    Only functions with at least two more lines count. No file is in two splits.
-    """
-    pairs: dict[str, list[tuple[str, str]]] = {}
-    for split, files in held_out(stdlib(), percent=10).items():
-        pairs[split] = []
-        for file in files:
-            pairs[split] += _functions(file.text)
-    return pairs
-
-
-def _functions(source: str) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of a Python file."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escape sequences
-            tree = ast.parse(source)
-    except SyntaxError:
-        return
-    lines = source.splitlines()
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        # Take the source after the docstring, which is the first statement.
-        docstring = ast.get_docstring(node)
-        body = list[str]()
-        for part in node.body[1:]:
-            body += lines[part.lineno - 1 : part.end_lineno]
-        if docstring and docstring.strip() and len(body) >= 2:
-            paragraph = docstring.strip().split("\n\n")[0]
-            head = f"def {node.name}({ast.unparse(node.args)}):"
-            yield " ".join(paragraph.split()), "\n".join([head, *body])

@@ -4,7 +4,7 @@ import io
 import os
 import warnings
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,6 +58,21 @@ def decoded(value: Any, *, limit: int) -> Any:
         ValueError: the image is damaged or has more pixels.
     """
     return _read(value, limit).image
+
+
+def labelled_image(
+    columns: Mapping[str, str], number: Callable[[Any], Any], limit: int
+) -> Callable[[Row], tuple[Any, Any]]:
+    """Return a function from a row to its decoded image and its label.
+
+    Args:
+        columns: names of the columns ``image`` and ``label``.
+        number: converts a stored label; a row to predict has none.
+        limit: largest number of pixels of an image.
+    """
+    image = columns["image"]
+    label = columns["label"]
+    return lambda row: (decoded(row[image], limit=limit), number(row.get(label, 0)))
 
 
 @dataclass(frozen=True)

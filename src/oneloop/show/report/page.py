@@ -69,7 +69,7 @@ def write_report(runs: Sequence[Path], to: Path | None) -> Path:
     folder = runs[0] if len(runs) == 1 else Path()
     to = to or folder / "report.html"
     try:
-        to.write_text(report(runs))
+        to.write_text(report(runs), encoding="utf-8")
     except ValueError as error:
         raise BadInput(str(error)) from error
     except OSError as error:
@@ -88,13 +88,15 @@ def assembled(title: str, body: Sequence[str], charts: Sequence[Mapping[str, Any
     drawn = [{"data": _escaped(chart["data"]), "layout": chart["layout"]} for chart in charts]
     data = json.dumps(drawn, allow_nan=False)
     here = Path(__file__).parent
-    page, style, script = ((here / f"page.{kind}").read_text() for kind in ("html", "css", "js"))
+    page, style, script = (
+        (here / f"page.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    )
 
     # Read plotly's JavaScript without the import, which takes a second.
     package = find_spec("plotly")
     assert package is not None and package.submodule_search_locations
     folder = Path(package.submodule_search_locations[0])
-    plotly = (folder / "package_data" / "plotly.min.js").read_text()
+    plotly = (folder / "package_data" / "plotly.min.js").read_text(encoding="utf-8")
 
     # Allow these two scripts, and nothing else, by the content security policy.
     hashes = [hashlib.sha256(code.encode()) for code in (plotly, script)]

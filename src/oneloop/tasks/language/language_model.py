@@ -328,4 +328,4 @@ class LanguageModel(Task):
             config.eos_token_id = all_ends[0]
         else:
             config.eos_token_id = all_ends or None
-        (folder / "generation_config.json").write_text(config.to_json_string())
+        (folder / "generation_config.json").write_text(config.to_json_string(), encoding="utf-8")

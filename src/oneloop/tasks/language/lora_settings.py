@@ -176,7 +176,7 @@ def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
 
     # Read the config, and the names of the tensors.
     try:
-        config = dict(json.loads((folder / CONFIG).read_text()))
+        config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
         with safe_open(folder / f"{WEIGHTS}.safetensors", "pt") as file:
             names = list(file.keys())
     except (OSError, ValueError, TypeError, SafetensorError) as error:

@@ -262,7 +262,9 @@ def reject_quantized(name: str, lora: LoRA | None) -> None:
     A 4-bit model of bitsandbytes can get adapters, unless ``lora`` would quantize it again.
     """
     file = fetched(name, "config.json")
-    config = json.loads(file.read_text()).get("quantization_config") if file else None
+    config = (
+        json.loads(file.read_text(encoding="utf-8")).get("quantization_config") if file else None
+    )
     if not config:
         return
     kind = config.get("bnb_4bit_quant_type") if config.get("load_in_4bit") else None

@@ -51,7 +51,9 @@ def stdlib() -> list[Document]:
         path for path in root.rglob("*.py") if not _EXCLUDED & set(path.relative_to(root).parts)
     )
     return [
-        Document(path.relative_to(root).as_posix(), path.read_text(errors="replace"))
+        Document(
+            path.relative_to(root).as_posix(), path.read_text(encoding="utf-8", errors="replace")
+        )
         for path in files
     ]
 

@@ -1,0 +1,131 @@
+"""A torchmetrics.MetricCollection as :class:`oneloop.tasks.evaluation_metrics.Metrics`."""
+
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Collection:
+    """A torchmetrics.MetricCollection as :class:`Metrics`; torchmetrics reduces over the ranks.
+
+    Raises ValueError if a metric computes several unnamed values, or something that is not a
+    number."""
+
+    def __init__(self, collection: Any) -> None:
+        self._collection = collection
+
+    @property
+    def higher_is_better(self) -> Mapping[str, bool | None]:
+        """Whether larger is better, by logged name.
+
+        The names come from computing each metric without samples.
+        """
+        known: dict[str, bool | None] = {}
+        for name, metric in self._collection.items():
+            if not _is_matrix(metric):
+                known.update(dict.fromkeys(_names_of(name, metric), _direction(metric)))
+        return known
+
+    def to(self, device: torch.device) -> Any:
+        self._collection = self._collection.to(device)
+        return self
+
+    def sums(self) -> Sequence[Tensor]:
+        return ()
+
+    def compute(self) -> dict[str, Tensor]:
+        values = self._collection.compute()
+        metrics = dict(self._collection.items())
+        chosen = {}
+        for name, value in values.items():
+            number = _as_tensor(name, value)
+            is_matrix = name in metrics and _is_matrix(metrics[name])
+            if not is_matrix:
+                _check_scalar(name, number)
+            chosen[name] = number
+        return chosen
+
+    def not_logged(self) -> Iterator[str]:
+        """Yield a line about each confusion matrix that is not drawn."""
+        matrices = [name for name, metric in self._collection.items() if _is_matrix(metric)]
+        drawn = ""
+        for name in matrices:
+            empty = _compute_empty(self._collection[name])
+            if isinstance(empty, Tensor) and empty.ndim != 2:
+                shape = " x ".join(map(str, empty.shape))
+                yield f"the metric {name!r} has {shape} values: it is neither logged nor drawn"
+            else:
+                if drawn:
+                    yield f"the metric {drawn!r} is neither logged nor drawn, but {name!r} is drawn"
+                drawn = name
+
+
+def _direction(metric: Any) -> bool | None:
+    """Return whether a larger value of a metric is better; of a wrapper, as of what it wraps."""
+    own = metric.higher_is_better
+    if own is not None:
+        return bool(own)
+    if type(metric).__name__ == "CompositionalMetric":
+        return None  # an expression, such as 1 - accuracy
+    inside = {_direction(child) for child in metric.modules() if _is_metric(child, metric)}
+    return inside.pop() if len(inside) == 1 else None
+
+
+def _is_metric(module: Any, outer: Any) -> bool:
+    return module is not outer and hasattr(module, "higher_is_better")
+
+
+def _as_tensor(name: str, value: Any) -> Tensor:
+    """Return a value that a metric computed, also a plain or numpy number."""
+    if isinstance(value, Tensor):
+        return value
+    try:
+        return torch.as_tensor(value, dtype=torch.float64)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"the metric {name!r} computes a {type(value).__name__}, which is not a number"
+        ) from error
+
+
+def _check_scalar(name: str, value: Tensor) -> None:
+    """Raise ValueError if a value of a metric is not one number."""
+    if value.numel() != 1:
+        raise ValueError(
+            f"the metric {name!r} returns {value.numel()} values without names; wrap it in "
+            "torchmetrics' ClasswiseWrapper, or average it"
+        )
+
+
+def _names_of(name: str, metric: Any) -> Sequence[str]:
+    """Return the names under which a metric is logged."""
+    empty = _compute_empty(metric)
+    if isinstance(empty, dict):
+        return list(empty)
+    if isinstance(empty, Tensor):
+        _check_scalar(name, empty)
+    return [name]
+
+
+def _compute_empty(metric: Any) -> Any:
+    """Return what a metric computes without samples; None if it raises.
+
+    This shows the shape of its results.
+    """
+    try:
+        # Switch off collectives, also of metrics inside wrappers.
+        empty = metric.clone()
+        for module in empty.modules():
+            module.distributed_available_fn = lambda: False
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return empty.compute()
+    except Exception:
+        return None
+
+
+def _is_matrix(metric: Any) -> bool:
+    """Whether a metric is a confusion matrix, which is plotted and not logged."""
+    return type(metric).__name__.endswith("ConfusionMatrix")
