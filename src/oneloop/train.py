@@ -3,12 +3,16 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train digits
 """
 
+import sys
+
 if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
+    from oneloop.basics.hidden_modules import reject_hidden
+
+    reject_hidden(sys.argv[1:])
     from oneloop.launch import before_imports
 
     before_imports.begin()
 
-import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 

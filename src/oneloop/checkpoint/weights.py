@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from oneloop.basics.base_models import HUB, BaseModel, fetched
 from oneloop.basics.bucket import is_address
 from oneloop.basics.files import replacing
-from oneloop.basics.parameter_names import matches
+from oneloop.basics.parameter_names import aliases, matches, tied_to
 from oneloop.basics.tensors import scalar_names
 from oneloop.checkpoint.mirror import FINAL, complete, local_run
 from oneloop.checkpoint.pieces import Tensors
@@ -29,9 +29,7 @@ _CONFIG = "adapter_config.json"
 
 def tied_names(model: nn.Module) -> set[str]:
     """Return the names of parameters and buffers that are tied to an earlier one."""
-    first: dict[int, str] = {}
-    state = model.state_dict(keep_vars=True)
-    return {name for name, tensor in state.items() if first.setdefault(id(tensor), name) != name}
+    return {name for names in aliases(model) for name in names[1:]}
 
 
 def gathered_weights(model: nn.Module, origin: BaseModel | None = None) -> dict[str, Tensor]:
@@ -155,7 +153,9 @@ def load_weights(
     loaded = {name: tensor for name, tensor in loaded.items() if not stays(name)}
 
     # Check that they fit, then load them.
-    _reject_others(own, loaded, tied_names(model) | set(left), source, file)
+    # A file may have any one of the names of a tied tensor.
+    _reject_others(own, loaded, tied_to(model, loaded.keys()) | set(left), source, file)
+    _reject_untied(model, loaded, source)
     if origin is not None and (other := origin.other_settings(about)):
         raise ValueError(
             f"init.from {source!r}: its adapters have another scale ({other}); set task.lora.* "
@@ -255,6 +255,18 @@ def _reject_others(
             f"init.from {source!r}: {file.name} is of another model ({'; '.join(wrong)}); choose "
             "weights of the same task.* settings"
         )
+
+
+def _reject_untied(model: nn.Module, loaded: Tensors, source: str) -> None:
+    """Reject weights in which tensors differ that the model has tied."""
+    for names in aliases(model):
+        there = [name for name in names if name in loaded]
+        for name in there[1:]:
+            if not torch.equal(loaded[name], loaded[there[0]]):
+                raise ValueError(
+                    f"init.from {source!r}: {there[0]} and {name} are tied in the model, and "
+                    "differ in the file; choose weights of the same task.* settings"
+                )
 
 
 def _some(names: Sequence[str]) -> str:

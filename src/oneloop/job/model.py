@@ -156,15 +156,20 @@ def _parameters(
     optimizer = recipe.optimizer
     patterns = {pattern: rule.settings for pattern, rule in optimizer.groups.items()}
     settings, matched = chosen(model, patterns)
-    freeze(model, [name for name, setting in settings.items() if setting.get("freeze")])
+    names = [name for name, setting in settings.items() if setting.get("freeze")]
+    in_eval = freeze(model, names, keep_modes=optimizer.frozen_modules == "keep")
     sizes = {name: count(parameter) for name, parameter in model.named_parameters()}
     notes = []
-    for pattern, names in matched.items():
-        pairs = ", ".join(f"{key} {value}" for key, value in patterns[pattern].items())
+    if in_eval:
+        more = f" and {len(in_eval) - 3:,} more" if len(in_eval) > 3 else ""
         notes.append(
-            f"{pattern}: {sum(sizes[name] for name in names):,} parameters in {len(names)} "
-            f"tensors: {pairs}"
+            f"in eval mode, because they or their modules are frozen: {', '.join(in_eval[:3])}"
+            f"{more}; --optimizer.frozen_modules keep keeps the mode that model() returns"
         )
+    for pattern, chosen_names in matched.items():
+        pairs = ", ".join(f"{key} {value}" for key, value in patterns[pattern].items())
+        number = sum(sizes[name] for name in chosen_names)
+        notes.append(f"{pattern}: {number:,} parameters in {len(chosen_names)} tensors: {pairs}")
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     if len(frozen) == len(sizes):
         raise ValueError(

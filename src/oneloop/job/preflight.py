@@ -62,6 +62,7 @@ class Preflight:
     flops: float = 0.0  # floating-point operations of training on one sample
     additive: bool = True  # whether the loss of a batch is the sum of its samples' losses
     draws: bool = False  # whether collate, model or loss draw random numbers in training
+    collate_draws: bool = False
     others: Others = field(default_factory=Others)
     metrics: tuple[str, ...] = ()  # names of 0-dim outputs of the loss in training
     unused: list[str] = field(default_factory=list)  # trained parameters that the loss does not use
@@ -284,6 +285,7 @@ def _check_training(
         flops=last.flops / len(micro_batch),
         additive=contract.additive or contract.whole,
         draws=draws,
+        collate_draws=contract.collate_draws,
         others=Others(drawn=any(one.others for one in passes)),
         metrics=_metrics(contract, last.outputs),
         unused=last.unused,

@@ -173,6 +173,7 @@ def make_batch(contract: Contract, run: Run, samples: Samples) -> tuple[Any, flo
             "return tensors, or load the data without workers (--machine.workers 0)",
         ) from error
     contract.draws = contract.draws or draws
+    contract.collate_draws = contract.collate_draws or draws
     return next(transferred(iter([batch]), run.device)), weight
 
 

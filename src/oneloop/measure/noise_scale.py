@@ -215,6 +215,8 @@ class NoiseScale:
             big_inverse: 1 / samples of the step.
             norm: gradient norm of the step.
         """
+        if small_inverse == big_inverse:
+            return  # one part says nothing about the noise
         noise = (small_square - norm**2) / (small_inverse - big_inverse)
         signal = norm**2 - noise * big_inverse
         if noise == noise and signal == signal and abs(noise) != float("inf"):

@@ -4,6 +4,7 @@ Weight decay is for matrices only, unless settings name other parameters.
 """
 
 import inspect
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -108,23 +109,18 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
     try:
         optimizer = build(make, toy, lr=1e-3, weight_decay=0.0, options=options)
         optimizer.step()
-        for group in optimizer.param_groups:
-            for key, value in group.items():
-                if key != "params" and torch.is_tensor(value):
-                    raise TypeError(
-                        f"it keeps {key} as a tensor in its parameter groups, which oneloop "
-                        "cannot save"
-                    )
+        _check_state(optimizer)
     except Exception as error:
         given = "".join(f" {key}={value!r}" for key, value in options.items())
         why = str(error)
+        advice = "correct its options"
         if "closure" in why:
             why += (
                 " (it needs a closure that computes the loss again, and the loop computes it once)"
             )
-        raise ValueError(
-            f"optimizer.name {name}{given} cannot be used: {why}; correct its options"
-        ) from error
+        if "closure" in why or isinstance(error, _CannotSave):
+            advice = "choose another optimizer"
+        raise ValueError(f"optimizer.name {name}{given} cannot be used: {why}; {advice}") from error
 
     # Count the elements of the state, without numbers such as the step.
     elements = 0
@@ -133,6 +129,31 @@ def try_optimizer(make: Callable[..., Optimizer], name: str, options: Mapping[st
             if torch.is_tensor(value) and value.ndim:
                 elements += value.numel()
     return elements / sum(parameter.numel() for parameter in toy.parameters())
+
+
+class _CannotSave(TypeError):
+    """An optimizer keeps something that a checkpoint cannot store."""
+
+
+def _check_state(optimizer: Optimizer) -> None:
+    """Raise :class:`_CannotSave` if a checkpoint cannot store the state of an optimizer."""
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key != "params" and torch.is_tensor(value):
+                raise _CannotSave(
+                    f"it keeps {key} as a tensor in its parameter groups, which oneloop cannot save"
+                )
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if torch.is_tensor(value):
+                continue
+            try:
+                json.dumps(value)
+            except TypeError as error:
+                raise _CannotSave(
+                    f"it keeps {key} as a {type(value).__name__} in its state, which oneloop "
+                    "cannot save"
+                ) from error
 
 
 def reject_if_sharded(make: Callable[..., Optimizer]) -> None:

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.dropout import _DropoutNd
 
 from oneloop.basics.parameter_names import matches
 
@@ -72,7 +74,7 @@ def _some(names: Iterable[str]) -> str:
     return ", ".join(tops)
 
 
-def freeze(model: nn.Module, names: Iterable[str]) -> None:
+def freeze(model: nn.Module, names: Iterable[str], *, keep_modes: bool = False) -> list[str]:
     """Freeze these parameters.
 
     Modules whose parameters are all frozen are set to eval mode, so that their buffers do not
@@ -81,15 +83,32 @@ def freeze(model: nn.Module, names: Iterable[str]) -> None:
     Args:
         model: not yet wrapped.
         names: of parameters.
+        keep_modes: leave all modules in their mode.
+
+    Returns:
+        The modules with dropout or batch statistics whose mode has changed to eval, by name and
+        class.
     """
     frozen = set(names)
     for name, parameter in model.named_parameters():
         if name in frozen:
             parameter.requires_grad_(False)
+    if keep_modes:
+        return []
+    trained = {module for module in model.modules() if module.training}
     for module in model.modules():
         own = list(module.parameters())
         if own and not any(parameter.requires_grad for parameter in own):
             module.eval()
+
+    # Report those that compute something else in eval mode.
+    changed = []
+    for name, module in model.named_modules():
+        statistics = isinstance(module, _NormBase) and module.track_running_stats
+        dropout = isinstance(module, _DropoutNd) and module.p > 0
+        if module in trained and not module.training and (statistics or dropout):
+            changed.append(f"{name} ({type(module).__name__})")
+    return changed
 
 
 def layer_decay(model: nn.Module, blocks: Sequence[nn.Module], decay: float) -> dict[str, float]:

@@ -50,6 +50,7 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
     path, attribute = _split(group, name)
 
     # Import the file or module. Each error says what the user can do.
+    module: ModuleType | None = None
     try:
         with _importing(path):
             if ":" not in name:
@@ -61,7 +62,11 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
             f"{group}.name {name!r} needs the module {error.name!r}, which is not installed and "
             f"not found from this folder; install it or correct the path{_extra(error.name)}"
         ) from error
-    except AttributeError:
+    except AttributeError as error:
+        if module is None:  # raised by the user's code
+            raise BadInput(
+                f"{group}.name {name!r}: importing {path!r} failed: AttributeError: {error}"
+            ) from error
         if path == "__main__":
             raise BadInput(
                 f"{group}.name {name!r} was defined in a notebook, and is gone; put it into a "
@@ -276,7 +281,12 @@ def path_of(chosen: Any) -> str:
         raise BadInput(
             f"{chosen!r} cannot be found by its name; define it outside of any function or class"
         )
-    if getattr(sys.modules.get(module), name, None) is not chosen:
+    if not hasattr(sys.modules.get(module), name):
+        raise BadInput(
+            f"{module!r} has no {name!r}, so a resume could not find {chosen!r}; assign the class "
+            f"to this name there: {name} = …"
+        )
+    if getattr(sys.modules.get(module), name) is not chosen:
         raise BadInput(
             f"{module}.{name} now refers to a different object than {chosen!r}; rename your class"
         )

@@ -13,6 +13,7 @@ _OTHER_KEYS = ("ema.device",)
 _DATA = "task.data"
 # Keys that older versions did not have, with the values with which they change nothing.
 _ADDED: dict[str, Any] = {
+    "optimizer.frozen_modules": "eval",
     "task.unreadable": "stop",
     "task.group_answers": False,
     "task.system": "system",

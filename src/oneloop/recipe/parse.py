@@ -10,7 +10,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
@@ -275,10 +276,20 @@ def _argument(key: str, value: Any, made: ArgumentParser) -> str:
         if kind is not bool:
             raise BadInput(f"{key} needs a value: --{key} VALUE")
         value = True
-    if key == "track" and isinstance(value, str) and not value.startswith("["):
-        value = [] if value in ("none", "") else value.split(",")
+    if key == "track" and value in ("none", ""):
+        value = []
+    elif isinstance(value, str) and _is_list(kind) and not value.startswith(("[", "null")):
+        value = f"[{value}]"
     text = value if isinstance(value, str) else json.dumps(value)
     return f"--{key}={text}"
+
+
+def _is_list(kind: Any) -> bool:
+    """Return whether a key of this type takes a list, and nothing else but null."""
+    if get_origin(kind) in (Union, UnionType):
+        kinds = [one for one in get_args(kind) if one is not type(None)]
+        return all(map(_is_list, kinds))
+    return get_origin(kind) in (list, tuple, Sequence) or kind in (list, tuple)
 
 
 def _reworded(error: Exception, given: Mapping[str, Any], made: ArgumentParser) -> str:

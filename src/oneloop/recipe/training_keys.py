@@ -114,6 +114,9 @@ class OptimizerConfig:
     """freeze, lr_factor and weight_decay by pattern: {backbone: {lr_factor: 0.1}, '*.bias':
     {weight_decay: 0}, 'encoder.[0-5]': {freeze: true}}. A pattern is a parameter's dotted name or
     the start of one; * matches any text, ? one character and [0-5] one of several"""
+    frozen_modules: Literal["eval", "keep"] = "eval"
+    """mode of modules whose parameters are all frozen: eval (no dropout, fixed statistics), or keep
+    that of model()"""
     layer_decay: float = 1.0
     """factor of the learning rate from each block of the model to the block below it (1: no
     decay)"""

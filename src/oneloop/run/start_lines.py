@@ -200,6 +200,12 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
             "the model has dropout: another parallel layout draws other random numbers; the same "
             "layout is bit-identical"
         )
+    if seen.collate_draws:
+        return (
+            "collate draws random numbers for a whole batch: another parallel layout draws others; "
+            "draw them in data[index] (for collators of transformers: "
+            "oneloop.data.drawn_samples.DrawnSamples)"
+        )
     if seen.draws:
         return (
             "model, loss or collate draw random numbers: another parallel layout draws other "

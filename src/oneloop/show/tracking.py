@@ -29,6 +29,8 @@ def check_trackers(names: Sequence[str]) -> None:
         names: names of trackers, as accelerate knows them.
     """
     for name in names:
+        if name == "none":
+            raise BadInput('track is a list with "none"; for no tracker, write track="none" alone')
         if name not in LOGGER_TYPE_TO_CLASS:
             known = ", ".join(sorted(LOGGER_TYPE_TO_CLASS))
             raise BadInput(f"track {name!r} is not a tracker of accelerate; known: {known}")

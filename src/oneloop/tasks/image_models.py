@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.base_models import HUB, fetched
+from oneloop.basics.parameter_names import tied_to
 from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
 
 Pretrained = bool | str | None  # no weights, the public weights, or a file or folder with weights
@@ -246,7 +247,7 @@ def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[s
     own = model.state_dict()
     shared = own.keys() & weights.keys()
     mismatched = {name for name in shared if own[name].shape != weights[name].shape}
-    missing = own.keys() - weights.keys() - _tied_names(model, weights)
+    missing = own.keys() - weights.keys() - tied_to(model, weights.keys())
 
     # Only the last layer may be missing, or have another shape.
     heads = _head_layers(model, mismatched, classes)
@@ -270,18 +271,6 @@ def fitted(model: nn.Module, weights: Mapping[str, Any], classes: int) -> list[s
         return []
     layers = ", ".join(sorted({name.rpartition(".")[0] for name in new}))
     return [f"the last layer ({layers}) is re-initialized: the classes differ"]
-
-
-def _tied_names(model: nn.Module, weights: Mapping[str, Tensor]) -> set[str]:
-    """Return names of tied tensors of which the weights contain at least one name."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        names.setdefault(id(tensor), []).append(name)
-    tied = set[str]()
-    for aliases in names.values():
-        if not weights.keys().isdisjoint(aliases):
-            tied.update(aliases)
-    return tied
 
 
 def _head_layers(model: nn.Module, mismatched: Iterable[str], classes: int) -> set[str]:

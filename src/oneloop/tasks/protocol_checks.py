@@ -156,6 +156,7 @@ class Contract:
         self.additive = bool(getattr(task, "additive", True)) and not self.whole
         """whether the task declares that the loss of a batch is the sum of its samples' losses"""
         self.draws = False  # whether a call drew random numbers
+        self.collate_draws = False  # whether one of collate did
         self._keys: list[str] | None = None
 
     def wrong(self, member: str, returned: str, fix: str) -> BadInput:
