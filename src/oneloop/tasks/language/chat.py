@@ -141,7 +141,7 @@ class Chat:
         """
         # Find the character ranges that are trained.
         text, spans = self._rendered(messages, tools, marks=self.marked)
-        check_written(text, messages)
+        check_written(text, messages, lambda changed: self.render(changed, tools))
         if not self.marked:
             spans = self._prefix_ranges(text, messages, tools, given, untrained)
         elif given:

@@ -82,17 +82,29 @@ def call_form(render: Callable[[Sequence[Any]], str]) -> CallForm:
     return CallForm()
 
 
-def check_written(text: str, messages: Sequence[Any]) -> None:
-    """Raise ValueError if a rendered conversation lacks the name of a function that it calls."""
+def check_written(
+    text: str, messages: Sequence[Any], render: Callable[[Sequence[Any]], str]
+) -> None:
+    """Raise ValueError if a template leaves out tool calls.
+
+    Args:
+        text: the rendered conversation.
+        messages: the conversation.
+        render: renders messages, or raises ValueError.
+    """
     for number, message in enumerate(messages):
-        for call in message.get("tool_calls") or ():
-            function = call.get("function")
-            name = function.get("name") if isinstance(function, Mapping) else None
-            if isinstance(name, str) and name not in text:
-                raise ValueError(
-                    f"the chat template does not write the call of {name!r} in message {number}; "
-                    "use a template that does, or remove the row"
-                )
+        if not message.get("tool_calls"):
+            continue
+        without = {key: value for key, value in message.items() if key != "tool_calls"}
+        try:
+            same = render([*messages[:number], without, *messages[number + 1 :]]) == text
+        except ValueError:
+            continue
+        if same:
+            raise ValueError(
+                f"the chat template does not write the tool calls of message {number}; use a "
+                "template that does, or remove the row"
+            )
 
 
 def _parsed_object(text: str) -> Any:

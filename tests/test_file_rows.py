@@ -1,0 +1,249 @@
+"""Rows of CSV and JSON Lines: what Python's modules read, or an error with file and line."""
+
+from __future__ import annotations
+
+import bz2
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from oneloop.data.rows.file_rows import FileRow, file_rows
+from oneloop.data.rows.open_data import named_sources, opened
+from oneloop.data.rows.rows import divided
+from oneloop.tasks.text_classification import TextClassification
+
+SMALL: dict[str, Any] = {"model": "bytes", "layers": 1, "heads": 2, "width": 16, "length": 64}
+LABELLED = [{"text": f"movie {n}", "label": "pos" if n % 2 else "neg"} for n in range(60)]
+
+
+def write(file: Path, content: str | bytes) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content.encode() if isinstance(content, str) else content)
+    return file
+
+
+def lines(rows: list[Any]) -> str:
+    return "".join(f"{json.dumps(row)}\n" for row in rows)
+
+
+def read(file: Path, kind: str = "csv") -> list[FileRow]:
+    return list(file_rows(file, kind))
+
+
+# --- CSV ---
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a,b\nx,y\n",
+        "a,b\r\nx,y\r\n",
+        "a,b\nx,y",
+        '\ufeffa,b\n"x",y\n',
+        'a,b\n"x, y","l 1\nl 2"\n',
+        'a,b\n"say ""hi""",\n',
+        'a,b\nhe "said" it,5" pipe\n',
+        "a,b\n  x , y  \n\n\nu,v\n",
+        "a,b\nx\u2028y,u\x0bv\n",
+        "a;b,c\nx;y,z\n",
+    ],
+)
+def test_csv_is_read_as_by_python(tmp_path, text):
+    file = write(tmp_path / "a.csv", text)
+    expected = list(csv.DictReader(io.StringIO(text.removeprefix("\ufeff"), newline="")))
+    assert [row.values for row in read(file)] == expected
+
+
+@pytest.mark.parametrize(
+    ("bad", "line", "why"),
+    [
+        ('"he said \\"good\\"",pos', 3, "characters after a closing quote"),
+        ('"he said" loudly,pos', 3, "characters after a closing quote"),
+        ('"a" "b",pos', 3, "characters after a closing quote"),
+        ('"a"b,pos', 3, "characters after a closing quote"),
+        ("one,two,three", 3, "3 values, and the first line names 2 columns"),
+        ("one", 3, "1 values, and the first line names 2 columns"),
+        (b"caf\xe9,pos", 3, "'text' is not valid Unicode text"),
+    ],
+)
+def test_a_bad_row_of_csv_is_named_or_skipped(tmp_path, monkeypatch, bad, line, why):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    bad = bad.encode() if isinstance(bad, str) else bad
+    rest = "".join(f"t {n},{'ab'[n % 2]}\n" for n in range(40)).encode()
+    file = write(tmp_path / "a.csv", b"text,label\nfirst,a\n" + bad + b"\n" + rest)
+    with pytest.raises(ValueError, match=rf"a\.csv, line {line}: {why}.*task\.unreadable skip"):
+        TextClassification(str(file), **SMALL)
+
+    # The other rows are read, and keep their numbers in the file.
+    task = TextClassification(str(file), unreadable="skip", **SMALL)
+    sets = [task.train_set(), *task.eval_sets().values()]
+    texts = {
+        data.where(n): task.reader.decode(data[n][0]) for data in sets for n in range(len(data))
+    }
+    expected = {f"{file}, row {n + 2}": f"t {n}" for n in range(40)}
+    assert texts == expected | {f"{file}, row 0": "first"}
+    assert len(task.skipped_rows) == 1 and f"line {line}" in task.skipped_rows[0]
+    assert "1 rows were skipped" in " ".join(task.notes)
+
+
+def test_a_quote_that_is_never_closed_takes_the_rest(tmp_path):
+    file = write(tmp_path / "a.csv", 'text,label\na,b\n"c,d\ne,f\n')
+    rows = read(file)
+    assert [row.values for row in rows] == [{"text": "a", "label": "b"}, None]
+    assert rows[1].line == 3 and "not closed" in rows[1].why
+
+
+def test_values_on_the_border_of_two_reads(tmp_path):
+    """Multi-byte characters, quotes and line ends at every offset around the buffer's border."""
+    border = 1 << 20
+    for shift in range(8):
+        first = "x" * (border - 12 - shift)
+        text = f'a,b\r\n{first},é\r\n"ü ""q""\r\nn",€\r\n'
+        expected = list(csv.DictReader(io.StringIO(text, newline="")))
+        assert [row.values for row in read(write(tmp_path / "a.csv", text))] == expected
+
+
+@pytest.mark.parametrize("ending", ["gz", "bz2", "zst"])
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_compressed_files_are_the_same_rows(tmp_path, monkeypatch, ending, kind):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    text = lines(LABELLED)
+    if kind == "csv":
+        text = "text,label\n" + "".join(f"{row['text']},{row['label']}\n" for row in LABELLED)
+    packed = {"gz": gzip.compress, "bz2": bz2.compress}.get(
+        ending, lambda data: pa.compress(data, codec="zstd", asbytes=True)
+    )
+    plain = write(tmp_path / "plain" / f"train.{kind}", text)
+    other = write(tmp_path / "packed" / f"train.{kind}.{ending}", packed(text.encode()))
+
+    def samples(file: Path) -> list[Any]:
+        task = TextClassification(str(file.parent), **SMALL)
+        data = task.train_set()
+        return [
+            (data[n][0].tolist(), data[n][1], data.where(n).rpartition(", ")[2])
+            for n in range(len(data))
+        ]
+
+    assert samples(other) == samples(plain)
+
+    # A file that is cut is named.
+    other.write_bytes(other.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=rf"train\.{kind}\.{ending}"):
+        samples(other)
+
+
+# --- JSON ---
+
+
+@pytest.mark.parametrize("column", ["text", "label"])
+def test_half_a_character_is_named_or_skipped(tmp_path, monkeypatch, column):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    bad = {**LABELLED[0], column: "cut \ud83d"}
+    file = write(tmp_path / "train.jsonl", lines([*LABELLED[:39], bad, *LABELLED[39:]]))
+    with pytest.raises(
+        ValueError, match=rf"train\.jsonl, line 40: '{column}' is not valid Unicode"
+    ):
+        TextClassification(str(file), **SMALL)
+    task = TextClassification(str(file), unreadable="skip", **SMALL)
+    assert sum(map(len, (task.train_set(), *task.eval_sets().values()))) == len(LABELLED)
+
+
+ODD = {
+    "numbers and texts": lambda n: n if n % 2 else f"a{n}",
+    "lists and numbers": lambda n: [n] if n % 2 else n,
+    "more than 64 bits": lambda n: 2**64 + n,
+    "truth and texts": lambda n: True if n % 2 else "no",
+    "half a character": lambda n: "\ud83d",
+    "objects and numbers": lambda n: {"a": n} if n % 2 else n,
+    "a type that changes late": lambda n: n if n < 55 else "late",
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_a_column_that_no_task_reads_cannot_stop_a_run(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("oneloop.data.rows.csv_json._ROWS", 50)
+    rows = [{**row, "odd": ODD[name](n)} for n, row in enumerate(LABELLED)]
+    file = write(tmp_path / "train.jsonl", lines(rows))
+    task = TextClassification(str(file), **SMALL)
+    assert task.classes == ["neg", "pos"]
+    with pytest.raises(ValueError, match=r"'odd'"):
+        TextClassification(str(file), text="odd", **SMALL)
+
+
+ROWS = {"data": LABELLED[:5]}
+COLUMNS = {"text": {"0": "a"}, "label": {"0": "b"}}
+FORMS = {
+    "UTF-16": ("a.csv", "text,label\na,b\n".encode("utf-16"), r"a\.csv is UTF-16 text"),
+    "UTF-16 without a mark": ("a.jsonl", '{"text": "a"}'.encode("utf-16-le"), "is UTF-16 text"),
+    "one object": ("a.json", json.dumps(ROWS, indent=1).encode(), "rows seem to be under 'data'"),
+    "one object on a line": ("a.json", json.dumps(ROWS).encode(), "rows seem to be under 'data'"),
+    "columns": ("a.json", json.dumps(COLUMNS).encode(), "columns seem to be text, label"),
+    "a line for spreadsheets": ("a.csv", b"sep=,\ntext,label\na,b\n", "begins with 'sep=,?'"),
+    "an unknown compression": ("a.csv.xz", b"", "is compressed, which is not supported"),
+    "deep lists": ("a.jsonl", b"[" * 100_000, "not JSON"),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_other_forms_of_files_are_recognized(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    file, content, expected = FORMS[name]
+    write(tmp_path / "data" / file, content)
+    with pytest.raises(ValueError, match=expected):
+        TextClassification(str(tmp_path / "data"), **SMALL)
+
+
+# --- splits ---
+
+
+def test_a_rare_class_stays_in_train(tmp_path, monkeypatch):
+    """Its only row would be drawn for validation or test; all other draws stay the same."""
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    kept = 0
+    for draw in range(40):
+        rows = [dict(row) for row in LABELLED]
+        rows[7] = {"text": f"rare {draw}", "label": "rare"}
+        file = write(tmp_path / f"{draw}.jsonl", lines(rows))
+        [source] = named_sources(str(file), {"text": "text", "label": "label"})
+        parts = opened(source, held_out=0.1, window=4, label="label").parts
+        [plain] = named_sources(str(file), {"text": "text", "label": "label"})
+        before = opened(plain, held_out=0.1, window=4).parts
+
+        def texts(part: Any) -> set[str]:
+            return {part[n]["text"] for n in range(len(part))}
+
+        rare = {f"rare {draw}"}
+        assert rare <= texts(parts["train"])
+        for split in ("validation", "test"):
+            assert texts(parts[split]) == texts(before[split]) - rare
+        if not rare <= texts(before["train"]):
+            kept += 1
+            assert "1 rows stay in train" in source.notes[-1] and "rare (1)" in source.notes[-1]
+        else:
+            assert not source.notes
+    assert 2 <= kept <= 15
+
+
+def test_a_column_that_some_files_lack_is_named(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    write(tmp_path / "d" / "train.jsonl", lines([{**row, "second": "x"} for row in LABELLED]))
+    write(tmp_path / "d" / "validation.jsonl", lines(LABELLED[:9]))
+    with pytest.raises(ValueError, match=r"no column 'second'.*and other files have it"):
+        TextClassification(str(tmp_path / "d"), second="second", **SMALL)
+
+
+def test_splits_need_rows(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    [source] = named_sources(
+        str(write(tmp_path / "a.jsonl", lines(LABELLED[:2]))), {"text": "text"}
+    )
+    with pytest.raises(ValueError, match="2 rows are too few"):
+        opened(source, held_out=0.1, window=4)
+    assert divided({"train": [1], "validation": [2]}, 0.1) == {"train": [1], "validation": [2]}

@@ -1,0 +1,191 @@
+"""Image files: their endings, their metadata, and their EXIF orientation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image, ImageOps
+from pyarrow import parquet
+
+from oneloop.data.rows.cache import changes
+from oneloop.data.rows.images import decoded
+from oneloop.tasks.image_classification import ImageClassification
+
+SMALL: dict[str, Any] = {"model": "cnn", "width": 8, "image_size": 16}
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+
+
+def picture(seed: int) -> Image.Image:
+    pixels = np.random.default_rng(seed).integers(0, 255, (16, 16, 3), dtype=np.uint8)
+    return Image.fromarray(pixels)
+
+
+def described(folder: Path, rows: list[dict[str, Any]], ending: str = "csv") -> Path:
+    """Write 45 images, and a metadata file with these rows."""
+    folder.mkdir(parents=True)
+    for number in range(45):
+        picture(number).save(folder / f"{number:03d}.png")
+    file = folder / f"metadata.{ending}"
+    if ending == "csv":
+        lines = [",".join(rows[0]), *(",".join(map(str, row.values())) for row in rows)]
+        file.write_text("\n".join(lines) + "\n")
+    elif ending == "jsonl":
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    else:
+        parquet.write_table(pa.Table.from_pylist(rows), file)
+    return folder
+
+
+def rows_with(labels: list[Any]) -> list[dict[str, Any]]:
+    return [
+        {"file_name": f"{number:03d}.png", "label": labels[number % len(labels)]}
+        for number in range(45)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("labels", "classes"),
+    [
+        (["01", "02", "1"], ["01", "1", "02"]),
+        (["True", "true", "false"], ["True", "false", "true"]),
+        (["1.0", "1.00"], ["1.0", "1.00"]),
+        (["2024-01-05", "2024-01-06"], ["2024-01-05", "2024-01-06"]),
+        (["NA", "null"], ["NA", "null"]),
+        (["3", "10"], ["3", "10"]),
+    ],
+)
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_labels_stay_text(tmp_path, labels, classes, ending):
+    folder = described(tmp_path / "data", rows_with(labels), ending)
+    assert ImageClassification(str(folder), **SMALL).classes == classes
+
+
+def test_only_values_that_were_guessed_change_the_fingerprint(tmp_path):
+    """A resume of an older run names the reason."""
+    for name, labels, changed in (
+        ("same", ["a", "b"], False),
+        ("integers", ["3", "10"], False),
+        ("guessed", ["01", "1"], True),
+    ):
+        folder = described(tmp_path / name, rows_with(labels))
+        found = ImageClassification(str(folder), **SMALL).train_set().fingerprint()
+        assert ("metadata.csv" in found) == changed
+        before = {key: value for key, value in found.items() if key != "metadata.csv"}
+        reasons = changes(before, found)
+        assert len(reasons) == int(changed)
+        assert all("older versions of oneloop guessed types" in reason for reason in reasons)
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        ("000.png", r"names 000\.png twice, with label 'a' and label 'b'"),
+        ("./000.png", r"names \./000\.png twice"),
+        ("sub/../000.png", r"twice"),
+        ("999.png", r"names 999\.png, which does not exist"),
+        ("", r"has no text in a column 'file_name' of row 45"),
+    ],
+)
+def test_contradictions_are_named(tmp_path, more, expected):
+    rows = [*rows_with(["a", "b"]), {"file_name": more, "label": "b"}]
+    folder = described(tmp_path / "data", rows)
+    with pytest.raises(ValueError, match=expected):
+        ImageClassification(str(folder), **SMALL)
+
+
+def test_two_metadata_files_are_rejected(tmp_path):
+    folder = described(tmp_path / "data", rows_with(["a", "b"]))
+    (folder / "metadata.jsonl").write_text('{"file_name": "000.png", "label": "c"}\n')
+    with pytest.raises(ValueError, match=r"has metadata\.csv and metadata\.jsonl; keep one"):
+        ImageClassification(str(folder), **SMALL)
+
+
+def test_a_column_of_several_types_is_ignored_unless_it_is_read(tmp_path):
+    rows = [{**row, "box": n if n % 2 else [1]} for n, row in enumerate(rows_with(["a", "b"]))]
+    folder = described(tmp_path / "data", rows, "jsonl")
+    assert ImageClassification(str(folder), **SMALL).classes == ["a", "b"]
+    with pytest.raises(ValueError, match="'box' must hold values of one type"):
+        ImageClassification(str(folder), label="box", **SMALL)
+
+
+@pytest.mark.parametrize(
+    ("ending", "used"), [("jfif", 24), ("jpe", 24), ("JPG", 24), ("heic", 16), ("raw", 16)]
+)
+def test_no_image_disappears_without_a_line(tmp_path, ending, used):
+    for label in "ab":
+        (tmp_path / "data" / label).mkdir(parents=True)
+        for number in range(12):
+            name = f"{number:02d}.{ending if label == 'b' and number < 8 else 'jpg'}"
+            picture(number).save(tmp_path / "data" / label / name, format="jpeg")
+    task = ImageClassification(str(tmp_path / "data"), **SMALL)
+    assert sum(map(len, (task.train_set(), *task.eval_sets().values()))) == used
+    told = any(f"files that are not read: 8 .{ending}" in note for note in task.notes)
+    assert told == (used == 16)
+
+
+def photo(file: Path, orientation: int, blue: int = 0) -> None:
+    """Write 40 x 60 pixels with a red upper half, to be turned."""
+    pixels = np.zeros((40, 60, 3), np.uint8)
+    pixels[:20] = (255, 0, blue)
+    about = Image.Exif()
+    about[0x0112] = orientation
+    Image.fromarray(pixels).save(file, exif=about)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("ending", ["jpg", "png", "webp", "tif"])
+def test_images_are_turned_as_by_datasets(tmp_path, ending, orientation):
+    file = tmp_path / f"photo.{ending}"
+    photo(file, orientation)
+    with Image.open(file) as opened:
+        right = np.asarray(ImageOps.exif_transpose(opened).convert("RGB")).astype(int)
+    for stored in ({"bytes": None, "path": str(file)}, {"bytes": file.read_bytes(), "path": None}):
+        ours = np.asarray(decoded(stored, limit=10**8)).astype(int)
+        assert ours.shape == right.shape and np.abs(ours - right).max() <= 1
+
+
+def test_a_damaged_orientation_is_none(tmp_path):
+    file = tmp_path / "photo.jpg"
+    photo(file, 6)
+    file.write_bytes(
+        file.read_bytes()
+        .replace(b"Exif\0\0MM", b"Exif\0\0XX")
+        .replace(b"Exif\0\0II", b"Exif\0\0XX")
+    )
+    assert decoded({"bytes": None, "path": str(file)}, limit=10**8).size == (60, 40)
+
+
+@pytest.mark.parametrize("kind", ["folders", "parquet"])
+def test_turned_images_are_counted_in_the_fingerprint(tmp_path, kind):
+    """Training, evaluation and prediction see the turned image."""
+    plain, turned = tmp_path / "plain", tmp_path / "turned"
+    for folder, orientation in ((plain, 1), (turned, 6)):
+        rows = []
+        for label in "ab":
+            (folder / label).mkdir(parents=True)
+            for number in range(12):
+                file = folder / label / f"{number:02d}.png"
+                photo(file, orientation if number == 3 else 1, number)
+                rows.append({"image": file.read_bytes(), "label": label, "id": number})
+        if kind == "parquet":
+            parquet.write_table(pa.Table.from_pylist(rows), folder.with_suffix(".parquet"))
+
+    found = []
+    for folder in (plain, turned):
+        where = folder.with_suffix(".parquet") if kind == "parquet" else folder
+        task = ImageClassification(str(where), augment=False, **SMALL)
+        found.append(task.train_set().fingerprint())
+        assert any("EXIF" in note for note in task.notes) == (folder == turned)
+        same = task.samples_of(str(where), labelled=True)
+        red = [float(same[n][0][0, :, :4].mean()) for n in range(len(same))]
+        assert (min(red) < 0.0) == (folder == turned)  # the left is not red once it is turned
+    assert "EXIF orientation" in found[1] and "EXIF orientation" not in found[0]

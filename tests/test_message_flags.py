@@ -1,0 +1,197 @@
+"""Messages that the data leave out of training, system prompts in a column, and tools."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+
+from oneloop.tasks.language.message_flags import FLAGS
+from oneloop.tasks.sft import SFT
+
+# Without marks, so that the answers are found by prefixes.
+PLAIN = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}"
+    "{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+BAD = "bad answer<|im_end|>"
+GOOD = "good answer<|im_end|>"
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+
+
+def written(folder: Path, rows: list[dict[str, Any]], kind: str = "jsonl") -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    if kind == "parquet":
+        parquet.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    else:
+        (folder / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder
+
+
+def chats(*, sharegpt: bool = False, **bad: Any) -> list[dict[str, Any]]:
+    """Return rows with a bad answer, which has these keys, and a good one."""
+    rows = []
+    for number in range(20):
+        messages: list[dict[str, Any]] = [
+            {"role": "user", "content": f"a {number}"},
+            {"role": "assistant", "content": "bad answer", **bad},
+            {"role": "user", "content": "again"},
+            {"role": "assistant", "content": "good answer"},
+        ]
+        if sharegpt:
+            names = {"user": "human", "assistant": "gpt"}
+            messages = [
+                {"from": names[one.pop("role")], "value": one.pop("content"), **one}
+                for one in messages
+            ]
+        rows.append({"messages": messages})
+    return rows
+
+
+def task_of(folder: Path, *, marked: bool, **keys: Any) -> SFT:
+    if not marked:
+        (folder.parent / "plain.jinja").write_text(PLAIN)
+        keys["chat_template"] = str(folder.parent / "plain.jinja")
+    return SFT(data=str(folder), pack="padded", held_out=0.1, layers=1, heads=2, width=16, **keys)
+
+
+def trained(task: SFT, index: int = 0) -> list[str]:
+    """Return the trained texts of a sample."""
+    texts, inside = [], False
+    for token in map(int, task.train_set()[index]):
+        if token >= 0 and not inside:
+            texts.append("")
+        if token >= 0:
+            texts[-1] += task.decode([token])
+        inside = token >= 0
+    return [text.strip() for text in texts]
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("flag", FLAGS)
+def test_a_message_is_left_out(tmp_path, flag, marked):
+    for kind, value in (("jsonl", 0), ("jsonl", False), ("parquet", 0), ("parquet", False)):
+        folder = written(tmp_path / f"{kind}-{value}", chats(**{flag: value}), kind)
+        assert trained(task_of(folder, marked=marked)) == [GOOD]
+
+
+@pytest.mark.parametrize("value", [1, True, None])
+def test_a_message_that_is_trained_changes_nothing(tmp_path, value):
+    plain = task_of(written(tmp_path / "plain", chats()), marked=True)
+    flagged = task_of(written(tmp_path / "flagged", chats(weight=value)), marked=True)
+    assert trained(flagged) == trained(plain) == [BAD, GOOD]
+
+
+def test_sharegpt_and_prompts_with_messages(tmp_path):
+    folder = written(tmp_path / "sharegpt", chats(sharegpt=True, weight=0))
+    assert trained(task_of(folder, marked=False)) == [GOOD]
+    rows = [
+        {"prompt": row["messages"][:1], "completion": row["messages"][1:]}
+        for row in chats(train=False)
+    ]
+    for marked in (True, False):
+        folder = written(tmp_path / f"prompts-{marked}", rows)
+        assert trained(task_of(folder, marked=marked)) == [GOOD]
+
+
+@pytest.mark.parametrize(
+    ("bad", "expected"),
+    [
+        ({"weight": 0.5}, r"row 0: message 1: weight is 0\.5; expected 0, 1, false or true"),
+        ({"loss": "no"}, r"message 1: loss is 'no'"),
+        ({"train": 2}, r"message 1: train is 2"),
+        ({"weight": 0, "train": True}, r"weight, train contradict each other"),
+    ],
+)
+def test_other_values_are_rejected(tmp_path, bad, expected):
+    folder = written(tmp_path / "data", chats(**bad))
+    with pytest.raises(ValueError, match=expected):
+        task_of(folder, marked=True)
+    # Keys with another meaning can be ignored.
+    assert trained(task_of(folder, marked=True, flags=[])) == [BAD, GOOD]
+
+
+def test_only_answers_can_be_trained(tmp_path):
+    rows = chats()
+    for row in rows:
+        row["messages"][0]["train"] = True
+    with pytest.raises(ValueError, match="message 0 of 'user' has train true"):
+        task_of(written(tmp_path / "data", rows), marked=True)
+
+
+def test_flags_are_in_the_fingerprint_and_their_absence_is_not(tmp_path):
+    plain = task_of(written(tmp_path / "plain", chats()), marked=True)
+    content = plain.train_set().fingerprint()
+    assert "flags" not in content and "system" not in content
+    folder = written(tmp_path / "flagged", chats(weight=0))
+    flagged = task_of(folder, marked=True).train_set().fingerprint()
+    ignored = task_of(folder, marked=True, flags=["train"]).train_set().fingerprint()
+    assert "begin a new run" in flagged["flags"] and "flags" not in ignored
+
+
+# --- the column of system prompts ---
+
+
+def test_a_system_prompt_is_the_first_message(tmp_path):
+    rows = [{**row, "system": "Be brief."} for row in chats(weight=0)]
+    for marked in (True, False):
+        task = task_of(written(tmp_path / f"{marked}", rows), marked=marked)
+        sample = task.train_set()[0]
+        text = task.decode([int(token) if token >= 0 else int(~token) for token in sample])
+        assert text.startswith("<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\na ")
+        assert trained(task) == [GOOD]
+    without = task_of(tmp_path / "True", marked=True, system="")
+    assert "system" not in without.decode([abs(int(token)) for token in without.train_set()[0]])
+
+
+def test_rows_without_a_system_prompt(tmp_path):
+    """None, an empty text, and the same prompt in both places."""
+    for number, system in enumerate(("", None, "Be brief.")):
+        rows = chats()
+        for row in rows:
+            row["system"] = system
+            row["messages"].insert(0, {"role": "system", "content": "Be brief."})
+        task = task_of(written(tmp_path / f"{number}", rows), marked=True)
+        sample = [int(token) if token >= 0 else int(~token) for token in task.train_set()[0]]
+        assert task.decode(sample).count("<|im_start|>system") == 1
+
+
+def test_system_prompts_that_contradict_or_have_no_place(tmp_path):
+    rows = [{**row, "system": "Be brief."} for row in chats()]
+    for row in rows:
+        row["messages"].insert(0, {"role": "system", "content": "Be long."})
+    with pytest.raises(ValueError, match="are different system prompts"):
+        task_of(written(tmp_path / "both", rows), marked=True)
+    texts = [{"prompt": f"q {n}", "completion": " a", "system": "Be brief."} for n in range(20)]
+    with pytest.raises(ValueError, match="has a system prompt, and the prompt is a text"):
+        task_of(written(tmp_path / "texts", texts), marked=True)
+    assert task_of(tmp_path / "texts", marked=True, system="").train_set()
+
+
+def test_an_optional_column_of_some_files_only_is_named(tmp_path):
+    folder = written(tmp_path / "data", [{**row, "system": "Be brief."} for row in chats()])
+    (folder / "validation.jsonl").write_text(json.dumps(chats()[0]) + "\n")
+    with pytest.raises(ValueError, match="no column 'system'.*other files have it"):
+        task_of(folder, marked=True)
+
+
+# --- tools ---
+
+
+def test_no_tools_in_any_form(tmp_path):
+    expected = None
+    for number, tools in enumerate((None, [], "[]", " [ ] ", "null", "{}", "")):
+        rows = [{**row, "tools": tools} for row in chats()]
+        task = task_of(written(tmp_path / f"{number}", rows), marked=True)
+        sample = task.train_set()[0].tolist()
+        expected = expected or sample
+        assert sample == expected
