@@ -182,7 +182,7 @@ def test_directions_are_known_before_anything_is_measured():
     }
     assert directions(Task(lambda: MetricCollection({"mean": MeanMetric()}))) == {
         "loss": False,
-        "mean": False,
+        "mean": None,
     }
     assert directions(object()) == {"loss": False}
     with pytest.raises(ValueError, match=r"metrics\(\) returned a list"):

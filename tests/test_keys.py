@@ -91,6 +91,7 @@ EFFECTS: dict[str, tuple] = {
 layout"""
 LISTED = {
     "init.leave_out": "changes a start from other weights: tests/test_frozen_weights.py",
+    "optimizer.frozen_modules": "needs frozen modules: tests/test_optimizers.py",
     "guard.spike": "needs a spike: tests/test_bad_step_policy.py",
     "guard.patience": "needs bad steps: tests/test_bad_step_policy.py",
     "eval.samples": "changes what the report shows: tests/test_examples.py",

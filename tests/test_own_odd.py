@@ -101,8 +101,9 @@ def test_links_are_followed_and_broken_ones_reported(tmp_path):
 
 
 def test_packed_files_are_reported(tmp_path):
-    with pytest.raises(ValueError, match="b.jsonl.gz is compressed"):
-        found(lay(tmp_path, "a.jsonl", "b.jsonl.gz"))
+    with pytest.raises(ValueError, match="b.jsonl.xz is compressed"):
+        found(lay(tmp_path, "a.jsonl", "b.jsonl.xz"))
+    assert len(found(lay(tmp_path / "read", "a.jsonl", "b.jsonl.gz")).files) == 2
 
 
 def test_what_datasets_keeps_beside_a_saved_set_is_not_read(tmp_path):
@@ -176,7 +177,10 @@ def test_quotes_in_tab_separated_files_are_letters(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected_text"),
     [
-        ("text,label\nreview 0,a,1\nreview 1,b,0\n", "Expected 2 columns, got 3"),
+        (
+            "text,label\nreview 0,a,1\nreview 1,b,0\n",
+            "3 values, and the first line names 2",
+        ),
         ("text,label,label\na,b,c\n", "has two columns 'label'"),
         ("", "a.csv is empty"),
     ],

@@ -341,7 +341,7 @@ def test_models_that_are_none_are_reported(tmp_path, name):
 
 def test_texts_that_do_not_fit_are_reported(tmp_path):
     own = str(bert(tmp_path / "bert"))
-    with pytest.raises(ValueError, match="task.length 17 is more than the 16 positions"):
+    with pytest.raises(ValueError, match="task.length 17 exceeds the 16 positions"):
         reader(own, EncoderShape(length=17)).model(["a", "b"])
     with pytest.raises(
         ValueError, match="task.length 2 has no room for text next to the special tokens"

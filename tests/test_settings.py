@@ -17,6 +17,7 @@ from oneloop.basics.duration import Duration, Scale
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.rows import csv_json as tables
+from oneloop.data.rows import file_rows
 from oneloop.data.rows.arrow_tables import tables as of_files
 from oneloop.data.rows.cache import content_of
 from oneloop.data.rows.find_files import found
@@ -200,7 +201,7 @@ def test_a_flipped_bit_in_the_cache_is_found(tmp_path, monkeypatch):
 
     def made() -> list[str]:
         content = content_of(there.files, there.root)
-        return tables.converted(there, "", there.files, content)["text"][:]
+        return tables.converted(there, "", there.files, content).dataset["text"][:]
 
     before = made()
     (table,) = (tmp_path / "cache" / "tables").glob("*.arrow")
@@ -228,8 +229,8 @@ def test_a_quote_that_is_not_closed_is_an_error(tmp_path, monkeypatch, rows):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows.csv").write_text("x,y\n" + rows)
     there = found(str(tmp_path / "rows.csv"), ["csv"])
-    with pytest.raises(ValueError, match=r"rows\.csv ends within a quoted text"):
-        tables.converted(there, "", there.files, {"rows": rows})
+    with pytest.raises(ValueError, match=r"rows\.csv, line \d: the file ends within a quoted text"):
+        of_files(there, ["x", "y"])
 
 
 @pytest.mark.parametrize(
@@ -239,13 +240,13 @@ def test_quotes_that_are_closed_are_read(tmp_path, monkeypatch, rows):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     (tmp_path / "rows.csv").write_text("x,y\n" + rows)
     there = found(str(tmp_path / "rows.csv"), ["csv"])
-    assert len(tables.converted(there, "", there.files, {"rows": rows}))
+    assert len(of_files(there, ["x", "y"])[""])
 
 
 @pytest.mark.parametrize(("ending", "between"), [("csv", ","), ("tsv", "\t")])
 def test_a_last_block_of_blank_lines_is_no_error(tmp_path, monkeypatch, ending, between):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(tables, "_BLOCK", 64)
+    monkeypatch.setattr(file_rows, "_BUFFER", 64)
     rows = "".join(f"text {number}{between}{number}\n" for number in range(10))
     file = tmp_path / f"rows.{ending}"
     file.write_text(f"text{between}label\n{rows}" + "\n" * 400)
@@ -313,7 +314,7 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path, monkeypatch, content,
     (tmp_path / "data" / "b.jsonl").write_bytes(content)
     there = found(str(tmp_path / "data"), ["json"])
     with pytest.raises(ValueError, match=expected_text):
-        tables.converted(there, "", there.files, {"content": str(content)})
+        of_files(there, ["text"])
 
 
 def rows_of(place, *lines):

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import signal
 import sys
 from argparse import Namespace
@@ -23,6 +22,7 @@ from oneloop.checkpoint.named_checkpoint import chosen_of, problems_at
 from oneloop.checkpoint.store import MANIFEST, Store
 from oneloop.launch.command import CPP_LOG, config_files
 from oneloop.show.report.page import write_report as write_report
+from oneloop.tasks.template import task_template
 
 AFTER = ("evaluate", "predict")  # commands that oneloop launch can run on several processes
 
@@ -70,7 +70,7 @@ def new(words: Sequence[str]) -> int:
             "folder"
         )
     else:
-        texts = {given.file: _task_template(given.file)}
+        texts = {given.file: task_template(given.file)}
     there = [str(path) for path in texts if path.exists()]
     if there:
         raise BadInput(
@@ -90,20 +90,6 @@ def new(words: Sequence[str]) -> int:
         lines.append(f"train it with: oneloop launch --config_file single {given.file}:MyTask")
     print(printable("\n".join(lines)))
     return 0
-
-
-def _task_template(file: Path) -> str:
-    """Return the text of a task for this file. Raise BadInput if it cannot be a module."""
-    name = file.stem
-    usable = file.suffix == ".py" and name.isidentifier() and name not in sys.stdlib_module_names
-    if usable:
-        installed = importlib.util.find_spec(name)
-        usable = installed is None or "site-packages" not in str(installed.origin)
-    if not usable:
-        raise BadInput(f"oneloop new: {file} cannot be a module of yours; name it like my_task.py")
-    template = (Path(__file__).parent / "tasks" / "template.txt").read_text(encoding="utf-8")
-    # The template names its file and its module.
-    return re.sub(r"\bmy_task(\.py)?\b", lambda found: str(file) if found[1] else name, template)
 
 
 def launch_processes(words: Sequence[str]) -> int:

@@ -6,12 +6,9 @@ accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train dig
 import sys
 
 if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
-    from oneloop.basics.hidden_modules import reject_hidden
+    from oneloop.launch import hidden_modules
 
-    reject_hidden(sys.argv[1:])
-    from oneloop.launch import before_imports
-
-    before_imports.begin()
+    hidden_modules.begin(sys.argv[1:])
 
 from collections.abc import Sequence
 from typing import Any, NoReturn

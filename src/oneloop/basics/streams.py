@@ -10,11 +10,12 @@ _NAMES = ("stdout", "stderr")
 
 
 class _Lossy(io.RawIOBase):
-    """Writes to a file descriptor, and drops what cannot be written: the disk is full, or nobody
-    reads the pipe."""
+    """Writes to the file descriptor of a stream, and drops what cannot be written: the disk is
+    full, or nobody reads the pipe."""
 
-    def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
+    def __init__(self, stream: io.TextIOWrapper) -> None:
+        self._stream = stream  # closes its descriptor once it is unused
+        self._descriptor = stream.fileno()
 
     def writable(self) -> bool:
         return True
@@ -69,11 +70,11 @@ def never_failing() -> Iterator[None]:
 def _lossy(stream: io.TextIOWrapper) -> io.TextIOWrapper:
     with suppress(OSError):
         stream.flush()
-    buffer = io.BufferedWriter(_Lossy(stream.fileno()))  # type: ignore[type-var]
+    buffer = io.BufferedWriter(_Lossy(stream))  # type: ignore[type-var]
     return io.TextIOWrapper(
         buffer,
         encoding=stream.encoding,
         errors="replace",
-        line_buffering=stream.line_buffering,
+        line_buffering=stream.line_buffering or stream is sys.stderr,
         write_through=stream.write_through,
     )

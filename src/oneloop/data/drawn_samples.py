@@ -3,7 +3,7 @@
 A collator draws for a whole batch, so that a sample depends on the batch. Here it draws for each
 sample, in ``data[index]``, where oneloop seeds it by epoch and index: any layout trains the same.
 
->>> samples = DrawnSamples(rows, DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15))
+>>> samples = DrawnSamples(rows, DataCollatorForLanguageModeling(tokenizer))
 >>> class MaskedWords:
 ...     def train_set(self):
 ...         return samples
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
 
 _IGNORE = -100  # label of a token that is not predicted
@@ -25,8 +26,8 @@ class DrawnSamples:
 
     Args:
         data: map-style: a sample is a dict, as the collator needs it (``input_ids``).
-        collator: for example transformers' ``DataCollatorForLanguageModeling`` or
-            ``DataCollatorForWholeWordMask``. It must return tensors of one dimension per sample.
+        collator: for example transformers' ``DataCollatorForLanguageModeling``. It must return
+            tensors of one dimension per sample.
 
     Raises:
         ValueError: the collator has its own seed: its numbers would depend on the order of calls.
@@ -83,7 +84,8 @@ class DrawnSamples:
     def _to_multiple(self, batch: dict[str, Tensor], padding: dict[str, int]) -> dict[str, Tensor]:
         """Pad the batch to a multiple of the collator's ``pad_to_multiple_of``."""
         multiple = getattr(self.collator, "pad_to_multiple_of", None) or 1
-        for name, values in batch.items():
+        for name, values in [*batch.items()]:
             missing = -values.shape[-1] % multiple if values.ndim == 2 else 0
-            batch[name] = torch.nn.functional.pad(values, (0, missing), value=padding.get(name, 0))
+            if missing:
+                batch[name] = pad(values, (0, missing), value=padding[name])
         return batch

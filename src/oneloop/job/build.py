@@ -265,7 +265,7 @@ def _larger_is_better(
 ) -> bool:
     """Return whether a larger ``eval.best`` is better.
 
-    Raise ValueError if no evaluation computes this metric, or if nothing tells the direction.
+    Raise ValueError if no evaluation computes this metric, or if its direction is unknown.
     """
     best = setting.metric
     known: dict[str, bool | None] = {}
@@ -283,8 +283,8 @@ def _larger_is_better(
         upward = known.get(best, False)
     if upward is None:
         raise ValueError(
-            f"eval.best {best} does not say whether larger or smaller is better; write "
-            f"--eval.best max:{best} or --eval.best min:{best}"
+            f"eval.best {best}: this metric has no direction; write --eval.best max:{best} if "
+            f"larger values are better, or --eval.best min:{best}"
         )
     return upward
 

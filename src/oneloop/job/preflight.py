@@ -194,14 +194,17 @@ def _check_eval(
         # Check the metrics on the first evaluation set.
         for name in [*job.eval_sets][:1]:
             evaluated, _ = load_samples(first.reader, f"{EVALUATED}[{name!r}]", 0)
-            _check_metrics(contract, job, run, model, evaluated)
+            notes += _check_metrics(contract, job, run, model, evaluated)
     return drawn.graph if drawn is not None else None
 
 
 def _check_metrics(
     contract: Contract, job: Job, run: Run, model: nn.Module, samples: Samples
-) -> None:
-    """Check metrics on a few samples of an evaluation set, whose batches may have other keys."""
+) -> list[str]:
+    """Check metrics on a few samples of an evaluation set, whose batches may have other keys.
+
+    Return lines about values that are neither logged nor drawn.
+    """
     evaluation = Contract(job.task)
     batch, _ = make_batch(evaluation, run, samples)
     outputs = evaluation.loss(model, batch)[1]
@@ -211,7 +214,7 @@ def _check_metrics(
         columns = columns_of(job.task, batch)
         outputs = parts_of(contract, model, batch, len(samples))
         batch = columns
-    evaluation.check_metrics(batch, outputs, run.device)
+    return evaluation.check_metrics(batch, outputs, run.device)
 
 
 def _check_training(

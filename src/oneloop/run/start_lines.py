@@ -14,7 +14,7 @@ from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.mixed_precision import HALF
 from oneloop.machine.replicas import replica_group
-from oneloop.tasks.evaluation_metrics import not_logged, prefix
+from oneloop.tasks.evaluation_metrics import prefix
 
 _IGNORED = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1",),
@@ -135,8 +135,6 @@ def _sizes(job: Job, run: Run) -> Iterator[str]:
     if recipe.eval.metric != "eval/loss":
         direction = "larger" if job.upward else "smaller"
         yield f"eval.best {recipe.eval.metric}: {direction} is better"
-    if sets:
-        yield from not_logged(job.task)
 
 
 def _exchanged(job: Job, run: Run) -> Iterator[str]:

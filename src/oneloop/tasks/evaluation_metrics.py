@@ -5,7 +5,7 @@ A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.Metri
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -344,13 +344,6 @@ def directions(task: object) -> dict[str, bool | None]:
         _check_names(own)
         known |= own
     return known
-
-
-def not_logged(task: Any) -> Iterator[str]:
-    """Yield lines about metrics of a task that are neither logged nor drawn."""
-    metrics = task.metrics() if hasattr(task, "metrics") else None
-    if metrics is not None and not has_sums(metrics):
-        yield from Collection(metrics).not_logged()
 
 
 def scalars(computed: Mapping[str, Any]) -> dict[str, float]:

@@ -75,7 +75,8 @@ def classes_of(
         if unknown:
             raise ValueError(
                 f"{where}: labels {unknown[:5]} occur in {split} but not in train; move some of "
-                "their rows to train, or leave them out"
+                "their rows to train, or leave them out; if the splits were drawn, write files for "
+                "train and validation"
             )
 
     # Number the classes.

@@ -1,7 +1,7 @@
 """A torchmetrics.MetricCollection as :class:`oneloop.tasks.evaluation_metrics.Metrics`."""
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,24 +43,27 @@ class Collection:
         for name, value in values.items():
             number = _as_tensor(name, value)
             is_matrix = name in metrics and _is_matrix(metrics[name])
-            if not is_matrix:
-                _check_scalar(name, number)
-            chosen[name] = number
+            if is_matrix or number.numel() == 1:
+                chosen[name] = number
         return chosen
 
-    def not_logged(self) -> Iterator[str]:
-        """Yield a line about each confusion matrix that is not drawn."""
-        matrices = [name for name, metric in self._collection.items() if _is_matrix(metric)]
+    def remarks(self) -> list[str]:
+        """Return a line for each value that :meth:`compute` leaves out, or that is not drawn."""
+        values = self._collection.compute()
+        chosen = self.compute()
+        lines = []
         drawn = ""
-        for name in matrices:
-            empty = _compute_empty(self._collection[name])
-            if isinstance(empty, Tensor) and empty.ndim != 2:
-                shape = " x ".join(map(str, empty.shape))
-                yield f"the metric {name!r} has {shape} values: it is neither logged nor drawn"
-            else:
-                if drawn:
-                    yield f"the metric {drawn!r} is neither logged nor drawn, but {name!r} is drawn"
-                drawn = name
+        for name, value in values.items():
+            if name in chosen and chosen[name].numel() == 1:
+                continue
+            shape = " x ".join(map(str, _as_tensor(name, value).shape))
+            if name not in chosen or value.ndim != 2:
+                lines.append(f"the metric {name!r} has {shape} values: neither logged nor drawn")
+                continue
+            if drawn:
+                lines.append(f"the metric {drawn!r} is neither logged nor drawn; {name!r} is drawn")
+            drawn = name
+        return lines
 
 
 def _direction(metric: Any) -> bool | None:
@@ -90,22 +93,16 @@ def _as_tensor(name: str, value: Any) -> Tensor:
         ) from error
 
 
-def _check_scalar(name: str, value: Tensor) -> None:
-    """Raise ValueError if a value of a metric is not one number."""
-    if value.numel() != 1:
-        raise ValueError(
-            f"the metric {name!r} returns {value.numel()} values without names; wrap it in "
-            "torchmetrics' ClasswiseWrapper, or average it"
-        )
-
-
 def _names_of(name: str, metric: Any) -> Sequence[str]:
     """Return the names under which a metric is logged."""
     empty = _compute_empty(metric)
     if isinstance(empty, dict):
         return list(empty)
-    if isinstance(empty, Tensor):
-        _check_scalar(name, empty)
+    if isinstance(empty, Tensor) and empty.numel() != 1:
+        raise ValueError(
+            f"the metric {name!r} returns {empty.numel()} values without names; wrap it in "
+            "torchmetrics' ClasswiseWrapper, or average it"
+        )
     return [name]
 
 

@@ -36,7 +36,8 @@ def positions_of(model: nn.Module) -> int | None:
     RoBERTa and its relatives number positions from ``padding_idx + 1``, and so have fewer than
     ``max_position_embeddings``.
     """
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)  # type: ignore[operator, union-attr]
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    limit = getattr(config, "max_position_embeddings", None)
     for name, module in model.named_modules():
         if not name.endswith("position_embeddings") or not isinstance(module, nn.Embedding):
             continue
@@ -88,7 +89,8 @@ def check_sizes(model: nn.Module, name: str, *, entries: int, length: int, key: 
     limit = positions_of(model)
     if limit and length > limit:
         raise ValueError(f"task.{key} {length} exceeds the {limit} positions of {name}; lower it")
-    vocabulary = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator, union-attr]
+    config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    vocabulary = getattr(config, "vocab_size", None)
     if vocabulary and entries > vocabulary:
         raise ValueError(
             f"{name}: its tokenizer has {entries:,} entries, and the model {vocabulary:,}; it "

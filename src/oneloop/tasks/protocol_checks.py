@@ -21,6 +21,7 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.tasks.evaluation_metrics import adapted, scalars
+from oneloop.tasks.metric_collection import Collection
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
     "model": (),
@@ -273,29 +274,34 @@ class Contract:
 
     def check_metrics(
         self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device
-    ) -> None:
+    ) -> list[str]:
         """Check metrics() and update() with a batch, if the task has them.
 
         Args:
             batch: a batch of ``collate``, on the device.
             outputs: the outputs of its loss.
             device: device of the metrics.
+
+        Returns:
+            Lines about values that are neither logged nor drawn.
         """
         if not hasattr(self.task, "metrics"):
-            return
+            return []
         metrics = theirs(self.task, "metrics", lambda: self.task.metrics().to(device))
         theirs(self.task, "update", lambda: self.task.update(metrics, batch, outputs))
         try:
             computed = metrics.compute()
         except Exception:
-            return  # a few samples may not suffice
+            return []  # a few samples may not suffice
         if not isinstance(computed, Mapping):
             raise self.wrong(
                 "metrics",
                 f"computes {_describe(computed)}",
                 "let compute return a dict of named metrics",
             )
-        scalars(adapted(metrics).compute())  # raises ValueError if a value is not a number
+        known = adapted(metrics)
+        scalars(known.compute())  # raises ValueError if a value is not a number
+        return known.remarks() if isinstance(known, Collection) else []
 
     @staticmethod
     def is_double(once: float, twice: float, tolerance: float) -> bool:

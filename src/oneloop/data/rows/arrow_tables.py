@@ -147,10 +147,10 @@ def _readable(
         findings.rows += len(bad)
         findings.unusable += bad.values()
     elif skipped is None:
-        more = ""
-        if len(bad) > 1:
-            more = f" (the first of {len(bad):,} rows that cannot be read)"
-        raise ValueError(f"{reasons[0]}{more}; correct it, or set task.unreadable skip")
+        raise ValueError(
+            f"{len(bad):,} rows cannot be read, the first: {reasons[0]}; correct it, or set "
+            "task.unreadable skip"
+        )
     else:
         skipped += reasons
     return table.select(np.array(sorted(bad), dtype=np.int64), exclude=True)

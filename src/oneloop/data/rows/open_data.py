@@ -218,8 +218,8 @@ def _rows_of(
             # A column that only some files have would be left out of all.
             if _has_column(chosen, error.column, source, window):
                 raise ValueError(
-                    f"{error}, and other files have it; add it to all of them (an empty value "
-                    "stands for none)"
+                    f"only some files have the column {error.column!r}: {error}; add it to all "
+                    "(an empty value means none)"
                 ) from None
             raise
 

@@ -268,9 +268,12 @@ def _draw_splits(
 
     rare: dict[str, int] = {}
     if label:
-        only, rare = _without_training_rows(rows, label, np.concatenate([validation, test]))
-        validation = np.setdiff1d(validation, only)
-        test = np.setdiff1d(test, only)
+        only, found = _without_training_rows(rows, label, np.concatenate([validation, test]))
+        kept = np.setdiff1d(validation, only), np.setdiff1d(test, only)
+        # Do not empty a split: the message about the classes is clearer.
+        if all(map(len, kept)):
+            validation, test = kept
+            rare = found
 
     # Replace the file as a whole: a process that is killed here leaves no half of it.
     draft = path.with_suffix(f".{os.getpid()}.npz")
@@ -313,8 +316,8 @@ def _without_training_rows(
     rare = {name: found for name, found in others.items() if name not in trained}
     if not rare:
         return _NO_ROWS, {}
-    only = np.unique(np.concatenate([np.array(found, np.int64) for found in rare.values()]))
-    return only, {name: len(found) for name, found in rare.items()}
+    only = [index for found in rare.values() for index in found]
+    return np.unique(only), {name: len(found) for name, found in rare.items()}
 
 
 def draw(names: Sequence[str], row: Sequence[Any]) -> int:

@@ -102,8 +102,8 @@ def check_written(
             continue
         if same:
             raise ValueError(
-                f"the chat template does not write the tool calls of message {number}; use a "
-                "template that does, or remove the row"
+                "the chat template does not write the assistant's answer with the tool calls of "
+                f"message {number}; use a template that writes them, or remove the row"
             )
 
 

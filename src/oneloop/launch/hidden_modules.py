@@ -7,10 +7,11 @@ import os
 import sys
 
 
-def reject_hidden(words: list[str]) -> None:
-    """Exit with code 2 if a command line, or the recipe that it names, has such a task file.
+def begin(words: list[str]) -> None:
+    """Begin the run as :func:`oneloop.launch.before_imports.begin`.
 
-    Call it before other imports, which would find the file in place of Python's module.
+    Exit with code 2 if the command line, or the recipe that it names, has such a task file: other
+    imports would find it in place of Python's module.
 
     Args:
         words: the command line: recipe and keys.
@@ -31,6 +32,10 @@ def reject_hidden(words: list[str]) -> None:
                 "it another name"
             )
         )
+
+    from oneloop.launch import before_imports
+
+    before_imports.begin()
 
 
 def _files(words: list[str]) -> list[str]:

@@ -1,0 +1,115 @@
+"""Output never ends training: a full disk, a closed pipe, an encoding without some characters."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from oneloop.basics.streams import never_fail, never_failing, replace_unknown_characters
+from worlds import run, train
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+class Sines:
+    collate = staticmethod(default_collate)
+    calls = 0
+    def model(self): return nn.Linear(1, 1)
+    def train_set(self):
+        return [{"x": x, "y": x.sin()} for x in torch.linspace(-3, 3, 100)[:, None]]
+    def eval_sets(self): return {"validation": self.train_set()}
+    def weight(self, batch): return torch.tensor(float(len(batch["x"])))
+    def loss(self, model, batch): return (model(batch["x"]) - batch["y"]).square().sum(), {}
+class Failing(Sines):
+    def loss(self, model, batch):
+        Failing.calls += 1
+        if Failing.calls > 12:
+            raise RuntimeError("a real error")
+        return super().loss(model, batch)
+"""
+OPEN: list[Any] = []  # streams that would close their descriptor
+KEYS = ["--duration", "12", "--log.every", "1", "--run.dir", "run"]
+
+
+def logged(folder: Path) -> int:
+    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    return sum("train/loss" in json.loads(line) for line in lines)
+
+
+def train_to(target: str, encoding: str, words: list[str], how: str = "command") -> None:
+    """Train with this file, or a pipe that nobody reads, as standard output."""
+    if target == "pipe":
+        reading, writing = os.pipe()
+        os.close(reading)
+    else:
+        writing = os.open(target, os.O_WRONLY)
+    os.dup2(writing, 1)
+    OPEN.append(sys.stdout)
+    sys.stdout = io.TextIOWrapper(open(1, "wb", closefd=False), encoding=encoding)  # noqa: SIM115
+    if how == "fit":
+        sys.path.insert(0, os.getcwd())
+        from sines import Sines  # type: ignore[import-not-found]
+
+        from oneloop import fit
+
+        fit(Sines, duration=12, log={"every": 1}, run={"dir": "run"})
+        return
+    never_fail()
+    train(words)
+
+
+@pytest.mark.parametrize(
+    ("target", "encoding", "how"),
+    [
+        ("/dev/null", "latin-1", "command"),
+        ("/dev/null", "ascii", "fit"),
+        ("/dev/full", "utf-8", "command"),
+        ("/dev/full", "utf-8", "fit"),
+        ("pipe", "ascii", "command"),
+    ],
+)
+def test_output_ends_nothing(tmp_path, target, encoding, how):
+    (tmp_path / "sines.py").write_text(TASK)
+    run(train_to, target, encoding, ["sines.py:Sines", *KEYS], how, folder=tmp_path).ok()
+    assert logged(tmp_path) == 12 and (tmp_path / "run" / "final").is_dir()
+
+
+@pytest.mark.parametrize("target", ["/dev/full", "pipe"])
+def test_a_real_error_keeps_its_message_and_code(tmp_path, target):
+    (tmp_path / "sines.py").write_text(TASK)
+    world = run(train_to, target, "ascii", ["sines.py:Failing", *KEYS], folder=tmp_path)
+    assert world.codes == [1] and "RuntimeError: a real error" in world.output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_code"] == 1
+
+
+def test_the_command_on_a_full_disk_in_a_narrow_encoding(tmp_path):
+    (tmp_path / "sines.py").write_text(TASK)
+    variables = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "oneloop.train", "sines.py:Sines", *KEYS],
+            cwd=tmp_path,
+            env=variables,
+            stdout=full,
+            stderr=full,
+            timeout=120,
+            check=False,
+        )
+    assert done.returncode == 0 and logged(tmp_path) == 12
+
+
+def test_what_belongs_to_others_is_untouched(capsys):
+    before = sys.stdout, sys.stderr
+    with never_failing():
+        replace_unknown_characters()
+        assert (sys.stdout, sys.stderr) == before
+        print("seen")
+    assert capsys.readouterr().out == "seen\n"
