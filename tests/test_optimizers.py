@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from oneloop.optim.optimizers import adamw, build, set_lr, sgd
+from oneloop.optim.optimizers import adamw, build, set_lr, sgd, try_optimizer
+from oneloop.optim.parameter_groups import freeze
 from tiny import three_layers
 
 
@@ -39,3 +40,118 @@ def test_the_learning_rate_follows_the_batch():
     assert [rate("linear"), rate("sqrt"), rate("none"), rate("linear", 0)] == pytest.approx(
         [0.4, 0.2, 0.1, 0.1]
     )
+
+
+class WithHistory(torch.optim.SGD):
+    """Keeps a list of tensors, as LBFGS does."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter].setdefault("history", []).append(parameter.grad.clone())
+
+
+class WithNumbers(torch.optim.SGD):
+    """Keeps numbers, which a checkpoint can store."""
+
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["seen"] = {"steps": [1, 2], "rate": 0.5}
+
+
+class WithTensors(torch.optim.SGD):
+    """Keeps a tensor in its groups."""
+
+    def step(self, closure=None):
+        self.param_groups[0]["scale"] = torch.ones(())
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "expected"),
+    [
+        (WithHistory, {}, "keeps history as a list in its state.*; choose another optimizer$"),
+        (WithTensors, {}, "keeps scale as a tensor.*; choose another optimizer$"),
+        (torch.optim.LBFGS, {}, "closure.*; choose another optimizer$"),
+        (torch.optim.AdamW, {"betas": (2.0, 0.9)}, "Invalid beta.*; correct its options$"),
+    ],
+)
+def test_what_cannot_be_trained_or_saved_is_named_before_the_run(make, options, expected):
+    with pytest.raises(ValueError, match=expected):
+        try_optimizer(make, "own", options)
+    assert try_optimizer(WithNumbers, "own", {}) == 0.0
+
+
+def frozen_model() -> torch.nn.Sequential:
+    model = torch.nn.Sequential(
+        torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Dropout(0.5)),
+        torch.nn.LayerNorm(8),
+        torch.nn.Linear(8, 2),
+    )
+    model[:2].requires_grad_(False)
+    return model.train()
+
+
+def test_frozen_modules_in_eval_mode_are_named_and_can_be_kept():
+    model = frozen_model()
+    assert freeze(model, []) == ["0.1 (BatchNorm1d)", "0.2 (Dropout)"]
+    assert [module.training for module in model] == [False, False, True]
+    assert freeze(model, []) == []  # they were in eval mode before
+    kept = frozen_model()
+    assert freeze(kept, ["2.bias"], keep_modes=True) == []
+    assert all(module.training for module in kept.modules()) and not kept[2].bias.requires_grad
+
+
+class Frozen:
+    """A frozen BatchNorm, which sees one batch."""
+
+    collate = staticmethod(torch.utils.data.default_collate)
+
+    def model(self) -> torch.nn.Module:
+        return frozen_model()
+
+    def train_set(self) -> list:
+        drawn = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return [{"x": 3 * x + 5, "y": n % 2} for n, x in enumerate(drawn)]
+
+    def eval_sets(self) -> dict:
+        return {}
+
+    def weight(self, batch: dict) -> torch.Tensor:
+        return torch.tensor(float(len(batch["y"])))
+
+    def loss(self, model: torch.nn.Module, batch: dict) -> tuple:
+        each = torch.nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum")
+        return each, {"statistics": model[0][1].running_mean.abs().sum().detach()}
+
+
+@pytest.mark.parametrize("mode", ["eval", "keep"])
+def test_the_mode_of_frozen_modules_is_a_key(tmp_path, capfd, mode):
+    from oneloop import fit
+
+    found = fit(
+        Frozen,
+        duration=3,
+        batch={"size": 64},
+        optimizer={"frozen_modules": mode},
+        run={"dir": str(tmp_path / "run")},
+        track="none",
+        log={"every": 1},
+    )
+    said = capfd.readouterr().out
+    assert ("in eval mode" in said and "optimizer.frozen_modules keep" in said) == (mode == "eval")
+    assert found["exit_code"] == 0
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text()
+    assert ('"train/statistics": 0.0' in lines) == (mode == "eval")
+
+
+def test_a_list_is_typed_with_commas():
+    from oneloop.recipe.parse import read
+
+    for words in (["0.5,0.999"], ["[0.5, 0.999]"]):
+        resolved = read(["digits", "--optimizer.betas", *words]).resolved
+        assert list(resolved["optimizer"]["betas"]) == [0.5, 0.999]
+    assert read(["digits", "--machine.blocks", "One,Two"]).machine.blocks == ["One", "Two"]
+    assert read(["digits", "--track", "none"]).track == ()

@@ -310,3 +310,66 @@ def test_a_csv_without_rows_is_named(tmp_path):
     (tmp_path / "pairs.csv").write_text("anchor,positive\n")
     with pytest.raises(ValueError, match=r"pairs.csv has no rows; remove it"):
         TextPairs(str(tmp_path / "pairs.csv"))
+
+
+def test_ranks_of_distinct_answers_are_those_of_a_set():
+    """Copies count once, and every answer of an equal question is right."""
+    from oneloop.tasks.evaluation_metrics import Retrieval
+
+    draw = np.random.default_rng(0)
+    questions, answers = draw.integers(0, 12, 60), draw.integers(0, 9, 60)
+    queries = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))[questions]
+    documents = torch.randn(9, 8, generator=torch.Generator().manual_seed(2))[answers]
+    metrics = Retrieval(group=True)
+    ids = [torch.tensor(questions) * 7 - 3, torch.tensor(answers) * 5 + 1]
+    metrics.update(queries, documents, ids=ids)
+    found = metrics.compute()
+
+    def ranks(own: np.ndarray, other: np.ndarray, similar: torch.Tensor) -> list[int]:
+        made = []
+        for row in range(60):
+            right = {int(other[n]) for n in range(60) if own[n] == own[row]}
+            wrong = {
+                int(other[n])
+                for n in range(60)
+                if int(other[n]) not in right and similar[row, n] >= similar[row, row]
+            }
+            made.append(1 + len(wrong))
+        return made
+
+    similar = queries @ documents.T
+    for prefix, known in (
+        ("", ranks(questions, answers, similar)),
+        ("reverse_", ranks(answers, questions, similar.T)),
+    ):
+        assert found[f"{prefix}mrr"] == pytest.approx(np.mean([1 / rank for rank in known]))
+        for k in (1, 5, 10):
+            assert found[f"{prefix}recall@{k}"] == np.mean([rank <= k for rank in known])
+    assert min(found["mrr"], found["reverse_mrr"]) < 1
+
+
+def test_copies_of_answers_are_named_and_can_be_grouped(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    data = tmp_path / "data"
+    data.mkdir()
+    for name, answers in (("train", 40), ("validation", 5)):
+        rows = [{"anchor": f"question {n}", "positive": f"answer {n % answers}"} for n in range(40)]
+        (data / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = {"layers": 1, "heads": 2, "width": 32, "length": 24, "vocab": 300}
+    plain = TextPairs(str(data), **keys)
+    [note] = [note for note in plain.notes if "group_answers" in note]
+    assert note.startswith("35 texts of validation are copies of another row's text")
+    grouped = TextPairs(str(data), group_answers=True, **keys)
+    assert not any("group_answers" in note for note in grouped.notes)
+
+    # A model that finds every answer is right only if the copies are one.
+    torch.manual_seed(0)
+    anchors = torch.eye(40)
+    metrics = [task.metrics() for task in (plain, grouped)]
+    batch = {"anchor_id": torch.arange(40), "candidate_id": torch.arange(40)[:, None] % 5}
+    candidate = torch.zeros(40, 1, 40)
+    for number in range(40):
+        candidate[number, 0, number % 5 :: 5] = 1.0
+    for task, metric in zip((plain, grouped), metrics, strict=True):
+        task.update(metric, batch, {"anchor": anchors, "candidate": candidate})
+    assert metrics[1].compute()["recall@1"] == 1.0

@@ -50,32 +50,16 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
     path, attribute = _split(group, name)
 
     # Import the file or module. Each error says what the user can do.
-    module: ModuleType | None = None
     try:
         with _importing(path):
             if ":" not in name:
                 _add_current_folder()
             module = module_of(Path(path)) if ":" in name else import_module(path)
-        chosen = getattr(module, attribute)
     except ModuleNotFoundError as error:
         raise BadInput(
             f"{group}.name {name!r} needs the module {error.name!r}, which is not installed and "
             f"not found from this folder; install it or correct the path{_extra(error.name)}"
         ) from error
-    except AttributeError as error:
-        if module is None:  # raised by the user's code
-            raise BadInput(
-                f"{group}.name {name!r}: importing {path!r} failed: AttributeError: {error}"
-            ) from error
-        if path == "__main__":
-            raise BadInput(
-                f"{group}.name {name!r} was defined in a notebook, and is gone; put it into a "
-                f"file, and name that: my_file.py:{attribute} (of a run that has ended: --task "
-                f"my_file.py:{attribute})"
-            ) from None
-        raise BadInput(
-            f"{group}.name {name!r}: {path!r} has no {attribute!r}{_has(module)}"
-        ) from None
     except BadInput as error:
         if ":" not in name:
             raise BadInput(str(error)) from error
@@ -90,7 +74,17 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
             f"{group}.name {name!r}: importing {path!r} failed: {type(error).__name__}: {error}"
         ) from error
 
+    if not hasattr(module, attribute):
+        if path == "__main__":
+            raise BadInput(
+                f"{group}.name {name!r} was defined in a notebook, and is gone; put it into a "
+                f"file, and name that: my_file.py:{attribute} (of a run that has ended: --task "
+                f"my_file.py:{attribute})"
+            )
+        raise BadInput(f"{group}.name {name!r}: {path!r} has no {attribute!r}{_has(module)}")
+
     # A name can lead to any object.
+    chosen = getattr(module, attribute)
     if name not in CHOICES[group]:
         wrong = MISFITS[group](chosen)
         if wrong:

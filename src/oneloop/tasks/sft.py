@@ -129,9 +129,7 @@ class SFT(LanguageModel):
         self.flags = flags
 
         # Read the template; it is used only if a source has conversations.
-        self._template: str | None = None
-        if chat_template is not None:
-            self._template = template_of(chat_template)
+        self._template = None if chat_template is None else template_of(chat_template)
         self._day = day
         self._chat: Chat | None = None
         if self.name:

@@ -1,0 +1,92 @@
+"""Class names in several Unicode forms, with blanks, and in upper and lower case."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tasks.text_classification import TextClassification
+from oneloop.tasks.token_classification import TokenClassification
+
+SMALL: dict[str, Any] = {"model": "bytes", "layers": 1, "heads": 2, "width": 16, "length": 64}
+COMPOSED = "café"
+DECOMPOSED = unicodedata.normalize("NFD", COMPOSED)
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+
+
+def texts(folder: Path, labels: list[str], *, tags: bool = False) -> str:
+    folder.mkdir(parents=True)
+    rows = []
+    for number in range(60):
+        label = labels[number % len(labels)]
+        row: dict[str, Any] = {"text": f"t {number}", "label": label}
+        if tags:
+            row = {"tokens": ["a", str(number)], "tags": ["other", label]}
+        rows.append(json.dumps(row) + "\n")
+    (folder / "train.jsonl").write_text("".join(rows))
+    return str(folder)
+
+
+def test_folders_of_one_class_in_two_forms(tmp_path):
+    for part, form in (("train", "NFC"), ("validation", "NFD")):
+        for label in (unicodedata.normalize(form, COMPOSED), "tea"):
+            folder = tmp_path / "images" / part / label
+            folder.mkdir(parents=True)
+            for number in range(6):
+                pixels = np.random.default_rng(number).integers(0, 255, (16, 16, 3), np.uint8)
+                Image.fromarray(pixels).save(folder / f"{number}.png")
+    task = ImageClassification(str(tmp_path / "images"), model="cnn", width=8, image_size=16)
+    assert task.classes == [COMPOSED, "tea"]
+    labels = [task.eval_sets()["validation"][number][1] for number in range(12)]
+    assert sorted(labels) == [0] * 6 + [1] * 6
+    assert any("several Unicode forms" in note and COMPOSED in note for note in task.notes)
+
+
+def test_rows_in_two_forms_are_one_class(tmp_path):
+    both = [COMPOSED, "tea", DECOMPOSED, "tea"]
+    task = TextClassification(texts(tmp_path / "both", both), **SMALL)
+    assert task.classes == [COMPOSED, "tea"]
+    tokens = TokenClassification(texts(tmp_path / "tags", both, tags=True), **SMALL)
+    assert tokens.classes == [COMPOSED, "other", "tea"]
+    for name in (COMPOSED, DECOMPOSED):  # also in data to evaluate
+        again = task.samples_of(texts(tmp_path / name, [name]), labelled=True)
+        assert {again[number][1] for number in range(len(again))} == {0}
+
+
+def test_a_class_in_one_form_keeps_its_name_and_number(tmp_path):
+    """The decomposed name is sorted by its letters: before cafz, and not after it."""
+    for number, (name, order) in enumerate(((DECOMPOSED, 0), (COMPOSED, 1))):
+        task = TextClassification(texts(tmp_path / f"{number}", [name, "cafz"]), **SMALL)
+        assert task.classes[order] == name and not task.notes
+
+
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        (["cat", "Cat", "dog"], "'Cat' (20 rows), 'cat' (20 rows)"),
+        (["cat", " cat", "dog"], "' cat' (20 rows), 'cat' (20 rows)"),
+        (
+            ["a cat", "acat", "A  Cat"],
+            "'A  Cat' (20 rows), 'a cat' (20 rows), 'acat' (20 rows)",
+        ),
+    ],
+)
+def test_names_that_look_alike_get_one_line(tmp_path, labels, expected):
+    for tags in (False, True):
+        folder = texts(tmp_path / f"{tags}", labels, tags=tags)
+        make = TokenClassification if tags else TextClassification
+        task = make(folder, **SMALL)
+        assert set(labels) <= set(task.classes)
+        [note] = [note for note in task.notes if "differ only by blanks or case" in note]
+        assert expected in note
