@@ -138,6 +138,13 @@ def test_compressed_files_are_the_same_rows(tmp_path, monkeypatch, ending, kind)
         samples(other)
 
 
+def test_a_file_that_is_there_twice_is_named(tmp_path):
+    write(tmp_path / "train.jsonl", lines(LABELLED))
+    write(tmp_path / "train.jsonl.gz", gzip.compress(lines(LABELLED).encode()))
+    with pytest.raises(ValueError, match=r"train\.jsonl\.gz is there twice"):
+        TextClassification(str(tmp_path), **SMALL)
+
+
 # --- JSON ---
 
 

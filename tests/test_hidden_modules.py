@@ -49,6 +49,18 @@ def test_a_task_file_that_hides_a_module_of_python_is_named(tmp_path, words):
     assert "hides the module 'numbers' of Python itself; give it another name" in done.stderr
 
 
+def test_only_files_of_classes_are_meant(tmp_path, monkeypatch):
+    """A file of data may have any name."""
+    from oneloop.launch.hidden_modules import _files
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "r.yaml").write_text("task:\n  name: a.py:Task\n  data: queue.py\nname: 'b.py:X'\n")
+    words = ["gpt", "--task.data", "queue.py", "--optimizer.name", "c.py:Opt", "--task.name=d.py"]
+    assert _files(words) == ["c.py", "d.py"]
+    assert _files(["r.yaml", "--task.data=random.py"]) == ["a.py", "b.py"]
+    assert _files(["e.py", "--schedule.name", "f.py:rate"]) == ["e.py", "f.py"]
+
+
 def test_a_class_without_a_name_in_its_module_is_named():
     unnamed = type("Unnamed", (), {"__module__": __name__})
     with pytest.raises(BadInput, match="has no 'Unnamed', so a resume could not find"):

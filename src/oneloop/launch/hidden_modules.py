@@ -1,10 +1,14 @@
 """A task file with the name of a module of Python, which hides that module.
 
-This module imports nothing that such a file could hide.
+This module imports nothing that such a file could hide (itertools is built in).
 """
 
 import os
 import sys
+from itertools import pairwise
+
+# keys whose value may be FILE.py:Name; in a recipe file, the name is below its group
+_KEYS = ("task", "task.name", "optimizer.name", "schedule.name", "name")
 
 
 def begin(words: list[str]) -> None:
@@ -28,7 +32,7 @@ def begin(words: list[str]) -> None:
 
         reject(
             BadInput(
-                f"task.name {file!r}: the file hides the module {name!r} of Python itself; give "
+                f"the file {file!r} hides the module {name!r} of Python itself; give "
                 "it another name"
             )
         )
@@ -39,15 +43,25 @@ def begin(words: list[str]) -> None:
 
 
 def _files(words: list[str]) -> list[str]:
-    """Return the Python files that are named in a command line, or in a recipe file."""
-    texts = list(words)
-    for word in words[:1]:
-        if word.endswith((".yaml", ".yml")) and os.path.isfile(word):
-            with open(word, encoding="utf-8", errors="replace") as recipe:
-                texts += recipe.read().split()
+    """Return the Python files in which a command line, or its recipe file, names a class."""
+    names = words[:1]
+    for key, value in pairwise(words):
+        if key.removeprefix("--") in _KEYS:
+            names.append(value)
+    names += [word.partition("=")[2] for word in words if word[2:].partition("=")[0] in _KEYS]
+
+    # Read the recipe without a parser, which would import other modules.
+    recipe = words[0] if words else ""
+    if recipe.endswith((".yaml", ".yml")) and os.path.isfile(recipe):
+        with open(recipe, encoding="utf-8", errors="replace") as stream:
+            texts = stream.read().replace("{", " ").split()
+        for key, value in pairwise(texts):
+            if key.rstrip(":") in _KEYS:
+                names.append(value.strip("'\",}"))
+
     files = []
-    for text in texts:
-        before, found, _ = text.strip("'\",{}").rpartition(".py")
-        if found:
-            files.append(f"{before.rpartition('=')[2]}.py")
+    for name in names:
+        file = name.rpartition(":")[0] if ".py:" in name else name
+        if file.endswith(".py"):
+            files.append(file)
     return files

@@ -83,7 +83,12 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
             f"{str(where)!r} is not a file or folder; give a file, or a folder of {endings} files"
         )
     there = [root] if root.is_file() else sorted(_files(root))
+    names = set(there)
     for file in there:
+        if file.suffix.lower() in COMPRESSED and file.with_suffix("") in names:
+            raise ValueError(
+                f"{file} is there twice, compressed and as {file.stem}; move one of them away"
+            )
         inner = KINDS.get(Path(file.stem).suffix.lower())
         if inner and file.suffix.lower() in _COMPRESSED and kind_of(file) is None:
             raise ValueError(
