@@ -536,7 +536,7 @@ def test_rows_as_people_write_them(tmp_path, qwen):
         {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "yo"}]}
     ] * 3
     more = [
-        one | {"name": "A" if one["role"] == "user" else None, "weight": 1.0}
+        one | ({"name": "A"} if one["role"] == "user" else {"name": None, "weight": 1.0})
         for one in turns("hi", "yo")
     ]
     with_more = [{"id": 3, "messages": more, "tools": None}] * 3

@@ -180,7 +180,7 @@ def test_system_prompts_that_contradict_or_have_no_place(tmp_path):
 def test_an_optional_column_of_some_files_only_is_named(tmp_path):
     folder = written(tmp_path / "data", [{**row, "system": "Be brief."} for row in chats()])
     (folder / "validation.jsonl").write_text(json.dumps(chats()[0]) + "\n")
-    with pytest.raises(ValueError, match="no column 'system'.*other files have it"):
+    with pytest.raises(ValueError, match="only some files have the column 'system'"):
         task_of(folder, marked=True)
 
 
