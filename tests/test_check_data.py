@@ -232,3 +232,21 @@ def test_a_failing_test_set_does_not_cost_the_final_weights(tmp_path, config, ra
     world = run(train, words, config=config, ranks=ranks, folder=tmp_path)
     assert world.codes == [1] * ranks and "sample 37 is damaged" in world.output, world.output
     assert load_file(tmp_path / "run" / "final" / "model.safetensors")
+
+
+def test_rows_that_cannot_be_read_are_counted(tmp_path):
+    """In a data set and in a recipe, which also checks what the rows hold."""
+    from oneloop.job.check_data import check_data
+
+    answer = {"role": "assistant", "content": "a"}
+    asked = [{"role": "user", "content": f"q {number}"} for number in range(40)]
+    good = [{"messages": [question, answer]} for question in asked]
+    lines = [*map(json.dumps, good), "not json", json.dumps({"messages": [{"role": "odd"}]})]
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(lines) + "\n")
+    found = check_data(str(tmp_path / "data"))
+    assert (found.rows, len(found.unusable)) == (42, 1)
+    words = ["--task.data", str(tmp_path / "data"), "--task.unreadable", "skip"]
+    found = check_data("sft", words)
+    assert found.rows == 42 and len(found.unusable) == 2
+    assert "line 41" in found.unusable[0][0] and "role 'odd'" in found.unusable[1][1]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from oneloop.data.rows.file_rows import FileRow, file_rows
@@ -92,11 +93,35 @@ def test_a_bad_row_of_csv_is_named_or_skipped(tmp_path, monkeypatch, bad, line, 
     assert "1 rows were skipped" in " ".join(task.notes)
 
 
-def test_a_quote_that_is_never_closed_takes_the_rest(tmp_path):
-    file = write(tmp_path / "a.csv", 'text,label\na,b\n"c,d\ne,f\n')
-    rows = read(file)
+@pytest.mark.parametrize("bad", ['"never closed,x', '"He said "hi" and\nleft",x', '"a"b",x'])
+def test_a_row_whose_end_is_unknown_cannot_be_skipped(tmp_path, monkeypatch, bad):
+    """Its tail must not become a row, and the rows after it must not disappear."""
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    rest = "".join(f"t {n},{'ab'[n % 2]}\n" for n in range(40))
+    file = write(tmp_path / "a.csv", f"text,label\nfirst,a\n{bad}\n{rest}")
+    with pytest.raises(ValueError, match=r"line 3: .*the end of this row is unknown"):
+        TextClassification(str(file), unreadable="skip", **SMALL)
+
+
+def test_an_open_quote_in_the_last_line_is_one_row(tmp_path):
+    rows = read(write(tmp_path / "a.csv", 'text,label\na,b\n"c,d'))
     assert [row.values for row in rows] == [{"text": "a", "label": "b"}, None]
     assert rows[1].line == 3 and "not closed" in rows[1].why
+
+
+def test_a_list_that_is_cut_is_no_single_row(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    write(tmp_path / "d" / "a.json", json.dumps(LABELLED))
+    write(tmp_path / "d" / "b.json", json.dumps(LABELLED)[:-5])
+    with pytest.raises(ValueError, match=r"b\.json, line 1: not JSON"):
+        TextClassification(str(tmp_path / "d"), unreadable="skip", **SMALL)
+
+
+def test_no_row_at_all(tmp_path, monkeypatch):
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    file = write(tmp_path / "a.csv", b"text,label\n" + b"\xe9,a\n" * 9)
+    with pytest.raises(ValueError, match=r"no row can be read, the first: .*line 2"):
+        TextClassification(str(file), unreadable="skip", **SMALL)
 
 
 def test_values_on_the_border_of_two_reads(tmp_path):
@@ -169,6 +194,8 @@ ODD = {
     "half a character": lambda n: "\ud83d",
     "objects and numbers": lambda n: {"a": n} if n % 2 else n,
     "a type that changes late": lambda n: n if n < 55 else "late",
+    "integers that are no floats": lambda n: 2**53 + 1 + n if n < 55 else 0.5,
+    "deep lists": lambda n: json.loads("[" * 100 + "]" * 100),
 }
 
 
@@ -236,6 +263,34 @@ def test_a_rare_class_stays_in_train(tmp_path, monkeypatch):
         else:
             assert not source.notes
     assert 2 <= kept <= 15
+
+
+def test_soft_labels_and_mixtures_keep_their_splits(tmp_path, monkeypatch):
+    """Probabilities are no classes, and another source of a mixture may train a class."""
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    table = pa.table(
+        {"text": [f"t {n}" for n in range(90)], "label": [[n / 90, 1 - n / 90] for n in range(90)]}
+    )
+    for number, kind in enumerate((pa.list_(pa.float64()), pa.list_(pa.float64(), 2))):
+        folder = tmp_path / f"{number}"
+        folder.mkdir()
+        pq.write_table(
+            table.set_column(1, "label", table["label"].cast(kind)), folder / "a.parquet"
+        )
+        lengths = []
+        for label in ("label", ""):
+            [source] = named_sources(str(folder), {"text": "text", "label": "label"})
+            parts = opened(source, held_out=0.1, window=4, label=label).parts
+            lengths.append([len(part) for part in parts.values()])
+            assert not source.notes
+        assert lengths[0] == lengths[1]
+
+    for name, labels in (("one", ["rare", *["a", "b"] * 20]), ("two", ["rare", "a", "b"] * 14)):
+        rows = [{"text": f"{name} {n}", "label": label} for n, label in enumerate(labels)]
+        write(tmp_path / name / "train.jsonl", lines(rows))
+    data = [{"data": str(tmp_path / "one")}, {"data": str(tmp_path / "two")}]
+    task = TextClassification(data, **SMALL)
+    assert not any("stay in train" in note for note in task.notes)
 
 
 def test_a_column_that_some_files_lack_is_named(tmp_path, monkeypatch):

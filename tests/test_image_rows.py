@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +154,46 @@ def test_images_are_turned_as_by_datasets(tmp_path, ending, orientation):
         assert ours.shape == right.shape and np.abs(ours - right).max() <= 1
 
 
-def test_a_damaged_orientation_is_none(tmp_path):
-    file = tmp_path / "photo.jpg"
-    photo(file, 6)
-    file.write_bytes(
-        file.read_bytes()
-        .replace(b"Exif\0\0MM", b"Exif\0\0XX")
-        .replace(b"Exif\0\0II", b"Exif\0\0XX")
-    )
-    assert decoded({"bytes": None, "path": str(file)}, limit=10**8).size == (60, 40)
+@pytest.mark.parametrize("field", [0x011A, 0x0100, 0x0128])
+def test_an_odd_field_of_exif_does_not_matter(tmp_path, field):
+    """A resolution or width that is text cannot be written again."""
+    pixels = np.zeros((40, 60, 3), np.uint8)
+    about = Image.Exif()
+    about[0x0112] = 6
+    about[0x010F] = "x" * 9
+    Image.fromarray(pixels).save(tmp_path / "photo.jpg", exif=about)
+    content = (tmp_path / "photo.jpg").read_bytes()
+    for order in ("big", "little"):  # give the text another meaning
+        content = content.replace((0x010F).to_bytes(2, order), field.to_bytes(2, order), 1)
+    assert decoded(content, limit=10**8).size == (40, 60)
+
+
+def test_packed_metadata_is_rejected(tmp_path):
+    folder = described(tmp_path / "data", rows_with(["a", "b"]))
+    (folder / "metadata.csv").rename(folder / "metadata.csv.gz")
+    with pytest.raises(ValueError, match=r"metadata\.csv\.gz is compressed"):
+        ImageClassification(str(folder), **SMALL)
+
+
+def test_only_columns_that_are_read_matter(tmp_path):
+    """An unused column of numbers does not end old runs; what is read must be text."""
+    rows = [
+        {**row, "size": n + 0.5, "when": "2024-01-05"}
+        for n, row in enumerate(rows_with(["a", "b"]))
+    ]
+    folder = described(tmp_path / "numbers", rows)
+    content = ImageClassification(str(folder), **SMALL).train_set().fingerprint()
+    assert "metadata.csv" not in content
+    folder = described(tmp_path / "bytes", rows_with(["a", "b"]))
+    content = (folder / "metadata.csv").read_bytes()
+    (folder / "metadata.csv").write_bytes(content.replace(b"000.png,a", b"000.png,\xe9"))
+    with pytest.raises(ValueError, match=r"metadata\.csv, line 2: 'label' is not valid Unicode"):
+        ImageClassification(str(folder), **SMALL)
+    (folder / "metadata.csv").write_bytes(b"file_name,label,label\n000.png,a,b\n")
+    with pytest.raises(ValueError, match="has two columns 'label'"):
+        ImageClassification(str(folder), **SMALL)
+    odd = [{**row, "o": {"when": datetime(2024, 1, 5)}} for row in rows_with(["a", "b"])]
+    assert ImageClassification(str(described(tmp_path / "o", odd, "parquet")), **SMALL).classes
 
 
 @pytest.mark.parametrize("kind", ["folders", "parquet"])

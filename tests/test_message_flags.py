@@ -89,6 +89,41 @@ def test_a_message_that_is_trained_changes_nothing(tmp_path, value):
     plain = task_of(written(tmp_path / "plain", chats()), marked=True)
     flagged = task_of(written(tmp_path / "flagged", chats(weight=value)), marked=True)
     assert trained(flagged) == trained(plain) == [BAD, GOOD]
+    assert "flags" not in flagged.train_set().fingerprint()
+
+
+def test_flags_in_other_encodings(tmp_path):
+    """JSON text in a column with a dictionary, and a key that is written with an escape."""
+    rows = [{"messages": json.dumps(row["messages"])} for row in chats(weight=0)]
+    (tmp_path / "dictionary").mkdir()
+    table = pa.Table.from_pylist(rows)
+    encoded = table.set_column(0, "messages", table["messages"].dictionary_encode())
+    parquet.write_table(encoded, tmp_path / "dictionary" / "train.parquet")
+    assert trained(task_of(tmp_path / "dictionary", marked=True)) == [GOOD]
+    escaped = [{"messages": row["messages"].replace("weight", "weigh\\u0074")} for row in rows]
+    assert trained(task_of(written(tmp_path / "escaped", escaped), marked=True)) == [GOOD]
+
+
+def test_keys_of_arguments_are_no_flags(tmp_path):
+    """A tool may have an argument of this name."""
+    rows = chats()
+    call = {"type": "function", "function": {"name": "f", "arguments": {"weight": 0.5}}}
+    for row in rows:
+        row["messages"][1]["tool_calls"] = [call]
+    template = PLAIN.replace(
+        "m['content'] }}",
+        "m['content'] }}{% for c in m['tool_calls'] or [] %}{{ c | tojson }}{% endfor %}",
+    )
+    (tmp_path / "calls.jinja").write_text(template)
+    folder = written(tmp_path / "data", rows)
+    task = task_of(folder, marked=True, chat_template=str(tmp_path / "calls.jinja"))
+    assert len(trained(task)) == 2 and "flags" not in task.train_set().fingerprint()
+
+
+def test_messages_that_are_no_list_are_named(tmp_path):
+    rows = [{"messages": {"role": "user", "content": f"a {n}"}} for n in range(20)]
+    with pytest.raises(ValueError, match="expected a list of messages"):
+        task_of(written(tmp_path / "data", rows, "parquet"), marked=True)
 
 
 def test_sharegpt_and_prompts_with_messages(tmp_path):
@@ -177,11 +212,25 @@ def test_system_prompts_that_contradict_or_have_no_place(tmp_path):
     assert task_of(tmp_path / "texts", marked=True, system="").train_set()
 
 
-def test_an_optional_column_of_some_files_only_is_named(tmp_path):
-    folder = written(tmp_path / "data", [{**row, "system": "Be brief."} for row in chats()])
-    (folder / "validation.jsonl").write_text(json.dumps(chats()[0]) + "\n")
+@pytest.mark.parametrize("without", ["train", "validation", "test"])
+def test_an_optional_column_of_some_files_only_is_named(tmp_path, without):
+    for name in ("train", "validation", "test"):
+        more = {} if name == without else {"system": "Be brief."}
+        text = "".join(json.dumps({**row, **more}) + "\n" for row in chats())
+        (tmp_path / "data").mkdir(exist_ok=True)
+        (tmp_path / "data" / f"{name}.jsonl").write_text(text)
     with pytest.raises(ValueError, match="only some files have the column 'system'"):
+        task_of(tmp_path / "data", marked=True)
+    task = task_of(tmp_path / "data", marked=True, system="")
+    assert list(task.eval_sets()) == ["validation", "test"]
+
+
+@pytest.mark.parametrize("system", [{"os": "x"}, 3, ["a"]])
+def test_a_column_with_another_meaning_is_named(tmp_path, system):
+    folder = written(tmp_path / "data", [{**row, "system": system} for row in chats()])
+    with pytest.raises(ValueError, match="'system' holds .*; expected text of system prompts"):
         task_of(folder, marked=True)
+    assert trained(task_of(folder, marked=True, system="")) == [BAD, GOOD]
 
 
 # --- tools ---

@@ -21,8 +21,8 @@ from torchmetrics.classification import (
 from oneloop import fit
 from oneloop.basics.exit_codes import BadInput
 from oneloop.run.counters import Best
-from oneloop.tasks.evaluation_metrics import directions
-from oneloop.tasks.metric_collection import Collection
+from oneloop.tasks.evaluation_metrics import adapted, directions, scalars
+from oneloop.tasks.metric_collection import Collection, not_logged
 
 QUIET: dict[str, Any] = {"watch": {"quiet": True}, "track": [], "machine": {"workers": 0}}
 
@@ -144,8 +144,9 @@ def test_values_that_are_not_logged_are_reported():
     for name in ("first", "second"):
         metrics[name].update(torch.zeros(5, dtype=torch.int64), torch.zeros(5, dtype=torch.int64))
     metrics["each"].update(torch.zeros(5))
-    assert Collection(metrics).remarks() == [
-        "the metric 'each' has 5 values: neither logged nor drawn",
+    known = Collection(metrics)
+    assert known.left_out() == ["the metric 'each' has 5 values: neither logged nor drawn"]
+    assert not_logged(known.compute()) == [
         "the metric 'labels' has 3 x 2 x 2 values: neither logged nor drawn",
         "the metric 'first' is neither logged nor drawn; 'second' is drawn",
     ]
@@ -158,6 +159,47 @@ def test_a_value_that_is_not_logged_is_printed_at_the_start(tmp_path, capfd):
     said = capfd.readouterr().out
     assert "the metric 'each' has" in said and "neither logged nor drawn" in said
     assert "eval/each" not in found and found["eval/m"] == 20.0
+
+
+class Own:
+    """Metrics without torchmetrics, whose sums are an attribute."""
+
+    higher_is_better: ClassVar[dict[str, bool]] = {"x": True}
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self.sums = lambda: []
+
+    def to(self, device: torch.device) -> Any:
+        return self
+
+    def update(self, x: Tensor) -> None:
+        self.seen = x
+
+    def compute(self) -> dict[str, Any]:
+        return {"x": self.value}
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    [
+        (None, "the metric 'x' computes a NoneType, which is not a number"),
+        ("abc", "the metric 'x' computes a str"),
+        ([1.0, "a"], "the metric 'x' computes a list"),
+    ],
+)
+def test_own_metrics_name_what_is_no_number(value, expected):
+    metrics = Own(value)
+    assert adapted(metrics) is metrics
+    with pytest.raises(ValueError, match=expected):
+        scalars(metrics.compute())
+
+
+def test_own_metrics_may_be_plain_and_several_values_are_reported():
+    assert scalars(Own(np.float32(2.0)).compute()) == {"x": 2.0}
+    computed = Own(np.array([1.0, 2.0])).compute()
+    assert scalars(computed) == {}
+    assert not_logged(computed) == ["the metric 'x' has 2 values: neither logged nor drawn"]
 
 
 # --- which direction is better ---
@@ -222,6 +264,9 @@ def test_max_and_min_keep_the_best_step(tmp_path, best, step):
 def test_the_best_of_another_metric_is_not_compared():
     old = Best("eval/loss", value=1.0, step=5, since=3)
     same, other, unknown = Best("eval/loss"), Best("eval/accuracy"), Best("eval/accuracy")
+    turned = Best("eval/loss", upward=True)
+    turned.load_state_dict(old.state_dict())
+    assert turned.value is None
     same.load_state_dict(old.state_dict())
     other.load_state_dict(old.state_dict())
     unknown.load_state_dict({"value": 0.5, "step": 5, "since": 3})  # of an older version

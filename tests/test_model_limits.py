@@ -12,6 +12,7 @@ import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 
 from oneloop.tasks.causal_lm import CausalLM
+from oneloop.tasks.model_limits import positions_of
 from oneloop.tasks.sft import SFT
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.text_pairs import TextPairs
@@ -142,6 +143,27 @@ def test_the_saved_folder_pads_as_training_did(tmp_path):
     again = transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert again.pad_token_id == 5
     assert json.loads((tmp_path / "config.json").read_text())["pad_token_id"] == 5
+
+
+def test_an_ordinary_token_for_padding_stays_ordinary(tmp_path):
+    """As a special token it would split words that contain it."""
+    tokenizer = tokenizer_in(tmp_path / "probe", pad_token="<pad>")
+    letter = tokenizer.convert_tokens_to_ids("t")
+    model_folder = saved(tmp_path / "model", "llama", padding=letter, pad_token="<pad>")
+    task = TextClassification(rows_in(tmp_path / "data"), model=model_folder, length=50)
+    before = task.reader.encode("the cat sat on the mat")["input_ids"]
+    model = task.model()
+    assert model.config.pad_token_id == letter
+    task.save(model, tmp_path)
+    again = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert again("the cat sat on the mat")["input_ids"] == before
+
+
+def test_positions_of_another_class_of_embeddings():
+    config = transformers.IBertConfig(
+        vocab_size=100, intermediate_size=64, max_position_embeddings=34, pad_token_id=1, **SHAPE
+    )
+    assert positions_of(transformers.IBertModel(config)) == 32
 
 
 @pytest.mark.parametrize("kind", ["roberta", "camembert"])

@@ -62,7 +62,7 @@ def test_plateau_steps_down_like_torchs():
     )
     count, best = Counters(), Best()
     for step, loss in enumerate([5.0, 4.0, 4.5, 4.4, 4.3, 4.2, 3.0, 3.1, 3.2, 3.3, 3.4]):
-        count.evaluated(best.update(loss, step, higher_is_better=False), patience=rate.patience)
+        count.evaluated(best.update(loss, step), patience=rate.patience)
         reference.step(loss)
         assert rate(step, reductions=count.reductions) == pytest.approx(
             theirs.param_groups[0]["lr"]
@@ -70,8 +70,8 @@ def test_plateau_steps_down_like_torchs():
 
 
 def test_best_never_takes_nan():
-    best = Best()
-    assert best.update(1.0, 1, higher_is_better=True)
-    assert not best.update(math.nan, 2, higher_is_better=True)
-    assert not best.update(0.5, 3, higher_is_better=True)
+    best = Best(upward=True)
+    assert best.update(1.0, 1)
+    assert not best.update(math.nan, 2)
+    assert not best.update(0.5, 3)
     assert (best.value, best.step, best.since) == (1.0, 1, 2)

@@ -98,7 +98,7 @@ def _check_source(source: str, findings: Findings) -> None:
         if "image" in columns:
             check_images([opened], limit=_PIXEL_LIMIT, skipped=None)
         else:
-            findings.rows = len(opened.parts["all"])
+            findings.rows = len(opened.parts["all"]) + findings.left_out
             findings.values = False
         return
 
@@ -112,7 +112,7 @@ def _check_task(words: Sequence[str], findings: Findings) -> None:
 
     # A packaged task has checked its rows. Its images are not decoded twice.
     if type(task).__module__.startswith("oneloop."):
-        findings.rows = findings.rows or sum(map(len, sets.values()))
+        findings.rows = findings.rows or sum(map(len, sets.values())) + findings.left_out
         return
 
     # Load all samples of the user's task.

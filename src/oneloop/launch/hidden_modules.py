@@ -48,7 +48,10 @@ def _files(words: list[str]) -> list[str]:
     for key, value in pairwise(words):
         if key.removeprefix("--") in _KEYS:
             names.append(value)
-    names += [word.partition("=")[2] for word in words if word[2:].partition("=")[0] in _KEYS]
+    for word in words:
+        key, _, value = word.removeprefix("--").partition("=")
+        if key in _KEYS:
+            names.append(value)
 
     # Read the recipe without a parser, which would import other modules.
     recipe = words[0] if words else ""

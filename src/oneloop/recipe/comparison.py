@@ -11,13 +11,15 @@ _TRAINING_GROUPS = ("task", "seed", "duration", "init", "optimizer", "schedule",
 _TRAINING_KEYS = ("batch.size", "batch.grain", "debug.overfit")
 _OTHER_KEYS = ("ema.device",)
 _DATA = "task.data"
-# Keys that older versions did not have, with the values with which they change nothing.
-_ADDED: dict[str, Any] = {
-    "optimizer.frozen_modules": "eval",
-    "task.unreadable": "stop",
-    "task.group_answers": False,
-    "task.system": "system",
-    "task.flags": ["weight", "train", "trainable", "training", "loss_mask", "loss"],
+_FLAGS = ["weight", "train", "trainable", "training", "loss_mask", "loss"]
+# Keys that older versions did not have, with the values that can continue their runs: the data are
+# compared by what is read from them.
+_ADDED: dict[str, tuple[Any, ...]] = {
+    "optimizer.frozen_modules": ("eval",),
+    "task.unreadable": ("stop",),
+    "task.group_answers": (False,),
+    "task.system": ("system", ""),
+    "task.flags": (_FLAGS, []),
 }
 _NAMES = tuple(f"{group}.name" for group in CHOICES)
 
@@ -41,8 +43,11 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
     after = training_configuration(new)
     lines = []
     for key in sorted(before.keys() | after.keys()):
-        was = before.get(key, _ADDED.get(key))
-        now = after.get(key, _ADDED.get(key))
+        was = before.get(key)
+        now = after.get(key)
+        added = _ADDED.get(key, ())
+        if (key not in before and now in added) or (key not in after and was in added):
+            continue
         if not _same(key, was, now):
             lines.append(f"{key}: {was!r} -> {now!r}")
     return lines

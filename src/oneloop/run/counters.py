@@ -155,6 +155,7 @@ class Best:
     """The best evaluation so far, and the number of evaluations since."""
 
     metric: str = ""
+    upward: bool = False  # whether a larger value is better
     value: float | None = None
     step: int = 0
     since: int = 0  # evaluations since the best one
@@ -163,17 +164,17 @@ class Best:
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        # Values of another metric cannot be compared. Older versions did not store its name.
-        if state.get("metric", self.metric) == self.metric:
+        # The best of another metric or direction is none. Older versions stored only the value.
+        compared = {"metric": self.metric, "upward": self.upward}
+        if {**compared, **state} == {**state, **compared}:
             self.__dict__.update(state)
 
-    def update(self, value: float, step: int, *, higher_is_better: bool) -> bool:
+    def update(self, value: float, step: int) -> bool:
         """Compare the result of an evaluation with the best one so far.
 
         Args:
             value: the metric.
             step: that was evaluated.
-            higher_is_better: whether a larger metric is better.
 
         Returns:
             Whether it is the best so far, which NaN never is.
@@ -183,7 +184,7 @@ class Best:
             better = False
         elif self.value is None:
             better = True
-        elif higher_is_better:
+        elif self.upward:
             better = value > self.value
         else:
             better = value < self.value

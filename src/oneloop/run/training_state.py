@@ -64,7 +64,7 @@ class State(RunState):
         recipe = job.recipe
         task = job.task
         self.count = Counters()
-        self.best = Best(recipe.eval.metric)
+        self.best = Best(recipe.eval.metric, upward=job.upward)
         self.results = Results()
         self.meter = _meter(job, run, model, seen)
         self.checkpoints = Checkpoints(

@@ -189,7 +189,7 @@ class Upkeep:
 
         # Judge the result, for early stopping, the best checkpoint and the plateau schedule.
         value = state.results[job.recipe.eval.metric]
-        better = state.best.update(value, state.count.step, higher_is_better=job.upward)
+        better = state.best.update(value, state.count.step)
         state.count.evaluated(better, patience=job.rate.patience)
         return True
 
@@ -238,7 +238,8 @@ class Upkeep:
 
     def best_so_far(self) -> dict[str, Any]:
         """Return the best evaluation so far, as the manifest of a checkpoint records it."""
-        return self._state.best.state_dict()
+        best = self._state.best
+        return {"metric": best.metric, "value": best.value, "step": best.step, "since": best.since}
 
     def kept(self) -> Keep:
         """Return which older checkpoints a save keeps."""

@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from oneloop.tasks.contrastive import row_blocks
-from oneloop.tasks.metric_collection import Collection
+from oneloop.tasks.metric_collection import Collection, as_tensor
 
 
 class Metrics(Protocol):
@@ -329,7 +329,9 @@ def adapted(metrics: Any) -> Metrics:
 
 def has_sums(metrics: Any) -> bool:
     """Return whether metrics are :class:`Metrics`; a collection may have a metric of that name."""
-    return callable(getattr(type(metrics), "sums", None))
+    if isinstance(metrics, nn.Module):
+        metrics = type(metrics)
+    return callable(getattr(metrics, "sums", None))
 
 
 def directions(task: object) -> dict[str, bool | None]:
@@ -349,7 +351,8 @@ def directions(task: object) -> dict[str, bool | None]:
 def scalars(computed: Mapping[str, Any]) -> dict[str, float]:
     """Return the scalar metrics, without matrices. Raise ValueError if one is named ``loss``."""
     _check_names(computed)
-    return {name: float(value) for name, value in computed.items() if not _is_table(value)}
+    values = {name: as_tensor(name, value) for name, value in computed.items()}
+    return {name: float(value) for name, value in values.items() if not _is_table(value)}
 
 
 def _check_names(names: Iterable[str]) -> None:

@@ -227,7 +227,8 @@ class ImageClassification(Task):
         check = partial(check_images, limit=limit, skipped=skipped)
         sources = list[Source]()
         for source in named_sources(data, self.columns):
-            opened(source, held_out=held_out, window=self.window, check=check, label="label")
+            label = "label" if isinstance(data, str) else ""  # another source may train a class
+            opened(source, held_out=held_out, window=self.window, check=check, label=label)
             sources.append(source)
 
         # The labels are class probabilities, or classes.

@@ -37,33 +37,44 @@ class Collection:
         return ()
 
     def compute(self) -> dict[str, Tensor]:
-        values = self._collection.compute()
-        metrics = dict(self._collection.items())
-        chosen = {}
-        for name, value in values.items():
-            number = _as_tensor(name, value)
-            is_matrix = name in metrics and _is_matrix(metrics[name])
-            if is_matrix or number.numel() == 1:
-                chosen[name] = number
-        return chosen
+        values = self._values()
+        return {name: value for name, value in values.items() if self._is_chosen(name, value)}
 
-    def remarks(self) -> list[str]:
-        """Return a line for each value that :meth:`compute` leaves out, or that is not drawn."""
-        values = self._collection.compute()
-        chosen = self.compute()
+    def left_out(self) -> list[str]:
+        """Return a line for each value that :meth:`compute` leaves out."""
         lines = []
-        drawn = ""
-        for name, value in values.items():
-            if name in chosen and chosen[name].numel() == 1:
-                continue
-            shape = " x ".join(map(str, _as_tensor(name, value).shape))
-            if name not in chosen or value.ndim != 2:
+        for name, value in self._values().items():
+            if not self._is_chosen(name, value):
+                shape = " x ".join(map(str, value.shape))
                 lines.append(f"the metric {name!r} has {shape} values: neither logged nor drawn")
-                continue
-            if drawn:
-                lines.append(f"the metric {drawn!r} is neither logged nor drawn; {name!r} is drawn")
-            drawn = name
         return lines
+
+    def _values(self) -> dict[str, Tensor]:
+        computed = self._collection.compute()
+        return {name: as_tensor(name, value) for name, value in computed.items()}
+
+    def _is_chosen(self, name: str, value: Tensor) -> bool:
+        """Return whether a value is one number, or that of a confusion matrix."""
+        metrics = dict(self._collection.items())
+        return value.numel() == 1 or (name in metrics and _is_matrix(metrics[name]))
+
+
+def not_logged(computed: Mapping[str, Any]) -> list[str]:
+    """Return a line for each value that is neither logged nor drawn: only one matrix is drawn."""
+    lines = []
+    drawn = ""
+    for name, value in computed.items():
+        number = as_tensor(name, value)
+        if number.numel() == 1:
+            continue
+        shape = " x ".join(map(str, number.shape))
+        if number.ndim != 2:
+            lines.append(f"the metric {name!r} has {shape} values: neither logged nor drawn")
+            continue
+        if drawn:
+            lines.append(f"the metric {drawn!r} is neither logged nor drawn; {name!r} is drawn")
+        drawn = name
+    return lines
 
 
 def _direction(metric: Any) -> bool | None:
@@ -81,8 +92,11 @@ def _is_metric(module: Any, outer: Any) -> bool:
     return module is not outer and hasattr(module, "higher_is_better")
 
 
-def _as_tensor(name: str, value: Any) -> Tensor:
-    """Return a value that a metric computed, also a plain or numpy number."""
+def as_tensor(name: str, value: Any) -> Tensor:
+    """Return a value that a metric computed, also a plain or numpy number.
+
+    Raise ValueError if it is something else.
+    """
     if isinstance(value, Tensor):
         return value
     try:

@@ -39,10 +39,11 @@ def positions_of(model: nn.Module) -> int | None:
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     limit = getattr(config, "max_position_embeddings", None)
     for name, module in model.named_modules():
-        if not name.endswith("position_embeddings") or not isinstance(module, nn.Embedding):
-            continue
-        if module.padding_idx is not None:
-            return module.num_embeddings - module.padding_idx - 1
+        # I-BERT has its own class of embeddings.
+        first = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and isinstance(first, int):
+            weight: Any = module.weight
+            return len(weight) - first - 1
     return limit if isinstance(limit, int) and limit > 0 else None
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.tasks.evaluation_metrics import adapted, scalars
-from oneloop.tasks.metric_collection import Collection
+from oneloop.tasks.metric_collection import Collection, not_logged
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
     "model": (),
@@ -300,8 +300,10 @@ class Contract:
                 "let compute return a dict of named metrics",
             )
         known = adapted(metrics)
-        scalars(known.compute())  # raises ValueError if a value is not a number
-        return known.remarks() if isinstance(known, Collection) else []
+        values = known.compute()
+        scalars(values)  # raises ValueError if a value is not a number
+        left_out = known.left_out() if isinstance(known, Collection) else []
+        return [*left_out, *not_logged(values)]
 
     @staticmethod
     def is_double(once: float, twice: float, tolerance: float) -> bool:

@@ -26,6 +26,7 @@ from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, end_token_notes, ends_in
 from oneloop.tasks.language.conversations import (
+    check_system,
     column_choices,
     encoded,
     encoded_prompt,
@@ -34,7 +35,7 @@ from oneloop.tasks.language.conversations import (
 )
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
-from oneloop.tasks.language.message_flags import FLAGS, newer
+from oneloop.tasks.language.message_flags import FLAGS, keys_of
 from oneloop.tasks.language.models import SCRATCH, Architecture
 from oneloop.tasks.language.sequences import (
     IGNORE,
@@ -181,6 +182,7 @@ class SFT(LanguageModel):
         open_ = partial(opened, held_out=held_out, window=self.window)
         sources = []
         for source in named_sources(data, self.columns, unreadable=unreadable):
+            source.optional = ("tools", "system")
             choices = column_choices(source.columns)
             sources.append(first_columns(source, choices, open_))
         return sources
@@ -211,15 +213,18 @@ class SFT(LanguageModel):
             cache_key.append(self._day)
         content = {**rows.fingerprint(), "made by": key_of(cache_key)}
 
-        flags, unknown_before = newer(rows, columns, chat, self.flags)
-        content |= unknown_before
-        cache_key += unknown_before.items()
+        check_system(source, rows)
+        keys = keys_of(rows, columns, chat, self.flags)
+        content |= keys.read_since
+        cache_key += keys.read_since.items()
+        if keys.calls or keys.flags:
+            cache_key.append([keys.calls, *keys.flags])  # older versions did not check these
         encode = partial(
             encoded if labelled else encoded_prompt,
             columns=columns,
             tokenizer=self.tokenizer,
             chat=chat,
-            flags=flags,
+            flags=keys.flags,
         )
 
         # Do not skip rows of ``oneloop predict``: each row needs its answer.

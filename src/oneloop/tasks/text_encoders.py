@@ -211,8 +211,10 @@ class TokenReader:
             raise ValueError(
                 f"task.model {self.name!r}: its tokenizer has no padding token and no end token"
             )
-        # Save the tokenizer with the token that was trained with.
-        if padding != tokenizer.pad_token_id and padding < len(tokenizer):
+        # Save the tokenizer with the token that was trained with. An ordinary token must not become
+        # a special one, because it would split words.
+        special = {number for number, one in tokenizer.added_tokens_decoder.items() if one.special}
+        if padding != tokenizer.pad_token_id and padding in special:
             tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
         self.padding = padding
         self.tokenizer = tokenizer

@@ -97,8 +97,10 @@ class TextRows(Task):
             self.classes = recorded["classes"]
         sources = list[Source]()
         if data is not None and not recorded:
-            label = self.target if self.predicts_classes else ""
             for source in named_sources(data, columns, unreadable=unreadable):
+                # In a mixture, another source may train a class.
+                one = isinstance(data, str) and self.predicts_classes
+                label = self.target if one else ""
                 sources.append(opened(source, held_out=held_out, window=window, label=label))
         self._sets = self._samples(sources) if sources else {}
         self.recorded = {"classes": self.classes}

@@ -111,7 +111,7 @@ def _table(
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
-            dataset, changed = image_rows(found, split)
+            dataset, changed = image_rows(found, split, columns)
             content |= changed
         elif found.kind == "arrow":
             dataset = _mapped(files)
@@ -144,13 +144,15 @@ def _readable(
     reasons = [f"{where}: {why}" for where, why in bad.values()]
     findings = FINDINGS.get()
     if findings is not None:
-        findings.rows += len(bad)
+        findings.left_out += len(bad)
         findings.unusable += bad.values()
     elif skipped is None:
         raise ValueError(
             f"{len(bad):,} rows cannot be read, the first: {reasons[0]}; correct it, or set "
-            "task.unreadable skip"
+            "task.unreadable skip to train without such rows"
         )
+    elif len(bad) == len(table):
+        raise ValueError(f"{table.name}: no row can be read, the first: {reasons[0]}; correct it")
     else:
         skipped += reasons
     return table.select(np.array(sorted(bad), dtype=np.int64), exclude=True)

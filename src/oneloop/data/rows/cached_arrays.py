@@ -85,7 +85,7 @@ def ragged(
     skipped = json.loads((path / "skipped.json").read_text())
     if len(skipped) > allowed and skip:  # oneloop check has cached that every row is invalid
         raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
-    if not skip:
+    if not skip or (checks and not empty):  # with ``empty``, the caller reports them
         for index, why in skipped:
             unusable(rows.where(index), f": {why}")
     return Ragged(values, ends, skipped)

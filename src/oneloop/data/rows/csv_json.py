@@ -27,6 +27,7 @@ _VERSION = 5  # version of the conversion; increase it if the result for the sam
 OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
 MIXED = "must hold values of one type"  # begin of the ``id`` of a column with several types
 _ROWS = 1000  # rows of a batch
+_DEEPEST = 30  # most lists within each other; Arrow allows about twice as many
 _STARTED = time.time()  # of this process
 
 
@@ -101,7 +102,7 @@ def _convert(
     report = _Report(files)
     try:
         if found.kind == "json":
-            _write(_json(files, found.kind, report), draft)
+            _write_json(files, report, draft)
         elif found.kind in ("csv", "tsv"):
             _write(_csv(files, found.kind, report), draft)
         else:
@@ -225,23 +226,46 @@ def _value(row: FileRow, column: str) -> Any:
     return row.values.get(column) if row.values else None
 
 
-def _json(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
-    """Yield batches of the rows of JSON files.
+def _write_json(files: Sequence[Path], report: _Report, draft: Path) -> None:
+    """Write the rows of JSON files.
 
     Strings stay strings (pyarrow would convert dates). Objects become JSON text, which keeps their
     nulls, as do the values of a column with several types.
     """
-    import pyarrow
-
     # Read all files once for the types, so that the batches have one schema.
     columns = Columns()
-    for number, rows in _in_batches(files, kind):
+    for number, rows in _in_batches(files, "json"):
         report.add(number, rows)
         columns.add(files[number], [row.values or {} for row in rows])
+    for _ in range(1 + len(columns.types)):
+        try:
+            _write(_json(files, columns), draft)
+            return
+        except Misfit as error:
+            columns.mix(error.column, error.why)
+
+
+def _json(files: Sequence[Path], columns: "Columns") -> Iterator[Any]:
+    """Yield batches of the rows of JSON files."""
+    import pyarrow
 
     schema = columns.schema()
-    for _, rows in _in_batches(files, kind):
+    for _, rows in _in_batches(files, "json"):
         yield pyarrow.record_batch(columns.arrays([row.values or {} for row in rows]), schema)
+
+
+class Misfit(Exception):
+    """Values of a column do not fit its type, which other rows need: a large integer is no float.
+
+    Args:
+        column: its name.
+        why: the reason.
+    """
+
+    def __init__(self, column: str, why: str) -> None:
+        super().__init__(f"{column}: {why}")
+        self.column = column
+        self.why = why
 
 
 class Columns:
@@ -265,10 +289,14 @@ class Columns:
             try:
                 self.types[name] = self._widened(name, rows)
             except (pyarrow.ArrowException, OverflowError) as error:
-                # It matters only if a task reads the column.
-                why = " ".join(str(error).split())
-                self.nested[name] = f"{MIXED}: {why} ({file.name})"
-                self.types[name] = pyarrow.string()
+                self.mix(name, f"{error} ({file.name})")
+
+    def mix(self, name: str, why: str) -> None:
+        """Make a column JSON text, which no task can read; the others can be read."""
+        import pyarrow
+
+        self.nested[name] = f"{MIXED}: {' '.join(why.split())}"
+        self.types[name] = pyarrow.string()
 
     def _widened(self, name: str, rows: _JsonRows) -> Any:
         """Return the type of a column that holds these rows and the earlier ones."""
@@ -279,7 +307,10 @@ class Columns:
         new = pyarrow.array(self._values(name, rows)).type
         old = self.types.get(name, new)
         both = [pyarrow.schema({name: old}), pyarrow.schema({name: new})]
-        return pyarrow.unify_schemas(both, promote_options="permissive").types[0]
+        kind = pyarrow.unify_schemas(both, promote_options="permissive").types[0]
+        if str(kind).count("list<") > _DEEPEST:
+            raise pyarrow.ArrowInvalid(f"lists are nested more than {_DEEPEST} times")
+        return kind
 
     def schema(self) -> Any:
         """Return the Arrow schema; it marks the columns of JSON text."""
@@ -297,7 +328,10 @@ class Columns:
 
         arrays = []
         for name, kind in self.types.items():
-            arrays.append(pyarrow.array(self._values(name, rows), kind))
+            try:
+                arrays.append(pyarrow.array(self._values(name, rows), kind))
+            except (pyarrow.ArrowException, OverflowError) as error:
+                raise Misfit(name, str(error)) from error
         return arrays
 
     def _values(self, name: str, rows: _JsonRows) -> list[Any]:
@@ -321,7 +355,7 @@ def _text(value: Any) -> str | None:
     """Return a value as JSON text; texts and None stay."""
     if value is None or isinstance(value, str):
         return value
-    return json.dumps(value, ensure_ascii=False)
+    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def _by_datasets(found: Found, files: Sequence[Path], draft: Path) -> None:

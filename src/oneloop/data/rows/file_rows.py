@@ -8,7 +8,7 @@ import io
 import json
 import sys
 from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +107,7 @@ def csv_columns(file: Path, kind: str) -> list[str]:
         ValueError: the first line cannot be read, or names a column twice.
     """
     with _opened(file) as stream:
-        for _, names, why in _records(stream, kind):
+        for _, names, why in _records(file, stream, kind):
             if why:
                 raise ValueError(f"{file}, line 1: {why}")
             if names:
@@ -118,7 +118,7 @@ def csv_columns(file: Path, kind: str) -> list[str]:
 def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
     """Yield the rows below the names of the columns."""
     names: list[str] = []
-    for line, values, why in _records(stream, kind):
+    for line, values, why in _records(file, stream, kind):
         if not names:
             names = values
         elif why:
@@ -130,28 +130,45 @@ def _csv_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
             yield _storable(line, dict(zip(names, values, strict=True)), check=True)
 
 
-def _records(stream: BinaryIO, kind: str) -> Iterator[tuple[int, list[str], str]]:
+def _records(file: Path, stream: BinaryIO, kind: str) -> Iterator[tuple[int, list[str], str]]:
     """Yield line, values and error of each record, as Python's ``csv`` module reads them.
 
     It is strict: after a closing quote only a separator or the end of the line may follow. Blank
-    lines are left out.
+    lines are left out. Raise ValueError if it is unknown where a wrong record ends.
     """
     csv.field_size_limit(sys.maxsize)
     # A byte that is not UTF-8 becomes a lone surrogate, so that its row can be named.
     text = io.TextIOWrapper(stream, "utf-8-sig", errors="surrogateescape", newline="")
-    reader = csv.reader(text, _DIALECTS[kind], strict=True)
+    read = list[str]()  # lines of the current record
+    reader = csv.reader(_remembered(text, read), _DIALECTS[kind], strict=True)
     while True:
         line = reader.line_num + 1
+        read.clear()
         try:
             values = next(reader)
         except StopIteration:
             break
         except csv.Error as error:
-            yield line, [], _csv_reason(str(error))
+            why = _csv_reason(str(error))
+            # With an odd number of quotes, the record may go on in the next lines.
+            is_last = len(read) == 1 and "file ends" in why
+            if "".join(read).count('"') % 2 and not is_last:
+                raise ValueError(
+                    f"{file}, line {line}: {why}; the end of this row is unknown, so it cannot be "
+                    "skipped: correct it"
+                ) from None
+            yield line, [], why
         else:
             if values:
                 yield line, values, ""
     text.detach()
+
+
+def _remembered(lines: Iterable[str], read: list[str]) -> Iterator[str]:
+    """Yield lines, and add them to ``read``."""
+    for line in lines:
+        read.append(line)
+        yield line
 
 
 def _csv_reason(error: str) -> str:
@@ -191,10 +208,12 @@ def _json_rows(file: Path, stream: BinaryIO, kind: str) -> Iterator[FileRow]:
         try:
             value = json.loads(line.decode("utf-8-sig"))
         except (ValueError, RecursionError) as error:
-            if number == 1 and not is_list:
+            if is_list:
+                at = getattr(error, "lineno", 1)
+                raise ValueError(f"{file}, line {at}: not JSON: {error}") from error
+            if number == 1:
                 _reject_one_object(file)
-            at = getattr(error, "lineno", 1) if is_list else number
-            yield FileRow(at, None, f"not JSON: {error}")
+            yield FileRow(number, None, f"not JSON: {error}")
             continue
         # Only an escape sequence can stand for half a character.
         check = b"\\ud" in line.lower()

@@ -90,7 +90,8 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
                 f"{file} is there twice, compressed and as {file.stem}; move one of them away"
             )
         inner = KINDS.get(Path(file.stem).suffix.lower())
-        if inner and file.suffix.lower() in _COMPRESSED and kind_of(file) is None:
+        unread = inner and kind_of(file) is None
+        if file.suffix.lower() in _COMPRESSED and (unread or file.stem in METADATA):
             raise ValueError(
                 f"{file} is compressed, which is not supported; decompress it or move it away"
             )

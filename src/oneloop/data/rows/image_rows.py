@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.data.rows.csv_json import Columns
-from oneloop.data.rows.file_rows import file_rows
+from oneloop.data.rows.file_rows import csv_columns, file_rows
 from oneloop.data.rows.find_files import Found, metadata_in
 
 IMAGE = "image"
@@ -16,12 +16,17 @@ FILE = "file_name"
 _SHOWN = 5  # values in a message
 
 
-def image_rows(there: Found, split: str) -> tuple[Any, dict[str, Any]]:
+def image_rows(there: Found, split: str, read: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """Return the images of a split as a ``datasets.Dataset``.
 
     Its columns are ``image`` and ``label``, the name of the image's folder. If a ``metadata.csv``
     (.jsonl, .parquet) is next to the images or in a folder above, its columns replace the label:
     each row has a relative ``file_name``, as in ``datasets``.
+
+    Args:
+        there: the files.
+        split: name of the split.
+        read: the columns that are read.
 
     Returns:
         The images, and what to add to their fingerprint: a line if older versions read other
@@ -36,7 +41,9 @@ def image_rows(there: Found, split: str) -> tuple[Any, dict[str, Any]]:
 
     files = there.parts[split]
     changed = {}
-    metadata = {folder: _Metadata.read(file) for folder, file in _metadata_files(there).items()}
+    metadata = {
+        folder: _Metadata.read(file, read) for folder, file in _metadata_files(there).items()
+    }
     if metadata:
         rows = [{IMAGE: str(file), **_about(file, metadata)} for file in files]
         if any(one.was_guessed for one in metadata.values()):
@@ -47,7 +54,7 @@ def image_rows(there: Found, split: str) -> tuple[Any, dict[str, Any]]:
         rows = [{IMAGE: str(file), LABEL: file.parent.name} for file in files]
 
     columns = Columns()
-    columns.add(there.root, rows)
+    columns.add(next(iter(_metadata_files(there).values()), there.root), rows)
     table = pyarrow.Table.from_arrays(columns.arrays(rows), schema=columns.schema())
     return Dataset(table).cast_column(IMAGE, Image(decode=False)), changed
 
@@ -85,9 +92,12 @@ class _Metadata:
     was_guessed: bool
 
     @staticmethod
-    def read(file: Path) -> "_Metadata":
-        """Read a metadata file. Raise ValueError if it is unreadable or contradicts itself."""
-        rows = _parquet(file) if file.suffix == ".parquet" else _text(file)
+    def read(file: Path, columns: Sequence[str]) -> "_Metadata":
+        """Read a metadata file. Raise ValueError if it is unreadable or contradicts itself.
+
+        ``columns``: those that are read.
+        """
+        rows = _parquet(file) if file.suffix == ".parquet" else _text(file, columns)
         images: dict[Path, Mapping[str, Any]] = {}
         for number, row in enumerate(rows):
             name = row.get(FILE)
@@ -113,15 +123,21 @@ class _Metadata:
                     f"{file} names {name}, which does not exist; remove the row, or add the image"
                 )
             images[image] = others
-        return _Metadata(images, file.suffix == ".csv" and _was_guessed(file, rows))
+        return _Metadata(images, file.suffix == ".csv" and _was_guessed(file, rows, columns))
 
 
-def _text(file: Path) -> list[Mapping[str, Any]]:
+def _text(file: Path, columns: Sequence[str]) -> list[Mapping[str, Any]]:
     """Return the rows of a CSV or JSON Lines file. Raise ValueError if one cannot be read."""
+    kind = "csv" if file.suffix == ".csv" else "json"
+    if kind == "csv":
+        csv_columns(file, kind)  # raises ValueError if the first line is wrong
     rows = list[Mapping[str, Any]]()
-    for row in file_rows(file, "csv" if file.suffix == ".csv" else "json"):
+    for row in file_rows(file, kind):
         if row.values is None:
             raise ValueError(f"{file}, line {row.line}: {row.why}")
+        for column, why in row.bad.items():
+            if column == FILE or column in columns:
+                raise ValueError(f"{file}, line {row.line}: {why}")
         rows.append(row.values)
     return rows
 
@@ -137,8 +153,8 @@ def _parquet(file: Path) -> list[Mapping[str, Any]]:
     return rows
 
 
-def _was_guessed(file: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether older versions read other values from a CSV file, with guessed types."""
+def _was_guessed(file: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> bool:
+    """Return whether older versions read other values in these columns, with guessed types."""
     import pyarrow
     from pyarrow import csv
 
@@ -147,6 +163,8 @@ def _was_guessed(file: Path, rows: Sequence[Mapping[str, Any]]) -> bool:
     except pyarrow.ArrowException:
         return True
     for name, column in zip(guessed.column_names, guessed.columns, strict=True):
+        if name not in columns:
+            continue
         texts = [row.get(name) for row in rows]
         # Texts and plain integers have the same classes and splits.
         plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_integer(column.type)

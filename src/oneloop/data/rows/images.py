@@ -86,7 +86,7 @@ class _Decoded:
 
 def _read(value: Any, limit: int) -> _Decoded:
     """Decode an image."""
-    from PIL import Image, ImageOps
+    from PIL import Image
 
     data = value
     path = None
@@ -108,8 +108,9 @@ def _read(value: Any, limit: int) -> _Decoded:
                     f"task.pixel_limit {limit:,}; scale it down or raise the key"
                 )
             mode = image.mode
-            turned = _is_turned(image)
-            upright = ImageOps.exif_transpose(image) if turned else image
+            turn = _turn_of(image)
+            turned = turn is not None
+            upright = image if turn is None else image.transpose(turn)
             if mode.startswith("I;16"):
                 # Pillow would clip 16 bits to 8; 65,535 = 257 x 255.
                 wide = np.asarray(upright).astype(np.uint32)
@@ -124,18 +125,28 @@ def _read(value: Any, limit: int) -> _Decoded:
         raise ValueError(f"{path or 'the image'} cannot be read as an image: {error}") from error
 
 
-def _is_turned(image: Any) -> bool:
-    """Return whether the EXIF orientation of an open image says that it must be turned.
+def _turn_of(image: Any) -> Any:
+    """Return how to turn an open image, by its EXIF orientation; None if it is upright.
 
     Pillow turns TIFF files itself.
     """
     from PIL import ExifTags
+    from PIL.Image import Transpose
 
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
     try:
-        orientation = image.getexif().get(ExifTags.Base.Orientation, 1)
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        return None if image.format == "TIFF" else turns.get(orientation)
     except Exception:  # damaged EXIF, for which Pillow raises many kinds of errors
-        return False
-    return image.format != "TIFF" and orientation in range(2, 9)
+        return None
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ class Source:
     name: str = ""  # in a mixture
     weight: float = 1.0  # in a mixture, in any unit
 
+    optional: Sequence[str] = ()  # keys of columns that a data set need not have
     parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
     # positions and reasons of the rows that cannot be read and are left out; None: they are errors
     skipped: list[str] | None = None
@@ -216,23 +217,29 @@ def _rows_of(
             return _of_files(chosen, columns, source, window)
         except NoColumn as error:
             # A column that only some files have would be left out of all.
-            if _has_column(chosen, error.column, source, window):
-                raise ValueError(
-                    f"only some files have the column {error.column!r}: {error}; add it to all "
-                    "(an empty value means none)"
-                ) from None
+            if _has_column(files, error.column, source, window):
+                raise ValueError(_only_some(error)) from None
             raise
 
     # Only a data set with a training split can do without its test split.
     if "train" not in files.parts or "test" not in files.parts:
         return of(files.parts)
-    test = files.parts.pop("test")
-    splits = dict(of(files.parts))
+    test = files.parts["test"]
+    splits = dict(of({split: part for split, part in files.parts.items() if split != "test"}))
     try:
-        splits |= of({"test": test})
+        splits |= _of_files(replace(files, parts={"test": test}), columns, source, window)
     except NoColumn as error:
+        if error.column in [source.columns[key] for key in source.optional]:
+            raise ValueError(_only_some(error)) from None
         source.notes.append(f"{error}: the test split is ignored")
     return splits
+
+
+def _only_some(error: NoColumn) -> str:
+    return (
+        f"only some files have the column {error.column!r}: {error}; add it to all (an empty "
+        "value means none)"
+    )
 
 
 def _of_files(

@@ -27,6 +27,7 @@ class Findings:
     """The result of ``oneloop check``."""
 
     rows: int = 0
+    left_out: int = 0  # rows that cannot be read, which ``rows`` does not count
     values: bool = True  # whether the values of the rows were checked
     unusable: list[tuple[str, str]] = field(default_factory=list)  # position and reason of each row
     converted: Counter[str] = field(default_factory=Counter)  # number of converted images, by kind
@@ -301,8 +302,9 @@ def _without_training_rows(
     before = 0
     for array in rows.values(label):
         kind = array.type
-        lists = pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind)
-        if pyarrow.types.is_floating(kind.value_type if lists else kind):
+        if pyarrow.types.is_nested(kind) and not pyarrow.types.is_struct(kind):
+            kind = kind.value_type  # of all kinds of lists
+        if pyarrow.types.is_floating(kind):
             return _NO_ROWS, {}
         for index, value in enumerate(array.to_pylist(), start=before):
             for one in value if isinstance(value, list) else [value]:

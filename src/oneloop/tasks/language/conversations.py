@@ -11,10 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.data.rows.open_data import Source
 from oneloop.data.rows.rows import Row
+from oneloop.tasks.columns import is_text as holds_text
+from oneloop.tasks.columns import type_name
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed, prompted
 from oneloop.tasks.language.message_flags import left_out
+from oneloop.tasks.language.messages_as_json import read
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}
@@ -149,10 +153,18 @@ def _reject_system(row: Row, columns: Mapping[str, str]) -> None:
 
 def _system_text(row: Row, columns: Mapping[str, str]) -> str:
     column = columns.get("system")
-    value = row[column] if column else None
-    if value is not None and not isinstance(value, str):
-        raise ValueError(f"the system prompt is {_brief(value)}; a text is needed")
-    return value or ""
+    return (column and row[column]) or ""
+
+
+def check_system(source: Source, rows: Any) -> None:
+    """Raise ValueError if the column of system prompts does not hold text."""
+    column = source.columns["system"]
+    kind = rows.types[column] if column else None
+    if kind is not None and not holds_text(kind) and getattr(kind, "dtype", "") != "null":
+        raise ValueError(
+            f"{source.where}: {column!r} holds {type_name(kind)}; expected text of system prompts; "
+            "name another column with task.system, or ignore this one: task.system ''"
+        )
 
 
 def _left_out(value: Any, messages: Sequence[Any], flags: Sequence[str]) -> set[int]:
@@ -312,19 +324,6 @@ def _tools(value: Any) -> list[Any] | None:
     if isinstance(value, str):
         return list(tools)  # in JSON, the user wrote the null
     return [json.loads(tool) if isinstance(tool, str) else _without_nulls(tool) for tool in tools]
-
-
-def read(text: str) -> list[Any] | None:
-    """Return the list of objects in a JSON text; None if the text is anything else."""
-    if not text.lstrip().startswith("["):
-        return None
-    try:
-        entries: list[Any] = json.loads(text)
-    except ValueError:
-        return None
-    if entries and all(isinstance(entry, dict) for entry in entries):
-        return entries
-    return None
 
 
 def _without_nulls(value: Any) -> Any:

@@ -1,9 +1,12 @@
 """Messages that data leave out of training, and what else older versions did not read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.messages_as_json import read
 from oneloop.tasks.language.synthetic_chats import SyntheticChats
 from oneloop.tasks.language.tool_calls import CallForm
 
@@ -57,12 +60,23 @@ def left_out(
     return found
 
 
-def newer(
-    rows: Any, columns: Mapping[str, str], chat: Chat | None, flags: Sequence[str]
-) -> tuple[list[str], dict[str, str]]:
-    """Return the flags that messages have, and what older versions read otherwise in these rows.
+@dataclass(frozen=True)
+class Keys:
+    """Keys of the messages in some rows.
 
-    A resume compares the latter.
+    Args:
+        flags: keys that say whether a message is trained.
+        read_since: what older versions read otherwise in these rows; a resume compares it.
+        calls: whether some message has tool calls.
+    """
+
+    flags: Sequence[str] = ()
+    read_since: Mapping[str, str] = field(default_factory=dict)
+    calls: bool = False
+
+
+def keys_of(rows: Any, columns: Mapping[str, str], chat: Chat | None, flags: Sequence[str]) -> Keys:
+    """Return which keys the messages of these rows have.
 
     Args:
         rows: rows of a split.
@@ -70,36 +84,63 @@ def newer(
         chat: the chat template (None: all rows are texts).
         flags: keys of a message that may say whether it is trained.
     """
-    found: dict[str, str] = {}
+    since: dict[str, str] = {}
     if columns["system"]:
-        found["system"] = f"the column {columns['system']!r} is read {_SINCE}"
+        since["system"] = f"the column {columns['system']!r} is read {_SINCE}"
     column = columns["messages"] or columns["completion"]
     if chat is None or not column or isinstance(rows, SyntheticChats):
-        return [], found
-    present = _keys_of_messages(rows, column, flags)
-    if present:
-        found["flags"] = f"messages are left out by {', '.join(present)} {_SINCE}"
-    if chat.call_form != CallForm() and _keys_of_messages(rows, column, ["tool_calls"]):
-        found["tool calls"] = f"the template gets them in the form that it writes {_SINCE}"
-    return present, found
+        return Keys((), since)
+
+    values = _values_of_messages(rows, column, [*flags, "tool_calls"])
+    calls = bool(values.pop("tool_calls"))
+    present = [flag for flag in flags if values[flag]]
+    out = [flag for flag in present if values[flag] - {1}]
+    if out:
+        since["flags"] = f"messages are left out by {', '.join(out)} {_SINCE}"
+    if chat.call_form != CallForm() and calls:
+        since["tool calls"] = f"the template gets them in the form that it writes {_SINCE}"
+    return Keys(present, since, calls)
 
 
-def _keys_of_messages(rows: Any, column: str, keys: Sequence[str]) -> list[str]:
-    """Return which of these keys some message of a column has: lists of objects, or JSON text."""
+def _values_of_messages(rows: Any, column: str, keys: Sequence[str]) -> dict[str, set[Any]]:
+    """Return the values of each of these keys in the messages of a column, without nulls.
+
+    Numbers and truth values are kept; others count as their text. Messages are lists of objects,
+    or JSON text.
+    """
     from pyarrow import compute, types
 
-    found = set[str]()
+    # Keys of JSON, which may be written with escapes.
+    pattern = rf'"({"|".join(keys)})"\s*:|\\u00'
+    found: dict[str, set[Any]] = {key: set() for key in keys}
     for array in rows.values(column):
+        if types.is_dictionary(array.type):
+            array = array.dictionary_decode()
+        messages: Iterable[Any] = ()
         if types.is_string(array.type) or types.is_large_string(array.type):
-            # Within the strings of JSON, quotes have backslashes.
-            for key in set(keys) - found:
-                has = compute.match_substring_regex(array, rf'[{{,]\s*"{key}"\s*:')
-                if compute.any(has).as_py():
-                    found.add(key)
-        elif types.is_nested(array.type) and types.is_struct(array.type.value_type):
-            messages = array.flatten()
+            some = array.filter(compute.match_substring_regex(array, pattern))
+            messages = chain.from_iterable(read(text) or () for text in some.to_pylist())
+        elif types.is_nested(array.type) and _are_objects(array.type):
+            flat = array.flatten()
+            kept = [key for key in keys if flat.type.get_field_index(key) >= 0]
+            messages = _objects(flat, kept)
+        for message in messages:
             for key in keys:
-                index = messages.type.get_field_index(key)
-                if index >= 0 and messages.field(index).null_count < len(messages):
-                    found.add(key)
-    return [key for key in keys if key in found]
+                value = message.get(key)
+                if value is not None:
+                    found[key].add(value if isinstance(value, int | float) else repr(value))
+    return found
+
+
+def _are_objects(kind: Any) -> bool:
+    """Return whether an Arrow type is that of lists of objects."""
+    from pyarrow import types
+
+    return not types.is_struct(kind) and types.is_struct(kind.value_type)
+
+
+def _objects(array: Any, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield an object with each distinct value of these fields of an array of structs."""
+    for key in keys:
+        for value in array.field(key).drop_null().to_pylist():
+            yield {key: value}

@@ -131,6 +131,7 @@ def _checksum(document: Document) -> int:
 
 _IN_MEMORY = 64 << 20  # bytes of files; larger data are converted once and memory-mapped
 _CUT = 128 << 20  # bytes of one or two files that are cut in memory for the validation split
+_HELD_OUT = ("validation", "test")
 _FEW = 3  # fewer files cannot be divided into training, validation and test
 # Older versions cut the lines of fewer files into pieces, each of which was a text.
 _PIECES_BEFORE = 40
@@ -246,12 +247,56 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
                 f"{where}: the end of each file is held out, because {len(splits[training])} "
                 "cannot be divided; see task.held_out"
             )
+        elif len(splits[training]) < _PIECES_BEFORE:
+            divided_splits = _by_size(splits, share)
+            source.notes.append(f"{where}: {_shares(divided_splits)}")
         else:
             divided_splits = divided(splits, percent=100 * share)
     return {
         name: InMemory(split, {**content, "part": name, "share": share})
         for name, split in divided_splits.items()
     }
+
+
+def _by_size(parts: dict[str, list[Document]], share: float) -> dict[str, list[Document]]:
+    """Return splits of whole documents that hold out about this share of the characters.
+
+    A checksum of the name orders the documents. Each missing split takes those that fit into its
+    share, or the shortest one.
+
+    Args:
+        parts: documents by split, without validation; three or more for training.
+        share: share of the characters for each of validation and test. If only a test split exists,
+            validation gets both shares.
+    """
+    training = "train" if "train" in parts else ""
+    left = sorted(parts[training], key=_checksum)
+    total = sum(len(document.text) for document in left)
+    made = {split: list[Document]() for split in ("train", "validation", "test")}
+    shares = {"validation": 2 * share} if "test" in parts else dict.fromkeys(_HELD_OUT, share)
+    for number, (split, part) in enumerate(shares.items()):
+        room = part * total
+        most = len(left) - (len(shares) - number)  # leave one for each later split, and for train
+        for document in left:
+            if len(document.text) <= room and len(made[split]) < most:
+                made[split].append(document)
+                room -= len(document.text)
+        if not made[split]:
+            made[split].append(min(left, key=lambda document: len(document.text)))
+        left = [document for document in left if document not in made[split]]
+    made["train"] = [document for document in parts[training] if document in left]
+    return {**made, **{split: part for split, part in parts.items() if split == "test"}}
+
+
+def _shares(splits: dict[str, list[Document]]) -> str:
+    """Return number and share of the documents of each split, for the log."""
+    sizes = {name: sum(len(one.text) for one in split) for name, split in splits.items()}
+    total = max(1, sum(sizes.values()))
+    lines = [
+        f"{name} {len(split)} files ({sizes[name] / total:.0%} of the characters)"
+        for name, split in splits.items()
+    ]
+    return ", ".join(lines).replace("%", " %")
 
 
 def _cut(parts: dict[str, list[Document]], share: float) -> dict[str, list[Document]]:
@@ -263,7 +308,7 @@ def _cut(parts: dict[str, list[Document]], share: float) -> dict[str, list[Docum
             gets both shares.
 
     Raises:
-        ValueError: a text is too short.
+        ValueError: all texts are too short.
     """
     training = "train" if "train" in parts else ""
     made: dict[str, list[Document]] = {"train": [], "validation": [], **parts}
@@ -276,16 +321,20 @@ def _cut(parts: dict[str, list[Document]], share: float) -> dict[str, list[Docum
         second = len(text)
         if "test" not in parts:
             second = _break(text, round(len(text) * (1 - share)), share)
-        if not 0 < first < second or (second == len(text)) != ("test" in parts):
-            raise ValueError(
-                f"task.data: {document.name} is too short to hold out its end; give files for "
-                "training and validation"
-            )
+        cuts = [0, first, second] if second < len(text) else [0, first]
+        if len(cuts) != (2 if "test" in parts else 3) or cuts != sorted(set(cuts)):
+            made["train"].append(document)  # too short to be cut
+            continue
         made["train"].append(Document(document.name, text[:first], ends=False))
         held = Document(document.name, text[first:second], ends=second == len(text))
         made["validation"].append(held)
         if second < len(text):
             made["test"].append(Document(document.name, text[second:]))
+    if not made["validation"]:
+        raise ValueError(
+            f"task.data: {parts[training][0].name} is too short to hold out its end; give files "
+            "for training and validation"
+        )
     return made
 
 
