@@ -215,12 +215,23 @@ class _Groups:
         first = torch.full_like(kinds, len(documents))
         first.scatter_reduce_(0, self._document, index, "amin")
         self._is_first = first[self._document] == index
-        self._pairs = torch.unique(self._query * self._kinds + self._document)
+
+        # The right documents of each query, and where those of a query begin.
+        pairs = torch.unique(self._query * self._kinds + self._document)
+        self._right = pairs % self._kinds
+        numbers = torch.arange(len(distinct) + 1, device=pairs.device)
+        self._begin = torch.searchsorted(pairs, numbers * self._kinds)
 
     def counted(self, rows: slice) -> Tensor:
         """Return which documents count as wrong for the queries of these rows, as booleans."""
-        pairs = self._query[rows, None] * self._kinds + self._document
-        return self._is_first & ~torch.isin(pairs, self._pairs)
+        query = self._query[rows]
+        begin = self._begin[query]
+        count = self._begin[query + 1] - begin
+        row = torch.repeat_interleave(torch.arange(len(query), device=query.device), count)
+        within = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+        right = torch.zeros(len(query), self._kinds, dtype=torch.bool, device=query.device)
+        right[row, self._right[begin[row] + within]] = True
+        return self._is_first & ~right[:, self._document]
 
 
 def _ratio(part: float, whole: float) -> float:
