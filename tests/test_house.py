@@ -183,7 +183,7 @@ def test_files_and_functions_are_short():
 
 TOKENS = {  # of code in src/, by the issue that added its budget; usable in any package
     "when the code was made to breathe, and 3 % more": 183_400,
-    "data as users wrote them: rows, chats, images, metrics, output, and reasons for a stop": 8450,
+    "data as users wrote them: rows, chats, images, metrics, output, and reasons for a stop": 8500,
     "late and shared state: contents, repeats, snapshots, halves in float64": 10_700,
 }
 PAIRS = 100  # assignments ``a, b = x, y`` in src/, apart from swaps

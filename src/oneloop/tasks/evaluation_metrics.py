@@ -228,7 +228,8 @@ class _Groups:
         begin = self._begin[query]
         count = self._begin[query + 1] - begin
         row = torch.repeat_interleave(torch.arange(len(query), device=query.device), count)
-        within = torch.arange(len(row), device=row.device) - (count.cumsum(0) - count)[row]
+        earlier = count.cumsum(0) - count
+        within = torch.arange(len(row), device=row.device) - earlier[row]
         right = torch.zeros(len(query), self._kinds, dtype=torch.bool, device=query.device)
         right[row, self._right[begin[row] + within]] = True
         return self._is_first & ~right[:, self._document]
