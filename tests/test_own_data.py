@@ -186,6 +186,8 @@ def numbered(
         str(micro),
     ]
     words += [
+        "--machine.check_every",
+        "0",  # a check would load micro-batches again
         "--machine.workers",
         str(workers),
         "--save.every",
