@@ -17,6 +17,10 @@ if "ONELOOP_CACHE" not in os.environ:  # an empty cache for this session
 
 REPEATED = """
 test_wheel.py::test_the_template_and_the_notebook_run_without_a_checkout
+test_text_pairs.py::test_sentence_transformers_loads_the_export_with_the_same_embeddings[last]
+test_text_pairs.py::test_sentence_transformers_loads_the_export_with_the_same_embeddings[cls]
+test_apply.py::test_the_metrics_are_those_of_the_run[ddp-3]
+test_apply.py::test_predictions_do_not_need_the_training_data[text_regression]
 test_apply.py::test_through_the_launcher_as_typed
 test_apply.py::test_a_row_for_each_image_in_order_whatever_the_ranks
 test_endings.py::test_a_killed_supervisor_is_reported
