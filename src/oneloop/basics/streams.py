@@ -11,7 +11,7 @@ _NAMES = ("stdout", "stderr")
 
 class _Lossy(io.RawIOBase):
     """Writes to the file descriptor of a stream, and drops what cannot be written: the disk is
-    full, or nobody reads the pipe."""
+    full, or the reader has closed the pipe."""
 
     def __init__(self, stream: io.TextIOWrapper) -> None:
         self._stream = stream  # closes its descriptor once it is unused

@@ -31,7 +31,7 @@ def config_of(name: str, *, trust_remote_code: bool = False) -> Any:
 
 
 def positions_of(model: nn.Module) -> int | None:
-    """Return for how many tokens a model has positions; None if there is no limit.
+    """Return the number of positions of a model, in tokens; None if it has no limit.
 
     RoBERTa and its relatives number positions from ``padding_idx + 1``, and so have fewer than
     ``max_position_embeddings``.

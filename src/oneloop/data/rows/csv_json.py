@@ -255,7 +255,7 @@ def _json(files: Sequence[Path], columns: "Columns") -> Iterator[Any]:
 
 
 class Misfit(Exception):
-    """Values of a column do not fit its type, which other rows need: a large integer is no float.
+    """Values of a column do not fit the type that other rows need: a large integer and a float.
 
     Args:
         column: its name.

@@ -321,9 +321,10 @@ def _cut(parts: dict[str, list[Document]], share: float) -> dict[str, list[Docum
         second = len(text)
         if "test" not in parts:
             second = _break(text, round(len(text) * (1 - share)), share)
-        cuts = [0, first, second] if second < len(text) else [0, first]
-        if len(cuts) != (2 if "test" in parts else 3) or cuts != sorted(set(cuts)):
-            made["train"].append(document)  # too short to be cut
+        has_test = second < len(text)
+        is_cut = 0 < first < second and has_test == ("test" not in parts)
+        if not is_cut:
+            made["train"].append(document)  # it is too short
             continue
         made["train"].append(Document(document.name, text[:first], ends=False))
         held = Document(document.name, text[first:second], ends=second == len(text))
