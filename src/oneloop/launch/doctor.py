@@ -29,6 +29,7 @@ from oneloop.launch.node_checks import (
     facts,
     foreign_folder,
     local_problems,
+    new_file,
 )
 from oneloop.launch.nodes import Nodes, address_towards, nodes, options
 from oneloop.launch.rendezvous import exchanged, open_store
@@ -157,8 +158,10 @@ def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) ->
             [mine], [f"{hosts} hosts came before this one; start {hosts} hosts, or raise --nodes"]
         )
 
-    my_facts = facts(mine.name, address, processes, folder, first=number == 0)
+    file = new_file(folder, first=number == 0)
     try:
+        my_facts = facts(mine.name, address, processes, file)
+
         # Compare the facts of all hosts.
         met = _Found([])
         every: list[NodeFacts] = []
@@ -189,8 +192,8 @@ def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) ->
         exchanged(store, "left", 0, number, hosts if holds else 0)
         return met
     finally:
-        if my_facts.file is not None:
-            Path(my_facts.file).unlink(missing_ok=True)
+        if file is not None:
+            file.unlink(missing_ok=True)
 
 
 def _links(known: Nodes, first: int, processes: int, ranks: int) -> list[Any]:

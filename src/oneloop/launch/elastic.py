@@ -38,7 +38,7 @@ from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
 from oneloop.basics.launcher import FILE, HOST, on_stops, register_process
 from oneloop.launch.before_imports import read_once
 from oneloop.launch.command import AgentTask, accelerate_variables
-from oneloop.launch.node_checks import NodeFacts, compared, facts, foreign_folder
+from oneloop.launch.node_checks import NodeFacts, compared, facts, foreign_folder, new_file
 from oneloop.launch.nodes import Nodes, address_towards
 from oneloop.launch.rendezvous import (
     BEAT,
@@ -150,14 +150,17 @@ class Agent(LocalElasticAgent):
         if self._recipe is not None and self._recipe.mirror is None:
             folder = self._recipe.folder
         address = address_towards(self._nodes.host, self._nodes.port)
-        mine = facts(self._name, address, processes, folder, first=rank == 0)
-        shared = exchanged(store, "facts", mine.as_json(), rank, nodes)
-        every = [NodeFacts.received(one) for one in shared]
+        file = new_file(folder, first=rank == 0)
+        try:
+            mine = facts(self._name, address, processes, file)
+            shared = exchanged(store, "facts", mine.as_json(), rank, nodes)
+            every = [NodeFacts.received(one) for one in shared]
 
-        # All nodes must see the file of the first one, which then deletes it.
-        seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), rank, nodes)
-        if rank == 0 and mine.file is not None:
-            Path(mine.file).unlink(missing_ok=True)
+            # All nodes must see the file of the first one, which then deletes it.
+            seen = exchanged(store, "seen", foreign_folder(self._name, every[0]), rank, nodes)
+        finally:
+            if file is not None:
+                file.unlink(missing_ok=True)
 
         # All nodes find the same error, and stop.
         for wrong in (*compared(every), *seen):

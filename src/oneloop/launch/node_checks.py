@@ -56,7 +56,7 @@ class NodeFacts:
     time: float  # of its clock, in seconds since 1970
     settings: dict[str, str]  # versions of packages, and variables of accelerate
     loopback: str  # error message if gloo would connect by a loopback address, or empty
-    file: str | None = None  # in the run folder of the first node; None: not written
+    file: str | None = None  # of the first node, which all nodes must see; None: not written
 
     def as_json(self) -> dict[str, Any]:
         """Return what a node sends to the others."""
@@ -75,27 +75,37 @@ class NodeFacts:
         )
 
 
-def facts(
-    name: str, address: str, processes: int, run_folder: Path | None, *, first: bool
-) -> NodeFacts:
+def new_file(run_folder: Path | None, *, first: bool) -> Path | None:
+    """Return a path for a file that all nodes must see, where the run folder would be written.
+
+    The caller deletes the file.
+
+    Args:
+        run_folder: None if the nodes need not share it.
+        first: whether this is the first node; the others write no file.
+    """
+    if run_folder is None or not first:
+        return None
+    return existing(run_folder) / f".oneloop-{uuid4().hex[:8]}"
+
+
+def facts(name: str, address: str, processes: int, file: Path | None) -> NodeFacts:
     """Return what must fit on all nodes.
 
     Args:
         name: of this node, for messages.
         address: by which the other nodes reach it.
         processes: on this node.
-        run_folder: None if the nodes need not share it.
-        first: whether this node leaves a file where it would write the run folder.
+        file: the result of :func:`new_file`, which is created.
     """
     now = time.time()
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
     settings = {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
     unreachable = loopback(name, address)
 
-    # Leave a file, which all nodes must see.
+    # Create the file, which all nodes must see.
     written = None
-    if run_folder is not None and first:
-        file = existing(run_folder) / f".oneloop-{uuid4().hex[:8]}"
+    if file is not None:
         with suppress(OSError):  # the run itself reports a folder that cannot be written
             file.touch()
             written = str(file)
@@ -294,7 +304,6 @@ def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
             file.write(bytes(1 << 20))
             file.flush()
             os.fsync(file.fileno())
-        tried.unlink()
         free = shutil.disk_usage(there).free
         if free < _DISK:
             yield f"the disk of the {name} {there} has {free >> 20} MiB free; make room, or {other}"
@@ -303,6 +312,9 @@ def _folder(name: str, folder: Path, other: str) -> Iterator[str]:
             f"the {name} {there} cannot be written, flushed or renamed in: {error.strerror}; make "
             f"room, or {other}"
         )
+    finally:
+        with suppress(OSError):
+            tried.unlink()
 
 
 def about() -> str:
