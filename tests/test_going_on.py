@@ -18,7 +18,8 @@ import torch
 from safetensors.torch import load_file
 
 from endings import RECIPE, faulty, summary
-from oneloop.checkpoint.store import MANIFEST, Store, problems, read_manifest
+from oneloop.checkpoint.manifest import MANIFEST, read_manifest, signed
+from oneloop.checkpoint.store import Store, problems
 from oneloop.cli import main
 from oneloop.recipe.comparison import difference
 from oneloop.run.folder import Folder
@@ -267,7 +268,7 @@ def forged(path: Path, change) -> None:
     for name in manifest["files"]:
         file = path / name
         manifest["files"][name] = {"size": file.stat().st_size, "xxh3": store.checksum(file)}
-    (path / MANIFEST).write_text(json.dumps({**manifest, "self": store._of(manifest)}))
+    (path / MANIFEST).write_bytes(signed(manifest))
 
 
 def relabelled(path: Path, manifest: dict) -> None:
@@ -294,7 +295,7 @@ def without_rows(path: Path, manifest: dict) -> None:
     ("change", "expected_text"),
     [
         (relabelled, "is I32 in rank-00000.safetensors, and F32"),
-        (without_rows, "is not whole: 0 of"),
+        (without_rows, "of its data belongs to no tensor, or to several"),
     ],
 )
 def test_forged_files_are_rejected(tmp_path, whole, change, expected_text):
@@ -475,13 +476,11 @@ def test_odd_files_end_in_no_traceback(tmp_path, whole, name, content, capsys):
     ],
 )
 def test_odd_manifests_are_problems(tmp_path, whole, change):
-    from oneloop.checkpoint import store
-
     shutil.copytree(whole / "cut", tmp_path / "run")
     newest = Store(tmp_path / "run" / "checkpoints").sealed()[-1]
     manifest = read_manifest(newest)
     change(manifest)
-    (newest / MANIFEST).write_text(json.dumps({**manifest, "self": store._of(manifest)}))
+    (newest / MANIFEST).write_bytes(signed(manifest))
     assert problems(newest)
     (newest / MANIFEST).write_text("[" * 100_000)
     assert problems(newest)

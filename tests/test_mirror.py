@@ -234,16 +234,18 @@ def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp
         "hf://me/run": "hf:// cannot hold a mirror",
         "memory://run": "memory:// cannot hold a mirror",
         "file://runs/copy": "must name a folder",
-        "s3://nowhere/run": "the mirror cannot be read",
+        "file:///runs/../copy": "must name a folder",
+        "s3://nowhere/run": "cannot be read now",
     }
     for address, expected in wrong.items():
         for key in ("--save.mirror", "--run.dir"):
             world = stores.trained(
                 tmp_path, key, address, variables=s3 | (nowhere if "nowhere" in address else {})
             )
-            assert (
-                world.codes == [2] and expected in world.output and "Traceback" not in world.output
-            ), world.output
+            # a store that does not answer may do so later
+            code = 1 if "nowhere" in address else 2
+            assert (world.codes, "Traceback" in world.output) == ([code], False), world.output
+            assert expected in world.output, world.output
             assert "SeCrEt" not in world.output and world.output.count("\n") == 2, world.output
     both = stores.trained(tmp_path, "--run.dir", "s3://bucket/a", "--save.mirror", "s3://bucket/b")
     assert both.codes == [2] and "are two mirrors; remove one" in both.output
@@ -355,21 +357,20 @@ def test_the_lease(tmp_path, scheme, monkeypatch, request):
     gone.renew()
     time.sleep(0.3)  # it does not look soon after a renewal
     began = time.monotonic()
-    lease = take(
-        bucket, {"pid": 2, "host": "new", "since": "now", "token": "mine"}, lambda text: None
-    )
+    about = {"pid": 2, "host": "new", "since": "now", "token": "mine"}
+    lease = take(bucket, about, say=lambda text: None)
     assert lease.number == 2 and time.monotonic() - began >= 0.5
     with pytest.raises(Taken, match="taken over by process 2 on new"):
         gone.check()
     with pytest.raises(Taken, match="taken over by process 2 on new"):
         gone.renew()
     keep(lease)
+    about = {"pid": 3, "host": "third", "since": "now", "token": "third"}
     with pytest.raises(Taken, match="in use by process 2 on new"):
-        take(
-            bucket, {"pid": 3, "host": "third", "since": "now", "token": "third"}, lambda text: None
-        )
-    # the same folder: at once
-    again = take(bucket, {"pid": 4, "host": "new", "since": "now", "token": "mine"})
+        take(bucket, about, say=lambda text: None)
+    # a later start in the same folder: at once
+    about = {"pid": 4, "host": "new", "since": "now", "token": "again"}
+    again = take(bucket, about, earlier="mine")
     again.renew(released=True)
     assert take(bucket, {"pid": 5, "host": "last", "since": "now", "token": "third"}).number == 4
     time.sleep(0.6)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from oneloop.checkpoint.store import Store, problems, read_manifest
+from oneloop.checkpoint.manifest import read_manifest
+from oneloop.checkpoint.store import Store, problems
 from worlds import back_to, run, train
 
 TASK = '''

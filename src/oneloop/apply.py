@@ -15,7 +15,7 @@ from torch import nn
 from oneloop.after.trained_model import Trained, local_run, recipe_of, trained
 from oneloop.basics import exit_codes
 from oneloop.basics.command_options import Options, positive
-from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import dumps
 from oneloop.basics.launcher import die_with_launcher
 from oneloop.basics.streams import replace_unknown_characters
@@ -145,7 +145,7 @@ def main(argv: Sequence[str]) -> NoReturn:
             )
         given = parsed(command, words)
         run, result = perform(command, given)
-    except BadInput as error:
+    except (BadInput, Unavailable) as error:
         reject(error)
     if run.main:
         if command == "evaluate":

@@ -13,13 +13,14 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from oneloop.basics.command_options import Options, names, positive, summary
-from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.streams import replace_unknown_characters
+from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.mirror import ADDRESS
 from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import chosen_of, problems_at
-from oneloop.checkpoint.store import MANIFEST, Store
+from oneloop.checkpoint.store import Store
 from oneloop.launch.command import CPP_LOG, config_files
 from oneloop.show.report.page import write_report as write_report
 from oneloop.tasks.template import task_template
@@ -43,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BadInput as error:
         print(printable(f"oneloop: {error}"), file=sys.stderr)
         return BAD_INPUT
+    except Unavailable as error:
+        print(printable(f"oneloop: {error}"), file=sys.stderr)
+        return ERROR
     except SystemExit as end:  # --help
         return int(end.code or 0)
 

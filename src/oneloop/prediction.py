@@ -8,7 +8,6 @@ A rank predicts its own samples; the file is the same on any number of ranks.
 
 import csv
 import json
-import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -22,6 +21,7 @@ from torch import Tensor, nn
 from oneloop.basics.files import dumps, replacing
 from oneloop.basics.progress import tracked
 from oneloop.basics.tensors import share_buffers
+from oneloop.basics.untrusted import delete
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, loader, transferred
 from oneloop.evaluation import evaluating, share_of
@@ -146,7 +146,7 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
     rank = accelerator.process_index
     shards = file.with_name(f".{file.name}.parts")
     if rank == 0:
-        shutil.rmtree(shards, ignore_errors=True)
+        delete(shards, inside=file.parent)
         shards.mkdir(parents=True)
     accelerator.wait_for_everyone()  # the folder exists now
 
@@ -172,7 +172,7 @@ def write(file: Path, predicted: Iterable[Columns], *, accelerator: Accelerator)
                 rows = _SINKS[file.suffix](draft, sorted(shards.glob("*.jsonl")))
     finally:
         if rank == 0:
-            shutil.rmtree(shards, ignore_errors=True)
+            delete(shards, inside=file.parent)
     return rows
 
 

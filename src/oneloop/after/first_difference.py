@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from oneloop.basics.exit_codes import BadInput
-from oneloop.checkpoint.store import Store, read_manifest
+from oneloop.basics.untrusted import read_yaml
+from oneloop.checkpoint.manifest import read_manifest
+from oneloop.checkpoint.store import Store
 from oneloop.recipe.comparison import difference
 
 _KINDS = ("model", "optimizer", "ema")  # first parts of tensor names
@@ -112,8 +112,8 @@ def _first_steps(log: Mapping[int, Any]) -> str:
 
 def _recipe(folder: Path) -> dict[str, Any]:
     try:
-        return dict(yaml.safe_load((folder / "recipe.yaml").read_text()))
-    except (OSError, ValueError, yaml.YAMLError, TypeError):
+        return read_yaml(folder / "recipe.yaml")
+    except (OSError, ValueError):
         return {}
 
 
@@ -144,8 +144,11 @@ def _names(folder: Path, number: int) -> list[str]:
 
     Empty if no checkpoint has this number of tensors."""
     for path in reversed(Store(folder / "checkpoints").sealed()):
-        # Buffers of single ranks are not hashed.
-        listed = read_manifest(path).get("tensors") or {}
+        # Buffers of single ranks are not hashed. A damaged checkpoint has no names.
+        try:
+            listed = read_manifest(path).get("tensors") or {}
+        except ValueError:
+            continue
         names = [name for name in listed if not name.startswith("rank.")]
         if len(names) == number and all(name.split(".")[0] in _KINDS for name in names):
             return names

@@ -1,6 +1,5 @@
 """Load the model of a run, with its weights, for another command."""
 
-import json
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -11,10 +10,13 @@ from torch import nn
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
+from oneloop.basics.untrusted import read_json
+from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import FINAL, base_model_of, chosen_of
+from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.state_dict import load_tensors
-from oneloop.checkpoint.store import Store, read_manifest
+from oneloop.checkpoint.store import Store
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.job.build import make_task
@@ -27,8 +29,11 @@ from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import InitConfig
 from oneloop.run.compatibility import data_differences, data_of
 from oneloop.run.export import load_task_state, reject_other_origin
+from oneloop.run.saved_forms import FORMS
 from oneloop.tasks.labels import RECORDED
 from oneloop.tasks.protocol import Progress, Task
+
+_RECORDED = {"task?": str, "recorded?": {"task": str}, "eval_micro?": int | None}
 
 
 @dataclass(frozen=True)
@@ -117,10 +122,10 @@ def _trusted(name: str, run: Path) -> str:
 
 def _recorded(run: Path) -> dict[str, Any]:
     try:
-        about = json.loads((run / "environment.json").read_text())
+        about: dict[str, Any] = read_json(run / "environment.json", _RECORDED)
     except (OSError, ValueError):
         return {}
-    return about if isinstance(about, dict) else {}
+    return about
 
 
 def trained(
@@ -223,8 +228,8 @@ def _reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
     sealed = Store(run / "checkpoints").sealed()
     there = None
     if sealed:
-        with suppress(OSError, ValueError, KeyError):
-            there = json.loads((sealed[-1] / "state.json").read_text())["identity"]
+        with suppress(ValueError, KeyError):
+            there = read_state(sealed[-1], FORMS)["identity"]
     if not there:
         why = "cannot be read, or was written by an older oneloop" if sealed else "is missing"
         if is_main():

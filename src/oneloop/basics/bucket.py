@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 from uuid import uuid4
@@ -14,6 +15,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
+from oneloop.basics.untrusted import MOST_BYTES
 
 BLOCK = 1 << 23  # bytes that one request writes or reads, and that one checksum covers
 _PARTS = 9000  # of one upload; S3 allows 10,000
@@ -44,7 +46,8 @@ def check_address(address: str, key: str) -> None:
         raise BadInput(
             f"{key} {address}: {scheme}:// cannot hold a mirror; use s3://, gs:// or file://"
         )
-    if not path.strip("/") or (scheme == "file") == bool(netloc):
+    folders = path.strip("/").split("/")
+    if not path.strip("/") or ".." in folders or (scheme == "file") == bool(netloc):
         raise BadInput(
             f"{key} {address} must name a folder: s3://BUCKET/RUN, gs://BUCKET/RUN or "
             "file:///FOLDER/RUN"
@@ -62,10 +65,44 @@ class StoredObject:
     blocks: Sequence[str] = ()  # xxh3-64 of each block; none for a file on a disk
 
 
+class StoreError(OSError):
+    """An error of a bucket."""
+
+    temporary = True  # whether the same request may work later
+
+
+class StoreNotFoundError(StoreError, FileNotFoundError):
+    """An error: the bucket or the object does not exist."""
+
+    temporary = False
+
+
+class StoreExistsError(StoreError, FileExistsError):
+    """An error: an object that should be new exists."""
+
+    temporary = False
+
+
+class StoreDeniedError(StoreError, PermissionError):
+    """An error: credentials are missing, or do not allow the request."""
+
+    temporary = False
+
+
+_KINDS: dict[type[Exception], type[StoreError]] = {
+    FileNotFoundError: StoreNotFoundError,
+    FileExistsError: StoreExistsError,
+    PermissionError: StoreDeniedError,
+}
+_DENIED = ("Credentials", "ParamValidation", "InvalidArn")
+"""parts of class names of errors that a user must correct"""
+
+
 class Bucket:
     """The objects below an address (s3, gs, file or, within one process, memory).
 
-    It must not cross a fork. Errors are OSErrors, such as FileNotFoundError.
+    It must not cross a fork. Errors are :class:`StoreError`, of which some are also
+    FileNotFoundError, FileExistsError or PermissionError.
 
     Args:
         address: of the objects.
@@ -88,23 +125,35 @@ class Bucket:
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raise every error as an OSError that names the address."""
+        """Raise every error as a StoreError that names the address."""
         try:
             yield
+        except StoreError:
+            raise
         except Exception as error:  # those of botocore and aiohttp are of many classes
-            if str(error).startswith(self.address):
-                raise
-            kind: type[OSError] = OSError
-            if isinstance(error, FileNotFoundError):
-                kind = FileNotFoundError
-            elif isinstance(error, FileExistsError):
-                kind = FileExistsError
+            found = [known for raised, known in _KINDS.items() if isinstance(error, raised)]
+            kind = found[0] if found else StoreError
+            if any(part in type(error).__name__ for part in _DENIED):
+                kind = StoreDeniedError
             raise kind(f"{self.address}: {type(error).__name__}: {one_line(error)}") from error
 
-    def get(self, name: str) -> bytes:
-        """Return the content of a small object."""
+    def get(self, name: str, most: int = MOST_BYTES) -> bytes:
+        """Return the content of a small object.
+
+        Raises ValueError if it is longer than ``most`` bytes.
+        """
+        path = f"{self._root}/{name}"
         with self._errors():
-            return bytes(self._fs.cat_file(f"{self._root}/{name}"))
+            size = self._fs.info(path)["size"]
+        if size > most:
+            raise ValueError(f"{self.address}/{name} is longer than {most:,} bytes")
+        with self._errors():
+            return bytes(self._fs.cat_file(path))
+
+    def fetch(self, name: str, file: Path) -> None:
+        """Copy an object to a file on this machine."""
+        with self._errors():
+            self._fs.get_file(f"{self._root}/{name}", str(file))
 
     def put(self, name: str, data: bytes, *, create: bool = False) -> None:
         """Write a small object atomically; ``create`` raises FileExistsError if it exists."""

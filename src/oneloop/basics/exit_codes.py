@@ -13,6 +13,10 @@ class BadInput(ValueError):
     """Invalid input: the message states the request, what was found, and what to do."""
 
 
+class Unavailable(OSError):
+    """Storage fails now, and may answer later: exit code 1, so that schedulers start again."""
+
+
 class StoppedEarly(BaseException):
     """A signal requested a stop before the run had begun."""
 

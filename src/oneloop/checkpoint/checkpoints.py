@@ -9,7 +9,6 @@ Usable alone in a plain Accelerate script.
 >>> checkpoints.finish()                        # before the end
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,9 @@ from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.bucket import Bucket
+from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.tensors import optimizer_tensors
+from oneloop.basics.untrusted import Form
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
@@ -30,6 +31,7 @@ from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.save_request import SaveRequest
+from oneloop.checkpoint.saved_state import read_state, state_problems
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
@@ -54,6 +56,8 @@ class Checkpoints:
         patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and
             size / (10 MB/s). After it, training continues without a new checkpoint, or ends if it
             needs one. 0: no limit.
+        forms: of the components of the state, by name (:func:`check_form`); a checkpoint with
+            another form counts as damaged.
         say: reports bad checkpoints, on rank 0.
     """
 
@@ -66,9 +70,11 @@ class Checkpoints:
         sync: bool = False,
         max_failures: int = 3,
         patience: float = 1.0,
+        forms: Mapping[str, Form] | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.store = Store(root)
+        self._forms = forms or {}
         self.rank = accelerator.process_index
         self.ranks = accelerator.num_processes
         # rank of the first process of this host
@@ -218,6 +224,7 @@ class Checkpoints:
             self.store,
             rank=self.rank,
             leader=self._leader,
+            forms=self._forms,
             gather=self._gather,
             say=self._say,
         )
@@ -265,11 +272,11 @@ class Checkpoints:
         if self.fetcher is not None and (self._counts or not self._gather(path.is_dir())[0]):
             try:
                 path = self.fetcher.fetch(step, needs)
-            except ValueError as error:
+            except (ValueError, Unavailable) as error:
                 wrong = [str(error)]
         elif self.rank == 0:
             if path.is_dir():
-                wrong = problems(path) or base_problems(path)
+                wrong = problems(path) or base_problems(path) or state_problems(path, self._forms)
             else:
                 wrong = ["it does not exist"]
         if wrong and self.rank == 0:
@@ -309,7 +316,8 @@ class Checkpoints:
             # Find it.
             self.store.sweep(".draft")
             damaged = []
-            for path, wrong in self.store.newest_good():
+            for path, found in self.store.newest_good():
+                wrong = found or state_problems(path, self._forms)
                 if not wrong:
                     chosen = str(path)
                     break
@@ -375,7 +383,7 @@ class Checkpoints:
             raise ValueError(
                 f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint"
             )
-        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+        state = read_state(folder, self._forms)
         if check is not None:
             check(state)
         self._base.check(folder, model)

@@ -1,10 +1,12 @@
 """Copies of a mirror's checkpoints for a run: each host fetches what its ranks need."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from oneloop.basics.bucket import Bucket
+from oneloop.basics.bucket import Bucket, StoreError
+from oneloop.basics.exit_codes import Unavailable
+from oneloop.basics.untrusted import Form
 from oneloop.checkpoint.mirror import (
     Block,
     Copy,
@@ -14,6 +16,7 @@ from oneloop.checkpoint.mirror import (
     folder_of,
     steps_in,
 )
+from oneloop.checkpoint.saved_state import state_problems
 from oneloop.checkpoint.store import Store, name_of, step_in, step_of
 
 
@@ -25,6 +28,7 @@ class Fetcher:
         store: the checkpoints folder of the run.
         rank: of this process.
         leader: the first rank of this host.
+        forms: of the components of a checkpoint's state (:func:`check_form`).
         gather: returns a value of all ranks, as a list.
         say: reports damaged checkpoints.
     """
@@ -36,6 +40,7 @@ class Fetcher:
         *,
         rank: int,
         leader: int,
+        forms: Mapping[str, Form],
         gather: Callable[..., Any],
         say: Callable[..., None],
     ) -> None:
@@ -43,6 +48,7 @@ class Fetcher:
         self._store = store
         self._rank = rank
         self._leader = leader
+        self._forms = forms
         self._gather = gather
         self._say = say
         self.damaged: list[int] = []  # steps of damaged checkpoints in the mirror
@@ -57,11 +63,15 @@ class Fetcher:
 
         If one fails, raise its error on all ranks: Damaged only if no rank has another error.
         """
-        mine: tuple[Any, ValueError | None]
+        mine: tuple[Any, ValueError | Unavailable | None]
         try:
             mine = (act(), None)
         except (OSError, ValueError) as error:
-            kind = Damaged if isinstance(error, Damaged) else ValueError
+            kind: type[ValueError] | type[Unavailable] = ValueError
+            if isinstance(error, Damaged):
+                kind = Damaged
+            elif isinstance(error, StoreError) and error.temporary:
+                kind = Unavailable
             mine = (None, kind(f"{error} (rank {self._rank})"))
         every = self._gather(mine)
         wrong = [error for _, error in every if error is not None]
@@ -108,6 +118,7 @@ class Fetcher:
 
         Raises:
             Damaged: on all ranks.
+            Unavailable: on all ranks, if the mirror cannot be read now.
             ValueError: on all ranks, if one cannot read it.
         """
         path = self._store.root / f".{name_of(step)}.{self._leader}.fetched"
@@ -119,6 +130,9 @@ class Fetcher:
             if self._rank == self._leader:
                 self._store.sweep(f".{self._leader}.fetched")
                 copies[0].begin()
+                wrong = state_problems(path, self._forms)
+                if wrong:
+                    raise Damaged(wrong[0])
                 fetch_base(self._bucket, copies[0].manifest, self._store.root.parent)
 
         self._agreed(begin)

@@ -7,7 +7,6 @@ written. Instead, a file records the base model's name and revision or checksums
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128
 
 from oneloop.basics.base_models import BaseModel
+from oneloop.basics.untrusted import delete
 from oneloop.checkpoint.named_checkpoint import (
     FILE,
     NAMED,
@@ -67,7 +67,7 @@ def write_base(
     # Create the file, on rank 0.
     try:
         if rank == 0:
-            shutil.rmtree(draft, ignore_errors=True)
+            delete(draft, inside=folder.parent)
             draft.mkdir(parents=True)
             stream = (draft / FILE).open("wb")
             _append(stream, state, head)
@@ -102,7 +102,7 @@ def write_origin(folder: Path, origin: BaseModel) -> tuple[dict[str, Any], str |
     text = json.dumps({**origin.description, "names": sorted(origin.names)}, indent=1).encode()
     draft = folder.with_name(f".{folder.name}.draft")
     try:
-        shutil.rmtree(draft, ignore_errors=True)
+        delete(draft, inside=folder.parent)
         draft.mkdir(parents=True)
         entry = write_file(draft / NAMED, text)
     except OSError as error:
@@ -130,7 +130,7 @@ def _commit(
             os.fsync(stream.fileno())
         vouch(draft, {}, {file: entry})
         flush(draft)
-        shutil.rmtree(folder, ignore_errors=True)
+        delete(folder, inside=folder.parent)
         draft.rename(folder)
         flush(folder.parent)
     except OSError as error:
@@ -273,7 +273,7 @@ class Base:
         made = self._written(again, model)
         same = all(entry[key] == made[key] for key in made)
         if self._rank == 0:
-            shutil.rmtree(folder if same else again, ignore_errors=True)
+            delete(folder if same else again, inside=self._store.root.parent)
             if same:
                 again.rename(folder)
                 self._say(f"{folder} was damaged ({wrong}); rewriting it from the initial model")

@@ -9,17 +9,25 @@ that, and writes nothing more.
 
 import json
 import os
+import re
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from xxhash import xxh3_64_hexdigest
+
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.untrusted import is_word, parsed_json
 
 # variable with the seconds after which an owner that does not renew its lease is replaced
 SECONDS = "ONELOOP_LEASE"
+_LEAST = 1.0  # seconds
+_MOST = 3600.0  # seconds that a start may have to wait for an owner that has died
+_USUAL = 60.0  # seconds
 _FOLDER = "owner"
+_NAME = re.compile(r"([0-9]{8,15})\.json")
 _CLOCK = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)  # continues while the machine sleeps
 
 
@@ -79,27 +87,35 @@ class Lease:
             time.sleep(self.about["seconds"] / 3)
 
 
-def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] = print) -> Lease:
+def take(
+    bucket: Bucket,
+    about: Mapping[str, Any],
+    *,
+    earlier: str = "",
+    say: Callable[[str], object] = print,
+) -> Lease:
     """Become the owner of the mirror.
 
     An owner counts as gone if it does not renew its lease for its seconds, on the clock of this
-    process. An owner with the token of ``about`` is an earlier start in this run folder, which has
-    ended.
+    process.
 
     Args:
         bucket: the mirror.
         about: describes this process (host, pid, since, token).
+        earlier: token of an owner that counts as gone: an earlier start in this run folder.
         say: reports a wait for another owner.
 
     Raises:
         Taken: if there is another owner, which renews its lease.
     """
-    own = {**about, "seconds": _seconds(os.environ.get(SECONDS, "60")), "beat": 0}
+    own = {**about, "seconds": _seconds(os.environ.get(SECONDS, f"{_USUAL:.0f}")), "beat": 0}
     seen = None  # the owner at the last look
     since = 0.0  # time of the first look
     while True:
         newest, there = _newest(bucket)
-        gone = not newest or there.get("released") or there.get("token") == own["token"]
+        gone = not newest or there.get("released")
+        if earlier and there.get("token") == earlier:
+            gone = True
         if not gone and seen not in (None, (newest, there)):
             raise Taken(
                 f"{bucket.address} is in use by {_who(there)}; wait for its end, or choose "
@@ -109,7 +125,7 @@ def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] 
         # Take the next number, if the owner has not renewed its lease since the first look.
         if seen is None:
             since = time.monotonic()
-        if gone or time.monotonic() - since > there.get("seconds", 60.0):
+        if gone or time.monotonic() - since > there.get("seconds", _USUAL):
             try:
                 bucket.put(_name(newest + 1), json.dumps(own).encode(), create=True)
             except FileExistsError:
@@ -121,7 +137,7 @@ def take(bucket: Bucket, about: Mapping[str, Any], say: Callable[[str], object] 
         if seen is None:
             say(
                 f"{bucket.address} is held by {_who(there)}; waiting for up to "
-                f"{there.get('seconds', 60.0):.0f} s"
+                f"{there.get('seconds', _USUAL):.0f} s"
             )
         seen = newest, there
         time.sleep(min(0.5, own["seconds"] / 10))
@@ -132,21 +148,43 @@ def _name(number: int) -> str:
 
 
 def _seconds(text: str) -> float:
-    if not text.replace(".", "", 1).isdigit() or float(text) < 1:
-        raise BadInput(f"{SECONDS} must be a number of seconds, at least 1; got {text!r}")
+    """Return the seconds that the variable holds. Raises BadInput."""
+    if not text.replace(".", "", 1).isdigit() or not _is_seconds(float(text)):
+        raise BadInput(
+            f"{SECONDS} must be a number of seconds from {_LEAST:.0f} to {_MOST:.0f}; got {text!r}"
+        )
     return float(text)
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and _LEAST <= value <= _MOST
+
+
+_FORM = {
+    "seconds?": _is_seconds,
+    "released?": bool,
+    "token?": str,
+    "pid?": is_word,
+    "host?": is_word,
+    "since?": is_word,
+}
 
 
 def _newest(bucket: Bucket) -> tuple[int, dict[str, Any]]:
     """Return the number and the description of the newest owner.
 
-    The number is 0 if there is none; the description is empty if it is incomplete.
+    The number is 0 if there is none. Of an incomplete or damaged description, only ``content``
+    remains, which changes with it.
     """
-    numbers = [int(name.removesuffix(".json")) for name in bucket.sizes(_FOLDER)]
-    newest = max(numbers, default=0)
-    with suppress(FileNotFoundError, ValueError, TypeError):
-        return newest, dict(json.loads(bucket.get(_name(newest))))
-    return newest, {}
+    matches = map(_NAME.fullmatch, bucket.sizes(_FOLDER))
+    newest = max((int(match[1]) for match in matches if match), default=0)
+    content = b""
+    with suppress(FileNotFoundError):
+        content = bucket.get(_name(newest))
+    try:
+        return newest, parsed_json(content, _FORM)
+    except ValueError:
+        return newest, {"content": xxh3_64_hexdigest(content)}
 
 
 def _who(owner: Mapping[str, Any]) -> str:

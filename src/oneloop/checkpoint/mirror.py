@@ -13,27 +13,39 @@ A manifest is that of the run folder, with the ``attempt`` and, for each file, t
 
 import os
 import re
-import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
+from shutil import disk_usage
 from typing import Any, NamedTuple
 
 from filelock import FileLock
 from xxhash import xxh3_64_hexdigest
 
-from oneloop.basics.bucket import BLOCK, Bucket, StoredObject, check_address, is_address
-from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.files import cache_folder
-from oneloop.checkpoint.store import (
-    MANIFEST,
-    name_of,
-    parsed_manifest,
-    problems_of_files,
-    read_manifest,
+from oneloop.basics.bucket import (
+    BLOCK,
+    Bucket,
+    StoredObject,
+    StoreError,
+    check_address,
+    is_address,
 )
+from oneloop.basics.exit_codes import BadInput, Unavailable
+from oneloop.basics.files import cache_folder
+from oneloop.basics.untrusted import delete
+from oneloop.checkpoint.manifest import (
+    MANIFEST,
+    base_in,
+    check_header_length,
+    parsed_manifest,
+    read_manifest,
+    signed,
+    tensor_problems,
+)
+from oneloop.checkpoint.store import name_of, problems_of_files, step_in
 
 CHECKPOINTS = "checkpoints"
 FINAL = "final"
@@ -59,9 +71,9 @@ def no_needs(folder: Path) -> Iterable[Span]:
     return ()
 
 
-_STEP = re.compile(rf"(?:{CHECKPOINTS}/)?step-(\d{{8,}})/{MANIFEST}")
+_STEP = re.compile(rf"(?:{CHECKPOINTS}/)?step-([0-9]{{8,15}})/{MANIFEST}")
 OURS = re.compile(
-    rf"(?:{CHECKPOINTS}/step-\d{{8,}}|{BASE}/[0-9a-f]{{32}}|{FINAL})/(?:\d+-.+|{MANIFEST})"
+    rf"(?:{CHECKPOINTS}/step-[0-9]{{8,15}}|{BASE}/[0-9a-f]{{32}}|{FINAL})/([0-9]+-.+|{MANIFEST})"
 )
 """names of the objects in its folders"""
 
@@ -85,7 +97,12 @@ class MirrorManifest:
 
     @property
     def attempt(self) -> str:
-        """The beginning of the names of its objects: ``OWNER-ATTEMPT``."""
+        """The beginning of the names of its objects: ``OWNER-ATTEMPT``.
+
+        Raises ValueError if the manifest is not of a mirror.
+        """
+        if "attempt" not in self.content:
+            raise ValueError(f"{MANIFEST} is not of a mirror: it names no attempt")
         return str(self.content["attempt"])
 
     @property
@@ -95,9 +112,9 @@ class MirrorManifest:
 
     @property
     def base(self) -> FrozenBase | None:
-        """The frozen parameters that it refers to."""
-        base = self.content["about"].get("base")
-        return FrozenBase(Path(base["folder"]).name, base["xxh3"]) if base else None
+        """The frozen parameters that a checkpoint refers to; None for other folders."""
+        base = base_in(self.content)
+        return None if base is None else FrozenBase(base["folder"], base["xxh3"])
 
     @cached_property
     def files(self) -> dict[str, StoredObject]:
@@ -136,11 +153,15 @@ def manifest_at(bucket: Bucket, folder: str) -> MirrorManifest:
         manifest = MirrorManifest(parsed_manifest(bucket.get(f"{folder}/{MANIFEST}")))
         sizes = bucket.sizes(folder)
         expected = {f"{manifest.attempt}-{name}": file for name, file in manifest.files.items()}
-    except (FileNotFoundError, ValueError, KeyError) as error:
+    except (FileNotFoundError, ValueError) as error:
         raise Damaged(f"{MANIFEST} is missing, or not of a mirror ({error})") from error
+    if manifest.step != step_in(folder.rpartition("/")[2]):
+        raise Damaged(f"its {MANIFEST} belongs to step {manifest.step}")
     for name, file in expected.items():
         if sizes.get(name) != file.size:
             raise Damaged(f"{name}: expected {file.size} bytes, found {sizes.get(name, 'none')}")
+        if len(file.blocks) != -(-file.size // BLOCK):
+            raise Damaged(f"{name}: {len(file.blocks)} checksums do not cover {file.size} bytes")
     return manifest
 
 
@@ -163,30 +184,44 @@ class Copy:
 
     def begin(self) -> None:
         """Create the folder, with everything except the tensors: manifest, headers, other files."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        delete(self.path, inside=self.path.parent)
         self.path.mkdir(parents=True)
         for name, entry in self.manifest.files.items():
             # A sparse file takes no space until its blocks are fetched.
             file = self.path / name
+            file.parent.mkdir(exist_ok=True)  # a file may be in a folder inside this one
             file.touch()
             os.truncate(file, entry.size)
 
             # Fetch the header of a file with tensors; its length is in the first block.
             needed = entry.size
             if name.endswith(".safetensors"):
-                self.fill([(name, 0)])
+                self.fill(self.blocks([(file, 0, min(8, entry.size))]))
                 with file.open("rb") as stream:
-                    needed = 8 + int.from_bytes(stream.read(8), "little")
+                    length = int.from_bytes(stream.read(8), "little")
+                try:
+                    check_header_length(length, entry.size - 8)
+                except ValueError as error:
+                    raise Damaged(f"{name}: {error}") from error
+                needed = 8 + length
             self.fill(self.blocks([(file, 0, needed)]))
-        (self.path / MANIFEST).write_bytes(self.bucket.get(f"{self.folder}/{MANIFEST}"))
+        (self.path / MANIFEST).write_bytes(signed(self.manifest.content))
+
+        # Are the headers those of the tensors that the manifest lists?
+        tensors = self.manifest.content.get("tensors")
+        if tensors:
+            wrong = tensor_problems(self.path, self.manifest.files, tensors)
+            if wrong:
+                raise Damaged("; ".join(wrong[:3]))
 
     def blocks(self, spans: Iterable[Span]) -> list[Block]:
         """Return the blocks that cover these spans, without those in other folders."""
         covering: set[Block] = set()
         for file, start, end in spans:
-            if file.parent == self.path:
+            if file.is_relative_to(self.path):
+                name = file.relative_to(self.path).as_posix()
                 numbers = range(start // BLOCK, -(-end // BLOCK))
-                covering.update((file.name, number) for number in numbers)
+                covering.update((name, number) for number in numbers)
         return sorted(covering)
 
     def fill(self, blocks: Iterable[Block]) -> None:
@@ -205,7 +240,12 @@ class Copy:
                     os.pwrite(stream.fileno(), data, offset)
 
     def whole(self) -> None:
-        """Fetch everything."""
+        """Fetch everything, if the disk has room for it."""
+        size = sum(entry.size for entry in self.manifest.files.values())
+        there = next(path for path in self.path.parents if path.exists())
+        free = disk_usage(there).free
+        if size > free:
+            raise OSError(f"{size:,} bytes are needed, and {free:,} are free")
         self.begin()
         files = self.manifest.files.items()
         self.fill(self.blocks((self.path / name, 0, entry.size) for name, entry in files))
@@ -228,10 +268,9 @@ def fetch_files(bucket: Bucket, run: Path) -> None:
     """Fetch the files of the run folder."""
     run.mkdir(parents=True, exist_ok=True)
     for name in FILES:
-        try:
-            (run / name).write_bytes(bucket.get(name))
-        except FileNotFoundError:
-            (run / name).unlink(missing_ok=True)
+        delete(run / name, inside=run)
+        with suppress(FileNotFoundError):
+            bucket.fetch(name, run / name)
 
 
 def local_run(run: str | Path) -> Path:
@@ -241,7 +280,7 @@ def local_run(run: str | Path) -> Path:
         return Path(run)
     check_address(str(run), "RUN")
     folder = cache_folder() / "mirrors" / str(run).replace("://", "/")
-    try:
+    with _readable(str(run), folder):
         # List the folders of the mirror.
         bucket = Bucket(str(run))
         there = [folder_of(step) for step in steps_in(bucket)]
@@ -261,18 +300,38 @@ def local_run(run: str | Path) -> Path:
             # Delete what the mirror does not hold any more.
             for path in [folder / FINAL, *(folder / CHECKPOINTS).glob("*")]:
                 if path.relative_to(folder).as_posix() not in there:
-                    shutil.rmtree(path, ignore_errors=True)
+                    delete(path, inside=path.parent)
 
             # Of each folder, fetch only the manifest.
             for name in there:
                 manifest = bucket.get(f"{name}/{MANIFEST}")
                 (folder / name).mkdir(parents=True, exist_ok=True)
                 (folder / name / MANIFEST).write_bytes(manifest)
+    return folder
+
+
+@contextmanager
+def _readable(address: str, folder: Path) -> Iterator[None]:
+    """Raise errors while a mirror is copied to a folder as Unavailable, or as BadInput."""
+    try:
+        yield
+    except StoreError as error:
+        raise unreadable(address, error) from error
     except OSError as error:
         raise BadInput(
-            f"the mirror cannot be read: {error}; check address, credentials and network"
+            f"a copy of {address} cannot be written to {folder}: {error.strerror or error}; make "
+            "room, or set ONELOOP_CACHE to another folder"
         ) from error
-    return folder
+
+
+def unreadable(address: str, error: StoreError) -> BadInput | Unavailable:
+    """Return the error that ends a program which cannot read a mirror."""
+    if error.temporary:
+        return Unavailable(
+            f"the mirror {address} cannot be read now: {error}; check the network, and start the "
+            "same command again"
+        )
+    return BadInput(f"the mirror {address} cannot be read: {error}; check address and credentials")
 
 
 def local_checkpoint(path: str) -> Path:
@@ -296,14 +355,15 @@ def complete(path: Path, *, again: bool = False) -> None:
     run = path.parent if path.name == FINAL else path.parent.parent
     if not (run / ADDRESS).exists():
         return
+    address = (run / ADDRESS).read_text()
     try:
-        with FileLock(run / ".lock"):
-            bucket = Bucket((run / ADDRESS).read_text())
+        with _readable(address, run), FileLock(run / ".lock"):
+            bucket = Bucket(address)
             copy = Copy(bucket, path.relative_to(run).as_posix(), path)
             if again or problems_of_files(path):
                 copy.whole()
             fetch_base(bucket, copy.manifest, run)
-    except (OSError, ValueError) as error:
+    except Damaged as error:
         raise BadInput(
             f"{path.name} of the mirror cannot be fetched: {error}; choose another checkpoint"
         ) from error

@@ -23,8 +23,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hashes
 from oneloop.basics.tensors import as_real
+from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.pieces import NAMES
-from oneloop.checkpoint.store import read_manifest
 
 PREFIX = "rank."  # of the names in a checkpoint; no parameter's name there begins with it
 _COPIED = 1 << 26  # bytes of buffers that are copied at the start

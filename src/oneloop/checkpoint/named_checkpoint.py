@@ -3,27 +3,20 @@
 Needs no torch.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.untrusted import read_json
+from oneloop.checkpoint.manifest import MANIFEST, base_in, header, read_manifest
 from oneloop.checkpoint.mirror import complete
-from oneloop.checkpoint.store import (
-    MANIFEST,
-    Store,
-    changed,
-    header,
-    problems,
-    problems_of_files,
-    read_manifest,
-    step_of,
-)
+from oneloop.checkpoint.store import Store, changed, problems, problems_of_files, step_of
 
 FILE = "frozen.safetensors"
 NAMED = "origin.json"  # instead of FILE: the base model of the parameters, and their names
+_ORIGIN = {"names": [str], "place": str, "settings?": dict, "files?": dict}
 
 
 def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
@@ -31,8 +24,8 @@ def base_of(checkpoint: Path) -> tuple[Path, dict[str, Any]] | None:
 
     None if no parameters are frozen.
     """
-    entry = read_manifest(checkpoint)["about"].get("base")
-    return (checkpoint.parent.parent / Path(entry["folder"]).name, entry) if entry else None
+    entry = base_in(read_manifest(checkpoint))
+    return None if entry is None else (checkpoint.parent.parent / entry["folder"], entry)
 
 
 def base_problems(checkpoint: Path) -> list[str]:
@@ -58,13 +51,25 @@ def base_model_of(checkpoint: Path) -> dict[str, Any] | None:
     recorded = base_of(checkpoint)
     if recorded is None or file_of(recorded[1]) != NAMED:
         return None
-    return dict(json.loads((recorded[0] / NAMED).read_text()))
+    return _origin_in(recorded[0])
+
+
+def _origin_in(folder: Path) -> dict[str, Any]:
+    """Return the base model that a folder refers to.
+
+    Raises ValueError if its file is missing or of another form.
+    """
+    try:
+        found: dict[str, Any] = read_json(folder / NAMED, _ORIGIN)
+    except OSError as error:
+        raise ValueError(f"{folder / NAMED} cannot be read: {error.strerror}") from error
+    return found
 
 
 def names_in(folder: Path) -> set[str]:
     """Return the names of the frozen parameters that a folder contains or refers to."""
     if not (folder / FILE).exists():
-        return {f"model.{name}" for name in json.loads((folder / NAMED).read_text())["names"]}
+        return {f"model.{name}" for name in _origin_in(folder)["names"]}
     return set(header(folder / FILE)) - {"__metadata__"}
 
 
@@ -169,7 +174,7 @@ def checkpoint_of(run: Path, asked: str) -> Path:
         step = int(asked)
     elif asked == "best":
         try:
-            step = read_manifest(names[newest])["about"]["step"]
+            step = read_manifest(names[newest])["about"].get("step", -1)
         except ValueError as error:
             raise BadInput(f"{names[newest]}: {error}; name a step instead of best") from error
         if step not in names:

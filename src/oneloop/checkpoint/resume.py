@@ -14,10 +14,11 @@ from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.state_dict import load_tensors, model_tensors
-from oneloop.checkpoint.store import Keep, read_manifest
+from oneloop.checkpoint.store import Keep
 
 
 class Average(Protocol):

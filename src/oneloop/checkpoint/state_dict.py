@@ -19,9 +19,10 @@ from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensors import as_real, of_shape, optimized
+from oneloop.basics.untrusted import check_kind
+from oneloop.checkpoint.manifest import header
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
 from oneloop.checkpoint.pieces import NAMES, Tensors
-from oneloop.checkpoint.store import header
 
 
 def unsavable(model: nn.Module) -> str:
@@ -305,6 +306,8 @@ def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimize
         if not optimizer.state[parameter]:
             del optimizer.state[parameter]
     for group, given in zip(optimizer.param_groups, values["groups"], strict=True):
+        for name, value in given.items():
+            check_kind(value, group.get(name), f"the optimizer's {name}")
         group.update(given)
 
 

@@ -17,6 +17,7 @@ from xxhash import xxh3_64_digest
 
 from oneloop.basics.bucket import BLOCK, Bucket, StoredObject
 from oneloop.checkpoint.lease import Lease, Taken
+from oneloop.checkpoint.manifest import MANIFEST, manifest_of, read_manifest, signed
 from oneloop.checkpoint.mirror import (
     BASE,
     CHECKPOINTS,
@@ -31,7 +32,7 @@ from oneloop.checkpoint.mirror import (
     steps_in,
 )
 from oneloop.checkpoint.save_request import Answer, News, SaveRequest, gathered, padded
-from oneloop.checkpoint.store import MANIFEST, Store, manifest_of, read_manifest, signed, step_of
+from oneloop.checkpoint.store import Store, step_of
 
 _PAUSE = 0.3  # seconds between two looks for the shards of other ranks
 _LEAST_DELAY = 10.0  # seconds until a failed upload is tried again; doubled at each failure

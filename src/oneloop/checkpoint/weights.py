@@ -1,6 +1,5 @@
 """Write weights as plain safetensors under the model's own names, and load them."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,10 +17,11 @@ from oneloop.basics.bucket import is_address
 from oneloop.basics.files import replacing
 from oneloop.basics.parameter_names import aliases, matches, tied_to
 from oneloop.basics.tensors import scalar_names
+from oneloop.basics.untrusted import read_json
+from oneloop.checkpoint.manifest import MANIFEST, read_manifest
 from oneloop.checkpoint.mirror import FINAL, complete, local_run
 from oneloop.checkpoint.pieces import Tensors
 from oneloop.checkpoint.state_dict import model_tensors
-from oneloop.checkpoint.store import MANIFEST, read_manifest
 
 _ADAPTERS = "adapter_model"  # peft's file name for adapters
 _CONFIG = "adapter_config.json"
@@ -211,7 +211,7 @@ def _config_next_to(weights: Path, source: str) -> dict[str, Any]:
         fetched(source, _CONFIG)
         fetched(source, MANIFEST)
     file = weights.parent / _CONFIG
-    return dict(json.loads(file.read_text())) if file.is_file() else {}
+    return dict(read_json(file)) if file.is_file() else {}
 
 
 def _reject_other_origin(

@@ -19,6 +19,7 @@ import torch
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.seeds import reseed
+from oneloop.basics.untrusted import read_json
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import transferred
@@ -276,10 +277,9 @@ class _Cache:
     def _entries(self) -> dict[str, Any]:
         """Return the file's entries; none if it cannot be read, so that it is rewritten."""
         try:
-            known = json.loads(self.file.read_text())
+            return dict(read_json(self.file))
         except (OSError, ValueError):
             return {}
-        return known if isinstance(known, dict) else {}
 
     def read(self) -> int | None:
         try:

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from oneloop.basics.exit_codes import BAD_INPUT, BadInput
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
 from oneloop.basics.files import printable
 from oneloop.launch.signals import leave_at_once
 
@@ -71,28 +71,28 @@ class Agreement:
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """Turn an error of one rank into BadInput on all of them.
+        """Turn an error of one rank into BadInput (or Unavailable) on all of them.
 
         The message is that of the first rank that has one. Collective: enter it on every rank.
         """
-        message: str | None = None
+        mine: BadInput | Unavailable | None = None
         try:
             yield
-        except BadInput as error:
-            message = str(error)
+        except (BadInput, Unavailable) as error:
+            mine = type(error)(str(error))
         except (ValueError, ImportError) as error:
-            message = f"{error}{where(error)}"
+            mine = BadInput(f"{error}{where(error)}")
 
         # A rank with an error gets here at once. The others may wait in a collective of the model.
-        with _exit_if_blocked(message if self.ranks > 1 else None):
-            several = self.gathered(message)
+        with _exit_if_blocked(mine if self.ranks > 1 else None):
+            several = self.gathered(mine)
         for shared in several:
             if shared is not None:
-                raise BadInput(shared)
+                raise shared
 
 
 @contextmanager
-def _exit_if_blocked(message: str | None) -> Iterator[None]:
+def _exit_if_blocked(error: BadInput | Unavailable | None) -> Iterator[None]:
     """Print this rank's error and exit if the other ranks do not receive it in time.
 
     They may wait in a collective of the model. The launcher then ends them.
@@ -100,13 +100,13 @@ def _exit_if_blocked(message: str | None) -> Iterator[None]:
 
     # On a thread, since this one waits in a collective.
     def end() -> None:
-        line = printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {message}")
+        line = printable(f"oneloop: rank {os.environ.get('RANK', '0')}: {error}")
         print(line, file=sys.stderr, flush=True)
-        leave_at_once(BAD_INPUT)
+        leave_at_once(ERROR if isinstance(error, Unavailable) else BAD_INPUT)
 
     timer = threading.Timer(_PATIENCE, end)
     timer.daemon = True
-    if message is not None:
+    if error is not None:
         timer.start()
     try:
         yield

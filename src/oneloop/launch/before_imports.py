@@ -12,7 +12,7 @@ from functools import cache
 from typing import NoReturn
 
 from oneloop.basics import exit_codes
-from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import printable
 from oneloop.basics.launcher import die_with, launcher, on_stops, rank, ranks
 from oneloop.basics.streams import never_fail
@@ -54,11 +54,12 @@ def read_once(argv: tuple[str, ...]) -> Recipe:
     return read(argv)
 
 
-def reject(error: BadInput) -> NoReturn:
-    """Print the error on rank 0, and end this process with exit code 2."""
+def reject(error: BadInput | Unavailable) -> NoReturn:
+    """Print the error on rank 0, and end this process with exit code 2 (Unavailable: 1)."""
     if is_main():
         print(printable(f"oneloop: {error}"), file=sys.stderr)
-    leave(exit_codes.BAD_INPUT, main=is_main())
+    code = exit_codes.ERROR if isinstance(error, Unavailable) else exit_codes.BAD_INPUT
+    leave(code, main=is_main())
 
 
 def is_main() -> bool:

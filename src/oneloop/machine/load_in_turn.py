@@ -8,7 +8,6 @@ the file changes no model.
 """
 
 import os
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,8 @@ import numpy as np
 import torch
 from filelock import FileLock
 from torch import nn
+
+from oneloop.basics.untrusted import delete
 
 _ALIGNED = 64  # bytes
 
@@ -46,7 +47,7 @@ def in_turn(make: Callable[[], nn.Module]) -> nn.Module:
         _map(model, folder / "weights")
         done = len(list(folder.glob("done-*"))) + 1
         if done == local_processes():
-            shutil.rmtree(folder)
+            delete(folder, inside=folder.parent)
         else:
             (folder / f"done-{os.getpid()}").touch()
     return model

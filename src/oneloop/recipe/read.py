@@ -8,11 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import flattened, one_line
+from oneloop.basics.untrusted import parsed_yaml
 from oneloop.recipe.class_paths import CHOICES, only_task, path_of
 from oneloop.recipe.schema import GROUPS
 from oneloop.recipe.synonyms import suggestion
@@ -88,8 +87,8 @@ def load(source: str) -> tuple[str, dict[str, Any]]:
 
     # Parse it.
     try:
-        content = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+        content = parsed_yaml(text) or {}
+    except ValueError as error:
         raise BadInput(f"recipe {source!r} is not valid YAML: {one_line(error)}") from error
     if not isinstance(content, dict):
         raise BadInput(

@@ -54,6 +54,7 @@ class Recipe:
                     "save.sync cannot be combined with a mirror, which needs the writing "
                     "process; remove it"
                 )
+            _reject_same_place(self.folder, self.mirror)
         if self.batch.grain is not None:
             reject_inexact(self.batch.grain, self.eval, self.optimizer, self.machine)
 
@@ -77,3 +78,17 @@ class Recipe:
 _GROUPS = [one for one in fields(Recipe) if is_dataclass(one.type)]
 GROUPS: dict[str, Any] = {one.name: one.type for one in _GROUPS}
 """the groups of keys and their classes, as ``--help`` lists them"""
+
+
+def _reject_same_place(folder: Path, mirror: str) -> None:
+    """Raise BadInput if a mirror on this machine and the run folder are inside each other."""
+    scheme, _, path = mirror.partition("://")
+    if scheme != "file":
+        return
+    there = Path(path).resolve()
+    here = folder.resolve()
+    if there.is_relative_to(here) or here.is_relative_to(there):
+        raise BadInput(
+            f"save.mirror {mirror} and run.dir {folder} are inside each other, and files of one "
+            "would be deleted with the other; choose another address"
+        )

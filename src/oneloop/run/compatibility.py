@@ -1,7 +1,6 @@
 """The inputs of a run (data, model, recipe), which checkpoints store and a resume compares."""
 
 import inspect
-import json
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,8 @@ from torch.optim import Optimizer
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.untrusted import read_json
+from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store
 from oneloop.data.rows.cache import changes, fingerprint_of
 from oneloop.data.sample_reader import read_once
@@ -23,8 +24,9 @@ from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.optim.parameter_groups import LR_FACTOR
 from oneloop.recipe.class_paths import CHOICES, resolve, source
-from oneloop.recipe.comparison import same_data_path
+from oneloop.recipe.comparison import difference, only_extends, same_data_path
 from oneloop.recipe.schema import Recipe
+from oneloop.run.saved_forms import FORMS
 from oneloop.tasks.protocol_checks import theirs
 from oneloop.tasks.whole_batch import is_whole_batch
 
@@ -72,7 +74,7 @@ class InputCheck:
                 "to compare"
             )
             return
-        changed = differences(there, self.about)
+        changed = differences(there, self.about) + self._recipe_differences(there)
         if changed and not self._accept:
             raise ValueError(
                 f"inputs of the run have changed: {'; '.join(changed)}; restore it, choose another "
@@ -89,6 +91,15 @@ class InputCheck:
                 f"the source of the task has changed ({now.get('file')}): the run continues "
                 "with the new source"
             )
+
+    def _recipe_differences(self, there: Mapping[str, Any]) -> list[str]:
+        """Return the keys of what is trained that differ from the recipe of a checkpoint."""
+        old = there.get("recipe")
+        if not old:
+            self._say("the checkpoint does not hold its recipe (older oneloop): not compared")
+            return []
+        new = self.about["recipe"]
+        return [] if only_extends(old, new) else difference(old, new)
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -344,12 +355,12 @@ def another_file(recipe: Recipe, run: Path) -> str:
     """
     file = source("task", recipe.task.name)
     try:
-        there = Path(str(json.loads((run / "environment.json").read_text())["task"]))
+        there = Path(read_json(run / "environment.json", {"task": str})["task"])
         if file is None or there.suffix != ".py" or there.samefile(file):
             return ""
         if there.read_bytes() == file.read_bytes():
             return ""
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError):
         return ""
     return f"was trained with the task of {there}; the task is now {file}"
 
@@ -365,7 +376,7 @@ def source_changed(recipe: Recipe, run: Path) -> str:
     if not sealed:
         return ""
     try:
-        there = json.loads((sealed[-1] / "state.json").read_text())["identity"]["source"]
+        there = read_state(sealed[-1], FORMS)["identity"]["source"]
         now = source_of(cast(type, resolve("task", recipe.task.name)))
     except (OSError, ValueError, KeyError):
         return ""

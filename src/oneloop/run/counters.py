@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from oneloop.measure.meter import OWN_METRICS
@@ -63,7 +63,9 @@ class Counters:
         return {**asdict(self), "seconds": self.elapsed()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        for known in fields(self):
+            if known.name in state:
+                setattr(self, known.name, state[known.name])
 
     def measured(self, spent: Mapping[str, float]) -> None:
         """Store the seconds of this start in which the run waited for data or saved."""
@@ -167,7 +169,9 @@ class Best:
         # The best of another metric or direction is none. Older versions stored only the value.
         compared = {"metric": self.metric, "upward": self.upward}
         if {**compared, **state} == {**state, **compared}:
-            self.__dict__.update(state)
+            for known in fields(self):
+                if known.name in state:
+                    setattr(self, known.name, state[known.name])
 
     def update(self, value: float, step: int) -> bool:
         """Compare the result of an evaluation with the best one so far.

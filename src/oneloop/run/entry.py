@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from oneloop.basics import exit_codes
-from oneloop.basics.exit_codes import BadInput, Diverged, StoppedEarly
+from oneloop.basics.exit_codes import BadInput, Diverged, StoppedEarly, Unavailable
 from oneloop.basics.files import dumps, printable, vouched
 from oneloop.basics.launcher import rank, ranks
 from oneloop.checkpoint.store import Store, step_of
@@ -57,7 +57,7 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
         CHANNEL.send(listens=True)
         CHANNEL.send(watched_at=run.from_main(os.environ.get(ADDRESS)))
         summary, _ = conduct(train, recipe, run, cli=True)
-    except BadInput as error:
+    except (BadInput, Unavailable) as error:
         reject(error)
     except StoppedEarly:
         if is_main():
@@ -109,6 +109,7 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
 
     Raises:
         BadInput: before anything is written.
+        Unavailable: the same, because a mirror cannot be read now.
         StoppedEarly: a stop was requested before anything was written.
     """
     say = run.display.say
@@ -128,7 +129,7 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
                 found = run.from_main(folder.finished)
                 return {**found, "folder": str(there or folder.path)}, None
             summary = train(job, run, folder)
-    except (BadInput, StoppedEarly) as error:
+    except (BadInput, Unavailable, StoppedEarly) as error:
         # Nothing was written. If a stop was requested, the error may follow from it.
         folder.abandon()
         if run.stopping.early is None:

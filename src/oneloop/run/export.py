@@ -13,9 +13,12 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.untrusted import read_json
+from oneloop.checkpoint.manifest import MANIFEST, header, read_manifest
 from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
+from oneloop.checkpoint.saved_state import STATE, read_state
 from oneloop.checkpoint.state_dict import load_tensors
-from oneloop.checkpoint.store import MANIFEST, header, read_manifest, vouch
+from oneloop.checkpoint.store import vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights
 from oneloop.ema import EMA
 from oneloop.machine.frozen_dtype import rounded
@@ -216,9 +219,9 @@ def load_task_state(task: Task, folder: Path) -> None:
     # ``final/`` has it in a file of its own, a checkpoint among the other components.
     file = folder / f"{TASK}.json"
     if file.is_file():
-        task.load_state_dict(json.loads(file.read_text()))
-    elif (folder / "state.json").is_file():
-        state = json.loads((folder / "state.json").read_text())
+        task.load_state_dict(read_json(file, object))
+    elif (folder / STATE).is_file():
+        state = read_state(folder)
         if TASK in state:
             task.load_state_dict(state[TASK])
 

@@ -7,22 +7,46 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from filelock import FileLock, Timeout
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, intact, replacing
+from oneloop.basics.untrusted import (
+    OWNER,
+    STEP,
+    check_form,
+    is_amount,
+    read_json,
+    read_yaml,
+)
+from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.mirror import local_checkpoint
-from oneloop.checkpoint.store import MANIFEST, Store, problems, problems_of_files
+from oneloop.checkpoint.saved_state import read_state
+from oneloop.checkpoint.store import Store, problems, problems_of_files
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
+from oneloop.run.saved_forms import FORMS
 from oneloop.show.run_reader import parsed
 
-_STARTS = ("first", "number", "repeated", "before")
+_STARTS = {
+    "first": is_amount,
+    "number": STEP,
+    "repeated": is_amount,
+    "before": is_amount,
+}
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
-_WITHOUT_RECIPE = {".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"}
+WORD = ".start-word"  # file with a random word of the last start that owned the mirror
+_WITHOUT_RECIPE = {
+    ".lock",
+    "owner.json",
+    ".recipe.yaml.draft",
+    ".environment.json.draft",
+    WORD,
+    f".{WORD}.draft",
+}
 """files of a run that was killed before it wrote its recipe"""
 
 _GROUPS = ("task", "batch", "schedule", "machine", "run")  # that every resolved recipe has
@@ -163,25 +187,24 @@ class Folder:
             if path.name not in _WITHOUT_CHECKPOINT and not path.name.startswith(("bad-", ".")):
                 return True
         try:
-            resolved = yaml.safe_load((self.path / "recipe.yaml").read_text(encoding="utf-8"))
-            return not isinstance(resolved, dict) or not set(_GROUPS) <= set(resolved)
+            return not set(_GROUPS) <= read_yaml(self.path / "recipe.yaml").keys()
         except FileNotFoundError:
             return any(path.name not in _WITHOUT_RECIPE for path in self.path.iterdir())
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        except (OSError, ValueError):
             return not (self.path / "environment.json").exists()
 
-    def _read(self, name: str, parse: Callable[[str], dict[str, Any]]) -> dict[str, Any] | None:
+    def _read(self, name: str, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
         """Return the parsed content of a file; None if it is missing or damaged.
 
         Damage is logged.
         """
         file = self.path / name
         try:
-            return parse(file.read_text(encoding="utf-8"))
+            return read(file)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError, RecursionError, yaml.YAMLError) as error:
-            self.say(f"{file} is damaged ({type(error).__name__}); rewriting it")
+        except (OSError, ValueError) as error:
+            self.say(f"{file} is damaged ({error}); rewriting it")
             return None
 
     def _recipe(self) -> dict[str, Any] | None:
@@ -193,9 +216,10 @@ class Folder:
         for path, wrong in self._store.newest_good():
             if wrong:
                 continue
-            state = json.loads((path / "state.json").read_text())
-            recipe = state.get("identity", {}).get("recipe")
-            return recipe if isinstance(recipe, dict) else None
+            with suppress(ValueError):
+                state = read_state(path, FORMS)
+                recipe: dict[str, Any] | None = state.get("identity", {}).get("recipe")
+                return recipe
         return None
 
     def _in_use(self) -> bool:
@@ -209,9 +233,9 @@ class Folder:
 
     def _owner(self) -> str:
         try:
-            owner = json.loads((self.path / "owner.json").read_text())
+            owner = read_json(self.path / "owner.json", OWNER)
             return f"process {owner['pid']} on {owner['host']}, since {owner['since']}"
-        except (OSError, ValueError, TypeError, KeyError):
+        except (OSError, ValueError):
             return "another process"
 
     def hold(self, *, need: int = 0) -> None:
@@ -255,11 +279,9 @@ class Folder:
             start, in another folder.
         """
         new = {"first": began, "number": 1, "repeated": 0.0, "before": seconds}
-        about = self._read("environment.json", lambda text: dict(json.loads(text)))
-        old = (about or {}).get("starts")
-        if not isinstance(old, dict):
-            return new
-        if not all(isinstance(old.get(name), int | float) for name in _STARTS):
+        about = self._read("environment.json", partial(read_json, form={"starts?": _STARTS}))
+        old: dict[str, float] | None = (about or {}).get("starts")
+        if old is None:
             return new
 
         # What was trained after the checkpoint is lost: the last log line says until when.
@@ -342,17 +364,15 @@ class Folder:
         self.write(name, dumps(content, indent=2) + "\n")
 
 
-def _resolved(text: str) -> dict[str, Any]:
-    content = yaml.safe_load(text)
-    groups = content if isinstance(content, dict) else {}
-    if not all(isinstance(groups.get(group), dict) for group in _GROUPS):
-        raise ValueError("no recipe")
+def _resolved(file: Path) -> dict[str, Any]:
+    groups = read_yaml(file)
+    check_form(groups, dict.fromkeys(_GROUPS, dict))
     return groups
 
 
-def _summary(text: str) -> dict[str, Any]:
-    content = json.loads(text)
-    if not isinstance(content, dict) or not intact(content):
+def _summary(file: Path) -> dict[str, Any]:
+    content: dict[str, Any] = read_json(file)
+    if not intact(content):
         raise ValueError("its checksum differs")
     return content
 

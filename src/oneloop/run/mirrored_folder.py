@@ -3,17 +3,21 @@
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_hex
 from tempfile import TemporaryDirectory
 from typing import Any
-from uuid import uuid4
 
-from oneloop.basics.bucket import Bucket
+from xxhash import xxh3_128_hexdigest
+
+from oneloop.basics.bucket import Bucket, StoreError
 from oneloop.basics.exit_codes import DONE, ERROR, BadInput
+from oneloop.basics.files import replacing
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.lease import Lease, Taken, take
-from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, steps_in
-from oneloop.checkpoint.store import MANIFEST, step_of
-from oneloop.run.folder import Folder
+from oneloop.checkpoint.manifest import MANIFEST
+from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, steps_in, unreadable
+from oneloop.checkpoint.store import step_of
+from oneloop.run.folder import WORD, Folder
 
 
 class MirroredFolder(Folder):
@@ -70,10 +74,8 @@ class MirroredFolder(Folder):
                 for folder in saved:
                     (there.path / folder).mkdir(parents=True)
                 found = there.inspect(resolved, resume=resume, accept_changes=accept_changes)
-        except OSError as error:
-            raise BadInput(
-                f"the mirror cannot be read: {error}; check address, credentials and network"
-            ) from error
+        except StoreError as error:
+            raise unreadable(self._address, error) from error
         self.finished = there.finished
         if not found:
             return found
@@ -85,12 +87,14 @@ class MirroredFolder(Folder):
         A later start in this folder can do so at once: it has the same token."""
         super().hold(need=need)
         try:
-            # The token identifies this folder on this machine since it was started.
-            boot = Path("/proc/sys/kernel/random/boot_id")
-            machine = boot.read_text() if boot.exists() else uuid4()
-            token = f"{machine} {self.path.resolve()} {self.path.stat().st_ino}"
+            # Each start writes a new word into the folder once it is the owner. The token of the
+            # earlier start has the word from before.
             bucket = Bucket(self._address)
-            self.lease = take(bucket, {**self.owner, "token": token}, self.say)
+            earlier = self._token(self.path / WORD)
+            with replacing(self.path / WORD) as draft:
+                draft.write_text(token_hex(16))
+                about = {**self.owner, "token": self._token(draft)}
+                self.lease = take(bucket, about, earlier=earlier, say=self.say)
 
             newest_there = steps_in(bucket)[-1:]
             newest_here = [step_of(path) for path in self._store.sealed()[-1:]]
@@ -98,9 +102,26 @@ class MirroredFolder(Folder):
         except Taken as error:
             self.abandon()
             raise BadInput(str(error)) from error
+        except StoreError as error:
+            self.abandon()
+            raise unreadable(self._address, error) from error
         except OSError as error:
             self.abandon()
-            raise BadInput(f"{error}; check address, credentials and network") from error
+            raise BadInput(
+                f"run.dir {self.path} cannot be written: {error.strerror or error}; make room, or "
+                "choose another"
+            ) from error
+
+    def _token(self, word: Path) -> str:
+        """Return what identifies a start in this folder, on this machine since it was started.
+
+        A copy of the folder has the same word, but in another file. Empty if there is no word.
+        """
+        boot = Path("/proc/sys/kernel/random/boot_id")
+        if not word.is_file() or not boot.exists():
+            return ""
+        parts = (boot.read_text(), self.path.resolve(), word.stat().st_ino, word.read_text())
+        return xxh3_128_hexdigest(" ".join(map(str, parts)).encode())
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """:meth:`Folder.starts`, after fetching the files of a mirror with newer checkpoints."""
@@ -137,6 +158,9 @@ class MirroredFolder(Folder):
         with suppress(OSError):
             self._store.sweep(".fetched")
             self._store.root.rmdir()  # only if it is empty
+        if self._made and not self.begun:
+            with suppress(OSError):
+                (self.path / WORD).unlink(missing_ok=True)
         super().abandon()
 
     def close(self) -> None:

@@ -1,16 +1,19 @@
 """Load a power-function EMA of any width from the EMAs in the checkpoints of a run."""
 
-import json
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from oneloop.basics.untrusted import check_form
+from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import complete
+from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.state_dict import load_tensors
-from oneloop.checkpoint.store import Store, problems, read_manifest
+from oneloop.checkpoint.store import Store, problems
 from oneloop.ema import gamma, post_hoc
+from oneloop.run.saved_forms import EMA
 
 
 class _PowerEma(NamedTuple):
@@ -31,9 +34,11 @@ def _power_emas(checkpoint: Path) -> list[_PowerEma]:
         complete(folder)  # fetches what is only in the mirror
         if problems(folder):
             continue
-        state = json.loads((folder / "state.json").read_text())
-        for name, part in state.items():
-            if name.startswith("ema-power-") and part["seen"] > 0:
+        for name, part in read_state(folder).items():
+            if not name.startswith("ema-power-"):
+                continue
+            check_form(part, EMA, f"{folder}: {name}")
+            if part["seen"] > 0:
                 sigma_rel = float(name.removeprefix("ema-power-"))
                 saved.append(_PowerEma(folder, name, part["seen"], sigma_rel))
     return saved

@@ -27,6 +27,7 @@ from oneloop.run.export import TASK
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.same_on_ranks import in_one_folder
+from oneloop.run.saved_forms import forms_with
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.pipe import CHANNEL
 from oneloop.tasks.protocol import Progress
@@ -74,6 +75,7 @@ class State(RunState):
             sync=recipe.save.sync,
             max_failures=recipe.save.max_failures,
             patience=recipe.machine.patience,
+            forms=forms_with([ema.name for ema in emas]),
             say=run.display.say,
         )
 

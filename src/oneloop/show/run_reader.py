@@ -14,9 +14,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from oneloop.basics.files import flattened, printable
+from oneloop.basics.untrusted import read_json, read_yaml
 
 _STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
 _LINES = 1 << 16  # lines kept of a followed run
@@ -209,19 +208,18 @@ def read_record(folder: Path) -> Record:
         ValueError: the folder has no metrics.jsonl.
     """
 
-    def content(name: str, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
+    def content(name: str, read: Callable[[Path], dict[str, Any]] = read_json) -> dict[str, Any]:
         """Return what a file holds; empty if it is missing or damaged."""
         try:
-            found = parse((folder / name).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            return read(folder / name)
+        except (OSError, ValueError):
             return {}
-        return found if isinstance(found, dict) else {}
 
     # Only metrics.jsonl must exist: a run in progress lacks other files.
     record = Record(
         name=folder.resolve().name,
         summary=content("summary.json"),
-        recipe=content("recipe.yaml", yaml.safe_load),
+        recipe=content("recipe.yaml", read_yaml),
         environment=content("environment.json"),
         examples=content("examples.json"),
     )
@@ -343,9 +341,9 @@ class Follower:
     def exit_reason(self) -> str:
         """Return why the run has ended; empty while it trains."""
         try:
-            summary = json.loads((self.folder / "summary.json").read_text())
-            return printable(str(summary["exit_reason"]))
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            summary = read_json(self.folder / "summary.json", {"exit_reason": str})
+            return printable(summary["exit_reason"])
+        except (OSError, ValueError):
             return ""
 
     @property

@@ -1,6 +1,5 @@
 """Write metrics to metrics.jsonl and to Accelerate's trackers. Only rank 0 writes."""
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, flattened, intact, replacing, vouched
+from oneloop.basics.untrusted import read_json
 from oneloop.show.examples import Examples, with_earlier
 from oneloop.show.metrics_file import Lines
 from oneloop.show.pictures import matrix, tiles
@@ -154,10 +154,10 @@ class Tracking:
         self._lines.back_to(resumed, kept=b'"event": "resume"')
         examples = self._folder / "examples.json"
         try:
-            damaged = not intact(dict(json.loads(examples.read_bytes())))
+            damaged = not intact(read_json(examples))
         except FileNotFoundError:
             return
-        except (OSError, ValueError, TypeError, RecursionError):
+        except (OSError, ValueError):
             damaged = True
         if damaged:
             self._say(
@@ -245,8 +245,8 @@ class Tracking:
 def _read(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; empty if it is missing or damaged."""
     try:
-        return dict(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError):
+        return dict(read_json(path))
+    except (OSError, ValueError):
         return {}
 
 

@@ -3,7 +3,6 @@
 They come from transformers, timm, torchvision or your own class. The small CNN is here, too.
 """
 
-import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -19,6 +18,7 @@ from torch.nn import functional as F
 
 from oneloop.basics.base_models import HUB, fetched
 from oneloop.basics.parameter_names import tied_to
+from oneloop.basics.untrusted import read_json
 from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
 
 Pretrained = bool | str | None  # no weights, the public weights, or a file or folder with weights
@@ -96,7 +96,7 @@ def statistics(name: str) -> Statistics:
         with suppress(ValueError):
             file = fetched(name, "preprocessor_config.json")
         if file:
-            config = json.loads(file.read_text(encoding="utf-8"))
+            config = read_json(file)
             mean = config.get("image_mean")
             std = config.get("image_std")
     elif name.startswith(_TIMM):

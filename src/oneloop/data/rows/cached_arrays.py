@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from oneloop.basics.launcher import die_with, on_stops
 from oneloop.basics.progress import tracked
+from oneloop.basics.untrusted import delete
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import FINDINGS, Row, Rows, unusable
 
@@ -67,14 +67,14 @@ def ragged(
     with alone(f"made/{key_of(rows.fingerprint(), made_by)}") as path:
         if not (path / "ends.npy").exists():
             draft = path.with_suffix(f".{os.getpid()}.draft")
-            shutil.rmtree(draft, ignore_errors=True)
+            delete(draft, inside=path.parent)
             draft.mkdir()
             try:
                 _write_arrays(rows, make, draft, what, allowed=allowed, shard=shard)
-                shutil.rmtree(path, ignore_errors=True)
+                delete(path, inside=path.parent)
                 draft.rename(path)
             finally:
-                shutil.rmtree(draft, ignore_errors=True)
+                delete(draft, inside=path.parent)
 
     ends: NDArray[np.int64] = np.load(path / "ends.npy", mmap_mode="r")
     values: NDArray[np.int32] = np.zeros(0, np.int32)

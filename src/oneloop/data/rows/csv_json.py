@@ -6,7 +6,6 @@ They are converted once, and cached by content.
 import glob
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from typing import Any
 
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
+from oneloop.basics.untrusted import delete
 from oneloop.data.rows.cache import alone, checksum_of, key_of
 from oneloop.data.rows.file_rows import FileRow, about_one_object, csv_columns, file_rows
 from oneloop.data.rows.find_files import Found
@@ -377,7 +377,7 @@ def _by_datasets(found: Found, files: Sequence[Path], draft: Path) -> None:
     except Exception as error:  # datasets passes on any error of its reader
         raise ValueError(_reason(error, found.root)) from error
     finally:
-        shutil.rmtree(work, ignore_errors=True)
+        delete(work, inside=work.parent)
 
 
 def _reason(error: BaseException, root: Path) -> str:

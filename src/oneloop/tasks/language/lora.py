@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from oneloop.basics.base_models import BaseModel, place_of
+from oneloop.basics.untrusted import read_json
 from oneloop.tasks.language.lora_settings import CONFIG, PEFT_PREFIX, WEIGHTS, Adapters, LoRA
 from oneloop.tasks.language.models import import_quietly, plain_layer, quantized, to_source_class
 from oneloop.tasks.transformers_models import commit_of, content_of_model, file_stats
@@ -220,8 +221,9 @@ def _load_adapters(model: nn.Module, folder: Path, origin: BaseModel) -> str | N
     manifest = folder / "MANIFEST.json"
     base = None
     if manifest.is_file():
-        base = json.loads(manifest.read_text()).get("about", {}).get("base")
-    other = origin.of_another(json.loads((folder / CONFIG).read_text()), base)
+        about = read_json(manifest, {"about?": {"base?": {"settings?": dict}}}).get("about", {})
+        base = about.get("base")
+    other = origin.of_another(read_json(folder / CONFIG), base)
     if other:
         raise ValueError(
             f"task.model {folder}: its adapters were trained on {other}; restore that base model"

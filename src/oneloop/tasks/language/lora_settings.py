@@ -3,13 +3,13 @@
 The frozen layers may be in 4 bits (QLoRA, Dettmers et al. 2023).
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from oneloop.basics.base_models import HUB, fetched
+from oneloop.basics.untrusted import read_json
 
 PEFT_PREFIX = "base_model.model."
 """prefix of every name in peft's files"""
@@ -176,7 +176,7 @@ def _read_config(folder: Path, model: str) -> tuple[str, LoRA]:
 
     # Read the config, and the names of the tensors.
     try:
-        config = dict(json.loads((folder / CONFIG).read_text(encoding="utf-8")))
+        config = read_json(folder / CONFIG)
         with safe_open(folder / f"{WEIGHTS}.safetensors", "pt") as file:
             names = list(file.keys())
     except (OSError, ValueError, TypeError, SafetensorError) as error:

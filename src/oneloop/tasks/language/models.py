@@ -1,6 +1,5 @@
 """Language models: from scratch, or loaded with transformers, optionally in 4 bits."""
 
-import json
 import logging
 import sys
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from oneloop.basics.base_models import fetched
+from oneloop.basics.untrusted import read_json
 from oneloop.tasks.language.attention import attend_within_documents
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.model_limits import check_sizes
@@ -262,9 +262,8 @@ def reject_quantized(name: str, lora: LoRA | None) -> None:
     A 4-bit model of bitsandbytes can get adapters, unless ``lora`` would quantize it again.
     """
     file = fetched(name, "config.json")
-    config = (
-        json.loads(file.read_text(encoding="utf-8")).get("quantization_config") if file else None
-    )
+    form = {"quantization_config?": dict | None}
+    config = read_json(file, form).get("quantization_config") if file else None
     if not config:
         return
     kind = config.get("bnb_4bit_quant_type") if config.get("load_in_4bit") else None

@@ -1,0 +1,40 @@
+"""Read the state in a checkpoint that is not tensors, after checking its form. Needs no torch."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from oneloop.basics.untrusted import Form, check_form, read_json
+
+STATE = "state.json"
+_MOST = 1 << 28  # bytes; a task may save much
+_OPTIMIZER = {"parameters": {None: dict}, "groups": [dict]}
+
+
+def read_state(folder: Path, forms: Mapping[str, Form] | None = None) -> dict[str, Any]:
+    """Return the state of a checkpoint that is not tensors.
+
+    Args:
+        folder: the checkpoint.
+        forms: of its components by name, as :func:`check_form` reads them; others are not checked.
+
+    Raises:
+        ValueError: it is missing or damaged, or a component has another form.
+    """
+    try:
+        state: dict[str, Any] = read_json(folder / STATE, most=_MOST)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{STATE} cannot be read ({type(error).__name__}: {error})") from error
+    for name, form in {"optimizer": _OPTIMIZER, **(forms or {})}.items():
+        if name in state:
+            check_form(state[name], form, f"{STATE}[{name!r}]")
+    return state
+
+
+def state_problems(folder: Path, forms: Mapping[str, Form]) -> list[str]:
+    """Return the problem of a checkpoint's state, as :func:`read_state` reports it."""
+    try:
+        read_state(folder, forms)
+    except ValueError as error:
+        return [str(error)]
+    return []

@@ -1,0 +1,188 @@
+"""Run folders and mirrors that anyone may have written: no file outside of them is touched, no
+traceback, bounded memory, and intact older checkpoints are used."""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+from pathlib import Path
+
+import pytest
+
+import hostile
+import stores
+from oneloop.after.trained_model import _recorded
+from oneloop.basics.bucket import Bucket
+from oneloop.checkpoint.fetcher import Fetcher
+from oneloop.checkpoint.lease import _newest, _who
+from oneloop.checkpoint.mirror import complete, local_run
+from oneloop.checkpoint.named_checkpoint import base_problems, checkpoint_of, chosen_of, fresh
+from oneloop.checkpoint.saved_state import read_state, state_problems
+from oneloop.checkpoint.store import Store, problems, problems_of_files
+from oneloop.run.folder import Folder
+from oneloop.run.mirrored_folder import MirroredFolder
+from oneloop.run.saved_forms import FORMS
+from oneloop.show.report.page import report
+from oneloop.show.run_reader import Follower, read_record
+
+MORE = int(os.environ.get("HOSTILE", 1))  # factor of the number of hostile values
+MOST_MORE = 200 << 20  # bytes
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory) -> Path:
+    """Return a folder with a run (``runs/one``, with frozen parameters and an EMA), its mirror
+    (``store``), and other folders, which nobody may touch."""
+    home = tmp_path_factory.mktemp("hostile")
+    words = ["--task.frozen", "true", "--save.mirror", f"file://{home}/store", "--run.dir"]
+    stores.trained(home, *words, "runs/one", "--duration", "20", "--save.keep", "3").ok()
+    (home / "runs/two").mkdir()
+    (home / "runs/two/precious").write_text("other run")
+    (home / "precious").write_text("outside")
+    return home
+
+
+def _steps(folder: Path) -> list[Path]:
+    return Store(folder / "checkpoints").sealed()
+
+
+def _read_checkpoints(run: Path) -> None:
+    """Read the checkpoints of a run as a start and all commands do, without loading tensors."""
+    for path in _steps(run):
+        if not (problems(path) or state_problems(path, FORMS)):
+            base_problems(path)
+            read_state(path, FORMS)
+    fresh(run, _steps(run))
+    problems_of_files(run / "final")
+    for asked in ("newest", "best"):
+        checkpoint_of(run, asked)
+    chosen_of(run, None)
+
+
+def _read_files(run: Path, recipe: dict) -> None:
+    """Read the other files of a run folder, as a start does."""
+    folder = Folder(run, say=lambda text: None)
+    folder.inspect(recipe)
+    folder.starts(0.0, 0.0)
+    _recorded(run)
+    source_changed_or_not = folder._saved_recipe()
+    assert source_changed_or_not is None or isinstance(source_changed_or_not, dict)
+
+
+def _read_curves(run: Path) -> None:
+    report([run])
+    read_record(run)
+    follower = Follower(run)
+    follower.read()
+    assert follower.done in (True, False)
+
+
+def _read_mirror(address: str, run: Path, recipe: dict) -> None:
+    """Read a mirror as a start and the commands do."""
+    bucket = Bucket(address)
+    _, owner = _newest(bucket)
+    assert _who(owner).isprintable()
+    MirroredFolder(run, address, say=lambda text: None).inspect(recipe)
+    fetcher = Fetcher(
+        bucket,
+        Store(run / "checkpoints"),
+        rank=0,
+        leader=0,
+        forms=FORMS,
+        gather=lambda value: [value],
+        say=lambda text: None,
+    )
+    fetcher.newest(None, lambda folder: [])
+    copy = local_run(address)
+    complete(copy / "final")
+    chosen_of(copy, "newest")
+
+
+def _attacks(copies: hostile.Copies, count: int, read, outside: Path) -> int:
+    """Read hostile copies; return how many were rejected."""
+    before = hostile.listing(outside)
+    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rejected = 0
+    for _ in range(count):
+        what = copies.next()
+        try:
+            read()
+        except (ValueError, OSError):  # reported in one line, with exit code 2 or 1
+            rejected += 1
+        except Exception as error:
+            raise AssertionError(f"{what} leads to {type(error).__name__}: {error}") from error
+    more = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - memory) << 10
+    assert more < MOST_MORE, f"{more >> 20} MiB more memory"
+    shutil.rmtree(copies.work, ignore_errors=True)
+    assert hostile.listing(outside) == before
+    return rejected
+
+
+CHECKPOINT = [hostile.of_manifest, hostile.of_state, hostile.of_header]
+FOLDER = [hostile.of_manifest, hostile.of_header]
+
+
+def _beside(tmp_path: Path) -> Path:
+    """Return a folder for a hostile run, with other files that nobody may touch."""
+    outside = tmp_path / "outside"
+    (outside / "runs/two").mkdir(parents=True)
+    (outside / "runs/two/precious").write_text("other run")
+    (outside / "precious").write_text("outside")
+    return outside
+
+
+def test_hostile_values_in_checkpoints(made, tmp_path):
+    """Manifests, states and headers: readers reject them in one line, or read on without them."""
+    outside = _beside(tmp_path)
+    right = made / "runs/one"
+    newest = _steps(right)[-1].name
+    changes = {f"checkpoints/{newest}": CHECKPOINT, "final": FOLDER, "base": FOLDER}
+    copies = hostile.Copies(right, outside / "runs/one", changes, seed=1)
+    rejected = _attacks(copies, 300 * MORE, lambda: _read_checkpoints(copies.work), outside)
+    assert 100 * MORE < rejected < 300 * MORE  # some values change nothing that is read
+
+
+def test_hostile_values_in_small_files(made, tmp_path):
+    outside = _beside(tmp_path)
+    right = made / "runs/one"
+    recipe = Folder(right)._recipe()
+    names = ("environment.json", "summary.json")
+    changes = {name: [hostile.of_json] for name in names} | {"recipe.yaml": [hostile.of_yaml]}
+    copies = hostile.Copies(right, outside / "runs/one", changes, seed=2)
+    _attacks(copies, 60 * MORE, lambda: _read_files(copies.work, recipe), outside)
+
+
+def test_hostile_values_in_curves(made, tmp_path):
+    """The files that report, watch and compare read: the page is written whatever they hold."""
+    outside = _beside(tmp_path)
+    right = made / "runs/one"
+    names = ("environment.json", "summary.json", "examples.json")
+    changes = {name: [hostile.of_json] for name in names if (right / name).exists()}
+    changes |= {"recipe.yaml": [hostile.of_yaml], "metrics.jsonl": [hostile.of_lines]}
+    copies = hostile.Copies(right, outside / "runs/one", changes, seed=3)
+    assert _attacks(copies, 40 * MORE, lambda: _read_curves(copies.work), outside) == 0
+
+
+def test_hostile_values_in_a_mirror(made, tmp_path, monkeypatch):
+    outside = _beside(tmp_path)
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    recipe = Folder(made / "runs/one")._recipe()
+    newest = sorted((made / "store/checkpoints").glob("step-*"))[-1].name
+    base = next((made / "store/base").iterdir()).name
+    (owner,) = (made / "store/owner").iterdir()
+    changes = {
+        f"checkpoints/{newest}": CHECKPOINT,
+        "final": FOLDER,
+        f"base/{base}": FOLDER,
+        f"owner/{owner.name}": [hostile.of_json],
+        "summary.json": [hostile.of_json],
+    }
+    copies = hostile.Copies(made / "store", outside / "store", changes, seed=4)
+
+    def read() -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        _read_mirror(f"file://{copies.work}", tmp_path / "run", recipe)
+
+    _attacks(copies, 100 * MORE, read, outside)
+    assert {path.name for path in tmp_path.iterdir()} <= {"outside", "cache", "run"}
