@@ -120,7 +120,7 @@ class Bucket:
         with self._errors():
             self._fs: Any = fsspec.filesystem(scheme, skip_instance_cache=True, **_options(scheme))
             if scheme == "s3":
-                self._fs.retries = 2  # of s3fs, each with all of botocore's
+                self._fs.retries = 1  # of s3fs: botocore's are enough
             self._root = self._fs._strip_protocol(self.address)
 
     @contextmanager

@@ -280,7 +280,7 @@ def local_run(run: str | Path) -> Path:
         return Path(run)
     check_address(str(run), "RUN")
     folder = cache_folder() / "mirrors" / str(run).replace("://", "/")
-    with _readable(str(run), folder):
+    with readable(str(run), folder):
         # List the folders of the mirror.
         bucket = Bucket(str(run))
         there = [folder_of(step) for step in steps_in(bucket)]
@@ -311,7 +311,7 @@ def local_run(run: str | Path) -> Path:
 
 
 @contextmanager
-def _readable(address: str, folder: Path) -> Iterator[None]:
+def readable(address: str, folder: Path) -> Iterator[None]:
     """Raise errors while a mirror is copied to a folder as Unavailable, or as BadInput."""
     try:
         yield
@@ -357,7 +357,7 @@ def complete(path: Path, *, again: bool = False) -> None:
         return
     address = (run / ADDRESS).read_text()
     try:
-        with _readable(address, run), FileLock(run / ".lock"):
+        with readable(address, run), FileLock(run / ".lock"):
             bucket = Bucket(address)
             copy = Copy(bucket, path.relative_to(run).as_posix(), path)
             if again or problems_of_files(path):

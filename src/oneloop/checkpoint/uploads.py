@@ -192,7 +192,6 @@ class Uploads:
         # Write the manifest, if it is new.
         name = f"{folder}/{MANIFEST}"
         content = signed(manifest.content)
-        self._used[folder] = _names_of(folder, manifest)
         self._check()
         try:
             self.bucket.put(name, content, create=True)
@@ -205,6 +204,7 @@ class Uploads:
                     raise
                 self._remove(name)
                 self.bucket.put(name, content, create=True)
+        self._used[folder] = _names_of(folder, manifest)
         if manifest.step is not None:
             self._rewritten.add(manifest.step)
 
@@ -310,7 +310,7 @@ class Uploads:
                 continue
             try:
                 self._copy(path, f"{CHECKPOINTS}/{path.name}")
-            except FileNotFoundError:
+            except (FileNotFoundError, ValueError):  # a file, or its manifest
                 if path.exists():
                     raise
                 continue  # deleted meanwhile, because there are newer ones

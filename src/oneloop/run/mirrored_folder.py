@@ -1,7 +1,8 @@
 """A run folder with a mirror in a bucket."""
 
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from secrets import token_hex
 from tempfile import TemporaryDirectory
@@ -15,9 +16,11 @@ from oneloop.basics.files import replacing
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.manifest import MANIFEST
-from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, steps_in, unreadable
+from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, readable, steps_in, unreadable
 from oneloop.checkpoint.store import step_of
 from oneloop.run.folder import WORD, Folder
+
+_SOON = 3.0  # seconds until a wait is reported
 
 
 class MirroredFolder(Folder):
@@ -49,7 +52,7 @@ class MirroredFolder(Folder):
         The run is finished only if the mirror is, too."""
         super().inspect(resolved, resume=resume, accept_changes=accept_changes)
         self.finished = {}
-        try:
+        with self._announced(), readable(self._address, self.path):
             # Is it the mirror of a run?
             bucket = Bucket(self._address)
             saved: list[str] = []  # folders of checkpoints
@@ -74,12 +77,22 @@ class MirroredFolder(Folder):
                 for folder in saved:
                     (there.path / folder).mkdir(parents=True)
                 found = there.inspect(resolved, resume=resume, accept_changes=accept_changes)
-        except StoreError as error:
-            raise unreadable(self._address, error) from error
         self.finished = there.finished
         if not found:
             return found
         return f"{found}; oneloop export {self._address} --to DIR writes its weights"
+
+    @contextmanager
+    def _announced(self, waits: str = "the mirror to answer") -> Iterator[None]:
+        """Report what the run ``waits`` for if the block takes longer than a few seconds."""
+        line = f"waiting for {waits} ({self._address})"
+        timer = threading.Timer(_SOON, self.say, [line])
+        timer.daemon = True
+        timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
 
     def hold(self, *, need: int = 0) -> None:
         """:meth:`Folder.hold`; also become the owner of the mirror.
@@ -89,19 +102,22 @@ class MirroredFolder(Folder):
         try:
             # Each start writes a new word into the folder once it is the owner. The token of the
             # earlier start has the word from before.
-            bucket = Bucket(self._address)
             earlier = self._token(self.path / WORD)
-            with replacing(self.path / WORD) as draft:
+            with self._announced(), replacing(self.path / WORD) as draft:
+                bucket = Bucket(self._address)
                 draft.write_text(token_hex(16))
                 about = {**self.owner, "token": self._token(draft)}
                 self.lease = take(bucket, about, earlier=earlier, say=self.say)
+                newest_there = steps_in(bucket)[-1:]
 
-            newest_there = steps_in(bucket)[-1:]
             newest_here = [step_of(path) for path in self._store.sealed()[-1:]]
             self._newer_there = newest_there > newest_here
         except Taken as error:
             self.abandon()
             raise BadInput(str(error)) from error
+        except BadInput:
+            self.abandon()
+            raise
         except StoreError as error:
             self.abandon()
             raise unreadable(self._address, error) from error
@@ -126,7 +142,8 @@ class MirroredFolder(Folder):
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """:meth:`Folder.starts`, after fetching the files of a mirror with newer checkpoints."""
         if self._newer_there:
-            fetch_files(Bucket(self._address), self.path)
+            with self._announced(), readable(self._address, self.path):
+                fetch_files(Bucket(self._address), self.path)
         return super().starts(began, seconds)
 
     def uploaded(self, summary: dict[str, Any], *, final: bool) -> dict[str, Any]:
@@ -143,7 +160,8 @@ class MirroredFolder(Folder):
         """
         if self.uploads is None or self._failed:
             return summary
-        found = self.uploads.end_uploads(final=final)
+        with self._announced("the last uploads to the mirror"):
+            found = self.uploads.end_uploads(final=final)
         summary = {**summary, "mirrored": found.mirrored}
         self._failed = bool(found.error)
         if self._failed and summary["exit_code"] == DONE:
