@@ -51,6 +51,36 @@ def test_a_resume_rejects_what_has_changed(tmp_path, name):
         )
 
 
+def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
+    """A checkpoint of another seed in the folder, and one from before an accepted change."""
+    lay(tmp_path)
+    run(here, WORDS, folder=tmp_path).ok()
+    unfinished(tmp_path / "run")
+    other = [*WORDS, "--seed", "5", "--run.dir", "other"]
+    run(here, other, folder=tmp_path).ok()
+    unfinished(tmp_path / "other")
+    own = Store(tmp_path / "run/checkpoints").sealed()[-1]
+    shutil.rmtree(own)
+    shutil.copytree(Store(tmp_path / "other/checkpoints").sealed()[-1], own)
+    rejected = run(here, WORDS, folder=tmp_path)
+    assert rejected.codes == [2] and "seed: 5 -> 0" in rejected.output, rejected.output
+    changed = [*WORDS, "--run.accept_changes", "true"]
+    accepted = run(here, changed, folder=tmp_path)
+    assert accepted.codes == [0] and "accepted: seed: 5 -> 0" in accepted.output, accepted.output
+
+    # The newest checkpoint is of the changed recipe, and is damaged; the one before is not.
+    longer = [*changed, "--duration", "16"]
+    run(here, longer, folder=tmp_path).ok()
+    unfinished(tmp_path / "run", step=16)
+    newest = Store(tmp_path / "run/checkpoints").sealed()[-1]
+    (newest / "state.json").write_text("{}")
+    without = [*WORDS, "--duration", "16"]
+    rejected = run(here, without, folder=tmp_path)
+    assert rejected.codes == [2] and "12 -> 16" in rejected.output, rejected.output
+    again = run(here, longer, folder=tmp_path)
+    assert again.codes == [0] and "accepted: " in again.output, again.output
+
+
 def test_another_type_of_weights_is_rejected_and_changed_source_is_reported(tmp_path):
     lay(tmp_path)
     run(here, WORDS, folder=tmp_path).ok()

@@ -4,8 +4,11 @@ traceback, bounded memory, and intact older checkpoints are used."""
 from __future__ import annotations
 
 import os
+import re
 import resource
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +17,14 @@ import hostile
 import stores
 from oneloop.after.trained_model import _recorded
 from oneloop.basics.bucket import Bucket
+from oneloop.basics.untrusted import (
+    check_form,
+    delete,
+    is_plain,
+    parsed_yaml,
+    read_bytes,
+    read_json,
+)
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.lease import _newest, _who
 from oneloop.checkpoint.mirror import complete, local_run
@@ -93,10 +104,74 @@ def _read_mirror(address: str, run: Path, recipe: dict) -> None:
         gather=lambda value: [value],
         say=lambda text: None,
     )
-    fetcher.newest(None, lambda folder: [])
+    found = fetcher.newest(None, lambda folder: [])
+    assert found is not None  # if the newest one is hostile, an older one is intact
     copy = local_run(address)
     complete(copy / "final")
     chosen_of(copy, "newest")
+
+
+def test_of_hostile_names_none_leads_out():
+    assert is_plain("state.json") and is_plain("1_Pooling/config.json", 2)
+    assert not is_plain("1_Pooling/config.json") and not is_plain("a/b/c", 2)
+    for name in (*hostile.NAMES, "a//b", "a\\b", "./a", "a/.", "\ud800", 7, None):
+        assert not is_plain(name, 2), name
+
+
+def test_only_what_is_directly_inside_is_deleted(tmp_path):
+    """Also if the folder, or what is in it, is a link to another disk."""
+    disk = tmp_path / "disk"
+    for name in ("checkpoints/step-1", "precious"):
+        (disk / name).mkdir(parents=True)
+        (disk / name / "file").write_text("content")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "checkpoints").symlink_to(disk / "checkpoints")
+    (run / "base").symlink_to(disk / "precious")
+    for name in ("..", "../disk", "checkpoints/step-1", "", "../run", "/"):
+        with pytest.raises(ValueError, match="nothing was deleted"):
+            delete(run / name, inside=run)
+    delete(run / "checkpoints" / "step-1", inside=run / "checkpoints")  # through the link
+    delete(run / "base", inside=run)  # the link itself
+    delete(run / "missing", inside=run)
+    assert [path.name for path in run.iterdir()] == ["checkpoints"]
+    assert not (disk / "checkpoints/step-1").exists() and (disk / "precious/file").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "form", "message"),
+    [
+        ({"a": 1}, {"a": range(2)}, ""),
+        ({"a": True}, {"a": range(2)}, "it['a'] is not as expected: True"),
+        ({"a": 2}, {"a": range(2)}, "it['a'] is not as expected: 2"),
+        ({}, {"a": int}, "it has no 'a'"),
+        ({}, {"a?": int}, ""),
+        ([1, "x"], [int], "it[1] is not as expected: 'x'"),
+        ([1, "x"], (int, str), ""),
+        ([1], (int, str), "it is not as expected: [1]"),
+        ({"x": {"y": "z"}}, {None: {"y": int}}, "it['x']['y'] is not as expected: 'z'"),
+        (None, int | None, ""),
+    ],
+)
+def test_forms(value, form, message):
+    if not message:
+        check_form(value, form)
+        return
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        check_form(value, form)
+
+
+def test_files_that_must_not_be_read_as_a_whole(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match="pipe is not a regular file"):
+        read_bytes(tmp_path / "pipe")
+    with (tmp_path / "sparse").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ValueError, match="sparse is longer than"):
+        read_json(tmp_path / "sparse")
+    aliases = [f"{b}: &{b} [{','.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi")]
+    with pytest.raises(ValueError, match="too many values, with its aliases written out"):
+        parsed_yaml("\n".join(["a: &a [x,x,x,x,x,x,x,x,x]", *aliases]))
 
 
 def _attacks(copies: hostile.Copies, count: int, read, outside: Path) -> int:
@@ -169,12 +244,10 @@ def test_hostile_values_in_a_mirror(made, tmp_path, monkeypatch):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     recipe = Folder(made / "runs/one")._recipe()
     newest = sorted((made / "store/checkpoints").glob("step-*"))[-1].name
-    base = next((made / "store/base").iterdir()).name
     (owner,) = (made / "store/owner").iterdir()
     changes = {
         f"checkpoints/{newest}": CHECKPOINT,
         "final": FOLDER,
-        f"base/{base}": FOLDER,
         f"owner/{owner.name}": [hostile.of_json],
         "summary.json": [hostile.of_json],
     }
@@ -186,3 +259,65 @@ def test_hostile_values_in_a_mirror(made, tmp_path, monkeypatch):
 
     _attacks(copies, 100 * MORE, read, outside)
     assert {path.name for path in tmp_path.iterdir()} <= {"outside", "cache", "run"}
+
+
+COMMANDS = [
+    "verify RUN",
+    "export RUN --to OUT",
+    "report RUN",
+    "compare RUN RUN",
+    "evaluate RUN",
+    "predict RUN --to OUT/rows.jsonl",
+    "train",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_given_hostile_files(made, tmp_path, command, mirrored):
+    """Thirty hostile values through each command, as a user starts it: no traceback, and no file
+    outside of the run folder and the output is touched."""
+    outside = _beside(tmp_path)
+    right = made / ("store" if mirrored else "runs/one")
+    newest = sorted((right / "checkpoints").glob("step-*"))[-1].name
+    names = ("environment.json", "summary.json")
+    changes = {name: [hostile.of_json] for name in names} | {"recipe.yaml": [hostile.of_yaml]}
+    changes |= {f"checkpoints/{newest}": CHECKPOINT, "final": FOLDER}
+    changes |= {"metrics.jsonl": [hostile.of_lines]}
+    copies = hostile.Copies(right, outside / "runs/one", changes, seed=len(command))
+    shutil.copy(made / "small.py", tmp_path)
+    run = f"file://{copies.work}" if mirrored else str(copies.work)
+    before = hostile.listing(outside)
+    for _ in range(30):
+        what = copies.next()
+        out = tmp_path / "out"
+        words = command.replace("RUN", run).replace("OUT", str(out)).split()
+        module = ["-m", "oneloop", *words]
+        if command == "train":
+            keys = [
+                "--task.frozen",
+                "true",
+                "--duration",
+                "25",
+                "--run.accept_changes",
+                "true",
+                "--run.dir",
+            ]
+            module = ["-m", "oneloop.train", *stores.WORDS.split(), *keys, run]
+        done = subprocess.run(
+            [sys.executable, *module],
+            cwd=tmp_path,
+            env=os.environ | stores.LEASE | {"ONELOOP_CACHE": str(tmp_path / "cache")},
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode in (0, 1, 2), (what, done)
+        assert "Traceback" not in done.stderr, (what, done.stderr)
+        shutil.rmtree(out, ignore_errors=True)
+        shutil.rmtree(copies.work)
+        assert hostile.listing(outside) == {
+            name: entry for name, entry in before.items() if name != "runs/one"
+        }

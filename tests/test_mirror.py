@@ -7,6 +7,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -19,11 +20,14 @@ import torch
 import lab
 import stores
 from oneloop.basics.bucket import Bucket
+from oneloop.basics.exit_codes import BadInput
 from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.mirror import Copy, Damaged, folder_of, steps_in
 from oneloop.checkpoint.store import Store, problems, write_file
 from oneloop.checkpoint.uploads import Uploads, UploadSettings
 from oneloop.cli import main
+from oneloop.recipe.parse import read
+from oneloop.run.mirrored_folder import MirroredFolder
 from worlds import _free_port, run
 
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
@@ -252,6 +256,125 @@ def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp
     sync = stores.trained(tmp_path, "--save.sync", "true", "--save.mirror", "s3://bucket/b")
     assert sync.codes == [2] and "save.sync cannot be combined with a mirror" in sync.output
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"small.py"}
+
+
+@pytest.mark.slow
+def test_a_start_is_repeated_while_the_store_fails(tmp_path, s3):
+    """The first start finds a store that fails, and exits with 1, after which oneloop launch (and
+    Slurm's and Kubernetes' rules) start again; bad input would end there."""
+    proxy = stores.Proxy(s3["AWS_ENDPOINT_URL"])
+    proxy.fail = 1.0
+    stores.lay(tmp_path)
+    variables = s3 | {"AWS_ENDPOINT_URL": proxy.address, "AWS_MAX_ATTEMPTS": "1"} | stores.LEASE
+    words = ["--config_file", "single", "--max_restarts", "3", *stores.WORDS.split()]
+    node = lab.Node([*words, "--run.dir", "s3://bucket/again"], tmp_path, variables=variables)
+    lab.when([node], "cannot be read now")
+    proxy.fail = 0.0
+    assert node.ended(180) == 0 and "done" in node.output, node.output
+
+
+def test_a_store_that_never_answers(tmp_path):
+    """The start says what it waits for, and does not wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        variables = stores.KEYS | {"AWS_ENDPOINT_URL": address, "AWS_MAX_ATTEMPTS": "1"}
+        words = ["--run.dir", "s3://bucket/silent", "--watch.quiet", "false"]
+        world = stores.trained(tmp_path, *words, variables=variables)
+    assert world.codes == [1] and "Traceback" not in world.output, world.output
+    assert "waiting for the mirror to answer (s3://bucket/silent)" in world.output, world.output
+    assert "cannot be read now" in world.output and not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("run", "mirror"), [("run", "run"), ("run", "run/copy"), ("copy/run", "copy"), ("link", "run")]
+)
+def test_a_mirror_and_a_run_folder_inside_each_other_are_rejected(tmp_path, run, mirror):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    with pytest.raises(BadInput, match="are inside each other"):
+        read(
+            [
+                "digits",
+                "--run.dir",
+                f"{tmp_path}/{run}",
+                "--save.mirror",
+                f"file://{tmp_path}/{mirror}",
+            ]
+        )
+
+
+def test_a_copied_run_folder_waits_for_the_owner_of_the_mirror(tmp_path, monkeypatch):
+    """Two containers of a machine have the same boot id and paths: only the start that wrote the
+    word into this folder is an earlier one."""
+    monkeypatch.setenv("ONELOOP_LEASE", "1")
+    address, said = f"file://{tmp_path}/store", list[str]()
+
+    def start(container: str) -> MirroredFolder:
+        """Start in the folder that this container has at the common path."""
+        if (tmp_path / "run").is_symlink():
+            (tmp_path / "run").unlink()
+        (tmp_path / container).mkdir(exist_ok=True)
+        (tmp_path / "run").symlink_to(container)
+        folder = MirroredFolder(tmp_path / "run", address, say=said.append)
+        monkeypatch.setattr(Path, "resolve", lambda path, strict=False: path.absolute())
+        try:
+            folder.hold()
+        finally:
+            monkeypatch.undo()
+            monkeypatch.setenv("ONELOOP_LEASE", "1")
+        folder._lock.release()
+        return folder
+
+    first = start("one")
+    start("one")  # the first one was killed: its successor does not wait
+    assert said == []
+    shutil.copytree(tmp_path / "one", tmp_path / "two", symlinks=True)
+    start("two")
+    assert len(said) == 1 and "is held by" in said[0], said
+    start("three")  # without a word
+    assert len(said) == 2 and first.lease.number == 1
+
+
+def test_a_checkpoint_that_is_deleted_while_it_is_uploaded(tmp_path, monkeypatch):
+    """It is left out without an error, also if only its manifest is gone."""
+    news, store = [], Store(tmp_path / "run/checkpoints")
+    for step in (1, 2):
+        draft = store.draft(step)
+        store.seal(draft, step, {"state.json": write_file(draft / "state.json", b"{}")}, {})
+    bucket = Bucket(f"file://{tmp_path}/store")
+    lease = take(bucket, {"pid": 1, "host": "h", "since": "now", "token": "t"})
+    uploads = Uploads(
+        UploadSettings(bucket.address, str(tmp_path / "run"), 0.0, False, (lease.number, lease.about), False),  # noqa: E501
+        news.append,
+    )  # fmt: skip
+    sealed = store.sealed
+
+    def then_pruned():
+        paths = sealed()
+        shutil.rmtree(paths[-1])
+        return paths
+
+    monkeypatch.setattr(Store, "sealed", lambda self: then_pruned())
+    uploads._copy_checkpoints()
+    assert steps_in(bucket) == [1] and [one.error for one in news] == [None]
+
+
+def test_files_in_folders_of_the_final_weights(tmp_path, capsys, monkeypatch):
+    """As of models of sentence-transformers: the commands read them from the mirror."""
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    address = f"file://{tmp_path}/store"
+    words = ["--run.dir", address, "--duration", "5"]
+    stores.lay(tmp_path)
+    with (tmp_path / "small.py").open("a") as file:
+        file.write(stores.NESTED)
+    stores.trained(tmp_path, *words).ok()
+    shutil.rmtree(tmp_path / "runs")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["verify", address]) == 0, capsys.readouterr().out
+    assert main(["export", address, "--to", "out"]) == 0
+    assert (tmp_path / "out/1_Pooling/config.json").read_text() == "{}"
+    assert main(["evaluate", address]) == 0
 
 
 def test_another_run_in_the_mirror_is_rejected(tmp_path):
@@ -530,7 +653,7 @@ def test_a_store_that_fails_for_a_while_damages_nothing(tmp_path, s3):
     words = ["--run.dir", address, "--duration", "15", "--run.accept_changes", "true"]
     failed = stores.trained(tmp_path / "b", *words, variables=variables)
     assert (
-        failed.codes == [2] and "skipped" not in failed.output and "Traceback" not in failed.output
+        failed.codes == [1] and "skipped" not in failed.output and "Traceback" not in failed.output
     ), failed.output
     assert not (tmp_path / "b/runs").exists()  # nothing stays of what was fetched
     proxy.broken = ""
@@ -565,6 +688,16 @@ def test_an_older_folder_and_a_path_into_a_used_mirror(tmp_path):
         "true",
     )
     assert wrong.codes == [2] and "which would be lost" in wrong.output, wrong.output
+
+
+def test_hosts_with_another_source_of_the_task_are_rejected(tmp_path):
+    """Another loss on one host would be trained to exit code 0."""
+    words = ["--run.dir", f"file://{tmp_path}/store", "--duration", "5"]
+    variables = {"CHANGED_ON": "1"}
+    world = stores.trained(tmp_path, *words, ranks=2, hosts=True, variables=variables)
+    assert world.codes == [2, 2], world.output
+    assert "differs between rank 0 on" in world.output, world.output
+    assert not (tmp_path / "store").exists()
 
 
 def test_frozen_parameters_on_hosts_without_a_shared_disk(tmp_path):

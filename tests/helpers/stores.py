@@ -53,6 +53,11 @@ class Small:
     def loss(self, model, batch):
         return ((model(batch["x"]) - batch["y"]) ** 2).sum(), {}
 """  # noqa: E501
+NESTED = """
+    def save(self, model, folder):
+        (folder / "1_Pooling").mkdir(exist_ok=True)
+        (folder / "1_Pooling/config.json").write_text("{}")
+"""
 WORDS = (
     "small.py:Small --batch.size 32 --duration 60 --save.every 5 --eval.every 20 --log.every 5 "
     "--track none"
@@ -99,6 +104,8 @@ def on_hosts(words: Sequence[str], kill: float = 0.0, writers: float = 0.0) -> N
     rank = os.environ.get("RANK", "0")
     os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} if "RANK" in os.environ else {}
     os.chdir(lay(Path(f"host-{rank}")))
+    if rank == os.environ.get("CHANGED_ON"):  # the loss of this host is another one
+        Path("small.py").write_text(TASK.replace("** 2", "** 4"))
     threading.Thread(target=_killer, args=[kill, writers], daemon=True).start()
     here([*words])
 
@@ -138,7 +145,8 @@ def trained(
     **faults,
 ):
     """Run the small task in a folder; ``hosts``: each rank on its own host."""
-    lay(folder)
+    if not (folder / "small.py").exists():
+        lay(folder)
     words = [*WORDS.split(), *more]
     how = {
         "ranks": ranks,
