@@ -76,7 +76,7 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
     (newest / "state.json").write_text("{}")
     without = [*WORDS, "--duration", "16"]
     rejected = run(here, without, folder=tmp_path)
-    assert rejected.codes == [2] and "12 -> 16" in rejected.output, rejected.output
+    assert rejected.codes == [2] and "'12' -> '16'" in rejected.output, rejected.output
     again = run(here, longer, folder=tmp_path)
     assert again.codes == [0] and "accepted: " in again.output, again.output
 

@@ -77,8 +77,8 @@ def _read_files(run: Path, recipe: dict) -> None:
     folder.inspect(recipe)
     folder.starts(0.0, 0.0)
     _recorded(run)
-    source_changed_or_not = folder._saved_recipe()
-    assert source_changed_or_not is None or isinstance(source_changed_or_not, dict)
+    saved = folder._saved_recipe()
+    assert saved is None or isinstance(saved, dict)
 
 
 def _read_curves(run: Path) -> None:

@@ -62,7 +62,9 @@ def _origin_in(folder: Path) -> dict[str, Any]:
     try:
         found: dict[str, Any] = read_json(folder / NAMED, _ORIGIN)
     except OSError as error:
-        raise ValueError(f"{folder / NAMED} cannot be read: {error.strerror}") from error
+        raise ValueError(
+            f"the base model in {folder / NAMED} is unknown: {error.strerror}"
+        ) from error
     return found
 
 

@@ -1,10 +1,8 @@
 """The inputs of a run (data, model, recipe), which checkpoints store and a resume compares."""
 
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,9 +10,6 @@ from torch.optim import Optimizer
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.untrusted import read_json
-from oneloop.checkpoint.saved_state import read_state
-from oneloop.checkpoint.store import Store
 from oneloop.data.rows.cache import changes, fingerprint_of
 from oneloop.data.sample_reader import read_once
 from oneloop.data.seeded_samples import SeededSamples
@@ -23,10 +18,8 @@ from oneloop.job.preflight import Preflight
 from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.optim.parameter_groups import LR_FACTOR
-from oneloop.recipe.class_paths import CHOICES, resolve, source
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
-from oneloop.recipe.schema import Recipe
-from oneloop.run.saved_forms import FORMS
+from oneloop.run.source_code import source_of
 from oneloop.tasks.protocol_checks import theirs
 from oneloop.tasks.whole_batch import is_whole_batch
 
@@ -346,59 +339,3 @@ def checksum(values: Any) -> str:
     for value in values:
         take(value)
     return state.hexdigest()
-
-
-def another_file(recipe: Recipe, run: Path) -> str:
-    """Return the end of a sentence if the run in this folder used a task from another file.
-
-    It is empty if that file is gone, or has the same content.
-    """
-    file = source("task", recipe.task.name)
-    try:
-        there = Path(read_json(run / "environment.json", {"task": str})["task"])
-        if file is None or there.suffix != ".py" or there.samefile(file):
-            return ""
-        if there.read_bytes() == file.read_bytes():
-            return ""
-    except (OSError, ValueError):
-        return ""
-    return f"was trained with the task of {there}; the task is now {file}"
-
-
-def source_changed(recipe: Recipe, run: Path) -> str:
-    """Return the end of a sentence if the source of the user's task has changed.
-
-    It is empty if the source is that of the last checkpoint in this folder.
-    """
-    if recipe.task.name in CHOICES["task"]:
-        return ""
-    sealed = Store(run / "checkpoints").sealed()
-    if not sealed:
-        return ""
-    try:
-        there = read_state(sealed[-1], FORMS)["identity"]["source"]
-        now = source_of(cast(type, resolve("task", recipe.task.name)))
-    except (OSError, ValueError, KeyError):
-        return ""
-    if there.get("checksum") == now.get("checksum"):
-        return ""
-    return (
-        f"the source of its task ({now.get('file')}) has changed since: choose another run.dir to "
-        "train it"
-    )
-
-
-def source_of(kind: type) -> dict[str, str]:
-    """Return file and checksum of a task's source; for a class in a notebook, of its functions."""
-    try:
-        file = str(inspect.getsourcefile(kind))
-        content = Path(file).read_bytes()
-    except (TypeError, OSError):
-        # No file: a notebook knows the source of functions.
-        try:
-            file = kind.__qualname__
-            functions = [part for part in vars(kind).values() if inspect.isfunction(part)]
-            content = "".join(map(inspect.getsource, functions)).encode()
-        except (TypeError, OSError):
-            return {}
-    return {"file": file, "checksum": xxh3_64_hexdigest(content)}

@@ -25,10 +25,10 @@ from oneloop.machine.micro_batch import is_out_of_memory
 from oneloop.machine.torch_settings import float32_products
 from oneloop.measure.profiling import memory_snapshot
 from oneloop.recipe.schema import Recipe
-from oneloop.run.compatibility import another_file, source_changed
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.same_on_ranks import reject_other_jobs
+from oneloop.run.source_code import another_file, source_changed
 from oneloop.show.report.page import report
 from oneloop.show.terminal import Display, metric
 from oneloop.show.tracking import check_trackers

@@ -13,6 +13,7 @@ from xxhash import xxh3_128_hexdigest
 from oneloop.basics.bucket import Bucket, StoreError
 from oneloop.basics.exit_codes import DONE, ERROR, BadInput
 from oneloop.basics.files import replacing
+from oneloop.basics.untrusted import read_bytes
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.lease import Lease, Taken, take
 from oneloop.checkpoint.manifest import MANIFEST
@@ -20,6 +21,7 @@ from oneloop.checkpoint.mirror import FILES, OURS, fetch_files, readable, steps_
 from oneloop.checkpoint.store import step_of
 from oneloop.run.folder import WORD, Folder
 
+_MOST_WORD = 64  # bytes
 _SOON = 3.0  # seconds until a wait is reported
 
 
@@ -134,10 +136,13 @@ class MirroredFolder(Folder):
         A copy of the folder has the same word, but in another file. Empty if there is no word.
         """
         boot = Path("/proc/sys/kernel/random/boot_id")
-        if not word.is_file() or not boot.exists():
+        try:
+            written = read_bytes(word, _MOST_WORD).hex()
+            file = word.stat().st_ino
+            started = boot.read_text()
+        except (OSError, ValueError):
             return ""
-        parts = (boot.read_text(), self.path.resolve(), word.stat().st_ino, word.read_text())
-        return xxh3_128_hexdigest(" ".join(map(str, parts)).encode())
+        return xxh3_128_hexdigest(f"{started} {self.path.resolve()} {file} {written}".encode())
 
     def starts(self, began: float, seconds: float) -> dict[str, float]:
         """:meth:`Folder.starts`, after fetching the files of a mirror with newer checkpoints."""

@@ -4,11 +4,8 @@ Otherwise the run could hang or train a wrong model.
 """
 
 import socket
-import sys
-import sysconfig
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,17 +13,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensor_hash import tensor_hashes
 from oneloop.job.build import Job
 from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
-from oneloop.run.compatibility import first_samples, source_of
+from oneloop.run.compatibility import first_samples
+from oneloop.run.source_code import sources
 
 _HASHED = 1 << 30  # bytes of a model that are hashed
-_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
 _SECONDS = 10.0  # until a file from another machine appears on shared storage
 
 
@@ -56,7 +52,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
             model=_model_of(job),
             values=_values_of(job.model),
             computed=computed_by(job.recipe, run.device) if job.exact else {},
-            sources=_sources(job),
+            sources=sources(type(job.task)),
             host=socket.gethostname(),
         )
     reports: list[_Report] = run.gathered(mine)
@@ -82,24 +78,6 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     for rank, report in enumerate(reports):
         _compare_models(rank, reports[0].model, report.model)
     _compare_values(job, run, [report.values for report in reports])
-
-
-def _sources(job: Job) -> dict[str, str]:
-    """Return a checksum of the source of the task, and of each module that is not installed.
-
-    The versions of installed packages are compared elsewhere. A module that is imported later, or
-    only on some ranks, is not compared.
-    """
-    found = {"the task": source_of(type(job.task)).get("checksum", "")}
-    for name, module in [*sys.modules.items()]:
-        file = getattr(module, "__file__", None)
-        if not isinstance(file, str) or not file.endswith(".py"):
-            continue
-        if file.startswith(_LIBRARIES) or "-packages/" in file:
-            continue
-        with suppress(OSError):
-            found[f"the module {name}"] = xxh3_64_hexdigest(Path(file).read_bytes())
-    return found
 
 
 def _model_of(job: Job) -> dict[str, str]:

@@ -1,0 +1,93 @@
+"""The source of the user's code: is it that of an earlier start, and the same on all hosts?"""
+
+import inspect
+import sys
+import sysconfig
+from contextlib import suppress
+from pathlib import Path
+from typing import cast
+
+from xxhash import xxh3_64_hexdigest
+
+from oneloop.basics.untrusted import read_json
+from oneloop.checkpoint.saved_state import read_state
+from oneloop.checkpoint.store import Store
+from oneloop.recipe.class_paths import CHOICES, resolve, source
+from oneloop.recipe.schema import Recipe
+from oneloop.run.saved_forms import FORMS
+
+_LIBRARIES = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"))
+
+
+def sources(task: type) -> dict[str, str]:
+    """Return a checksum of the source of the task, and of each module that is not installed.
+
+    The versions of installed packages are compared elsewhere. A module that is imported later, or
+    only on some ranks, is not compared.
+    """
+    found = {"the task": source_of(task).get("checksum", "")}
+    for name, module in [*sys.modules.items()]:
+        file = getattr(module, "__file__", None)
+        if not isinstance(file, str) or not file.endswith(".py"):
+            continue
+        if file.startswith(_LIBRARIES) or "-packages/" in file:
+            continue
+        with suppress(OSError):
+            found[f"the module {name}"] = xxh3_64_hexdigest(Path(file).read_bytes())
+    return found
+
+
+def another_file(recipe: Recipe, run: Path) -> str:
+    """Return the end of a sentence if the run in this folder used a task from another file.
+
+    It is empty if that file is gone, or has the same content.
+    """
+    file = source("task", recipe.task.name)
+    try:
+        there = Path(read_json(run / "environment.json", {"task": str})["task"])
+        if file is None or there.suffix != ".py" or there.samefile(file):
+            return ""
+        if there.read_bytes() == file.read_bytes():
+            return ""
+    except (OSError, ValueError):
+        return ""
+    return f"was trained with the task of {there}; the task is now {file}"
+
+
+def source_changed(recipe: Recipe, run: Path) -> str:
+    """Return the end of a sentence if the source of the user's task has changed.
+
+    It is empty if the source is that of the last checkpoint in this folder.
+    """
+    if recipe.task.name in CHOICES["task"]:
+        return ""
+    sealed = Store(run / "checkpoints").sealed()
+    if not sealed:
+        return ""
+    try:
+        there = read_state(sealed[-1], FORMS)["identity"]["source"]
+        now = source_of(cast(type, resolve("task", recipe.task.name)))
+    except (OSError, ValueError, KeyError):
+        return ""
+    if there.get("checksum") == now.get("checksum"):
+        return ""
+    return (
+        f"the source of its task ({now.get('file')}) has changed since: choose another run.dir to "
+        "train it"
+    )
+
+
+def source_of(kind: type) -> dict[str, str]:
+    """Return file and checksum of a task's source; for a class in a notebook, of its functions."""
+    try:
+        file = str(inspect.getsourcefile(kind))
+        content = Path(file).read_bytes()
+    except (TypeError, OSError):
+        # No file: a notebook knows the source of functions.
+        try:
+            file = kind.__qualname__
+            functions = [part for part in vars(kind).values() if inspect.isfunction(part)]
+            content = "".join(map(inspect.getsource, functions)).encode()
+        except (TypeError, OSError):
+            return {}
+    return {"file": file, "checksum": xxh3_64_hexdigest(content)}
