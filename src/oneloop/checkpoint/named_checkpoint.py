@@ -11,7 +11,7 @@ from typing import Any
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.untrusted import read_json
 from oneloop.checkpoint.manifest import MANIFEST, base_in, header, read_manifest
-from oneloop.checkpoint.mirror import complete
+from oneloop.checkpoint.mirror import complete, local_checkpoint
 from oneloop.checkpoint.store import Store, changed, problems, problems_of_files, step_of
 
 FILE = "frozen.safetensors"
@@ -198,3 +198,28 @@ def checkpoint_of(run: Path, asked: str) -> Path:
             f"{path} is damaged: {'; '.join(wrong)}; choose another with --checkpoint STEP"
         )
     return path
+
+
+def reject_resume_path(resume: str) -> None:
+    """Raise BadInput unless ``run.resume`` is the path of an intact checkpoint."""
+    path = local_checkpoint(resume)
+    if (path / "checkpoints").is_dir():
+        names = [found.name for found in Store(path / "checkpoints").sealed()]
+        if not names:
+            raise BadInput(
+                f"run.resume {resume} is a run folder; name one of its checkpoints: it has none"
+            )
+        raise BadInput(
+            f"run.resume {resume} is a run folder; name one of its checkpoints: {', '.join(names)}"
+        )
+    if not path.is_dir():
+        raise BadInput(
+            f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a "
+            "…/step-… folder"
+        )
+    wrong = problems(path)
+    if wrong:
+        raise BadInput(
+            f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; choose "
+            "another"
+        )

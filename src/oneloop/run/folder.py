@@ -24,9 +24,9 @@ from oneloop.basics.untrusted import (
     read_yaml,
 )
 from oneloop.checkpoint.manifest import MANIFEST
-from oneloop.checkpoint.mirror import local_checkpoint
+from oneloop.checkpoint.named_checkpoint import reject_resume_path
 from oneloop.checkpoint.saved_state import read_state
-from oneloop.checkpoint.store import Store, problems, problems_of_files
+from oneloop.checkpoint.store import Store, problems_of_files
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
 from oneloop.run.saved_forms import FORMS
 from oneloop.show.run_reader import parsed
@@ -105,7 +105,7 @@ class Folder:
             A message if the folder holds this run, finished; else None.
         """
         if resume not in ("auto", "never"):
-            _reject_resume_path(resume)
+            reject_resume_path(resume)
         try:
             return self._inspected(resolved, resume, accept_changes)
         except OSError as error:
@@ -375,27 +375,3 @@ def _summary(file: Path) -> dict[str, Any]:
     if not intact(content):
         raise ValueError("its checksum differs")
     return content
-
-
-def _reject_resume_path(resume: str) -> None:
-    path = local_checkpoint(resume)
-    if (path / "checkpoints").is_dir():
-        names = [found.name for found in Store(path / "checkpoints").sealed()]
-        if not names:
-            raise BadInput(
-                f"run.resume {resume} is a run folder; name one of its checkpoints: it has none"
-            )
-        raise BadInput(
-            f"run.resume {resume} is a run folder; name one of its checkpoints: {', '.join(names)}"
-        )
-    if not path.is_dir():
-        raise BadInput(
-            f"run.resume {resume}: no such checkpoint; give auto, never, or the path of a "
-            "…/step-… folder"
-        )
-    wrong = problems(path)
-    if wrong:
-        raise BadInput(
-            f"run.resume {resume} is not an intact checkpoint: {'; '.join(wrong[:3])}; choose "
-            "another"
-        )
