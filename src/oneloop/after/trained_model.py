@@ -10,7 +10,7 @@ from torch import nn
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
-from oneloop.basics.untrusted import read_json
+from oneloop.basics.untrusted import as_expected, read_json
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import FINAL, base_model_of, chosen_of
@@ -240,7 +240,8 @@ def _reject_changed_data(run: Path, recipe: Recipe, task: Task) -> None:
     # Compare the fingerprints of the data.
     sets = {"train": task.train_set(), **task.eval_sets()}
     now = {"data": data_of(task, sets, seed=recipe.seed), "recipe": there["recipe"]}
-    changed = data_differences(there, now)
+    with as_expected("the record of the inputs in the newest checkpoint"):
+        changed = data_differences(there, now)
     if changed:
         raise ValueError(
             f"{run} was trained with other data: {'; '.join(changed)}; restore it, or set "

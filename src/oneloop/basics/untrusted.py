@@ -6,7 +6,8 @@ Needs no torch.
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import UnionType
 from typing import Any
@@ -226,6 +227,22 @@ def check_form(value: Any, form: Form, where: str = "it") -> None:
                 check_form(value[name], inside, f"{where}[{name!r}]")
             elif name == key:
                 raise ValueError(f"{where} has no {name!r}")
+
+
+@contextmanager
+def as_expected(what: str) -> Iterator[None]:
+    """Raise ValueError if code that uses parsed values finds values of another kind.
+
+    For values that only one function knows well enough to check them.
+
+    Args:
+        what: the values, for the message.
+    """
+    try:
+        yield
+    except (TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        kind = type(error).__name__
+        raise ValueError(f"{what} has values that are not as expected ({kind}: {error})") from error
 
 
 def check_kind(value: Any, known: Any, where: str) -> None:

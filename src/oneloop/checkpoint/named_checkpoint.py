@@ -63,7 +63,7 @@ def _origin_in(folder: Path) -> dict[str, Any]:
         found: dict[str, Any] = read_json(folder / NAMED, _ORIGIN)
     except OSError as error:
         raise ValueError(
-            f"the base model in {folder / NAMED} is unknown: {error.strerror}"
+            f"the base model in {folder} is unknown: {NAMED}: {error.strerror}"
         ) from error
     return found
 

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.untrusted import as_expected
 from oneloop.data.rows.cache import changes, fingerprint_of
 from oneloop.data.sample_reader import read_once
 from oneloop.data.seeded_samples import SeededSamples
@@ -67,7 +68,8 @@ class InputCheck:
                 "to compare"
             )
             return
-        changed = differences(there, self.about) + self._recipe_differences(there)
+        with as_expected("the record of the inputs in the checkpoint"):
+            changed = differences(there, self.about) + self._recipe_differences(there)
         if changed and not self._accept:
             raise ValueError(
                 f"inputs of the run have changed: {'; '.join(changed)}; restore it, choose another "

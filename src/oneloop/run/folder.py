@@ -18,6 +18,7 @@ from oneloop.basics.files import dumps, intact, replacing
 from oneloop.basics.untrusted import (
     OWNER,
     STEP,
+    as_expected,
     check_form,
     is_amount,
     read_json,
@@ -146,7 +147,9 @@ class Folder:
             return None
 
         # Is it a run of this recipe? The user may have edited recipe.yaml.
-        changed = difference(old, resolved)
+        with as_expected(f"{self.path}/recipe.yaml"):
+            changed = difference(old, resolved)
+            extends = only_extends(old, resolved)
         if changed:
             kept = self._saved_recipe()
             if kept and not difference(kept, resolved):
@@ -155,7 +158,7 @@ class Folder:
                     "checkpoint's recipe"
                 )
                 changed = []
-        if changed and not accept_changes and not only_extends(old, resolved):
+        if changed and not accept_changes and not extends:
             raise BadInput(
                 f"{self._name} holds a run of another recipe ({'; '.join(changed)}); choose "
                 "another run.dir, use the same recipe, or continue with --run.accept_changes true"

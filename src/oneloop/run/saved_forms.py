@@ -11,7 +11,7 @@ from oneloop.basics.untrusted import (
     is_number_or_none,
 )
 
-_CONTENT = {"length": STEP, "content?": str | None, "checksum?": str | None}
+_CONTENT = {"length": STEP, "content?": dict | None, "checksum?": str | None}
 IDENTITY = {
     "data": {None: _CONTENT},
     "model": str,
