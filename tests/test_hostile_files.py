@@ -261,6 +261,22 @@ def test_hostile_values_in_a_mirror(made, tmp_path, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} <= {"outside", "cache", "run"}
 
 
+def test_a_run_on_linked_disks_is_written_and_pruned(tmp_path):
+    """The user has moved the run folder, and its checkpoints, to other disks."""
+    words = ["--task.frozen", "true", "--run.dir", "run", "--save.keep", "1", "--save.best"]
+    stores.trained(tmp_path, *words, "false", "--duration", "5").ok()
+    for disk, path in (("disk-1", "run"), ("disk-2", "disk-1/run/checkpoints")):
+        (tmp_path / disk).mkdir()
+        shutil.move(tmp_path / path, tmp_path / disk)
+        (tmp_path / path).symlink_to(tmp_path / disk / Path(path).name)
+    longer = ["--duration", "15", "--run.accept_changes", "true"]
+    stores.trained(tmp_path, *words, "false", *longer).ok()
+    (kept,) = Store(tmp_path / "run/checkpoints").sealed()
+    assert not problems(kept) and not base_problems(kept)
+    assert [path.name for path in (tmp_path / "disk-2/checkpoints").iterdir()] == [kept.name]
+    assert (tmp_path / "run/checkpoints").is_symlink() and (tmp_path / "disk-1/run/base").is_dir()
+
+
 COMMANDS = [
     "verify RUN",
     "export RUN --to OUT",

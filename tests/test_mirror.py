@@ -503,6 +503,32 @@ def test_the_lease(tmp_path, scheme, monkeypatch, request):
         gone.renew()  # after several successors, whose objects are gone
 
 
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"seconds": 1e9, "pid": 1, "host": "h", "since": "s", "token": "t"}',
+        b'{"seconds": NaN}',
+        b'{"seconds": "x", "host": "\\u001b[2J"}',
+        b"[]",
+        b"[" * 100_000,
+        b"",
+    ],
+)
+def test_a_lease_of_another_form_blocks_no_start_for_ever(tmp_path, monkeypatch, content):
+    """It counts as one of the usual seconds; a name that is not of a lease counts for nothing."""
+    monkeypatch.setattr("oneloop.checkpoint.lease._USUAL", 0.3)
+    bucket, said = Bucket(f"file://{tmp_path}/store"), list[str]()
+    for name in ("00000001.json", "abc.json", "9" * 30 + ".json", "00000002"):
+        bucket.put(f"owner/{name}", content, create=True)
+    about = {"pid": 2, "host": "new", "since": "now", "token": "mine"}
+    monkeypatch.setenv("ONELOOP_LEASE", "1")
+    assert take(bucket, about, say=said.append).number == 2
+    assert all(line.isprintable() for line in said) and len(said) == 1, said
+    monkeypatch.setenv("ONELOOP_LEASE", "1e9")
+    with pytest.raises(BadInput, match="must be a number of seconds from 1 to 3600"):
+        take(bucket, about)
+
+
 def test_of_many_starters_at_once_one_becomes_the_owner(tmp_path, s3):
     bucket, taken = Bucket("s3://bucket/many"), []
 
