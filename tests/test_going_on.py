@@ -10,6 +10,7 @@ import shutil
 import stat
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import lab
+import stores
 from endings import RECIPE, faulty, summary
 from oneloop.checkpoint.manifest import MANIFEST, read_manifest, signed
 from oneloop.checkpoint.store import Store, problems
@@ -79,6 +82,31 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
     assert rejected.codes == [2] and "'12' -> '16'" in rejected.output, rejected.output
     again = run(here, longer, folder=tmp_path)
     assert again.codes == [0] and "accepted: " in again.output, again.output
+
+
+@pytest.mark.parametrize(("ranks", "replaced"), [(1, False), (1, True), (2, True)])
+def test_a_run_folder_that_is_moved_while_it_is_written(tmp_path, ranks, replaced):
+    """The run ends with 1 at the next line, and does not go on in a second folder."""
+    worlds, variables = [], {"SLOW": "0.05"}
+    words = ["--run.dir", "run", "--log.every", "1", "--duration", "200"]
+
+    def train() -> None:
+        worlds.append(stores.trained(tmp_path, *words, ranks=ranks, variables=variables))
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    lab.until_true(lambda: Store(tmp_path / "run/checkpoints").sealed())
+    (tmp_path / "run").rename(tmp_path / "moved")
+    if replaced:
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run/precious").write_text("another run")
+    thread.join()
+    (world,) = worlds
+    assert 1 in world.codes and 0 not in world.codes, world.output
+    assert "was renamed or replaced while the run wrote to it" in world.output, world.output
+    found = {path.name for path in (tmp_path / "run").glob("*")}
+    assert found == ({"precious"} if replaced else set()), found
+    assert (tmp_path / "moved/checkpoints").is_dir()
 
 
 def test_another_type_of_weights_is_rejected_and_changed_source_is_reported(tmp_path):

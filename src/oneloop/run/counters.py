@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -212,6 +212,7 @@ class RunLog:
         display: the terminal.
         unit: what the weight counts: samples or tokens.
         resumed: whether the run continues from a checkpoint of its own folder.
+        before: called before each line; it may raise an error.
     """
 
     def __init__(
@@ -223,7 +224,9 @@ class RunLog:
         *,
         unit: str = "samples",
         resumed: bool = False,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
+        self._before = before
         self._count = count
         self._results = results
         self._tracking = tracking
@@ -237,6 +240,7 @@ class RunLog:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Log a line to metrics.jsonl and the trackers."""
+        self._before()
         self._tracking.log(line)
 
     def event(self, name: str) -> None:

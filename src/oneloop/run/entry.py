@@ -253,6 +253,14 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
         folder.abandon()
         return summary
 
+    # Write nothing to a folder that was moved, or to another one in its place.
+    moved = folder.moved()
+    if moved:
+        folder.close()
+        if moved not in summary["exit_reason"]:
+            print(f"oneloop: {moved}", file=sys.stderr)
+        return {**summary, "exit_reason": f"error: {moved}", "exit_code": exit_codes.ERROR}
+
     # Write the summary before the upload, which may take long, and once more with its result.
     _write(folder, summary)
     summary = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)

@@ -90,6 +90,7 @@ class Folder:
         self.begun = False  # whether the run has begun to write
         self._made: list[Path] = []
         self._lock = FileLock(path / ".lock", blocking=False)
+        self._locked = 0  # inode of the lock
         self._store = Store(path / "checkpoints")
 
     def inspect(
@@ -254,6 +255,7 @@ class Folder:
             self._reject_full_disk(need)
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire()
+            self._locked = (self.path / ".lock").stat().st_ino
             self.owner = {
                 "pid": os.getpid(),
                 "host": socket.gethostname(),
@@ -353,8 +355,24 @@ class Folder:
 
     def close(self) -> None:
         """Release the lock."""
-        (self.path / "owner.json").unlink(missing_ok=True)
+        if not self.moved():
+            (self.path / "owner.json").unlink(missing_ok=True)
         self._lock.release()
+
+    def moved(self) -> str:
+        """Return an error message if another folder, or none, is where this run locked its own."""
+        try:
+            if (self.path / ".lock").stat().st_ino == self._locked:
+                return ""
+        except FileNotFoundError:
+            if (self.path / "recipe.yaml").exists():
+                return ""  # only the lock was deleted
+        except OSError:
+            return ""  # the storage fails, which a write reports
+        return (
+            f"run.dir {self.path} was renamed or replaced while the run wrote to it; rename it "
+            "back, and start the same command again"
+        )
 
     def write(self, name: str, text: str) -> None:
         """Write one file atomically."""

@@ -198,6 +198,15 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, *, graph: Any = N
     )
     state.parts["tracking"] = tracking
     run.closing.callback(tracking.close)
+
+    def reject_moved() -> None:
+        """Raise OSError if the folder was moved; the supervisor must not write there, either."""
+        moved = folder.moved() if run.main else ""
+        if moved:
+            CHANNEL.folder = None
+            CHANNEL.send(folder=None)
+            raise OSError(moved)
+
     run_log = RunLog(
         state.count,
         state.results,
@@ -205,6 +214,7 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, *, graph: Any = N
         run.display,
         unit=job.unit,
         resumed="tracking" in saved,
+        before=reject_moved,
     )
     if saved:
         run_log.event("resume")

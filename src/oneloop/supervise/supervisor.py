@@ -145,7 +145,7 @@ class Supervisor:
             case {"listens": _}:
                 self._child_listens = True
             case {"folder": folder}:
-                self._folder = Path(folder)
+                self._folder = Path(folder) if folder else None  # None: it was moved
             case {"watched_at": str() as address} if self.peers.rank != 0:
                 self.peers.connect(address)
             case {"ended": code}:
