@@ -86,8 +86,8 @@ class InputCheck:
         now = self.about.get("source") or {}
         if before.get("checksum") != now.get("checksum"):
             self._say(
-                f"the source of the task has changed ({now.get('file')}): the run continues "
-                "with the new source"
+                f"the source of the task has changed ({now.get('file', 'unknown file')}): the run "
+                "continues with the new source"
             )
 
 
@@ -372,8 +372,8 @@ def source_changed(recipe: Recipe, run: Path) -> str:
     if there.get("checksum") == now.get("checksum"):
         return ""
     return (
-        f"the source of its task ({now.get('file')}) has changed since: choose another run.dir to "
-        "train it"
+        f"the source of its task ({now.get('file', 'unknown file')}) has changed since: choose "
+        "another run.dir to train it"
     )
 
 
