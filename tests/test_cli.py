@@ -114,6 +114,39 @@ def test_nothing_is_unpickled_in_an_export(gpt):
     assert ended.returncode == 0 and "UNPICKLED" not in ended.stdout, ended.stderr
 
 
+NONSENSE = """
+    plan / plan gpt --gpuu 4 / plan gpt --gpu h1000 / plan no-such / plan no_such.py:Task
+    plan gpt --processes 6 --nodes 4 / plan gpt --config_file no-such / plan gpt --task.widthh 3
+    worth / worth gpt --roundss 1 / worth gpt --only no-such / worth no-such
+    prove / prove gpt --config_file no-such / prove gpt --config_file ddp --stepss 1
+    prove no-such --config_file ddp / check / check digits --jsonn / check no-such
+    launch / launch --config_file ddp / launch --config_file no-such digits / launch no-such
+    launch digits --batch.sizee 1 / launch --num_processes / launch no_such.py:Task
+    launch --config_file ddp evaluate no-such / doctor --config_file no-such / doctor --nodes 2
+    doctor no-such / evaluate / evaluate no-such / evaluate no-such --dataa x / predict
+    predict no-such --to x.csv / export / export no-such --to x / verify / verify no-such
+    verify no-such --samee x / report / report no-such / compare / compare no-such no-such
+    watch / watch no-such / watch no-such --oncee / new / new x.py --configss
+"""
+
+
+def test_wrong_words_are_rejected_before_torch_is_imported(tmp_path):
+    """An import of torch would fail here."""
+    lines = [line.split() for line in NONSENSE.replace("\n", "/").split("/") if line.strip()]
+    code = (
+        "import sys; sys.modules['torch'] = sys.modules['accelerate'] = None;"
+        "from oneloop.cli import main;"
+        f"print([words for words in {lines} if main(words) != 2])"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert ended.returncode == 0 and ended.stdout.strip() == "[]", ended.stderr
+    messages = ended.stderr.splitlines()
+    assert len(messages) == len(lines) and all(line.startswith("oneloop: ") for line in messages)
+    assert {words[0] for words in lines} == {*COMMANDS}
+
+
 def test_each_command_has_a_help_page(capsys):
     assert main(["--help"]) == 0
     overview, pages = capsys.readouterr().out, {}

@@ -86,7 +86,7 @@ def test_a_checkpoint_of_another_run_is_rejected(tmp_path):
 
 @pytest.mark.parametrize(("ranks", "replaced"), [(1, False), (1, True), (2, True)])
 def test_a_run_folder_that_is_moved_while_it_is_written(tmp_path, ranks, replaced):
-    """The run ends with 1 at the next line, and does not go on in a second folder."""
+    """The run ends with 1 at the next line, and does not continue in a second folder."""
     worlds, variables = [], {"SLOW": "0.05"}
     words = ["--run.dir", "run", "--log.every", "1", "--duration", "200"]
 

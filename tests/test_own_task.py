@@ -119,6 +119,7 @@ NAMED = {
     "broken.py:MyTask": "importing 'broken.py' failed: SyntaxError",
     "raises.py:MyTask": "importing 'raises.py' failed: ZeroDivisionError",
     "needs.py:MyTask": "needs the module 'not_here', which is not installed",
+    "unnamed.py:MyTask": "needs the module 'install foo first', which is not installed",
     "a.b.py:MyTask": "holds no dot; give a.b.py another name",
 }
 
@@ -137,6 +138,8 @@ def test_names_that_lead_nowhere(written, monkeypatch, name):
     (written.parent / "broken.py").write_text("def (\n")
     (written.parent / "raises.py").write_text("1 / 0\n")
     (written.parent / "needs.py").write_text("import not_here\n")
+    unnamed = "raise ModuleNotFoundError('install foo first')\n"
+    (written.parent / "unnamed.py").write_text(unnamed)
     _forgetting(monkeypatch)
     with pytest.raises(BadInput) as rejected:
         resolve("task", name)

@@ -15,15 +15,16 @@ import torch
 from adapters import a_base
 from oneloop.cli import main
 from oneloop.launch.command import config_files
+from oneloop.plan.asked import Asked
 from oneloop.plan.changes import grid
-from oneloop.plan.description import Asked, Plan
+from oneloop.plan.description import Plan
 from oneloop.plan.gpus import GPUS
 from oneloop.plan.planned import planned
 from oneloop.recipe.parse import read
 from oneloop.recipe.run_keys import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch
 from planning import LAYOUTS, LLAMA, one_step, planned_recipes
-from worlds import HERE, run
+from worlds import HERE, run, train
 
 BLOCKS = (f"{HERE / 'planning.py'}:Blocks", "--batch.size", "32")
 GIB = 2.0**30
@@ -316,6 +317,52 @@ def test_a_task_that_ends_the_process_is_rejected(does, text, capsys):
     assert text in output.err and len(output.err.splitlines()) == 1 and not output.out
 
 
+@pytest.mark.parametrize(
+    ("does", "why"),
+    [
+        ("lstm", "what the kernels of lstm allocate"),
+        ("operator", "what the kernels of planning::same allocate"),
+        ("reads", "the evaluation, whose loss or metrics read values"),
+        ("many", "samples after the first 256, which may be larger"),
+    ],
+)
+def test_a_plan_that_cannot_count_everything_says_so_first(does, why, capsys):
+    words = [ODD, "--task.does", does, "--batch.size", "8"]
+    assert main(["plan", *words]) == 3
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith("may fit on b200, ") and first.endswith(f"not counted exactly: {why}")
+    if does == "lstm":  # what was counted is already too much
+        assert main(["plan", *words, "--gpu", "0.1", "--no_changes", "--json"]) == 1
+        assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_an_upper_bound_that_does_not_fit_may_fit(capsys):
+    words = ["plan", *BLOCKS, "--machine.offload", "true", "--gpu", "0.1", "--no_changes"]
+    assert main([*words, "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert found["fits"] is None and "upper bound" in found["not_counted"]["less"][0]
+    assert main([*words[:-2], "4"]) == 0
+    assert capsys.readouterr().out.startswith("fits: ")
+
+
+@pytest.mark.parametrize(
+    ("what", "names"),
+    [
+        ("bias", "bias and output.bias"),
+        pytest.param("module", "0.up.weight and 1.up.weight", marks=pytest.mark.slow),
+    ],
+)
+def test_tied_parameters_that_fsdp2_separates_are_named_in_plan_and_run(
+    what, names, tmp_path, capsys
+):
+    words = [f"{HERE / 'planning.py'}:Tied", "--task.what", what, "--batch.size", "8"]
+    assert main(["plan", *words, "--config_file", "fsdp2", "--processes", "2"]) == 2
+    error = capsys.readouterr().err
+    assert f"cannot shard the model: {names} are one parameter" in error
+    ended = run(train, words, ranks=2, config="fsdp2", folder=tmp_path)
+    assert ended.codes == [2, 2] and error in ended.output
+
+
 def test_odd_tasks_and_environments(capfd, monkeypatch):
     # of another launcher: accelerate would wait for other ranks
     monkeypatch.setenv("WORLD_SIZE", "4")
@@ -393,9 +440,9 @@ def test_every_machine_key_is_planned_or_listed():
     for key, plan in zip(BOUNDS, bounds, strict=True):
         assert any(
             line.startswith(f"machine.{key} ") and "upper bound" in line
-            for line in plan.not_counted
+            for line in plan.not_counted.less
         )
-    listed = set(" ".join(plain.not_counted).split("machine.")[1].replace(",", "").split())
+    listed = set(" ".join(plain.not_counted.other).split("machine.")[1].replace(",", "").split())
     names = {field.name for field in dataclasses.fields(MachineConfig)}
     assert names == (listed & names) | COUNTED.keys() | BOUNDS.keys() | ONE_LAYOUT
     assert not listed & (COUNTED.keys() | BOUNDS.keys() | ONE_LAYOUT)

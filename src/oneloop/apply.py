@@ -12,9 +12,10 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from oneloop.after.trained_model import Trained, local_run, recipe_of, trained
+from oneloop.after.options import check_file as check_file
+from oneloop.after.options import parsed
+from oneloop.after.trained_model import Trained, recipe_of, trained
 from oneloop.basics import exit_codes
-from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import dumps
 from oneloop.basics.launcher import die_with_launcher
@@ -24,69 +25,9 @@ from oneloop.launch.before_imports import is_main, reject
 from oneloop.launch.processes import Run, start
 from oneloop.launch.signals import leave
 from oneloop.machine.torch_settings import float32_products
-from oneloop.prediction import ENDINGS, predictions, write
+from oneloop.prediction import predictions, write
 from oneloop.tasks.protocol import check_sets
 from oneloop.tasks.protocol_checks import theirs
-
-_PAGES = {
-    "evaluate": (
-        "Print loss and metrics of a run's weights on its own validation and test sets, "
-        "or on other data."
-    ),
-    "predict": """Write the prediction for each row of its validation set, or of other data, \
-to a file, in order.
-
-    A row has its number, the file name of an image, and the task's columns.""",
-}
-_MORE = """
-    Data that does not match the training data is rejected. Several processes share the work:
-
-      oneloop launch --config_file ddp predict runs/digits --data new/ --to predictions.csv"""
-
-
-def parsed(command: str, words: Sequence[str]) -> Namespace:
-    """Parse the options of ``evaluate`` or ``predict``; load nothing. Raise BadInput."""
-    options = Options(command, f"{_PAGES[command]}\n{_MORE}")
-
-    # Options of both commands.
-    options.add_argument("run", type=local_run, metavar="RUN")
-    options.add_argument("--data", metavar="DATA", help="rows to use instead of the run's own sets")
-    options.add_argument(
-        "--checkpoint", help="final, best, newest or a step; default: final if the run has ended"
-    )
-    options.add_argument("--weights", default="raw", help="raw (default), or the name of an EMA")
-    options.add_argument("--micro", type=positive(int), metavar="N", help="samples at once")
-    accept = "accept other data than the run was trained with; its classes may differ"
-    options.add_argument("--accept_changes", action="store_true", help=accept)
-    options.add_argument(
-        "--task", help="the task to use, if it is not the recorded one (my_task.py:MyTask)"
-    )
-
-    # Options of one of them.
-    if command == "evaluate":
-        options.add_argument("--json", action="store_true", help="print the metrics as JSON")
-        return options.parse_args(words)
-    options.add_argument(
-        "--to", type=Path, metavar="FILE", help="the file to write: .parquet, .jsonl or .csv"
-    )
-    options.add_argument("--raw", action="store_true", help="write the model's outputs, too")
-    given = options.parse_args(words)
-    if given.to is None:
-        raise BadInput(
-            "oneloop predict needs a file to write to: --to FILE.parquet, .jsonl or .csv"
-        )
-    check_file(given.to)  # before the model is loaded
-    return given
-
-
-def check_file(to: Path) -> None:
-    """Raise BadInput for a file that predictions cannot be written to."""
-    if to.suffix not in ENDINGS:
-        raise BadInput(f"--to {to} must end with one of {', '.join(ENDINGS)}")
-    if to.exists():
-        raise BadInput(f"--to {to} exists; remove it, or name another file")
-    if not to.parent.is_dir():
-        raise BadInput(f"--to {to}: the folder {to.parent} does not exist; create it first")
 
 
 def perform(command: str, given: Namespace) -> tuple[Run, Any]:
@@ -139,16 +80,20 @@ def main(argv: Sequence[str]) -> NoReturn:
     """Run ``evaluate`` or ``predict``; end the process with oneloop's exit code."""
     try:
         command, *words = argv or [""]
-        if command not in _PAGES:
-            raise BadInput(
-                f"oneloop.apply: unknown command {command!r}; known: {', '.join(_PAGES)}"
-            )
         given = parsed(command, words)
-        run, result = perform(command, given)
     except (BadInput, Unavailable) as error:
         reject(error)
-    if run.main:
-        if command == "evaluate":
+    run(given)
+
+
+def run(given: Namespace) -> NoReturn:
+    """Run the command of these options; end the process with oneloop's exit code."""
+    try:
+        processes, result = perform(given.command, given)
+    except (BadInput, Unavailable) as error:
+        reject(error)
+    if processes.main:
+        if given.command == "evaluate":
             result = dumps(result) if given.json else _table(result)
         print(result, flush=True)
     leave(exit_codes.DONE, main=is_main())
@@ -208,7 +153,7 @@ def _predicted(
     try:
         rows = write(to, result, accelerator=run.accelerator)
     except OSError as error:
-        raise ValueError(f"--to {to} cannot be written: {error.strerror}") from error
+        raise ValueError(f"--to {to} cannot be written: {error.strerror or error}") from error
     line = f"{rows:,} rows of {of.about} are in {to}"
     warning = getattr(dataset, "warning", "")
     return f"{line}\n{warning}" if warning else line

@@ -4,14 +4,14 @@ import importlib.util
 import os
 import signal
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
+from oneloop.after.exported import export_run as export_run
+from oneloop.after.options import parsed as apply_options
 from oneloop.basics.command_options import Options, names, positive, summary
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
 from oneloop.basics.files import dumps, printable
@@ -19,13 +19,18 @@ from oneloop.basics.streams import replace_unknown_characters
 from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.mirror import ADDRESS
 from oneloop.checkpoint.mirror import local_run as local_run
-from oneloop.checkpoint.named_checkpoint import chosen_of, problems_at
+from oneloop.checkpoint.named_checkpoint import problems_at
 from oneloop.checkpoint.store import Store
-from oneloop.launch.command import CPP_LOG, config_files
+from oneloop.launch.command import CPP_LOG, config_files, read_config
+from oneloop.launch.doctor_words import checked as doctor_words
+from oneloop.plan.asked import parsed as plan_options
+from oneloop.plan.techniques import named
+from oneloop.recipe.read import is_recipe
 from oneloop.show.report.page import write_report as write_report
 from oneloop.tasks.template import task_template
 
-AFTER = ("evaluate", "predict")  # commands that oneloop launch can run on several processes
+# Commands that oneloop launch can run on several processes, with their parsers.
+AFTER = {name: partial(apply_options, name) for name in ("evaluate", "predict")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,9 +164,6 @@ def check(words: Sequence[str]) -> int:
 
     A later run does not check the same files again. The exit code is 1 if something cannot be used.
     """
-    from oneloop.job.check_data import as_json, as_lines, check_data
-    from oneloop.show.terminal import Display
-
     options = Options(
         "check", check.__doc__, usage="oneloop check DATA|RECIPE [--key value …] [--json]"
     )
@@ -169,6 +171,12 @@ def check(words: Sequence[str]) -> int:
     given, training = options.parse_known_args(words)
     if not training:
         raise BadInput("oneloop check takes a data set (a path, or hf:NAME) or a recipe")
+    if is_recipe(training[0]):
+        _check_keys(training)
+
+    from oneloop.job.check_data import as_json, as_lines, check_data
+    from oneloop.show.terminal import Display
+
     with Display(quiet=given.json) as display:
         found = check_data(training[0], training[1:])
         display.lines(as_lines(training[0], found))
@@ -242,8 +250,6 @@ def worth(words: Sequence[str]) -> int:
     compile, fp16), on one process. Prints a table, and writes worth.json and worth.html. No weights
     are kept.
     """
-    from oneloop.plan.worth import worth as command
-
     options = Options(
         "worth", worth.__doc__, usage="oneloop worth RECIPE [--key value …] [OPTIONS]"
     )
@@ -255,6 +261,11 @@ def worth(words: Sequence[str]) -> int:
     )
     options.add_argument("--to", type=Path, metavar="DIR", help="default: runs/worth-RECIPE")
     given, training = options.parse_known_args(words)
+    named(given.only)
+    _check_keys(training)
+
+    from oneloop.plan.worth import worth as command
+
     return command(training, given.to, only=given.only, rounds=given.rounds, seconds=given.seconds)
 
 
@@ -268,8 +279,6 @@ def prove(words: Sequence[str], **how: Any) -> int:
 
       oneloop prove my_task.py:MyTask --config_file fsdp2
     """
-    from oneloop.plan.prove import prove as command
-
     options = Options(
         "prove",
         prove.__doc__,
@@ -286,7 +295,13 @@ def prove(words: Sequence[str], **how: Any) -> int:
     )
     options.add_argument("--steps", type=positive(int), default=8, metavar="N", help="default: 8")
     options.add_argument("--json", action="store_true", help="print the result as JSON")
-    return command(*options.parse_known_args(words), **how)
+    given, training = options.parse_known_args(words)
+    read_config(given.config_file)
+    _check_keys(training)
+
+    from oneloop.plan.prove import prove as command
+
+    return command(given, training, **how)
 
 
 def export(words: Sequence[str]) -> int:
@@ -315,58 +330,18 @@ def export(words: Sequence[str]) -> int:
     return 0
 
 
-def export_run(given: Namespace) -> list[str]:
-    """Write or push a run's weights; return lines about it. Raise BadInput.
+def _check_keys(training: Sequence[str]) -> None:
+    """Check the recipe and its keys before torch is imported. Raise BadInput."""
+    from oneloop.recipe.parse import check_keys as check  # 0.3 s
 
-    ``given``: the options of ``oneloop export``."""
-    if given.to is None and given.push is None:
-        raise BadInput(
-            "export needs a folder to write to (--to DIR), or a repository of the hub (--push "
-            "ORG/NAME)"
-        )
-    if given.push is None and (given.public or given.license):
-        raise BadInput(
-            "--public and --license are of a repository of the hub: give --push ORG/NAME too"
-        )
-    checkpoint = chosen_of(given.run, given.checkpoint, weights=given.weights)
-    from oneloop.after.trained_model import recipe_of
-    from oneloop.job.build import make_task
-    from oneloop.run.export import check_push, export_checkpoint, push, write_card
-
-    # Write the weights and the model card, also for a push.
-    with TemporaryDirectory(prefix="oneloop-") as scratch:
-        folder = given.to or Path(scratch)
-        try:
-            if given.push is not None:
-                check_push(given.push)
-            recipe = recipe_of(given.run, command="export", task=given.task)
-            export_checkpoint(
-                checkpoint,
-                folder,
-                make_task(recipe),
-                weights=given.weights,
-                merge=given.merged,
-                base_dtype=recipe.machine.base_dtype,
-            )
-            with suppress(ValueError):  # no card if the metrics of the run cannot be read
-                write_card(given.run, folder, folder.name, licence=given.license)
-        except BadInput:
-            raise
-        except (ValueError, OSError) as error:
-            raise BadInput(str(error)) from error
-
-        lines = []
-        if given.to:
-            lines.append(f"{checkpoint.name} of {given.run} is in {given.to}")
-        if given.push is not None:
-            licence = given.license
-            lines.append(push(given.run, folder, given.push, licence=licence, public=given.public))
-        return lines
+    check(training)
 
 
-def _elsewhere(module: str, words: Sequence[str], *, command: Sequence[str] = ()) -> int:
+def _elsewhere(module: str, parse: Callable[[Sequence[str]], Any], words: Sequence[str]) -> int:
+    """Run a command of a module that imports torch; ``parse`` rejects wrong words before that."""
+    given = parse(words)
     os.environ.setdefault(CPP_LOG, "ERROR")  # torch reads it when it is imported
-    return int(importlib.import_module(module).main([*command, *words]))
+    return int(importlib.import_module(module).run(given))
 
 
 # First lines of the help pages that are elsewhere.
@@ -379,8 +354,8 @@ ABOUT = {
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "new": new,
     "launch": launch_processes,
-    "doctor": partial(_elsewhere, "oneloop.launch.doctor"),
-    "plan": partial(_elsewhere, "oneloop.plan.plan"),
+    "doctor": partial(_elsewhere, "oneloop.launch.doctor", doctor_words),
+    "plan": partial(_elsewhere, "oneloop.plan.plan", plan_options),
     "verify": verify,
     "check": check,
     "report": report,
@@ -388,7 +363,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "watch": watch,
     "worth": worth,
     "prove": prove,
-    "evaluate": partial(_elsewhere, "oneloop.apply", command=["evaluate"]),
-    "predict": partial(_elsewhere, "oneloop.apply", command=["predict"]),
+    "evaluate": partial(_elsewhere, "oneloop.apply", AFTER["evaluate"]),
+    "predict": partial(_elsewhere, "oneloop.apply", AFTER["predict"]),
     "export": export,
 }

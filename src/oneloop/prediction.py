@@ -260,4 +260,3 @@ def _to_csv(draft: Path, shards: Sequence[Path]) -> int:
 
 
 _SINKS = {".parquet": _to_parquet, ".jsonl": _to_lines, ".csv": _to_csv}
-ENDINGS = tuple(_SINKS)

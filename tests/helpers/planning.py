@@ -141,8 +141,68 @@ class Blocks:
         return each.sum(), {"loss": each.detach()}
 
 
+@torch.library.custom_op("planning::same", mutates_args=())
+def same(values: Tensor) -> Tensor:
+    """Return a copy, and allocate for a moment what no plan can see."""
+    return (values.repeat(64, 1)[: len(values)]).clone()
+
+
+same.register_fake(torch.empty_like)
+same.register_autograd(lambda _, gradient: gradient)
+
+
+class Recurrent(nn.Module):
+    """An LSTM on sequences of one value."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(width, width)
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.inner(values[None])[0][0]
+
+
+class Foreign(nn.Module):
+    """A module with an operator that is not torch's own."""
+
+    def forward(self, values: Tensor) -> Tensor:
+        return same(values)
+
+
+class Head(nn.Module):
+    """A head like that of BERT: the output layer's bias has another name, too."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.output = nn.Linear(width, 1)
+        self.bias = self.output.bias
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.output
+
+    def forward(self, values: Tensor) -> Tensor:
+        return self.output(values) + self.bias
+
+
+class Tied(Blocks):
+    """A model that FSDP2 cannot shard: a tied bias, or one module in two blocks."""
+
+    def __init__(self, what: str = "bias") -> None:
+        super().__init__()
+        self.what = what
+
+    def model(self) -> nn.Module:
+        if self.what == "bias":
+            return Head(self.width)
+        one, two = Block(self.width), Block(self.width)
+        two.up = one.up
+        return nn.Sequential(one, two, nn.Linear(self.width, 1))
+
+
 class Odd(Blocks):
-    """A task that does something unusual: exit, pop, print, norm (BatchNorm) or lines."""
+    """A task that does something unusual: exit, pop, print, norm (BatchNorm) or lines.
+
+    Of lstm, operator, reads and many samples, a plan cannot count everything."""
 
     def __init__(self, does: str = "pop", **sizes: int) -> None:
         super().__init__(**sizes)
@@ -154,14 +214,23 @@ class Odd(Blocks):
         if self.does == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
         print("printed by the task")
+        first = {"lstm": Recurrent, "operator": lambda _: Foreign()}.get(self.does)
+        if first is not None:
+            return nn.Sequential(first(self.width), super().model())
         return (
             nn.Sequential(super().model(), nn.BatchNorm1d(1))
             if self.does == "norm"
             else super().model()
         )
 
+    def train_set(self) -> Any:
+        return super().train_set() * (5 if self.does == "many" else 1)
+
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         if self.does == "lines":
             raise ValueError("one line\nand another")
         values = batch.pop("x")
-        return super().loss(model, {"x": values})
+        total, each = super().loss(model, {"x": values})
+        if self.does == "reads" and not model.training:
+            float(total)
+        return total, each

@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from oneloop.after.options import recipe_file
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
 from oneloop.basics.untrusted import as_expected, read_json
 from oneloop.checkpoint.manifest import read_manifest
-from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import FINAL, base_model_of, chosen_of
 from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.state_dict import load_tensors
@@ -78,9 +78,7 @@ def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
     Raises:
         BadInput: The run folder has no recipe.
     """
-    file = run / "recipe.yaml"
-    if not file.is_file():
-        raise BadInput(f"{run} holds no run (no recipe.yaml)")
+    file = recipe_file(run)
     name = task or _trusted(task_name(file), run)
     place = source("task", name) if is_main() else None
     if place:

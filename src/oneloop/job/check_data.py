@@ -1,7 +1,6 @@
 """``oneloop check``: read all data of a recipe, or of a data set, and list what cannot be used."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +11,7 @@ from oneloop.data.rows.arrow_tables import NoColumn
 from oneloop.data.rows.cached_arrays import in_order
 from oneloop.data.rows.open_data import Source, whole
 from oneloop.data.rows.rows import FINDINGS, Findings
+from oneloop.recipe.read import is_recipe
 from oneloop.tasks.columns import check_images
 
 _SAMPLES = 64  # samples per task of a process
@@ -31,9 +31,7 @@ def check_data(source: str, words: Sequence[str] = ()) -> Findings:
     Raises:
         BadInput: the recipe is unknown, or keys come after a data set.
     """
-    path = Path(source).expanduser()
-    is_recipe = path.suffix in (".yaml", ".yml", ".py") or not path.exists()
-    is_data = source.startswith("hf:") or not is_recipe
+    is_data = not is_recipe(source)
     if is_data and words:
         raise BadInput(
             f"oneloop check {source} is a data set and takes no keys ({words[0]}); check a "

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -43,6 +43,22 @@ def config_file(asked: str) -> str:
     return str(config_files().get(asked, asked))
 
 
+def read_config(asked: str) -> dict[str, Any]:
+    """Return the settings of a config file, given by its short name or path. Raise BadInput."""
+    try:
+        settings = yaml.safe_load(Path(config_file(asked)).read_text(encoding="utf-8"))
+    except OSError as error:
+        known = ", ".join(config_files())
+        raise BadInput(
+            f"--config_file {asked} cannot be read: {error.strerror}; known: {known}"
+        ) from error
+    except (yaml.YAMLError, UnicodeDecodeError):
+        settings = None
+    if not isinstance(settings, dict):
+        raise BadInput(f"--config_file {asked} is not an accelerate config file")
+    return settings
+
+
 # the store of a rendezvous warns about each client without a host name
 CPP_LOG = "TORCH_CPP_LOG_LEVEL"
 
@@ -68,7 +84,7 @@ class _Start(NamedTuple):
 def launch(
     words: Sequence[str],
     *,
-    after: Sequence[str] = (),
+    after: Mapping[str, Callable[[Sequence[str]], object]] | None = None,
     module: str = "oneloop.train",
     seconds: float = math.inf,
     output: int | None = None,
@@ -80,7 +96,7 @@ def launch(
 
     Args:
         words: options of the launcher, recipe and keys.
-        after: commands that may take the place of the recipe; then oneloop.apply runs.
+        after: parsers of the commands that may replace the recipe; then oneloop.apply runs.
         module: the module that the processes run.
         seconds: time after which the processes are killed.
         output: file descriptor to which the processes write; None: this process's streams.
@@ -99,7 +115,7 @@ def launch(
     run_nodes = nodes(node_options, os.environ)
 
     # Find the recipe without accelerate, whose import takes seconds, if its options are known.
-    known = _known_options(words)
+    known = split_words(words)
     variables: dict[str, str] | None = None  # of a process that can be started directly
     if known is None:
         recipe_words = launch_options(words)[1]
@@ -109,8 +125,11 @@ def launch(
             variables = _of_one_process(known_options)
 
     # Check the keys before anything slow. Modules other than oneloop.train take other words.
-    program = "oneloop.apply" if recipe_words[0] in after else module
-    if program == "oneloop.train":
+    program = module
+    if after and recipe_words[0] in after:
+        after[recipe_words[0]](recipe_words[1:])
+        program = "oneloop.apply"
+    elif module == "oneloop.train":
         check_keys(recipe_words)
 
     # accelerate's own parser reads all other options. They may name several machines.
@@ -174,10 +193,10 @@ _ONE_PROCESS: dict[str, Any] = {
 :func:`_of_one_process`"""
 
 
-def _known_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | None:
+def split_words(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | None:
     """Split the launcher's options from the recipe's words without accelerate.
 
-    Return None for an option that only accelerate's parser knows, and without a recipe.
+    Return None for an option that only accelerate's parser knows. Raise BadInput without a recipe.
     """
     options: dict[str, str] = {}
     rest = list(words)
@@ -193,10 +212,10 @@ def _known_options(words: Sequence[str]) -> tuple[dict[str, str], list[str]] | N
         elif rest:
             options[name] = rest.pop(0)
         else:
-            return None
-    if not rest or rest[0].startswith("-"):
-        return None
-    return options, rest
+            raise BadInput(f"--{name} needs a value; the recipe follows it")
+    if not rest:
+        raise BadInput("no recipe given; for example: oneloop launch --config_file single digits")
+    return None if rest[0].startswith("-") else (options, rest)
 
 
 def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
@@ -207,11 +226,9 @@ def _of_one_process(options: dict[str, str]) -> dict[str, str] | None:
     """
     # Read the config file. Options override it.
     typed = dict(options)
-    try:
-        file = Path(config_file(typed.pop("config_file")))
-        settings = {**yaml.safe_load(file.read_text()), **typed}
-    except (KeyError, OSError, TypeError, yaml.YAMLError):
+    if "config_file" not in typed:
         return None
+    settings = read_config(typed.pop("config_file")) | typed
 
     # All other settings must be those of one process.
     precision = str(settings.pop("mixed_precision", "no"))
@@ -244,11 +261,7 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
     Raises:
         BadInput: invalid options.
     """
-    from accelerate.utils import is_fp8_available
-
     # Divide the words at the recipe.
-    if not words:
-        raise BadInput("no recipe given; for example: oneloop launch --config_file single digits")
     parsed = _parsed(words)
     training = [parsed.training_script, *parsed.training_script_args]
     given = list(words[: len(words) - len(training)])
@@ -262,18 +275,12 @@ def launch_options(words: Sequence[str]) -> tuple[list[str], list[str], Nodes | 
         for place, option in enumerate(given):
             if option in (file, f"--config_file={file}", f"--config-file={file}"):
                 given[place] = option.replace(file, path)
-        try:
-            config = yaml.safe_load(Path(path).read_text())
-            precision = precision or config.get("mixed_precision")
-        except OSError as error:
-            known = ", ".join(config_files())
-            raise BadInput(
-                f"--config_file {file} cannot be read: {error.strerror}; known: {known}"
-            ) from error
-        except (yaml.YAMLError, AttributeError) as error:
-            raise BadInput(f"--config_file {file} is not an accelerate config file") from error
+        config = read_config(file)
+        precision = precision or config.get("mixed_precision")
 
     # accelerate itself would fail in each process.
+    from accelerate.utils import is_fp8_available
+
     if precision == "fp8" and not is_fp8_available():
         raise BadInput(
             "mixed_precision fp8 needs torchao or transformer-engine, and neither is "

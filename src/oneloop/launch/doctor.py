@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
-from oneloop.basics.command_options import Options
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.launcher import die_with, on_stops
 from oneloop.launch.before_imports import read_once
@@ -58,22 +57,13 @@ class _Found:
     links: str = ""  # a line about the links; empty: not measured
 
 
-def main(words: Sequence[str]) -> int:
-    """Check that this host can train, and that several hosts can train together.
+def run(words: Sequence[str]) -> int:
+    """Check this host and all hosts; return the exit code, 1 if there is a problem.
 
-      oneloop doctor --nodes 2 --rendezvous HOST:PORT --config_file fsdp2 gpt --run.dir /shared/gpt
-
-    Takes the words of `oneloop launch`; the recipe may be missing. Start it on all hosts, as you
-    would start a run. Checks devices, limits, disk and caches of each host; then versions,
-    settings, clocks and run folder of all hosts, and each link between their processes. The exit
-    code is 1 if there is a problem."""
+    ``words``: those that :func:`oneloop.launch.doctor_words.checked` returns.
+    """
     as_json = "--json" in words
     words = [word for word in words if word != "--json"]
-    if words[:1] in (["-h"], ["--help"]):
-        Options(
-            "doctor", main.__doc__, usage="oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]"
-        ).print_help()
-        return 0
 
     # Read the options as oneloop launch does. The last word stands for a missing recipe.
     own, rest = options([*words, "no-recipe"])

@@ -219,7 +219,7 @@ def _output(*commands: str) -> str:
 def _devices() -> Iterator[str]:
     # A driver without a GPU is a mistake, and not a host without GPUs.
     if Path("/proc/driver/nvidia/version").exists() and not torch.cuda.is_available():
-        build = f"torch {torch.__version__} (CUDA {torch.version.cuda})"
+        build = f"torch {torch.__version__} (CUDA {torch.version.cuda or 'not built in'})"
         yield (
             f"there is an NVIDIA driver, and {build} finds no GPU; check CUDA_VISIBLE_DEVICES and "
             "nvidia-smi"

@@ -13,6 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import convert_outputs_to_fp32
 from accelerate.utils.modeling import get_mixed_precision_context_manager
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from oneloop.basics.exit_codes import BadInput
@@ -75,13 +76,15 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     plugin = accelerator.state.fsdp_plugin
     configured = plugin.transformer_cls_names_to_wrap
     asked = configured or list(blocks)
+    tied = _tied(model)
     try:
         with _without_error(model, "get_input_embeddings"):
             plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
             prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    # an unknown layer class, a container
-    except (ValueError, NotImplementedError, RuntimeError) as error:
-        policy = os.environ.get("FSDP_AUTO_WRAP_POLICY")
+    # an unknown layer class, a container, a module in two units
+    except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
+        _reject_separated(model, tied, failed=True)
+        policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
         raise BadInput(
             f"FSDP2 cannot shard the model with fsdp_auto_wrap_policy {policy}, layers "
             f"{', '.join(asked) or 'none'}: {error}; use TRANSFORMER_BASED_WRAP, with "
@@ -89,11 +92,38 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
         ) from error
     finally:
         plugin.transformer_cls_names_to_wrap = configured  # another model has other blocks
+    _reject_separated(prepared, tied)
     accelerator._optimizers.clear()
     _train_as_unsharded(prepared)
     if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():
         _autocast(prepared, accelerator)
     return prepared  # type: ignore[no-any-return]
+
+
+def _tied(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    found: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(parameter), []).append(name)
+    return [names for names in found.values() if len(names) > 1]
+
+
+def _reject_separated(
+    model: nn.Module, tied: Sequence[Sequence[str]], *, failed: bool = False
+) -> None:
+    """Raise BadInput if two of FSDP2's units need one parameter.
+
+    ``failed``: FSDP2 stopped at a parameter that another unit had sharded.
+    """
+    for names in tied:
+        parameters = [model.get_parameter(name) for name in names]
+        separated = len(set(map(id, parameters))) > 1
+        if separated or (failed and isinstance(parameters[0], DTensor)):
+            raise BadInput(
+                f"FSDP2 cannot shard the model: {' and '.join(names)} are one parameter, in "
+                "modules that it gathers separately; untie them in model(), or use DDP "
+                "(--config_file ddp)"
+            )
 
 
 def _autocast(model: nn.Module, accelerator: Accelerator) -> None:

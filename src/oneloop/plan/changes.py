@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import NamedTuple
 
-from oneloop.plan.description import Asked, NotPlanned, Plan
+from oneloop.plan.asked import Asked
+from oneloop.plan.description import NotPlanned, Plan
 from oneloop.plan.gpus import Gpu
 from oneloop.plan.planned import planned
 

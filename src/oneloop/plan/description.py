@@ -1,13 +1,14 @@
-"""The question and the answer of a plan: what to plan, and what it takes as plain numbers."""
+"""The answer of a plan: what a run takes, as plain numbers."""
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oneloop.checkpoint.resume import RunState
 from oneloop.job.build import Job
 from oneloop.machine.blocks import has_batch_statistics
+from oneloop.plan.asked import Asked
 from oneloop.plan.gpus import GIB
 from oneloop.plan.ledger import Costs, PeakMemory
 from oneloop.plan.step_costs import StepCosts
@@ -24,35 +25,6 @@ _LABELS = {  # stage that allocated a tensor: kind that the user reads
     "evaluation": "activations",
     "setup": "metrics and checks",
 }
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What to plan."""
-
-    training: tuple[str, ...]  # recipe and keys
-    config_file: str
-    processes: int
-    nodes: int = 1
-    mixed_precision: str | None = None  # None: that of the config file
-
-    def options(self) -> list[str]:
-        """Return the options of accelerate's launcher."""
-        options = ["--config_file", self.config_file]
-        if self.mixed_precision is not None:
-            options += ["--mixed_precision", self.mixed_precision]
-        return options
-
-    def words(self) -> list[str]:
-        """Return the words that follow ``oneloop plan``."""
-        return [
-            *self.training,
-            *self.options(),
-            "--processes",
-            str(self.processes),
-            "--nodes",
-            str(self.nodes),
-        ]
 
 
 @dataclass
@@ -110,6 +82,21 @@ class Disk:
 
 
 @dataclass
+class NotCounted:
+    """What the plan does not count exactly, as lines."""
+
+    more: list[str] = field(default_factory=list)  # so that the run may need more memory
+    less: list[str] = field(default_factory=list)  # so that it may need less
+    other: list[str] = field(default_factory=list)  # in every plan, or not about memory
+
+    def doubts(self, enough: bool) -> list[str]:
+        """Return why the answer may be another one than the plan's.
+
+        ``enough``: whether the memory is enough for what the plan counts."""
+        return self.more if enough else self.less
+
+
+@dataclass
 class Plan:
     """What a run takes; docs/how-to/plan.md describes each value."""
 
@@ -141,7 +128,7 @@ class Plan:
     run: RunLength
     parameters: int
     disk: Disk
-    not_counted: list[str]  # lines about what the plan leaves out
+    not_counted: NotCounted
 
     @property
     def total_flops(self) -> float:
@@ -172,7 +159,7 @@ def describe(
     *,
     step: Costs,
     evaluation: Costs | None,
-    not_counted: list[str],
+    not_counted: NotCounted,
 ) -> Plan:
     """Return the plan of a run.
 
@@ -182,7 +169,7 @@ def describe(
         costs: The parts of the run, after the measured steps.
         step: What one step takes.
         evaluation: What the evaluation takes; None: it is not planned.
-        not_counted: Lines about what the plan leaves out.
+        not_counted: What the plan leaves out.
     """
     machine = job.recipe.machine
     layout = job.layout

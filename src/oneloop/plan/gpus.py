@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-from oneloop.measure.flops import PEAKS
-
 GIB = 2.0**30  # bytes
 _SHARE = 0.5  # of the peak FLOP/s, which a run is assumed to reach
 
@@ -22,6 +20,8 @@ class Gpu(NamedTuple):
     @property
     def flops(self) -> float:
         """FLOP/s that a run is assumed to reach."""
+        from oneloop.measure.flops import PEAKS  # imports torch
+
         return max(PEAKS[self.name].values()) * _SHARE
 
 

@@ -28,6 +28,9 @@ RECOMPUTE = "recompute"
 COMMUNICATION = "communication buffers"
 _FORMULAS = flop_registry | IN_PLACE
 
+# Namespaces of torch's own operators. Others may allocate what no tensor shows.
+_OWN = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp"}
+
 # Parts of the names of operators, and the collective operation that they stand for.
 _NAMES = {
     "allgather": "all-gather",
@@ -102,6 +105,7 @@ class Ledger(TorchDispatchMode):
         self.operators: list[str] | None = None  # names of the operators, if it is a list
         self.collectives: list[Collective] = []
         self.operations: Counter[str] = Counter()  # floating-point operations by stage
+        self.foreign: set[str] = set()  # names of operators that are not torch's own
 
         self._live: dict[int, _Block] = {}  # by the storage's address
         self._stage = "setup"
@@ -181,6 +185,9 @@ class Ledger(TorchDispatchMode):
                 self.see(value.untyped_storage())
         if func.is_view or func.namespace in ("prim", "profiler"):
             return result
+
+        if func.namespace not in _OWN:
+            self.foreign.add(func.name())
 
         # Count what it sent and computed.
         if func in collective_ops and func not in sync_ops:

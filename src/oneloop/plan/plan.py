@@ -4,165 +4,88 @@ import os
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from math import inf
 from operator import add
 from pathlib import Path
 
-import yaml
-
-from oneloop.basics.command_options import Options, positive
-from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.exit_codes import DONE, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
-from oneloop.launch.command import config_file
 from oneloop.plan.changes import Fitting, cheapest
-from oneloop.plan.description import Asked, Memory, NotPlanned, Plan
+from oneloop.plan.description import Memory, NotPlanned, Plan
 from oneloop.plan.gpus import GIB, GPUS, Gpu
 from oneloop.plan.planned import planned
 
-_HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest \
-change that makes it fit.
-
-  oneloop plan llama-7b --config_file fsdp2 --mixed_precision bf16 --processes 64 --gpu h100
-
-Runs the real step of training on tensors without memory, on a CPU. The exit code is 1 if the run \
-does not fit.
-"""
+# Whether a run fits (None: not known): the first words, and the exit code.
+_ANSWERS = {True: ("fits", DONE), False: ("does not fit", ERROR), None: ("may fit", 3)}
 
 
 @dataclass
 class _Answer:
     """Whether the run fits, in the order of ``--json``."""
 
-    fits_on: list[str]  # names of known GPUs
+    fits_on: list[str]  # names of known GPUs that hold the planned memory
     gpu: str | None  # None: without --gpu
-    fits: bool
+    fits: bool | None  # None: not known
     change: Fitting | None
 
 
-def main(words: Sequence[str]) -> int:
-    """Plan a run; return 0 if it fits and 1 if not. Raise BadInput."""
-    given, training = _options().parse_known_args(words)
+def run(given: Namespace) -> int:
+    """Plan a run.
+
+    Args:
+        given: The options of :func:`oneloop.plan.asked.parsed`.
+
+    Returns:
+        The exit code: 0 if the run fits, 1 if not, 3 if that is not known.
+
+    Raises:
+        BadInput: The run cannot be planned.
+    """
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    name = None
-    if given.gpu is not None:
-        name, gpu = _gpu(given.gpu)
-    asked = _asked(given, training)
-    plan = planned([asked])[0]
+    plan = planned([given.asked])[0]
     if isinstance(plan, NotPlanned):
         raise BadInput(plan.error)
 
-    # Without --gpu, look for a change that fits on the largest one.
+    # Without --gpu, the run must fit on the largest one.
     total = plan.memory.total
-    fits_on = []
-    for known, one in GPUS.items():
-        if one.holds(total):
-            fits_on.append(known)
-    if name is not None:
-        fits = gpu.holds(total)
+    fits_on = [known for known, one in GPUS.items() if one.holds(total)]
+    name = None
+    word, gpu = max(GPUS.items(), key=lambda item: item[1].memory)
+    if given.device is not None:
+        name, gpu = given.device
         word = given.gpu
-    else:
-        fits = bool(fits_on)
-        word, gpu = max(GPUS.items(), key=lambda item: item[1].memory)
+
+    # What is not counted exactly may change the answer.
+    enough = gpu.holds(total)
+    fits = None if plan.not_counted.doubts(enough) else enough
     change = None
-    if not fits and not given.no_changes:
-        change = cheapest(asked, plan, gpu, word)
+    if not enough and not given.no_changes:
+        change = cheapest(given.asked, plan, gpu, word)
 
     answer = _Answer(fits_on, name, fits, change)
     if given.json:
         print(dumps(plan.as_json() | asdict(answer)))
     else:
-        lines = [*_verdict(answer, plan.memory, gpu, tried=not given.no_changes), *_costs(plan)]
+        lines = [*_verdict(answer, plan, gpu, tried=not given.no_changes), *_costs(plan)]
         print(printable("\n".join(lines)))
-    return int(not fits)
+    return _ANSWERS[fits][1]
 
 
-def _options() -> Options:
-    options = Options("plan", _HELP, usage="oneloop plan RECIPE [--key value …] [OPTIONS]")
-    options.add_argument(
-        "--config_file", metavar="FILE", help="the layout (ddp, fsdp2, …); default: single or ddp"
-    )
-    options.add_argument(
-        "--processes",
-        type=positive(int),
-        metavar="N",
-        help="default: the number in the config file",
-    )
-    options.add_argument(
-        "--nodes", type=positive(int), metavar="M", help="default: the number in the config file"
-    )
-    options.add_argument(
-        "--mixed_precision",
-        choices=("no", "bf16", "fp16", "fp8"),
-        help="default: that of the config file",
-    )
-    options.add_argument(
-        "--gpu", metavar="GPU", help=f"{', '.join(GPUS)}, or its memory in GiB (23.5)"
-    )
-    options.add_argument(
-        "--no_changes", action="store_true", help="do not search for a change that makes it fit"
-    )
-    options.add_argument("--json", action="store_true", help="print one JSON object")
-    return options
-
-
-def _gpu(text: str) -> tuple[str, Gpu]:
-    """Return the name and the device of ``--gpu``. Raise BadInput."""
-    if text in GPUS:
-        return text, GPUS[text]
-    try:
-        memory = float(text)
-    except ValueError:
-        memory = 0.0
-    if not 0 < memory < inf:
-        raise BadInput(
-            f"--gpu {text} is unknown; known: {', '.join(GPUS)}, or its memory in GiB (--gpu 23.5)"
-        )
-    # Its speed only orders the changes: take that of a common one.
-    return "a GPU", GPUS["h100"]._replace(memory=memory)
-
-
-def _asked(given: Namespace, training: Sequence[str]) -> Asked:
-    """Return what to plan; fill in numbers from the config file. Raise BadInput."""
-    if not training or training[0].startswith("-"):
-        raise BadInput(
-            "oneloop plan takes a recipe first; for example: oneloop plan gpt --processes 8"
-        )
-    file = given.config_file
-    if not file:
-        several = given.processes is not None and given.processes > 1
-        file = "ddp" if several else "single"
-    try:
-        config = yaml.safe_load(Path(config_file(file)).read_text(encoding="utf-8"))
-        # Read both numbers: a wrong one is rejected, even if an option replaces it.
-        processes = int(config.get("num_processes") or 1)
-        nodes = int(config.get("num_machines") or 1)
-    except (OSError, AttributeError, TypeError, ValueError, yaml.YAMLError) as error:
-        raise BadInput(
-            f"--config_file {file} is not a config file of accelerate that can be read: {error}"
-        ) from None
-    processes = given.processes or processes
-    nodes = given.nodes or nodes
-    if processes % nodes:
-        raise BadInput(
-            f"{processes} processes cannot be divided among {nodes} nodes; change --processes "
-            "or --nodes"
-        )
-    return Asked(tuple(training), file, processes, nodes, given.mixed_precision)
-
-
-def _verdict(answer: _Answer, memory: Memory, gpu: Gpu, *, tried: bool) -> Iterator[str]:
+def _verdict(answer: _Answer, plan: Plan, gpu: Gpu, *, tried: bool) -> Iterator[str]:
     """Yield the three lines that answer the question; ``tried``: whether changes were planned."""
     # Does it fit?
-    total = f"{memory.total / GIB:.2f} GiB per process"
+    memory = plan.memory
+    enough = gpu.holds(memory.total)
+    doubts = plan.not_counted.doubts(enough)
+    line = _ANSWERS[answer.fits][0]
+    if answer.gpu is None:
+        line += f" on {', '.join(answer.fits_on) or 'a known GPU'}"
+    line += f": {memory.total / GIB:.2f} GiB per process"
     if answer.gpu is not None:
-        room = f"{gpu.memory:g} GiB of {answer.gpu}"
         left = f"{gpu.memory - memory.total / GIB:.2f} GiB left"
-        fits = "fits" if answer.fits else "does not fit"
-        yield f"{fits}: {total}, of {room}, {left}"
-    elif answer.fits:
-        yield f"fits on {', '.join(answer.fits_on)}: {total}"
-    else:
-        yield f"fits on no known GPU: {total}"
+        line += f", of {gpu.memory:g} GiB of {answer.gpu}, {left}"
+    if doubts:
+        line += f"; not counted exactly: {'; '.join(doubts)}"
+    yield line
 
     # What limits it?
     unit, name = _unit(memory)
@@ -175,12 +98,15 @@ def _verdict(answer: _Answer, memory: Memory, gpu: Gpu, *, tried: bool) -> Itera
     )
 
     # What would make it fit?
+    counted = "what was counted" if doubts else "it"
     if answer.change is not None:
-        yield f"cheapest change ({answer.change.total / GIB:.2f} GiB): {answer.change.command}"
-    elif answer.fits:
-        yield "no change is needed"
+        least = "at least " if plan.not_counted.more else ""
+        needs = f"{least}{answer.change.total / GIB:.2f} GiB"
+        yield f"cheapest change ({needs}): {answer.change.command}"
+    elif enough:
+        yield f"no change is needed for {counted} to fit"
     elif tried:
-        yield "no change makes it fit"
+        yield f"no change makes {counted} fit"
     else:
         yield "no change was tried"
 
@@ -215,7 +141,8 @@ def _costs(plan: Plan) -> Iterator[str]:
         f"checkpoint {plan.disk.checkpoint / 1e9:,.2f} GB; disk space for the run "
         f"{plan.disk.total / 1e9:,.2f} GB"
     )
-    for line in plan.not_counted:
+    found = plan.not_counted
+    for line in dict.fromkeys([*found.other, *found.more, *found.less]):
         yield f"not counted: {line}"
 
 

@@ -18,19 +18,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
-from torch import nn
 from torch._subclasses import fake_tensor as fake
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensors import Planned
-from oneloop.job.build import Job, build_job
+from oneloop.job.build import build_job
 from oneloop.launch.agreement import where
 from oneloop.launch.command import accelerate_variables
 from oneloop.launch.nodes import Nodes
 from oneloop.launch.processes import start
-from oneloop.plan.description import Asked, NotPlanned, Plan, describe
+from oneloop.plan.asked import Asked
+from oneloop.plan.description import NotCounted, NotPlanned, Plan, describe
 from oneloop.plan.step_costs import SAMPLED, StepCosts
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
@@ -52,6 +52,9 @@ _LAYERS = (
     "cosine_similarity"
 )
 _WIDE = {*_MATH.split(), *_LAYERS.split()}
+
+# Functions of recurrent layers: cuDNN keeps what it needs for the backward in a format of its own.
+_FUSED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 _KILLED = "the process that plans was killed; it may need more host memory"
 _ALLOCATOR = (  # these keys change no tensor that is counted
@@ -115,7 +118,12 @@ def _plan(asked: Asked) -> Plan:
     recipe, missing = _plannable(read(training), training)
     precision = variables.get("ACCELERATE_MIXED_PRECISION")
     if precision in ("fp16", "fp8"):
-        missing.append(f"mixed_precision {precision}: planned as bf16")
+        line = f"mixed_precision {precision}: planned as bf16"
+        if precision == "fp16":
+            missing.other.append(line)
+        else:  # copies of the weights need memory, and smaller activations save some
+            missing.more.append(line)
+            missing.less.append(line)
         variables["ACCELERATE_MIXED_PRECISION"] = "bf16"
 
     # Start rank 0 of a process group whose other ranks do not exist.
@@ -147,15 +155,24 @@ def _plan(asked: Asked) -> Plan:
 
     # Run the step and the evaluation on fake tensors.
     evaluation = None
-    with _CudaAutocast():
+    with _CudaRules() as rules:
         costs = StepCosts(job, run, fake.FakeTensorMode(allow_non_fake_inputs=True))
         step = costs.step()
         try:
             evaluation = costs.evaluation()
         except _READS:
-            missing.append("evaluation: the loss or the metrics read values")
+            missing.more.append("the evaluation, whose loss or metrics read values")
+    kernels = sorted(rules.fused | costs.ledger.foreign)
+    if kernels:
+        missing.more.append(f"what the kernels of {', '.join(kernels)} allocate")
 
-    missing += _not_counted(job, costs)
+    # Without lengths, only the first samples are loaded to find the largest.
+    has_lengths = job.collate.sample_weight is not None or hasattr(job.train_set, "lengths")
+    if not has_lengths and len(job.train_set) > SAMPLED:
+        missing.more.append(f"samples after the first {SAMPLED}, which may be larger")
+    if costs.values.read:
+        name = job.recipe.optimizer.name
+        missing.other.append(f"optimizer.name {name} reads values, planned as 1")
     return describe(asked, job, costs, step=step, evaluation=evaluation, not_counted=missing)
 
 
@@ -175,10 +192,11 @@ def _set_environment(asked: Asked, variables: Mapping[str, str]) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "OMP_NUM_THREADS": "1"}
 
 
-def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, list[str]]:
-    """Return the recipe without what cannot be planned, and lines about what is not counted."""
+def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, NotCounted]:
+    """Return the recipe without what cannot be planned, and what is not counted."""
     machine = recipe.machine
-    notes = []
+    found = NotCounted(other=[_ALLOCATOR])
+    notes = found.less
     if machine.compile != "none":
         notes.append(f"machine.compile {machine.compile}: planned as none, which is an upper bound")
     if machine.offload:
@@ -203,32 +221,25 @@ def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, list[str]]
             f"batch.micro {recipe.batch.micro}: planned with one micro-batch per step, which is "
             "an upper bound"
         )
-    notes.append(_ALLOCATOR)
     machine = replace(machine, compile="none", offload=False, recompute=recompute)
-    return replace(recipe, machine=machine), notes
+    return replace(recipe, machine=machine), found
 
 
-def _not_counted(job: Job, costs: StepCosts) -> list[str]:
-    """Return lines about what the measured step does not show."""
-    lines = []
-    if any(isinstance(module, nn.RNNBase) for module in job.model.modules()):
-        lines.append("what the kernels of recurrent layers (nn.LSTM, …) keep for the backward pass")
+class _CudaRules(TorchFunctionMode):
+    """What CUDA does in another way than a CPU.
 
-    # Without lengths, only the first samples are loaded to find the largest.
-    has_lengths = job.collate.sample_weight is not None or hasattr(job.train_set, "lengths")
-    if not has_lengths and len(job.train_set) > SAMPLED:
-        lines.append(f"samples after the first {SAMPLED}, which may be larger")
+    Its autocast computes in float32 what that of a CPU keeps in half precision. ``fused``: called
+    functions that have one kernel, whose memory is not known here."""
 
-    if costs.values.read:
-        lines.append(f"optimizer.name {job.recipe.optimizer.name} reads values, planned as 1")
-    return lines
-
-
-class _CudaAutocast(TorchFunctionMode):
-    """Computes in float32 what CUDA's autocast does; that of a CPU keeps half precision."""
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused: set[str] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _WIDE and torch.is_autocast_enabled("cpu"):
+        name = getattr(func, "__name__", "")
+        if name in _FUSED:
+            self.fused.add(name)
+        if name in _WIDE and torch.is_autocast_enabled("cpu"):
             args = tuple(map(_in_float32, args))
         return func(*args, **(kwargs or {}))
 

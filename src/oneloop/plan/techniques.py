@@ -1,11 +1,12 @@
 """Common techniques for fast training, each with the recipe keys that switch it on and off."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.schema import Recipe
 
 # a key of Accelerate, not of the recipe; set by an environment variable
@@ -115,6 +116,8 @@ TECHNIQUES = (
     ),
 )
 
+KNOWN = {technique.name: technique for technique in TECHNIQUES}
+
 
 def as_arguments(keys: Mapping[str, Any]) -> list[str]:
     """Return keys as command-line arguments: ``--batch.micro 16``."""
@@ -123,3 +126,11 @@ def as_arguments(keys: Mapping[str, Any]) -> list[str]:
         if key != PRECISION:
             arguments += [f"--{key}", value if isinstance(value, str) else json.dumps(value)]
     return arguments
+
+
+def named(names: Sequence[str]) -> list[Technique]:
+    """Return the techniques of these names. Raise BadInput for an unknown one."""
+    for name in names:
+        if name not in KNOWN:
+            raise BadInput(f"--only {name!r} is not a technique; known: {', '.join(KNOWN)}")
+    return [KNOWN[name] for name in names]

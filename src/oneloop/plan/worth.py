@@ -16,7 +16,7 @@ from torch import Tensor
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, replacing
 from oneloop.plan.short_run import Measured, Runner
-from oneloop.plan.techniques import DEFAULT, TECHNIQUES, Keys, Machine, Technique
+from oneloop.plan.techniques import DEFAULT, KNOWN, TECHNIQUES, Keys, Machine, Technique, named
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
 from oneloop.show.worth_table import as_page, as_table, sentences
@@ -93,15 +93,12 @@ def measured(
         BadInput: The recipe or a name is wrong, or the recipe does not train at all.
     """
     recipe = read(words)
-    known = {technique.name: technique for technique in TECHNIQUES}
-    for name in only:
-        if name not in known:
-            raise BadInput(f"--only {name!r} is not a technique; known: {', '.join(known)}")
+    chosen = named(only)
 
     # Choose what can be tried on this machine.
     runner = Runner(words, timeout=timeout)
     steps, machine = _steps_and_machine(runner, seconds, recipe.batch.size)
-    tried, rejected = _select(recipe, machine, [known[name] for name in only])
+    tried, rejected = _select(recipe, machine, chosen)
     base: Keys = {}
     for trial in tried:
         base |= trial.off
@@ -111,9 +108,9 @@ def measured(
     same, faults = _compare_weights(runner, base, tried)
     failed = []
     for name, why in rejected.items():
-        failed.append(_failed(known[name], f"does not work with this recipe: {why}"))
+        failed.append(_failed(KNOWN[name], f"does not work with this recipe: {why}"))
     for name, fault in faults.items():
-        failed.append(_failed(known[name], f"failed: {fault}"))
+        failed.append(_failed(KNOWN[name], f"failed: {fault}"))
     tried = [trial for trial in tried if trial.technique.name not in faults]
 
     # Time what works.
@@ -160,17 +157,17 @@ def _steps_and_machine(runner: Runner, seconds: float, batch: int) -> tuple[int,
 
 
 def _select(
-    recipe: Recipe, machine: Machine, named: Sequence[Technique]
+    recipe: Recipe, machine: Machine, chosen: Sequence[Technique]
 ) -> tuple[list[_Trial], dict[str, str]]:
     tried: list[_Trial] = []
     rejected: dict[str, str] = {}
-    for technique in named or TECHNIQUES:
+    for technique in chosen or TECHNIQUES:
         keys = technique.keys(recipe, machine)
         if isinstance(keys, str):
             rejected[technique.name] = keys
-        elif named or len(tried) < DEFAULT:
+        elif chosen or len(tried) < DEFAULT:
             tried.append(_Trial(technique, *keys))
-    return tried, rejected if named else {}
+    return tried, rejected if chosen else {}
 
 
 def _compare_weights(

@@ -57,8 +57,9 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
             module = module_of(Path(path)) if ":" in name else import_module(path)
     except ModuleNotFoundError as error:
         raise BadInput(
-            f"{group}.name {name!r} needs the module {error.name!r}, which is not installed and "
-            f"not found from this folder; install it or correct the path{_extra(error.name)}"
+            f"{group}.name {name!r} needs the module {error.name or str(error)!r}, which is not "
+            "installed and not found from this folder; install it or correct the path"
+            f"{_extra(error.name)}"
         ) from error
     except BadInput as error:
         if ":" not in name:
@@ -113,7 +114,7 @@ def reject_while_importing() -> None:
 def _split(group: str, name: str) -> tuple[str, str]:
     """Split a name into file or module, and attribute.
 
-    Raise BadInput for other forms, and for the standard library.
+    Raise BadInput for other forms, for a file that does not exist, and for the standard library.
     """
     known = CHOICES[group]
 
@@ -127,6 +128,10 @@ def _split(group: str, name: str) -> tuple[str, str]:
             raise BadInput(
                 f"{group}.name {name!r}: write the file and the name in it: "
                 f"{file or 'my_file.py'}:Name"
+            )
+        if not Path(file).expanduser().is_file():
+            raise BadInput(
+                f"{group}.name {name!r}: file {Path(file).expanduser().resolve()} does not exist"
             )
         return file, attribute
 
@@ -331,11 +336,9 @@ def from_there(name: str, recorded: Path) -> str:
 def module_of(file: Path) -> ModuleType:
     """Import a file as a script next to it would.
 
-    Raise BadInput if it is missing, or its module name is taken.
+    Raise BadInput if its module name is taken.
     """
     file = file.expanduser().resolve()
-    if not file.is_file():
-        raise BadInput(f"file {file} does not exist")
 
     # Do not import a file twice: its classes would differ.
     for name in ("__main__", file.stem):

@@ -57,6 +57,13 @@ def find_recipe(source: str | None, given: dict[str, Any]) -> tuple[str, dict[st
     )
 
 
+def is_recipe(source: str) -> bool:
+    """Return whether ``source`` is a recipe or a task, not a path or ``hf:NAME`` of data."""
+    path = Path(source).expanduser()
+    written = path.suffix in (".yaml", ".yml", ".py")
+    return not source.startswith("hf:") and (written or not path.exists())
+
+
 def name_after(task: Any) -> str:
     """Return ``my_task`` for ``my_task.py:MyTask`` and ``my_task.MyTask``.
 

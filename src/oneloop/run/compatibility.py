@@ -83,8 +83,8 @@ class InputCheck:
         now = self.about.get("source") or {}
         if before.get("checksum") != now.get("checksum"):
             self._say(
-                f"the source of the task has changed ({now.get('file')}): the run continues "
-                "with the new source"
+                f"the source of the task has changed ({now.get('file', 'unknown file')}): the run "
+                "continues with the new source"
             )
 
     def _recipe_differences(self, there: Mapping[str, Any]) -> list[str]:

@@ -72,8 +72,8 @@ def source_changed(recipe: Recipe, run: Path) -> str:
     if there.get("checksum") == now.get("checksum"):
         return ""
     return (
-        f"the source of its task ({now.get('file')}) has changed since: choose another run.dir to "
-        "train it"
+        f"the source of its task ({now.get('file', 'unknown file')}) has changed since: choose "
+        "another run.dir to train it"
     )
 
 
