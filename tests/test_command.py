@@ -10,7 +10,8 @@ import sys
 
 import pytest
 
-from oneloop.launch.command import _known_options, _of_one_process, config_file
+from oneloop.basics.exit_codes import BadInput
+from oneloop.launch.command import _of_one_process, config_file, split_words
 
 PROGRAM = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
 
@@ -64,6 +65,8 @@ def test_only_plain_settings_of_one_process_do_without_accelerate(tmp_path):
 def test_options_of_the_launcher_end_at_the_recipe():
     words = ["--config_file", "single", "--mixed_precision=bf16", "digits", "--batch.size", "8"]
     options = {"config_file": "single", "mixed_precision": "bf16"}
-    assert _known_options(words) == (options, ["digits", "--batch.size", "8"])
-    assert _known_options(["--gpu_ids", "0", "digits"]) is None  # accelerate reads it
-    assert _known_options(["--config_file", "single"]) is None and _known_options([]) is None
+    assert split_words(words) == (options, ["digits", "--batch.size", "8"])
+    assert split_words(["--gpu_ids", "0", "digits"]) is None  # accelerate reads it
+    for words in ([], ["--config_file"], ["--config_file", "single"]):
+        with pytest.raises(BadInput, match="no recipe given|needs a value"):
+            split_words(words)
