@@ -392,6 +392,24 @@ def test_nodes_with_different_commands(tmp_path):
 gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="a clock is set off with gcc")
 
 
+@pytest.mark.parametrize("when", ["saved", pytest.param("requested", marks=pytest.mark.slow)])
+def test_a_saved_stop_is_a_stop_without_the_agent_of_the_rendezvous(when, tmp_path):
+    """The agent that holds the rendezvous is killed once the stop is saved, or before."""
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"
+    nodes = _started(2, keys, tmp_path, port=29497, least=2)
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
+    holder = next(node for node in nodes if _holds_rendezvous(node, 29497))
+    for node in nodes:
+        node.process.send_signal(signal.SIGTERM)
+    if when == "saved":
+        lab.until(tmp_path / "run" / "summary.json")
+    else:
+        time.sleep(0.3)
+    os.kill(holder.agent(), signal.SIGKILL)
+    assert [node.ended() for node in nodes] == [75, 75], nodes[0].output + nodes[1].output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_code"] == 75
+
+
 @gcc
 @pytest.mark.parametrize("seconds", [-60, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_clock_that_is_off_ends_all_nodes_before_the_run(seconds, tmp_path):
