@@ -55,11 +55,13 @@ def test_only_plain_settings_of_one_process_do_without_accelerate(tmp_path):
         "use_cpu: true",
         "gpu_ids: '1'",
         "debug: true",
-        "- a",
     ):
         file = tmp_path / "own.yaml"
         file.write_text(f"distributed_type: 'NO'\n{line}\n")
         assert not _of_one_process({"config_file": str(file)})
+    file.write_text("- a")
+    with pytest.raises(BadInput, match="is not an accelerate config file"):
+        _of_one_process({"config_file": str(file)})
 
 
 def test_options_of_the_launcher_end_at_the_recipe():

@@ -10,8 +10,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 import lab
@@ -71,6 +73,24 @@ def test_a_port_that_another_program_uses(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         node = _doctor(f"--nodes 2 --rendezvous 127.0.0.1:{server.getsockname()[1]}", tmp_path)
         assert node.ended(120) == 1 and "choose another free port" in node.output, node.output
+
+
+@pytest.mark.slow
+def test_a_host_of_the_rendezvous_that_is_stopped(tmp_path):
+    """The second host has joined, and waits for a third one."""
+    words = f"--nodes 3 --rendezvous 127.0.0.1:{_free_port()} --config_file ddp"
+    nodes = [_doctor(words, tmp_path) for _ in range(2)]
+    lab.until_true(lambda: any(map(_listens, nodes)))
+    time.sleep(5)
+    holder = next(node for node in nodes if _listens(node))
+    other = next(node for node in nodes if node is not holder)
+    holder.process.send_signal(signal.SIGSTOP)
+    assert other.ended(40) == 1 and "no answer in 10 s" in other.output, other.output
+
+
+def _listens(node: lab.Node) -> bool:
+    found = psutil.Process(node.process.pid).net_connections()
+    return any(one.status == psutil.CONN_LISTEN for one in found)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +167,24 @@ FAULTS = {  # what is changed on the second host, and what is reported
     ),
     "none": ("", "no problem"),
 }
+
+
+@pytest.mark.slow
+@pytest.mark.hosts
+@pytest.mark.parametrize("here", [1, 2])
+def test_a_link_that_is_cut(here, tmp_path):
+    """Both hosts have found each other, and each waits for a third one."""
+    if why := lab.why_no_namespaces():
+        pytest.skip(why)
+    words = "--nodes 3 --rendezvous 10.77.0.1:29400 --config_file ddp"
+    with lab.two_hosts():
+        nodes = [_doctor(words, tmp_path, space=space) for space in (1, 2)]
+        lab.until_true(lambda: _listens(nodes[0]))
+        time.sleep(5)
+        lab.cut(here)
+        assert [node.ended(80) for node in nodes] == [1, 1]
+    assert "another node did not answer" in nodes[0].output
+    assert "10.77.0.1:29400 does not answer" in nodes[1].output
 
 
 @pytest.mark.slow

@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -17,12 +20,16 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
+from torch.distributed import DistStoreError, PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
 
 import lab
 from oneloop.basics.exit_codes import BadInput
-from oneloop.launch import elastic
+from oneloop.basics.launcher import HOST
+from oneloop.launch import bounded_store, rendezvous
+from oneloop.launch.agent import Agent, usable_ranks
+from oneloop.launch.bounded_store import BoundedStore
 from oneloop.launch.command import launch_options
-from oneloop.launch.elastic import usable_ranks
 from oneloop.launch.node_checks import NodeFacts, compared
 from oneloop.launch.nodes import ACCELERATE, Nodes, nodes, options
 from oneloop.recipe.parse import recipe
@@ -132,7 +139,7 @@ def _first(*every: NodeFacts) -> str:
 
 
 def test_facts_of_a_node_with_another_version_are_read():
-    sent = {"name": "a", "processes": 8, "time": 1.0, "settings": {"oneloop": "9"}, "loopback": ""}
+    sent = {"name": "a", "processes": 8, "settings": {"oneloop": "9"}, "loopback": ""}
     assert NodeFacts.received(sent | {"newer": 1}).file is None
     assert NodeFacts.received(sent).as_json() == sent
     assert NodeFacts.received(sent | {"file": "f"}).as_json() == sent | {"file": "f"}
@@ -142,13 +149,12 @@ def test_nodes_that_do_not_fit_together():
     one = NodeFacts(
         name="a",
         processes=8,
-        time=100.0,
         settings={"torch": "2.15"},
         loopback="",
         file=None,
     )
     two = replace(one, name="b")
-    assert _first(one, replace(two, time=102.0)) == ""
+    assert _first(one, two) == ""
     fewer = replace(two, processes=4)
     assert "a 8, b 4; give the smallest as --processes_per_node" in _first(one, fewer)
     older = replace(two, settings={"torch": "2.14"})
@@ -157,7 +163,6 @@ def test_nodes_that_do_not_fit_together():
     assert "ACCELERATE_MIXED_PRECISION is none on a and bf16 on b; use the same" in _first(
         one, half
     )
-    assert "differ by 60 s" in _first(one, replace(two, time=40.0))
     unreachable = replace(one, loopback="resolves to 127.0.1.1")
     assert _first(unreachable) == ""  # only one node
     assert "127" in _first(one, unreachable)
@@ -199,7 +204,7 @@ def test_a_rendezvous_that_nobody_answers():
         ConnectionError,
         match=r"no answer from 192.0.2.1:29400 in 0 s; start the same command on 192.0.2.1",
     ):
-        elastic.open_store(Nodes(2, 2, "192.0.2.1", rejoin=0.1))
+        rendezvous.open_store(Nodes(2, 2, "192.0.2.1", rejoin=0.1))
 
 
 @pytest.fixture(autouse=True)
@@ -226,12 +231,13 @@ def _started(
     least: int = 1,
     most: int = 2,
     config: str = "ddp",
+    variables: dict[str, str] | None = None,
 ) -> list[lab.Node]:
     words = (
         f"--nodes {least}:{most} --rendezvous 127.0.0.1:{port} --max_restarts 5 --config_file "
         f"{config} {keys}"
     )
-    return [lab.Node(words.split(), folder) for _ in range(number)]
+    return [lab.Node(words.split(), folder, variables=variables) for _ in range(number)]
 
 
 def test_a_killed_rank_is_started_again_and_the_weights_are_bit_identical(tmp_path):
@@ -243,6 +249,7 @@ def test_a_killed_rank_is_started_again_and_the_weights_are_bit_identical(tmp_pa
     os.kill(second.trainers()[0], signal.SIGKILL)
     assert first.ended() == second.ended() == 0, first.output + second.output
     assert "was killed by SIGKILL" in first.output + second.output, first.output + second.output
+    assert "a node joins" not in first.output + second.output
     assert "resuming from run/checkpoints/step-00000010" in first.output + second.output
     assert _weights(tmp_path / "run") == _weights(tmp_path / "whole")
 
@@ -380,3 +387,128 @@ def test_nodes_with_different_commands(tmp_path):
     lab.when([first, second], "start the same command on all nodes")
     late = first if "another was started" in first.output else second
     assert late.ended(30) == 2 and not (tmp_path / "run").exists()
+
+
+gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="a clock is set off with gcc")
+
+
+@pytest.mark.parametrize("when", ["saved", pytest.param("requested", marks=pytest.mark.slow)])
+def test_a_saved_stop_is_a_stop_without_the_agent_of_the_rendezvous(when, tmp_path):
+    """The agent that holds the rendezvous is killed once the stop is saved, or before."""
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"
+    nodes = _started(2, keys, tmp_path, port=29497, least=2)
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
+    holder = next(node for node in nodes if _holds_rendezvous(node, 29497))
+    for node in nodes:
+        node.process.send_signal(signal.SIGTERM)
+    if when == "saved":
+        lab.until(tmp_path / "run" / "summary.json")
+    else:
+        time.sleep(0.3)
+    os.kill(holder.agent(), signal.SIGKILL)
+    assert [node.ended() for node in nodes] == [75, 75], nodes[0].output + nodes[1].output
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_code"] == 75
+
+
+@gcc
+@pytest.mark.parametrize("seconds", [-60, pytest.param(60, marks=pytest.mark.slow)])
+def test_a_clock_that_is_off_ends_all_nodes_before_the_run(seconds, tmp_path):
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"
+    first = _started(1, keys, tmp_path, port=29477, least=2)[0]
+    off = lab.clock_off(tmp_path, seconds)
+    second = _started(1, keys, tmp_path, port=29477, least=2, variables=off)[0]
+    assert [first.ended(40), second.ended(40)] == [2, 2], first.output + second.output
+    for node in (first, second):  # either may hold the rendezvous, with whose clock it compares
+        assert re.search("60 s (ahead of|behind) that of ", node.output), node.output
+        assert node.output.count("(127.0.0.1)") == 2 and "Traceback" not in node.output
+    assert not (tmp_path / "run").exists()
+
+
+@gcc
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [-60, 60])
+def test_a_running_run_goes_on_without_a_node_whose_clock_is_off(seconds, tmp_path):
+    """A node that comes later is rejected. A clock that changes in the middle is no failure."""
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 200 --run.dir run"
+    off = lab.clock_off(tmp_path, 0)
+    first = _started(1, keys, tmp_path, port=29487)[0]
+    changed = _started(1, keys, tmp_path, port=29487, variables=off, most=2)[0]
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
+    (tmp_path / "clock").write_text(str(seconds))
+    late = _started(1, keys, tmp_path, port=29487, variables=off)[0]
+    assert late.ended(40) == 2 and "60 s" in late.output, late.output
+    assert [first.ended(120), changed.ended(120)] == [0, 0], first.output + changed.output
+    assert "joins" not in first.output + changed.output
+
+
+def test_a_rendezvous_below_the_minimum_is_an_error(tmp_path, monkeypatch):
+    """torch's rendezvous drops a node whose clock is behind, and then starts with fewer."""
+    monkeypatch.setenv(HOST, "here")
+    nodes = Nodes(2, 2, "127.0.0.1", 0)
+    store, holds = rendezvous.open_store(nodes)
+    handler = rendezvous.rendezvous_handler(nodes, store, "127.0.0.1")
+    spec = WorkerSpec("oneloop", 1, handler, entrypoint="python")
+    agent = Agent(spec, nodes, tmp_path, None, store, holds=holds)
+    with pytest.raises(ConnectionError, match="counts 1 nodes instead of 2 or more"):
+        agent._assign_worker_ranks(store, 0, 1, spec)
+
+
+HOLDS = """
+import time
+from torch.distributed import TCPStore
+store = TCPStore("127.0.0.1", 0, is_master=True)
+print(store.port, flush=True)
+time.sleep(600)
+"""
+
+
+def test_no_call_of_a_store_waits_for_a_stopped_process(monkeypatch):
+    monkeypatch.setattr(bounded_store, "LOST", 1.0)
+    words = [sys.executable, "-c", HOLDS]
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
+        store = BoundedStore(TCPStore("127.0.0.1", int(holder.stdout.readline())))
+        wrapped = PrefixStore("a", store)
+        wrapped.set("key", "1")
+        assert wrapped.add("number", 2) == 2 and wrapped.check(["key"])
+        assert wrapped.compare_set("key", "1", "3") == wrapped.get("key") == b"3"
+        with pytest.raises(DistStoreError, match="a/other missing for 1 s"):
+            wrapped.wait(["other"], timedelta(seconds=1))
+        assert not store.lost
+        holder.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        with pytest.raises(DistStoreError, match="no answer in 1 s"):
+            wrapped.check(["key"])
+        for call in (wrapped.get, wrapped.wait, wrapped.add):
+            with pytest.raises(DistStoreError, match="did not answer before"):
+                call(*{wrapped.wait: (["key"],), wrapped.add: ("number", 1)}.get(call, ("key",)))
+        assert time.monotonic() - began < 5 and store.lost
+        with pytest.raises(ConnectionError, match="no rendezvous answers there"):
+            rendezvous.open_store(Nodes(2, 2, "127.0.0.1", wrapped.underlying_store._store.port))
+        holder.kill()
+
+
+def test_the_store_listens_on_the_interface_of_its_address():
+    store, holds = rendezvous.open_store(Nodes(2, 2, "127.0.0.1", 0))
+    found = [one.laddr for one in psutil.Process().net_connections() if one.status == "LISTEN"]
+    assert holds and [one.ip for one in found if one.port == store._store.port] == ["127.0.0.1"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher", ["--max_restarts 1 --processes_per_node 2", "--num_processes 2"]
+)
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_stopped_supervisor_does_not_hold_a_run_that_has_ended(launcher, rank, tmp_path):
+    """On one host. The agent starts the processes, or accelerate's launcher."""
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 60 --run.dir run"
+    node = lab.Node(f"{launcher} --config_file ddp {keys}".split(), tmp_path)
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
+    of_rank = [
+        process
+        for process in psutil.Process(node.process.pid).children(recursive=True)
+        if process.environ().get("RANK") == rank and "oneloop.train" in process.cmdline()
+    ]
+    supervisor = next(one for one in of_rank if one.parent() not in of_rank)
+    supervisor.suspend()
+    assert node.ended(120) == 0, node.output
+    assert "done; results in run" in node.output and "Traceback" not in node.output

@@ -207,6 +207,16 @@ def why_no_namespaces() -> str | None:
     return f"network namespaces cannot be made: {made.stderr.strip()}" if made.returncode else None
 
 
+def clock_off(folder: Path, seconds: int) -> dict[str, str]:
+    """Return the variables of a host whose clock is off. Write another number into the file
+    ``clock`` to change it."""
+    library = folder / "clock.so"
+    source = Path(__file__).with_name("clock.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    (folder / "clock").write_text(str(seconds))
+    return {"LD_PRELOAD": str(library), "CLOCK_OFF": str(folder / "clock")}
+
+
 @contextmanager
 def two_hosts() -> Iterator[None]:
     """Make two network namespaces, h1 (10.77.0.1) and h2 (10.77.0.2), with a link between them."""
@@ -242,6 +252,12 @@ def two_hosts() -> Iterator[None]:
 def link(state: str) -> None:
     """Set the link between the two hosts "up" or "down"."""
     subprocess.run(["ip", "-n", "h1", "link", "set", "v1", state], check=True)
+
+
+def cut(here: int) -> None:
+    """Lose what a host sends to the other one: with a wrong address of its network card."""
+    wrong = f"neigh replace 10.77.0.{3 - here} lladdr 02:00:00:00:00:99 dev v{here} nud permanent"
+    subprocess.run(["ip", "-n", f"h{here}", *wrong.split()], check=True)
 
 
 CASES = (

@@ -91,11 +91,24 @@ def is_alive(process: int) -> bool:
     """Return whether this user has a running process with this id."""
     try:
         os.kill(process, 0)
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return _state(process) != "Z"
     except ProcessLookupError:
         return False
     except OSError:
         return not Path("/proc/self").exists()
+
+
+def is_stopped(process: int) -> bool:
+    """Return whether SIGSTOP has stopped a process; False where Linux's /proc is missing."""
+    try:
+        return _state(process) == "T"
+    except OSError:
+        return False
+
+
+def _state(process: int) -> str:
+    """Return the state of a process in one letter. Raise OSError."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def _is_python(process: int) -> bool:

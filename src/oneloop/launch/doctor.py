@@ -20,6 +20,8 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.launcher import die_with, on_stops
 from oneloop.launch.before_imports import read_once
+from oneloop.launch.bounded_store import BoundedStore
+from oneloop.launch.clocks import clock_problem, show_clock
 from oneloop.launch.command import accelerate_variables, launch_options
 from oneloop.launch.node_checks import (
     NodeFacts,
@@ -132,6 +134,7 @@ def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) ->
     With several hosts, the address is added to the name of ``mine``.
     """
     # Open the store, and take a number.
+    store: TCPStore | BoundedStore
     if known.most == 1:
         address = "127.0.0.1"
         store = TCPStore(address, 0, is_master=True)
@@ -141,6 +144,10 @@ def _together(known: Nodes, mine: _Host, processes: int, folder: Path | None) ->
         address = address_towards(known.host, known.port)
         mine.name += f" ({address})"
         store, holds = open_store(known)
+        if holds:
+            show_clock(store, mine.name)
+        else:
+            mine.problems += filter(None, [clock_problem(store, mine.name)])
     number = store.add("joined", 1) - 1
     hosts = known.least
     if number >= hosts:

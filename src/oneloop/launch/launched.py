@@ -9,9 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
-from oneloop.basics.launcher import die_with, is_alive, on_stops
+from oneloop.basics.launcher import die_with, is_alive, is_stopped, on_stops
 
 _INTERVAL = 0.2  # seconds between two checks
+_EXIT = 10.0  # seconds after the end of the run in which its processes should exit
 
 
 def begin(parent: int | None) -> None:
@@ -33,6 +34,8 @@ class Launched:
         self._folder = folder  # with the ids of the training processes
         self._signals: list[int] = []
         self._forwarded: set[tuple[int, str]] = set()  # (signal, process id)
+        self._ending: Path | None = None  # the newest exit code that the processes have reported
+        self._ending_since = 0.0  # when it was first seen, by time.monotonic
         on_stops(self._record)
 
     def _record(self, number: int, frame: object) -> None:
@@ -50,6 +53,7 @@ class Launched:
         """
         while (code := self._poll()) is None:
             self._forward()
+            self._continue_stopped()
             if time.monotonic() > until:
                 self._process.kill()  # the others end with it
                 raise TimeoutError
@@ -57,11 +61,13 @@ class Launched:
         # If the launcher was killed, the training processes save and exit.
         while self._alive():
             self._forward()
+            self._continue_stopped()
             time.sleep(_INTERVAL)
 
-        # The file has the code that the training processes report: launchers turn each into 1.
-        file = self._folder / "exit_code"
-        if file.exists():
+        # The file has the code that the training processes report: launchers turn each into 1. An
+        # agent that was killed leaves the one of its last attempt.
+        file = self._reported()
+        if file is not None:
             return int(file.read_text())
         if self._signals:
             return STOPPED
@@ -84,6 +90,31 @@ class Launched:
                     self._forwarded.add((number, pid))
                     with suppress(ProcessLookupError):
                         os.kill(int(pid), number)
+
+    def _reported(self) -> Path | None:
+        """Return the file of the newest exit code."""
+        files = self._folder.glob("exit_code*")
+        return max(files, key=lambda file: file.stat().st_mtime_ns, default=None)
+
+    def _continue_stopped(self) -> None:
+        """Continue processes that were stopped (SIGSTOP) before the run ended: they only exit."""
+        # The run may have ended some time ago.
+        now = time.monotonic()
+        file = self._reported()
+        if file != self._ending:
+            self._ending = file
+            self._ending_since = now
+        if file is None or now - self._ending_since < _EXIT:
+            return
+
+        # Processes that are younger belong to another attempt.
+        alive = self._alive()
+        ended = file.stat().st_mtime_ns
+        if any((self._folder / f"process-{pid}").stat().st_mtime_ns > ended for pid in alive):
+            return
+        for pid in {*alive, str(self._process.pid)}:
+            if is_stopped(int(pid)):
+                os.kill(int(pid), signal.SIGCONT)
 
     def _alive(self) -> list[str]:
         alive = []

@@ -1,6 +1,6 @@
 """The checks of nodes.
 
-Before a run of several nodes: versions, accelerate's settings, clocks, processes, host names, run
+Before a run of several nodes: versions, accelerate's settings, processes, host names, run
 folder. For ``oneloop doctor`` also devices, limits and disks of each node.
 """
 
@@ -26,7 +26,6 @@ import torch
 from oneloop.basics.files import cache_folder, replacing
 from oneloop.launch.environment import versions
 
-_CLOCK = 5.0  # seconds; a rendezvous takes a node whose clock is further off for dead
 _SEEN = 5.0  # seconds until a shared file system shows a new file to the other nodes
 
 _SHARED_MEMORY = 512 << 20  # least free bytes of /dev/shm
@@ -53,7 +52,6 @@ class NodeFacts:
 
     name: str
     processes: int  # on this node
-    time: float  # of its clock, in seconds since 1970
     settings: dict[str, str]  # versions of packages, and variables of accelerate
     loopback: str  # error message if gloo would connect by a loopback address, or empty
     file: str | None = None  # of the first node, which all nodes must see; None: not written
@@ -68,7 +66,6 @@ class NodeFacts:
         return cls(
             name=sent["name"],
             processes=sent["processes"],
-            time=sent["time"],
             settings=sent["settings"],
             loopback=sent["loopback"],
             file=sent.get("file"),
@@ -98,7 +95,6 @@ def facts(name: str, address: str, processes: int, file: Path | None) -> NodeFac
         processes: on this node.
         file: the result of :func:`new_file`, which is created.
     """
-    now = time.time()
     prefixes = ("ACCELERATE_", "FSDP_", "PARALLELISM_")
     settings = {key: value for key, value in os.environ.items() if key.startswith(prefixes)}
     unreachable = loopback(name, address)
@@ -109,7 +105,7 @@ def facts(name: str, address: str, processes: int, file: Path | None) -> NodeFac
         with suppress(OSError):  # the run itself reports a folder that cannot be written
             file.touch()
             written = str(file)
-    return NodeFacts(name, processes, now, versions() | settings, unreachable, written)
+    return NodeFacts(name, processes, versions() | settings, unreachable, written)
 
 
 def existing(folder: Path) -> Path:
@@ -155,13 +151,6 @@ def compared(every: Sequence[NodeFacts]) -> Iterator[str]:
                     f"{key} is {ours} on {first.name} and {theirs} on {other.name}; use the same "
                     "version or setting on all nodes"
                 )
-
-        apart = abs(other.time - first.time)
-        if apart > _CLOCK:
-            yield (
-                f"the clocks of {first.name} and {other.name} differ by {apart:.0f} s; "
-                "set them (NTP)"
-            )
 
     # One node connects to no other.
     if len(every) > 1:

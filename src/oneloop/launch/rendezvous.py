@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
@@ -16,37 +17,33 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from oneloop.launch.bounded_store import BoundedStore, answered
 from oneloop.launch.nodes import Nodes, is_here
 from oneloop.supervise.supervisor import say
 
 BEAT = 2  # seconds between two signs of life of a node
 _BEATS = 3  # signs of life of a node that may be missing
-LOST = 10.0  # seconds without an answer after which the node of the rendezvous counts as lost
 _LAST_CALL = 3.0  # seconds in which more nodes may join once there are enough
-END = 5.0  # seconds in which all nodes should end a run
+END = 5  # seconds in which all nodes should end a run
 
 
-def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
+def open_store(nodes: Nodes) -> tuple[BoundedStore, bool]:
     """Return the store of the rendezvous, and whether this process holds it.
 
     The first process on the node of the rendezvous holds it. Raise ConnectionError if the store
     does not answer.
     """
     # Open the store if it is on this host.
-    timeout = timedelta(seconds=30)
     if is_here(nodes.host):
-        with suppress(RuntimeError):  # another agent on this host has opened it
-            store = TCPStore(
-                nodes.host, nodes.port, is_master=True, multi_tenant=True, timeout=timeout
-            )
-            return store, True
+        with suppress(OSError, DistError):  # another agent on this host has opened it
+            return BoundedStore(_held(nodes)), True
 
     # Wait until the node of the rendezvous has opened it.
     until = time.monotonic() + nodes.rejoin
     with announced(
         f"waiting for the rendezvous at {nodes.host}:{nodes.port}, for up to {nodes.rejoin:.0f} s"
     ):
-        while not answers(nodes):
+        while not _listens(nodes):
             if time.monotonic() > until:
                 raise ConnectionError(
                     f"no answer from {nodes.host}:{nodes.port} in {nodes.rejoin:.0f} s; start the "
@@ -54,24 +51,34 @@ def open_store(nodes: Nodes) -> tuple[TCPStore, bool]:
                 )
             time.sleep(0.5)
 
-    # Connect on a thread: the constructor never returns if another program listens there.
-    found: list[TCPStore] = []
-
-    def connect() -> None:
-        with suppress(DistError):
-            found.append(TCPStore(nodes.host, nodes.port, is_master=False, timeout=timeout))
-
-    thread = threading.Thread(target=connect, daemon=True)
-    thread.start()
-    thread.join(LOST)
-    if not found:
+    # Connect. The constructor never returns if another program listens there.
+    try:
+        return BoundedStore(answered(partial(TCPStore, nodes.host, nodes.port))), False
+    except DistError:
         raise ConnectionError(
-            f"another program uses {nodes.host}:{nodes.port}; choose another free port"
-        )
-    return found[0], False
+            f"{nodes.host}:{nodes.port} accepts connections, and no rendezvous answers there; if "
+            "another program uses the port, choose another free port; if oneloop is stopped on "
+            "that host, end it"
+        ) from None
 
 
-def answers(nodes: Nodes) -> bool:
+def _held(nodes: Nodes) -> TCPStore:
+    """Open the store on the network interface of its address only.
+
+    Raise OSError, DistError if the port is in use.
+    """
+    # Debian gives a host's own name a loopback address, at which no other host could reach it.
+    address = socket.gethostbyname(nodes.host)
+    if address.startswith("127.") and nodes.host not in (address, "localhost"):
+        address = ""
+    server = socket.create_server((address, nodes.port))
+    port = server.getsockname()[1]
+    return TCPStore(
+        nodes.host, port, is_master=True, multi_tenant=True, master_listen_fd=server.detach()
+    )
+
+
+def _listens(nodes: Nodes) -> bool:
     """Return whether the node of the rendezvous accepts connections."""
     try:
         with socket.create_connection((nodes.host, nodes.port), timeout=BEAT):
@@ -107,8 +114,22 @@ def lost(nodes: Nodes) -> str:
     )
 
 
+def not_joined(nodes: Nodes, handler: DynamicRendezvousHandler) -> str:
+    """Return the message for a node that has waited in vain."""
+    others = len(handler._state_holder.state.participants)
+    if others >= nodes.least:
+        return (
+            f"the {others} nodes that train did not start again with this one in "
+            f"{nodes.rejoin:.0f} s; see their output"
+        )
+    return (
+        f"fewer than {nodes.least} nodes joined in {nodes.rejoin:.0f} s; start the same command on "
+        "more nodes"
+    )
+
+
 def exchanged(
-    store: Store, name: str, mine: Any, rank: int, ranks: int, seconds: float = 30.0
+    store: Store, name: str, mine: Any, rank: int, ranks: int, seconds: float = 20.0
 ) -> list[Any]:
     """Return the values of all nodes, in order. A signal can interrupt it.
 

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from oneloop.basics.launcher import HOST
+from oneloop.supervise.crash_report import Cause
 
 ADDRESS = "ONELOOP_WATCHED_AT"
 """variable that tells rank 0's training process where its supervisor listens: HOST PORT TOKEN"""
@@ -22,6 +23,7 @@ ADDRESS = "ONELOOP_WATCHED_AT"
 _MAX_BYTES_UNKNOWN = 1 << 10
 _MAX_BYTES_KNOWN = 1 << 24
 _MAX_UNKNOWN = 64  # maximum number of connections without authentication
+_LOST = 8.0  # seconds without a message after which a rank on another node counts as lost
 
 
 class SupervisorConnection:
@@ -94,6 +96,9 @@ class Supervisors:
         self.hosts = {rank: os.environ.get(HOST, "")}
         self._token = ""
         self._server: socket.socket | None = None
+        # whether all ranks are on this node
+        self._local = os.environ.get("LOCAL_WORLD_SIZE") == str(ranks)
+        self._given_up_until = 0.0
 
     def listen(self) -> None:
         """Open a port, on rank 0 of several; leave its address to the training process.
@@ -101,8 +106,7 @@ class Supervisors:
         It listens on loopback only; if there are several hosts, only on the interface of
         ``MASTER_ADDR``. The address is in the environment.
         """
-        local = os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks)
-        host = "127.0.0.1" if local else os.environ.get("MASTER_ADDR", "127.0.0.1")
+        host = "127.0.0.1" if self._local else os.environ.get("MASTER_ADDR", "127.0.0.1")
         self._token = secrets.token_hex(8)
         try:
             family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
@@ -133,19 +137,35 @@ class Supervisors:
         known = [peer for peer in self.others if peer.rank is not None]
         return len(known) == (self.ranks - 1 if self.rank == 0 else 1)
 
-    def lost(self, limit: float) -> SupervisorConnection | None:
-        """Return a supervisor on another node that was silent for ``limit`` seconds, if any."""
-        if os.environ.get("LOCAL_WORLD_SIZE") == str(self.ranks):
-            return None  # all are on this node
+    def lost(self, patience: float) -> Cause | None:
+        """Return a message if a supervisor on another node was silent for too long."""
+        if self._local:
+            return None
         for peer in self.others:
-            if peer.rank is not None and time.monotonic() - peer.heard > limit:
-                return peer
+            silent = time.monotonic() - peer.heard
+            if peer.rank is not None and silent > _LOST * patience:
+                words = (
+                    f"rank {peer.rank} does not answer for {silent:.0f} s: its node or the link to "
+                    "it is lost"
+                )
+                return Cause(peer.rank, words)
         return None
 
-    def reset_timers(self) -> None:
-        """Restart all timers: this host was suspended."""
+    def reset_timers(self, stopped_for: float = 0.0) -> None:
+        """Restart all timers: this host was suspended for ``stopped_for`` seconds."""
+        now = time.monotonic()
+        if stopped_for > _LOST and not self._local:
+            self._given_up_until = now + _LOST
         for peer in self.others:
-            peer.heard = time.monotonic()
+            peer.heard = now
+
+    @property
+    def gave_this_up(self) -> bool:
+        """Whether other nodes count this one as lost, if one of them ends now.
+
+        This node was suspended for too long just before. It must not write to the run folder.
+        """
+        return time.monotonic() < self._given_up_until
 
     def on(self, rank: int) -> str:
         """Return "; node NAME" for a rank, if there are several nodes."""

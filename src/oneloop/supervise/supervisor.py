@@ -43,7 +43,6 @@ _EARLY = 5.0  # seconds to exit if a stop is requested before the run begins
 # seconds to exit after this rank or rank 0 has finished: threads and exit handlers of the user
 _OVER = 60.0
 _LEAVING = 10.0  # the same, if a stop is requested meanwhile
-_LOST = 8.0  # seconds without a message after which a rank on another node counts as lost
 _OTHERS = 1.0  # seconds to wait for causes from other ranks
 
 
@@ -195,15 +194,19 @@ class Supervisor:
         if now - self._last_check > 8 * _INTERVAL:
             self.child.reset_timers()
             self.watch.reset()
-            self.peers.reset_timers()
+            self.peers.reset_timers(stopped_for=now - self._last_check)
         self._last_check = now
+        if self._causes and self.peers.gave_this_up:
+            say(f"rank {self.child.rank} was stopped, and the other nodes ended without it")
+            self._leave(ERROR)
 
         # Forward signals, and stop if the launcher has ended.
         while self._signals:
             self._forward(self._signals.pop(0))
         if self._started_by not in (None, os.getppid()) and not self._orphan:
             self._orphan = True
-            if HOST in os.environ:  # the other nodes go on without this one
+            # the other nodes go on without this one
+            if HOST in os.environ and self._stop_requested is None:
                 words = f"the launcher of rank {self.child.rank} was killed"
                 self._add_cause(Cause(self.child.rank, words))
             else:
@@ -219,13 +222,9 @@ class Supervisor:
 
         # Find hangs, and lost ranks.
         self._exchange_status(now)
-        lost = self.peers.lost(_LOST * (self.child.patience or _NEVER))
+        lost = self.peers.lost(self.child.patience or _NEVER)
         if lost is not None and not self._causes and not self.watch.named:
-            words = (
-                f"rank {lost.rank} does not answer for {now - lost.heard:.0f} s: its node or the "
-                "link to it is lost"
-            )
-            self._add_cause(Cause(lost.rank or 0, words))
+            self._add_cause(lost)
         if self.peers.rank == 0 and not self._causes:
             cause = self.watch.look(self._ask_for_stacks)
             if cause is not None:
