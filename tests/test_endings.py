@@ -347,13 +347,23 @@ def _with_a_stuck_writer(argv: list[str]) -> None:
 )
 def test_a_stuck_save_does_not_hold_training(folder, config, ranks):
     words = ["f.yaml", "--machine.patience", "0.1", "--duration", "60", "--save.every", "20"]
-    world = run(_with_a_stuck_writer, words, config=config, ranks=ranks, folder=folder, watch=True)
+    world = run(
+        _with_a_stuck_writer,
+        words,
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        watch=True,
+        variables={"STUCK": f"rank-0000{ranks - 1}"},
+    )
     assert world.codes == [1] * ranks, world.output
     assert (
-        "the save of step 20 did not finish within 1 s: its storage does not respond; continuing"
-        in world.output
+        f"the save of step 20 did not finish within 1 s (rank {ranks - 1}): its storage "
+        "does not respond; continuing" in world.output
     )
-    assert "its storage does not respond" in summary(folder)["exit_reason"]
+    ended = summary(folder)["exit_reason"]
+    assert "its storage does not respond" in ended
+    assert ended.startswith("error: rank 1: OSError" if ranks == 2 else "error: OSError"), ended
     logged = [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]

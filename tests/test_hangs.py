@@ -1,13 +1,17 @@
-"""Which rank hangs, given the status of every rank: the rules alone, without processes."""
+"""Which rank hangs: the rules alone; and slow work in every phase, which is no hang."""
 
 from __future__ import annotations
 
 import pytest
 
 from oneloop.basics import heartbeats
-from oneloop.basics.heartbeats import ENDING, EVALUATION, SAVING, SET_UP, TRAINING, Beats
+from oneloop.basics.heartbeats import ENDING, EVALUATION, LOADING, SAVING, SET_UP, TRAINING, Beats
+from oneloop.supervise import pipe
 from oneloop.supervise.crash_report import describe_exit
 from oneloop.supervise.hangs import RankStatus, describe_hang, hung_ranks
+from slow import FROZEN, slow_disk
+from slow_disk import RATE
+from worlds import run
 
 
 def status(rank: int, **about) -> RankStatus:
@@ -67,6 +71,23 @@ def test_what_is_reported():
     )
 
 
+def test_bytes_are_progress_except_of_steps(monkeypatch, tmp_path):
+    """A rank may verify, fetch or write for hours."""
+    now = [0.0]
+    monkeypatch.setattr(heartbeats, "monotonic", lambda: now[0])
+    seen = Beats()
+    for phase, last in ((LOADING, 7.0), (TRAINING, 0.0)):
+        now[0] = 0.0
+        seen.enter(phase)
+        now[0] = 7.0
+        seen.moved()
+        assert seen.last == last
+    before = pipe._bytes_moved()
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    (tmp_path / "file").read_bytes()
+    assert 2 << 20 <= pipe._bytes_moved() - before < 3 << 20
+
+
 def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(heartbeats, "monotonic", lambda: now[0])
@@ -88,3 +109,70 @@ def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
         now[0] += 4.0
         seen.beat()
     assert seen.limit(1.0) == 4 + 12  # three medians are more than nine seconds
+
+
+# --- slow work, with all limits divided by 20
+# --------------------------------------------------------------------------------------------------
+
+WORDS = ["slow.yaml", "--machine.patience", "0.05", "--run.dir", "run"]
+RECIPE = (
+    "task: slow.Slow\nbatch: {size: 8}\nduration: 60\nlog: {every: 10}\neval: {every: 30}\n"
+    "save: {every: 20}\ntrack: []\n"
+)
+SHORT = 1.0  # seconds: about the limit of a short step
+SAVE_RATE = 16e6  # bytes per second; a checkpoint of width 1024 has 25 MB, and the limit is 0.5 s
+LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+PLACES = {
+    "first step": [],
+    "sample": [],
+    "collate": [],
+    "worker": ["--machine.workers", "1", "--task.place", "sample"],
+    "metric": [],
+    "compute": [],
+    "evaluation": [],
+    "state_dict": [],
+    "save": ["--task.width", "1024"],
+    "frozen base": [],
+    "final": [],
+    "upload": ["--save.mirror", "mirror", "--save.upload_limit", str(4e-6 * FROZEN / (3 * SHORT))],
+}
+DEFAULT = {("state_dict", "ddp"), ("frozen base", "single")}
+CELLS = [
+    pytest.param(
+        place,
+        config,
+        ranks,
+        marks=() if (place, config) in DEFAULT else pytest.mark.slow,
+        id=f"{place}-{config}",
+    )
+    for place in PLACES
+    for config, ranks in LAYOUTS
+]
+
+
+def slow_run(folder, place: str, config: str, ranks: int, seconds: float, timeout: float = 120.0):
+    (folder / "slow.yaml").write_text(RECIPE)
+    words = [*WORDS, "--task.place", place, "--task.seconds", str(seconds)]
+    # only rank 0 writes final/
+    words += ["--task.rank", str(0 if place == "final" else ranks - 1), *PLACES[place]]
+    if place == "upload":
+        words[words.index("mirror")] = f"file://{folder}/mirror"
+    rates = {"frozen base": 4 * FROZEN / seconds, "save": SAVE_RATE}
+    return run(
+        slow_disk,
+        words,
+        variables={RATE: str(rates.get(place, 1e9))},
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        watch=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize(("place", "config", "ranks"), CELLS)
+def test_slow_work_is_no_hang(tmp_path, place, config, ranks):
+    world = slow_run(tmp_path, place, config, ranks, 3 * SHORT)
+    world.ok()
+    assert "hangs" not in world.output and "killing it" not in world.output, world.output
+    assert (tmp_path / "once").exists() or place in ("save", "frozen base", "upload")

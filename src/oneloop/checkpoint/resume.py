@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
+from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.moved_buffers import MovedBuffers
@@ -102,6 +103,7 @@ class RunState:
                 frozen += parameter.numel() * parameter.element_size()
         return weights + frozen, weights - frozen + int(optimizer_share * trained)
 
+    @BEATS.phase(SAVING)
     def save(
         self,
         checkpoints: Checkpoints,
@@ -151,6 +153,7 @@ class RunState:
         load_tensors(folder, self.model, self.optimizer, extra=extra, needed=needed)
         return needed
 
+    @BEATS.phase(LOADING)
     def resume(
         self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print
     ) -> dict[str, Any]:

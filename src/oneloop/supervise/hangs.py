@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from oneloop.basics.heartbeats import ENDING, SAVING
+from oneloop.basics.heartbeats import ENDING, LOADING, SAVING
 from oneloop.supervise.crash_report import Cause
 
 _STOPPING = 10.0  # hang limit in seconds after a stop request, if the step time is unknown
+_UNHURRIED = (SAVING, LOADING, ENDING)  # phases in which a stop request changes no limit
 _SILENT = 5.0  # seconds without a report after which a process counts as silent
 
 
@@ -33,7 +34,7 @@ class RankStatus:
     def late(self, stop_requested: bool) -> bool:
         """Return whether its last heartbeat is too long ago."""
         limit = self.limit
-        if stop_requested and self.median is None and self.phase not in (SAVING, ENDING):
+        if stop_requested and self.median is None and self.phase not in _UNHURRIED:
             limit = min(limit, self.patience * _STOPPING)
         return not self.held and self.since > limit
 
