@@ -75,7 +75,7 @@ def _waits(file: str) -> bool:
 
 
 TICK = 0.5  # seconds between two reports
-_STACK_AFTER = 2.0  # seconds without a heartbeat before reports include the stack
+_STACK_AFTER = 2.0  # seconds without a heartbeat before reports include the stack; x patience
 _MANY = 1 << 18  # bytes between two reports that count as progress; reports are far smaller
 _SEND_TIMEOUT = 2.0  # time limit in seconds of a send
 _COMPILING = 1800.0  # hang limit in seconds while a compiler runs, in any phase
@@ -188,11 +188,12 @@ def _beat(patience: float) -> dict[str, Any]:
     phase = BEATS.now_in
     count = BEATS.count
     unit = BEATS.unit
+    reads = BEATS.reads
     since = time.monotonic() - BEATS.last
     usual = BEATS.usual()
     limit = BEATS.limit(patience)
     seen = StackSnapshot(where="", waits=False, compiles=False, debugged=False)
-    if since > _STACK_AFTER:
+    if since > patience * _STACK_AFTER:
         seen = stack_snapshot()
     if seen.compiles:
         limit = max(limit, patience * _COMPILING)
@@ -207,6 +208,7 @@ def _beat(patience: float) -> dict[str, Any]:
         "where": seen.where,
         "held": patience <= 0 or seen.debugged,
         "unit": unit,
+        "reads": "" if reads is None else reads(),
     }
 
 
