@@ -29,8 +29,12 @@ _STILL = "still"  # in place of an error: the save is still in progress
 _TAKEN = "Taken: "  # beginning of an error: another process owns the mirror
 
 
-class FailedElsewhere(OSError):
-    """The error of a save on a rank that is not the cause."""
+class SaveError(OSError):
+    """Too many saves have failed, or one takes too long."""
+
+
+class FailedElsewhere(SaveError):
+    """The same, on a rank that is not the cause."""
 
 
 class SaveInProgress:
@@ -178,9 +182,9 @@ class SaveInProgress:
             progress.
 
         Raises:
-            OSError: on all ranks, after more than ``max_failures`` failures, if the save takes too
-                long, or if another process owns the mirror. FailedElsewhere on the ranks that are
-                not the cause.
+            SaveError: on all ranks, after more than ``max_failures`` failures, if the save takes
+                too long, or if another process owns the mirror. It is FailedElsewhere on the ranks
+                that are not the cause.
         """
         if not self._pending and self._error is None and self._agree is None:
             self.stuck = False
@@ -225,9 +229,9 @@ class SaveInProgress:
         first = (causes or [*real])[0]
         return self._failed(real[first], first)
 
-    def _error_of(self, causes: list[int], words: str) -> OSError:
+    def _error_of(self, causes: list[int], words: str) -> SaveError:
         """Return the error of a save; the supervisors report that of a rank that caused it."""
-        return OSError(words) if self._rank in causes else FailedElsewhere(words)
+        return SaveError(words) if self._rank in causes else FailedElsewhere(words)
 
     def _collect_errors(self, *, or_go_on: bool) -> list[str | None]:
         """Return the error of every rank. Collective."""
@@ -251,7 +255,7 @@ class SaveInProgress:
         return self._error or (_STILL if self._pending else None)
 
     def _failed(self, problem: str, rank: int) -> str:
-        """Report a failed save of a rank, and return its error. Raises OSError after too many."""
+        """Report a failed save of a rank, and return its error. Raises SaveError after too many."""
         self._failures += 1
         if problem.startswith(_TAKEN):
             raise self._error_of([rank], problem.removeprefix(_TAKEN))

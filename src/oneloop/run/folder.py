@@ -328,7 +328,8 @@ class Folder:
 
     def close(self) -> None:
         """Release the lock."""
-        (self.path / "owner.json").unlink(missing_ok=True)
+        with suppress(OSError):  # the disk may be read-only by now
+            (self.path / "owner.json").unlink(missing_ok=True)
         self._lock.release()
 
     def write(self, name: str, text: str) -> None:
