@@ -27,7 +27,7 @@ test_endings.py::test_a_killed_supervisor_is_reported
 test_endings.py::test_what_a_task_does_once_per_evaluation_or_epoch_has_its_own_limit[compute]
 test_endings.py::test_a_stop_is_heard_where_a_sample_blocks
 test_endings.py::test_who_hangs_is_named_and_all_go[1-ddp-2-kill:SIGSTOP-loss]
-test_endings.py::test_who_hangs_is_named_and_all_go[1-single-1-loop-sample]
+test_endings.py::test_who_hangs_is_named_and_all_go[1-single-1-loop-loss]
 test_endings.py::test_a_death_is_named_and_all_go[1-fsdp2-exit:3-loss]
 test_endings.py::test_a_death_is_named_and_all_go[1-ddp-
 test_endings.py::test_a_hang_before_the_first_checkpoint_starts_over

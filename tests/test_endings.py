@@ -223,7 +223,7 @@ def test_data_workers_go_with_their_trainer(folder):
 # --- hangs
 # --------------------------------------------------------------------------------------------------
 
-HANGS = [("kill:SIGSTOP", "loss"), ("loop", "sample"), ("read", "loss"), ("sleep:600", "sample")]
+HANGS = [("kill:SIGSTOP", "loss"), ("loop", "loss"), ("read", "loss"), ("sleep:600", "loss")]
 DEFAULT_HANGS = {("ddp", 0), ("single", 1), ("fsdp2", 2)}
 
 
@@ -312,8 +312,10 @@ def test_a_worker_that_hangs_shows_its_stack(folder):
         "--task.at",
         "100",
     ]
-    world = faulty(folder, *words, "--machine.patience", "0.3")
+    world = faulty(folder, *words, "--machine.patience", "0.05")
     assert world.codes == [1], world.output
+    assert "rank 0 waits for data for 30 s" in summary(folder)["exit_reason"]
+    assert "data worker 0 reads sample" in summary(folder)["exit_reason"]
     stacks = (folder / "run" / "stacks" / "rank-00000.txt").read_text()
     assert "which loads data" in stacks and "faulty.py" in stacks
 
@@ -347,13 +349,23 @@ def _with_a_stuck_writer(argv: list[str]) -> None:
 )
 def test_a_stuck_save_does_not_hold_training(folder, config, ranks):
     words = ["f.yaml", "--machine.patience", "0.1", "--duration", "60", "--save.every", "20"]
-    world = run(_with_a_stuck_writer, words, config=config, ranks=ranks, folder=folder, watch=True)
+    world = run(
+        _with_a_stuck_writer,
+        words,
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        watch=True,
+        variables={"STUCK": f"rank-0000{ranks - 1}"},
+    )
     assert world.codes == [1] * ranks, world.output
     assert (
-        "the save of step 20 did not finish within 1 s: its storage does not respond; continuing"
-        in world.output
+        f"the save of step 20 did not finish within 1 s (rank {ranks - 1}): its storage "
+        "does not respond; continuing" in world.output
     )
-    assert "its storage does not respond" in summary(folder)["exit_reason"]
+    ended = summary(folder)["exit_reason"]
+    assert "its storage does not respond" in ended
+    assert ended.startswith("error: rank 1: SaveError" if ranks == 2 else "error: SaveError"), ended
     logged = [
         json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
     ]
@@ -459,7 +471,7 @@ def test_a_stop_is_heard_where_a_sample_blocks(folder):
     process.send_signal(signal.SIGTERM)
     output = process.communicate(timeout=60)[1]
     assert process.returncode == 1 and time.monotonic() - began < 30, output
-    assert "faulty.py" in summary(folder)["exit_reason"]
+    assert "it reads sample" in summary(folder)["exit_reason"]
 
 
 # --- before the first step

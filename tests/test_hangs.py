@@ -1,13 +1,20 @@
-"""Which rank hangs, given the status of every rank: the rules alone, without processes."""
+"""Which rank hangs: the rules alone; and slow work in every phase, which is no hang."""
 
 from __future__ import annotations
+
+import json
+import re
 
 import pytest
 
 from oneloop.basics import heartbeats
-from oneloop.basics.heartbeats import ENDING, EVALUATION, SAVING, SET_UP, TRAINING, Beats
-from oneloop.supervise.crash_report import describe_exit
-from oneloop.supervise.hangs import RankStatus, describe_hang, hung_ranks
+from oneloop.basics.heartbeats import ENDING, EVALUATION, LOADING, SAVING, SET_UP, TRAINING, Beats
+from oneloop.supervise import hangs, pipe
+from oneloop.supervise.crash_report import Cause, describe_exit
+from oneloop.supervise.hangs import RankStatus, Watch, describe_hang, hung_ranks
+from slow import FROZEN, slow_disk
+from slow_disk import RATE
+from worlds import run
 
 
 def status(rank: int, **about) -> RankStatus:
@@ -44,6 +51,7 @@ CASES = [
     ([status(0, limit=600.0, stop_requested=True, patience=2.0)], []),
     ([], []),
 ]
+TEXT = "sample 17 of the train set"
 
 
 @pytest.mark.parametrize(("statuses", "expected"), CASES)
@@ -62,9 +70,49 @@ def test_what_is_reported():
     assert describe_hang(status(1, waits=True)).endswith(
         "it waits for other ranks at task.py:3 in loss"
     )
+    reads = {"waits": True, "reads": TEXT}
+    assert describe_hang(status(1, **reads)) == f"rank 1 waits for data for 11 s: {TEXT}"
+    for other in ({"stop_requested": True}, {"silent": 9.0}):
+        assert "rank 1 hangs in training" in describe_hang(status(1, **reads, **other))
     assert describe_exit(2, -9, stopped_by="SIGTERM").startswith(
         "rank 2 was killed by SIGKILL, after a stop request by SIG"
     )
+
+
+def test_slow_storage_has_ten_minutes(monkeypatch):
+    now, said = [0.0], []
+    monkeypatch.setattr(hangs.time, "monotonic", lambda: now[0])
+    watch = Watch(2, say=said.append)
+
+    def look(since: float, rank: int = 1, **about) -> Cause | None:
+        now[0] = since
+        for one in range(2):
+            more = about if one == rank else {"waits": True}
+            watch.update(status(one, since=since, **more))
+        return watch.look(lambda _: None)
+
+    assert look(12.0, reads=TEXT) is None and len(said) == 1
+    assert f"rank 1 waits for data for 12 s: {TEXT}; the run ends in 588 s" in said[0]
+    assert look(599.0, reads=TEXT) is None
+    assert "rank 1 waits for data" in look(601.0, reads=TEXT).words
+    assert "rank 0 hangs" in look(300.0, rank=0).words  # another rank, which reads nothing
+
+
+def test_bytes_are_progress_except_of_steps(monkeypatch, tmp_path):
+    """A rank may verify, fetch or write for hours."""
+    now = [0.0]
+    monkeypatch.setattr(heartbeats, "monotonic", lambda: now[0])
+    seen = Beats()
+    for phase, last in ((LOADING, 7.0), (TRAINING, 0.0)):
+        now[0] = 0.0
+        seen.enter(phase)
+        now[0] = 7.0
+        seen.moved()
+        assert seen.last == last
+    before = pipe._bytes_moved()
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    (tmp_path / "file").read_bytes()
+    assert 2 << 20 <= pipe._bytes_moved() - before < 3 << 20
 
 
 def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
@@ -88,3 +136,109 @@ def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
         now[0] += 4.0
         seen.beat()
     assert seen.limit(1.0) == 4 + 12  # three medians are more than nine seconds
+
+
+# --- slow work, with all limits divided by 20
+# --------------------------------------------------------------------------------------------------
+
+WORDS = ["slow.yaml", "--machine.patience", "0.05", "--run.dir", "run"]
+RECIPE = (
+    "task: slow.Slow\nbatch: {size: 8}\nduration: 60\nlog: {every: 10}\neval: {every: 30}\n"
+    "save: {every: 20}\ntrack: []\n"
+)
+SHORT = 1.0  # seconds: about the limit of a short step
+SAVE_RATE = 16e6  # bytes per second; a checkpoint of width 1024 has 25 MB, and the limit is 0.5 s
+LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+PLACES = {  # of slow work, and further keys
+    "first step": [],
+    "sample": [],
+    "collate": [],
+    "worker": ["--machine.workers", "1", "--task.place", "sample"],
+    "metric": [],
+    "compute": [],
+    "evaluation": [],
+    "state_dict": [],
+    "save": ["--task.width", "1024"],
+    "frozen base": [],
+    "final": [],
+    "upload": ["--save.mirror", "mirror", "--save.upload_limit", str(4e-6 * FROZEN / (3 * SHORT))],
+}
+READ = {  # of these, the sample is named
+    "sample": ": it reads sample ",
+    "worker": ": data worker 0 reads sample ",
+    "collate": ": it collates a batch",
+}
+DEFAULT = {("worker", "ddp"), ("frozen base", "single")}
+CELLS = [
+    pytest.param(
+        place,
+        config,
+        ranks,
+        marks=() if (place, config) in DEFAULT else pytest.mark.slow,
+        id=f"{place}-{config}",
+    )
+    for place in PLACES
+    for config, ranks in LAYOUTS
+]
+
+
+def slow_run(folder, place: str, config: str, ranks: int, seconds: float, timeout: float = 120.0):
+    (folder / "slow.yaml").write_text(RECIPE)
+    words = [*WORDS, "--task.place", place, "--task.seconds", str(seconds)]
+    # only rank 0 writes final/
+    words += ["--task.rank", str(0 if place == "final" else ranks - 1), *PLACES.get(place, [])]
+    if place == "upload":
+        words[words.index("mirror")] = f"file://{folder}/mirror"
+    rates = {"frozen base": 4 * FROZEN / seconds, "save": SAVE_RATE}
+    return run(
+        slow_disk,
+        words,
+        variables={RATE: str(rates.get(place, 1e9))},
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        watch=True,
+        timeout=timeout,
+    )
+
+
+@pytest.mark.parametrize(("place", "config", "ranks"), CELLS)
+def test_slow_work_is_no_hang(tmp_path, place, config, ranks):
+    world = slow_run(tmp_path, place, config, ranks, 3 * SHORT)
+    world.ok()
+    assert "hangs" not in world.output and "killing it" not in world.output, world.output
+    assert ("waits for data" in world.output) == (place in READ), world.output
+    assert READ.get(place, "") in world.output
+    assert (tmp_path / "once").exists() or place in ("save", "frozen base", "upload")
+
+
+BEYOND = {  # what is named if it never ends, and after how many seconds
+    "first step": ("hangs in training (new epoch)", 30),
+    "sample": ("waits for data", 30),
+    "collate": ("waits for data", 30),
+    "worker": ("waits for data", 30),
+    "step": ("hangs in training (new epoch)", 0),
+    "metric": ("hangs in evaluation", 30),
+    "compute": ("hangs in evaluation (metrics)", 30),
+    "evaluation": ("hangs in evaluation", 30),
+    "state_dict": ("hangs in saving", 30),
+    "frozen base": ("hangs in saving", 30),
+    "final": ("hangs in ending", 90),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("place", BEYOND)
+@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
+def test_work_without_end_is_named(tmp_path, place, config, ranks):
+    words, seconds = BEYOND[place]
+    world = slow_run(tmp_path, place, config, ranks, 3600.0, timeout=240.0)
+    rank = 0 if place in ("final", "frozen base") else ranks - 1
+    others = 0 if place == "final" else 1  # they have ended
+    assert world.codes == [1 if one == rank else others for one in range(ranks)], world.output
+    ended = json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"]
+    found = re.match(rf"error: rank {rank} {re.escape(words)} for (\d+) s", ended)
+    assert found and seconds <= int(found[1]) <= seconds + 10, ended
+    assert READ.get(place, "") in ended
+    assert "slow.py" in ended or place in READ or place == "frozen base", ended

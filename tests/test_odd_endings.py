@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -68,6 +69,40 @@ def test_a_thread_that_stays_holds_nobody(folder, told):
         said = process.communicate(timeout=30)[1]
     assert process.returncode == 0 and "has finished but does not exit" in said
     assert summary(folder)["exit_reason"] == "done" and not psutil.wait_procs(family, 5)[1]
+
+
+@pytest.mark.parametrize(
+    ("patience", "seconds"), [("0.1", 3), pytest.param("1", 13, marks=pytest.mark.slow)]
+)
+def test_a_slow_exit_after_a_stop_is_left_alone(folder, patience, seconds):
+    """On a busy machine, an exit takes longer than the limit of a process that does nothing."""
+    words = ["--task.fault", f"at_exit:{seconds}", "--task.at", "40", "--task.once", "once"]
+    words += ["--task.pause", "0.02", "--duration", "20000", "--machine.patience", patience]
+    with started(folder, *words) as process:
+        until((folder / "once").exists)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        said = process.communicate(timeout=60)[1]
+    assert process.returncode == 75 and "does not exit" not in said, said
+
+
+@pytest.mark.slow
+@pytest.mark.hosts
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root")
+def test_a_folder_that_becomes_read_only_is_one_message(folder):
+    script = """
+        "$@" &
+        until ls run/checkpoints/step-*; do sleep 0.1; done
+        mount --bind run run && mount -o remount,bind,ro run
+        wait $!
+    """
+    command = ["unshare", "--mount", "bash", "-c", script, "bash", *TRAIN, "--task.pause", "0.02"]
+    more = {"capture_output": True, "text": True, "timeout": 90}
+    done = subprocess.run([*command, "--duration", "20000"], cwd=folder, check=False, **more)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "SaveError: 4 saves in a row have failed" in done.stderr
+    assert "Read-only file system" in done.stderr
 
 
 def test_an_exit_without_a_word_is_an_error_whatever_its_code(folder):

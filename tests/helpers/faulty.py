@@ -4,6 +4,7 @@ moment."""
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import random
 import signal
@@ -45,6 +46,8 @@ def happens(fault: str) -> None:
         raise next(kind for kind in kinds if kind.__name__ == value)("the fault")
     if name == "thread":
         threading.Thread(target=time.sleep, args=(float(value),)).start()
+    if name == "at_exit":
+        atexit.register(_work, float(value))
     if name == "exit":
         sys.exit(int(value))
     if name == "os_exit":
@@ -72,6 +75,13 @@ def happens(fault: str) -> None:
     if name == "read":
         reading, _ = os.pipe()
         os.read(reading, 1)
+
+
+def _work(seconds: float) -> None:
+    """Use the CPU for a time."""
+    until = time.process_time() + seconds
+    while time.process_time() < until:
+        pass
 
 
 class Samples(Sequences):

@@ -17,6 +17,7 @@ EPOCH = "training (new epoch)"
 EVALUATION = "evaluation"
 METRICS = "evaluation (metrics)"
 SAVING = "saving"
+LOADING = "loading a checkpoint"
 ENDING = "ending"
 
 _FIRST = {
@@ -26,6 +27,7 @@ _FIRST = {
     EVALUATION: 600.0,
     METRICS: 600.0,
     SAVING: 600.0,
+    LOADING: 1800.0,
     ENDING: 1800.0,
 }
 """hang limit in seconds until enough intervals are measured (the first step may compile)"""
@@ -43,6 +45,8 @@ class Beats:
         self.count = 0  # heartbeats so far
         self.unit = ""  # number and name of the FSDP2 unit that ran last in this step
         self.last = monotonic()
+        # describes what is being read, while the process waits for data
+        self.reads: Callable[[], str] | None = None
         self.changed: Callable[[], None] = lambda: None  # called at the start of every phase
         # seconds between heartbeats, by phase
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
@@ -60,6 +64,11 @@ class Beats:
             self._current.append(now - self.last)
         self.last = now
         self.count += 1
+
+    def moved(self) -> None:
+        """Record that bytes were read or written, from any thread: progress of all but steps."""
+        if self.now_in not in _LEARNS:
+            self.last = monotonic()
 
     def enter(self, phase: str) -> None:
         """Switch to this phase."""

@@ -1,5 +1,6 @@
 """The save in progress on one rank."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -23,8 +24,17 @@ _MIN_THROUGHPUT = 10e6
 _MIN_UPLOAD = 120.0  # seconds; minimum of the time limit of a save to a bucket
 # seconds between two starts of a writing process that is killed between saves
 _RESTART = 5.0
+_TICK = 1.0  # seconds between two heartbeats while training waits for a save
 _STILL = "still"  # in place of an error: the save is still in progress
 _TAKEN = "Taken: "  # beginning of an error: another process owns the mirror
+
+
+class SaveError(OSError):
+    """Too many saves have failed, or one takes too long."""
+
+
+class FailedElsewhere(SaveError):
+    """The same, on a rank that is not the cause."""
 
 
 class SaveInProgress:
@@ -139,10 +149,10 @@ class SaveInProgress:
         stage(pieces, buffer)
         data = buffer.numpy().data
         if self._rank != 0:
-            self._error = _attempt(lambda: writer.write(request, data))
+            self._error = _attempt(lambda: writer.write(request, data, wrote=BEATS.beat))
         others = self._gather(self._error)
         if self._rank == 0 and not any(others):
-            self._error = _attempt(lambda: writer.write(request, data))
+            self._error = _attempt(lambda: writer.write(request, data, wrote=BEATS.beat))
         if self._agree is None and self._error is None:
             self._failures = 0
 
@@ -172,33 +182,37 @@ class SaveInProgress:
             progress.
 
         Raises:
-            OSError: on all ranks, after more than ``max_failures`` failures, if the save takes too
-                long, or if another process owns the mirror.
+            SaveError: on all ranks, after more than ``max_failures`` failures, if the save takes
+                too long, or if another process owns the mirror. It is FailedElsewhere on the ranks
+                that are not the cause.
         """
         if not self._pending and self._error is None and self._agree is None:
             self.stuck = False
             return None
         with BEATS.phase(SAVING):
-            errors = self._collect_errors()
+            errors = self._collect_errors(or_go_on=or_go_on)
         still = [rank for rank, problem in enumerate(errors) if problem == _STILL]
-        real = [problem for problem in errors if problem and problem != _STILL]
+        real: dict[int, str] = {}
+        for rank, problem in enumerate(errors):
+            if problem is not None and problem != _STILL:
+                real[rank] = problem
         self.stuck = bool(still)
 
         # The save takes too long, and no rank has failed.
         if still and not real:
-            seconds = time.monotonic() - self._began
+            # Rank 0 may only wait for the others.
+            slow = [rank for rank in still if rank > 0] or still
+            words = (
+                f"the save of step {self._step} did not finish within "
+                f"{time.monotonic() - self._began:.0f} s (rank {', '.join(map(str, slow))}): its "
+                "storage does not respond"
+            )
             if or_go_on:
                 if self._rank == 0:
-                    self._say(
-                        f"the save of step {self._step} did not finish within {seconds:.0f} s: its "
-                        "storage does not respond; continuing without a new checkpoint"
-                    )
+                    self._say(f"{words}; continuing without a new checkpoint")
                 return None
             self._end_process()
-            raise OSError(
-                f"the save of step {self._step} did not finish within {seconds:.0f} s "
-                f"(rank {', '.join(map(str, still))}): its storage does not respond"
-            )
+            raise self._error_of(slow, words)
 
         # The save has ended on all ranks.
         if self._pending:
@@ -211,21 +225,27 @@ class SaveInProgress:
             return None
 
         # Report the cause: ranks that waited for a failed rank report Gone.
-        causes = [problem for problem in real if not problem.startswith("Gone")]
-        return self._failed((causes or real)[0])
+        causes = [rank for rank, problem in real.items() if not problem.startswith("Gone")]
+        first = (causes or [*real])[0]
+        return self._failed(real[first], first)
 
-    def _collect_errors(self) -> list[str | None]:
+    def _error_of(self, causes: list[int], words: str) -> SaveError:
+        """Return the error of a save; the supervisors report that of a rank that caused it."""
+        return SaveError(words) if self._rank in causes else FailedElsewhere(words)
+
+    def _collect_errors(self, *, or_go_on: bool) -> list[str | None]:
         """Return the error of every rank. Collective."""
         # Rank 0 waits last, because it completes the checkpoint.
         if self._rank != 0:
-            self._wait()
+            self._wait(or_go_on=or_go_on)
         others = self._gather(self._state())
         failed = any(problem not in (None, _STILL) for problem in others)
         if self._rank == 0 and self._pending and self._process is not None:
             if any(problem not in (None, _STILL) for problem in others[1:]):
                 self._process.send(None)
             if _STILL not in others[1:]:
-                self._wait()
+                self._process.wrote = time.monotonic()  # it has waited for the others
+                self._wait(or_go_on=or_go_on)
         if self._rank == 0 and (self._error or failed):
             # No writer is active, and none starts before all ranks know the result.
             self._store.sweep(".draft")
@@ -234,13 +254,14 @@ class SaveInProgress:
     def _state(self) -> str | None:
         return self._error or (_STILL if self._pending else None)
 
-    def _failed(self, problem: str) -> str:
-        """Report a failed save, and return its error. Raises OSError after too many."""
+    def _failed(self, problem: str, rank: int) -> str:
+        """Report a failed save of a rank, and return its error. Raises SaveError after too many."""
         self._failures += 1
         if problem.startswith(_TAKEN):
-            raise OSError(problem.removeprefix(_TAKEN))
+            raise self._error_of([rank], problem.removeprefix(_TAKEN))
         if self._failures > self._max_failures:
-            raise OSError(f"{self._failures} saves in a row have failed, the last one: {problem}")
+            words = f"{self._failures} saves in a row have failed, the last one: {problem}"
+            raise self._error_of([rank], words)
         if self._rank == 0:
             self._say(
                 f"SAVE FAILED; the next save tries again: {problem} (the previous checkpoint "
@@ -248,8 +269,11 @@ class SaveInProgress:
             )
         return problem
 
-    def _wait(self) -> None:
-        """Wait for the writing process, at most until the time limit of the save."""
+    def _wait(self, *, or_go_on: bool) -> None:
+        """Wait for the writing process, at most until the time limit of the save.
+
+        Unless the run can continue meanwhile, the limit counts from the last bytes written.
+        """
         if not self._pending or self._process is None:
             return
         least = _MIN_LIMIT
@@ -259,11 +283,15 @@ class SaveInProgress:
             least = _MIN_UPLOAD
             rate = min(rate, self.uploads.limit or rate) / 10
         limit = self._patience * max(least, 3 * self._slowest, self._size / rate)
-        if limit:
-            left = max(0.0, self._began + limit - time.monotonic())
-            self._record(self._process.answer(left))
-        else:
-            self._record(self._process.answer(None))
+        answer = self._process.answer(0.0)
+        while answer is None:
+            since = self._began if or_go_on else max(self._began, self._process.wrote)
+            left = since + (limit or math.inf) - time.monotonic()
+            if left <= 0:
+                return
+            answer = self._process.answer(min(left, _TICK))
+            BEATS.beat()  # this wait has its own limit
+        self._record(answer)
 
     def _record(self, answer: Answer | None) -> None:
         """Note the end of the save, if there is an answer."""

@@ -10,6 +10,7 @@ Usable alone in a plain Accelerate script.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,9 @@ from oneloop.checkpoint.state_dict import (
 )
 from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_in, step_of
 from oneloop.checkpoint.uploads import UploadSettings
+
+_LONG = timedelta(days=1)
+"""time-out of collectives: one rank may read or write for hours"""
 
 
 class Checkpoints:
@@ -79,7 +83,9 @@ class Checkpoints:
         self.ranks = accelerator.num_processes
         # rank of the first process of this host
         self._leader = self.rank - accelerator.local_process_index
-        self._gloo_group: Any = dist.new_group(backend="gloo") if self.ranks > 1 else None
+        self._gloo_group: Any = None
+        if self.ranks > 1:
+            self._gloo_group = dist.new_group(backend="gloo", timeout=_LONG)
         self._say = say
 
         # What saves.

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from xxhash import xxh3_128
 
 from oneloop.basics.base_models import BaseModel
+from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.untrusted import delete
 from oneloop.checkpoint.named_checkpoint import (
     FILE,
@@ -33,6 +34,7 @@ from oneloop.checkpoint.pieces import Piece, header_of
 from oneloop.checkpoint.save_request import padded
 from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.checkpoint.store import Store, flush, vouch, write_file
+from oneloop.checkpoint.writer import append
 
 
 def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -41,7 +43,11 @@ def frozen_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def write_base(
-    folder: Path, tensors: Mapping[str, Tensor], *, rank: int
+    folder: Path,
+    tensors: Mapping[str, Tensor],
+    *,
+    rank: int,
+    agree: Callable[[Any], list[Any]],
 ) -> tuple[dict[str, Any], str | None]:
     """Write frozen parameters to a new folder, one after another. Collective; rank 0 writes.
 
@@ -49,6 +55,7 @@ def write_base(
         folder: which is replaced.
         tensors: by their names in a checkpoint.
         rank: of this process.
+        agree: returns a value of all ranks, as a list.
 
     Returns:
         The size and checksum of the file (on rank 0), and the error if any.
@@ -69,18 +76,22 @@ def write_base(
         if rank == 0:
             delete(draft, inside=folder.parent)
             draft.mkdir(parents=True)
-            stream = (draft / FILE).open("wb")
-            _append(stream, state, head)
+            stream = (draft / FILE).open("wb", buffering=0)
+            append(stream, state, memoryview(head), BEATS.beat)
     except OSError as error:
         problem = f"{type(error).__name__}: {error}"
 
     # Gather one tensor after another, also after an error: every rank takes part.
     for piece in whole:
-        tensor = piece.tensor.full_tensor() if isinstance(piece.tensor, DTensor) else piece.tensor
+        tensor = piece.tensor
+        if isinstance(tensor, DTensor):
+            agree(None)  # wait for rank 0 here: other collectives may have a short time-out
+            tensor = tensor.full_tensor()
         if stream is None or problem is not None:
             continue
         try:
-            _append(stream, state, _bytes_of(tensor))  # keeps only one copy on the host
+            # keeps only one copy on the host
+            append(stream, state, _bytes_of(tensor), BEATS.beat)
         except OSError as error:
             problem = f"{type(error).__name__}: {error}"
 
@@ -115,18 +126,12 @@ def _bytes_of(tensor: Tensor) -> Any:
     return flat.view(torch.uint8).numpy().data
 
 
-def _append(stream: Any, state: Any, data: Any) -> None:
-    stream.write(data)
-    state.update(data)
-
-
 def _commit(
     draft: Path, folder: Path, entry: dict[str, Any], file: str, stream: Any = None
 ) -> str | None:
     """Flush the draft and rename it to the folder; return the error if any."""
     try:
         if stream is not None:
-            stream.flush()
             os.fsync(stream.fileno())
         vouch(draft, {}, {file: entry})
         flush(draft)
@@ -289,7 +294,7 @@ class Base:
         """Write the frozen parameters; return the manifest entry. Collective."""
         made: Any = None
         if self._origin is None:
-            made = write_base(folder, frozen_tensors(model), rank=self._rank)
+            made = write_base(folder, frozen_tensors(model), rank=self._rank, agree=self._agree)
         elif self._rank == 0:
             made = write_origin(folder, self._origin)
         entry, problem = self._agree(made)[0]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
+from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
@@ -103,6 +104,7 @@ class RunState:
                 frozen += parameter.numel() * parameter.element_size()
         return weights + frozen, weights - frozen + int(optimizer_share * trained)
 
+    @BEATS.phase(SAVING)
     def save(
         self,
         checkpoints: Checkpoints,
@@ -152,6 +154,7 @@ class RunState:
         load_tensors(folder, self.model, self.optimizer, extra=extra, needed=needed)
         return needed
 
+    @BEATS.phase(LOADING)
     def resume(
         self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print
     ) -> dict[str, Any]:

@@ -12,9 +12,12 @@ import os
 import select
 import signal
 import sys
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -25,10 +28,15 @@ from oneloop.checkpoint.save_request import Answer, News, SaveRequest, gathered,
 from oneloop.checkpoint.store import Store, flush, write_file
 
 _CHUNK = 1 << 22  # bytes
+_FLUSHED = 1 << 28  # bytes between two flushes, so that the last one does not take long
+_PAUSE = 0.25  # seconds between two reports of progress
 
 
 def write(
-    request: SaveRequest, data: memoryview, cancelled: Callable[[], bool] = lambda: False
+    request: SaveRequest,
+    data: memoryview,
+    cancelled: Callable[[], bool] = lambda: False,
+    wrote: Callable[[], object] = lambda: None,
 ) -> None:
     """Write this rank's files; rank 0 then completes the checkpoint and deletes older ones.
 
@@ -36,6 +44,7 @@ def write(
         request: what to write.
         data: the bytes of its tensors.
         cancelled: returns whether rank 0 must not wait for the others any longer.
+        wrote: called after every few megabytes.
 
     Raises:
         OSError: if a file cannot be written.
@@ -45,7 +54,7 @@ def write(
     draft = store.draft(request.step, request.attempt)
     shard = f"rank-{request.rank:05d}"
     try:
-        entry = write_tensors(draft / f"{shard}.safetensors", request.header, data)
+        entry = write_tensors(draft / f"{shard}.safetensors", request.header, data, wrote)
 
         # Publish the entry by a rename, so that rank 0 never reads half of it.
         if request.rank != 0:
@@ -81,28 +90,46 @@ def write(
     store.prune(request.keep)
 
 
-def write_tensors(file: Path, header: str, data: memoryview) -> dict[str, Any]:
+def write_tensors(
+    file: Path, header: str, data: memoryview, wrote: Callable[[], object]
+) -> dict[str, Any]:
     """Write and flush a safetensors file; return its manifest entry.
 
     Args:
         file: to write.
         header: of the tensors, as JSON.
         data: the bytes of the tensors.
+        wrote: called after every few megabytes.
     """
     head = padded(header)
     state = xxh3_128()
     with file.open("wb", buffering=0) as stream:
-        for piece in _pieces(memoryview(head)) + _pieces(data):
-            state.update(piece)
-            written = 0
-            while written < len(piece):
-                written += stream.write(piece[written:])
+        append(stream, state, memoryview(head), wrote)
+        append(stream, state, data, wrote)
         os.fsync(stream.fileno())
     return {"size": len(head) + len(data), "xxh3": state.hexdigest()}
 
 
-def _pieces(data: memoryview) -> list[Any]:
-    return [data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK)]
+def append(
+    stream: FileIO, checksum: xxh3_128, data: memoryview, wrote: Callable[[], object]
+) -> None:
+    """Write bytes to a file without a buffer, a few megabytes at a time.
+
+    Args:
+        stream: the file.
+        checksum: is updated.
+        data: the bytes.
+        wrote: called after every few megabytes.
+    """
+    for start in range(0, len(data), _CHUNK):
+        piece = data[start : start + _CHUNK]
+        checksum.update(piece)
+        written = 0
+        while written < len(piece):
+            written += stream.write(piece[written:])
+        if stream.tell() % _FLUSHED < len(piece):
+            os.fsync(stream.fileno())
+        wrote()
 
 
 def main() -> None:
@@ -138,7 +165,9 @@ def main() -> None:
 
         # Write to the disk, or to the mirror if checkpoints count only there.
         try:
-            save = uploads.save if uploads is not None and uploads.counts else write
+            save: Callable[..., None] = partial(write, wrote=_Progress())
+            if uploads is not None and uploads.counts:
+                save = uploads.save
             save(request, data[: request.size], cancelled=_input_waiting)
             answer = Answer(request.step)
         except Exception as error:
@@ -148,6 +177,19 @@ def main() -> None:
         # Copy to the mirror in the background, after the answer.
         if uploads is not None and not uploads.counts and answer.error is None:
             uploads.wanted(request)
+
+
+class _Progress:
+    """Reports to the trainer that bytes were written, at most four times a second."""
+
+    def __init__(self) -> None:
+        self._last = 0.0
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now - self._last > _PAUSE:
+            self._last = now
+            _print({"wrote": True})
 
 
 def _report(news: News) -> None:

@@ -43,6 +43,7 @@ class WritingProcess:
         self._pin = pin
         self._heard = heard
         self.began = time.monotonic()
+        self.wrote = self.began  # when it last reported that it had written something
         self.buffer = torch.empty(0, dtype=torch.uint8)
         self._received = b""  # a part of the next line
 
@@ -90,7 +91,7 @@ class WritingProcess:
             return  # the process has exited, which answer() reports
 
     def answer(self, seconds: float | None) -> Answer | None:
-        """Return the answer to the last request; pass on the news that come before it.
+        """Return the answer to the last request; handle the other messages before it.
 
         Args:
             seconds: how long to wait for it; None: no limit.
@@ -106,9 +107,12 @@ class WritingProcess:
             if b"\n" in self._received:
                 line, _, self._received = self._received.partition(b"\n")
                 message = json.loads(line)
-                if "news" not in message:
+                if "wrote" in message:
+                    self.wrote = time.monotonic()
+                elif "news" in message:
+                    self._heard(News(**message["news"]))
+                else:
                     return Answer(**message)
-                self._heard(News(**message["news"]))
                 continue
 
             # Wait for more.

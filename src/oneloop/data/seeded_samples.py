@@ -44,7 +44,9 @@ class SeededSamples(Dataset[Any]):
         self.dataset = dataset
         self.seed = seed
         self.name = name
-        self._loading: Place | None = None  # the sample being loaded
+        # index of the sample that each data worker is reading, in shared memory; -1: none
+        self.reading: Any = [-1]
+        self._worker = 0  # this process, in that list
         self._draws = False  # whether the set has drawn from Python's or numpy's generator
 
         # whether ``__getitems__`` is used; None: not checked yet
@@ -73,23 +75,30 @@ class SeededSamples(Dataset[Any]):
             SampleError: a sample cannot be loaded; the message names the sample, the set and the
                 worker.
         """
+        worker = get_worker_info()
+        self._worker = 0 if worker is None else worker.id
         try:
             return self._batch(places, collate)
         except Exception as error:
-            if self._loading is None:  # raised by collate
+            if self.reading[self._worker] < 0:  # raised by collate
                 raise
             kind = UnfitSample if isinstance(error, ValueError) else SampleError
             raise kind(self._message(error)) from error
 
     def _message(self, error: Exception) -> str:
-        assert self._loading is not None
-        worker = get_worker_info()
-        by = "" if worker is None else f" by data worker {worker.id}"
+        by = "" if get_worker_info() is None else f" by data worker {self._worker}"
+        return f"{self._sample(self._worker)} cannot be loaded{by}: {type(error).__name__}: {error}"
+
+    def _sample(self, worker: int) -> str:
         of = f"the {self.name} set" if self.name else type(self.dataset).__name__
-        return (
-            f"sample {self._loading[1]} of {of} cannot be loaded{by}: {type(error).__name__}: "
-            f"{error}"
-        )
+        return f"sample {self.reading[worker]} of {of}"
+
+    def now(self, worker: int) -> str:
+        """Describe what a data worker is doing, or this process, if it has none."""
+        who = "it" if isinstance(self.reading, list) else f"data worker {worker}"
+        if self.reading[worker] < 0:
+            return f"{who} collates a batch"
+        return f"{who} reads {self._sample(worker)}"
 
     def _batch(
         self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]
@@ -119,10 +128,10 @@ class SeededSamples(Dataset[Any]):
         dataset = self.dataset
         samples = []
         for place in places:
-            self._loading = place
+            self.reading[self._worker] = place[1]
             seed(place)
             samples.append((place[1], dataset[place[1]]))
-        self._loading = None
+        self.reading[self._worker] = -1
         return samples
 
     def _load_together(self, places: Sequence[Place]) -> list[tuple[int, Any]] | None:
@@ -133,11 +142,13 @@ class SeededSamples(Dataset[Any]):
         indices = [index for _, index in places]
         self._seed_torch(places[-1])
         before = torch.default_generator.get_state()
+        self.reading[self._worker] = indices[0]
         try:
             samples = list(zip(indices, self.dataset.__getitems__(indices), strict=True))
         except Exception:
             self._one_by_one(places, self._seed_torch)  # finds the failing sample
             raise
+        self.reading[self._worker] = -1
         if not torch.equal(torch.default_generator.get_state(), before):
             return None
         return samples

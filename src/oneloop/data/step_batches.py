@@ -1,6 +1,7 @@
 """The micro-batches of a step: loaded by worker processes and copied to the device in advance."""
 
 import math
+import multiprocessing
 import os
 import signal
 import traceback
@@ -8,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.launcher import die_with, on_stops
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered
@@ -176,7 +178,9 @@ def loader(
     dataset = Batches(samples, collate)
     # Use no DataLoader here: it would only add a profiler record (8 us) per batch.
     if not workers and device.type != "cuda":
-        return map(dataset.__getitem__, batches)
+        return _watched(map(dataset.__getitem__, batches), samples)
+    if workers:
+        samples.reading = multiprocessing.RawArray("q", [-1] * workers)
     loading = DataLoader(
         dataset,
         batch_size=None,
@@ -189,7 +193,21 @@ def loader(
         pin_memory=pinned and device.type == "cuda",
         generator=torch.Generator(),
     )
-    return from_workers(loading) if workers else loading
+    return _watched(from_workers(loading) if workers else iter(loading), samples)
+
+
+def _watched(loading: Iterator[Loaded], samples: SeededSamples) -> Iterator[Loaded]:
+    """Yield batches; while one is awaited, let the supervisor know which sample is being read."""
+    workers = len(samples.reading)
+    for number in count():
+        BEATS.reads = partial(samples.now, number % workers)  # they take turns
+        try:
+            batch = next(loading)
+        except StopIteration:
+            return
+        finally:
+            BEATS.reads = None
+        yield batch
 
 
 def end_workers(error: BaseException | None) -> None:

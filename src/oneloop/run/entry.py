@@ -12,6 +12,7 @@ from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import BadInput, Diverged, StoppedEarly, Unavailable
 from oneloop.basics.files import dumps, printable, vouched
 from oneloop.basics.launcher import rank, ranks
+from oneloop.checkpoint.background_save import SaveError
 from oneloop.checkpoint.store import Store, step_of
 from oneloop.data.seeded_samples import UnfitSample
 from oneloop.data.step_batches import end_workers
@@ -222,7 +223,7 @@ def _report_error(error: BaseException, reason: str) -> None:
     # Print only the message if it is enough: oneloop itself found what is wrong.
     cause = error.__cause__
     ours = isinstance(error, UnfitSample) and cause is not None and not where(cause)
-    if ours or isinstance(error, exit_codes.Inexact):
+    if ours or isinstance(error, exit_codes.Inexact | SaveError):
         error = error.with_traceback(None)
         error.__cause__ = None
         error.__suppress_context__ = True
@@ -263,8 +264,10 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
 
     # Write the summary before the upload, which may take long, and once more with its result.
     _write(folder, summary)
-    summary = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
-    _write(folder, summary)
+    uploaded = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
+    if uploaded != summary:
+        _write(folder, uploaded)
+    summary = uploaded
 
     # Write the report. An error of the report does not fail the run.
     try:

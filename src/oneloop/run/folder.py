@@ -356,7 +356,8 @@ class Folder:
     def close(self) -> None:
         """Release the lock."""
         if not self.moved():
-            (self.path / "owner.json").unlink(missing_ok=True)
+            with suppress(OSError):  # the disk may be read-only by now
+                (self.path / "owner.json").unlink(missing_ok=True)
         self._lock.release()
 
     def moved(self) -> str:

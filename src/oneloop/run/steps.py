@@ -25,7 +25,7 @@ NO_WEIGHT = (
 )
 _AHEAD = 3  # steps whose samples may be loaded before the current one ends
 _KNOWN = 50  # steps after which step times are known, and collectives get a time-out
-_LEAST = 600.0  # seconds of this time-out, at least
+_LEAST = 1200.0  # seconds of this time-out, at least: more than a wait for data
 _MANY = 20  # hang limits of this time-out, if they are longer
 
 

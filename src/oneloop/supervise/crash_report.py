@@ -1,5 +1,6 @@
 """Reports of a run that crashed or hung: the cause, and the files in the run folder."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -39,6 +40,13 @@ class Cause:
     def summary(self) -> dict[str, Any]:
         """Entries for the run's summary."""
         return {"exit_reason": f"error: {self.words}", "exit_code": ERROR}
+
+
+def say(words: str) -> None:
+    """Print a message to the terminal, below the progress bars."""
+    if os.isatty(2):
+        os.write(2, b"\x1b[?25h")  # show the cursor that a bar has hidden
+    print(f"oneloop: {words}", file=sys.stderr, flush=True)
 
 
 def describe_exit(rank: int, code: int, *, stopped_by: str | None) -> str:

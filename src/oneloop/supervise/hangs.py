@@ -4,10 +4,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from oneloop.basics.heartbeats import ENDING, SAVING
+from oneloop.basics.heartbeats import ENDING, LOADING, SAVING
 from oneloop.supervise.crash_report import Cause
 
 _STOPPING = 10.0  # hang limit in seconds after a stop request, if the step time is unknown
+_UNHURRIED = (SAVING, LOADING, ENDING)  # phases in which a stop request changes no limit
 _SILENT = 5.0  # seconds without a report after which a process counts as silent
 
 
@@ -25,6 +26,7 @@ class RankStatus:
     where: str = ""  # ``file:line in function``
     patience: float = 1.0  # factor of all limits
     unit: str = ""  # number and name of the FSDP2 unit that ran last in this step
+    reads: str = ""  # what is being read, if it waits for data
     held: bool = False  # held by a debugger: never counts as hung
     silent: float = 0.0  # seconds since the last report
     stopped: bool = False  # whether SIGSTOP stopped it
@@ -33,9 +35,14 @@ class RankStatus:
     def late(self, stop_requested: bool) -> bool:
         """Return whether its last heartbeat is too long ago."""
         limit = self.limit
-        if stop_requested and self.median is None and self.phase not in (SAVING, ENDING):
+        if stop_requested and self.median is None and self.phase not in _UNHURRIED:
             limit = min(limit, self.patience * _STOPPING)
         return not self.held and self.since > limit
+
+    @property
+    def waits_for_data(self) -> bool:
+        """Whether storage may be slow, which is no hang of a rank."""
+        return bool(self.reads) and self.silent <= _SILENT and not self.stop_requested
 
 
 def hung_ranks(statuses: Sequence[RankStatus]) -> list[RankStatus]:
@@ -84,16 +91,21 @@ def describe_hang(status: RankStatus) -> str:
         doing = "it does not respond"
         if status.where:
             doing += f", last seen at {status.where}"
+    elif status.reads:
+        doing = status.reads
     elif status.where and status.waits:
         doing = f"it waits for other ranks at {status.where}"
     elif status.where:
         doing = f"it is at {status.where}"
     else:
         doing = "no stack is known"
+    if status.waits_for_data:
+        return f"rank {status.rank} waits for data for {status.since:.0f} s{usual}: {doing}"
     return f"rank {status.rank} hangs in {status.phase} for {status.since:.0f} s{usual}: {doing}"
 
 
 _GRACE = 10.0  # seconds between the report of a hang and the end of the run
+_READING = 600.0  # seconds of waiting for data after which the run ends
 _HINT = "; if the step is only slow, set --machine.patience 3"
 
 
@@ -107,7 +119,7 @@ class Watch:
         self._statuses: dict[int, tuple[float, RankStatus]] = {}
         self._done: set[int] = set()  # ranks that have ended
         self.named: list[int] = []  # ranks that were reported as hung
-        self._until = 0.0  # time at which the run ends if they do not continue
+        self._named_at = 0.0
 
     def update(self, status: RankStatus) -> None:
         """Store the report of one rank."""
@@ -144,18 +156,26 @@ class Watch:
         # Report a hang, and give the rank some more time.
         text = "; ".join(map(describe_hang, late)) + other_units(known)
         if not self.named:
-            grace = _GRACE * late[0].patience
             self.named = [hung.rank for hung in late]
-            self._until = time.monotonic() + grace
-            self._say(f"{text}; the run ends in {grace:.0f} s if it does not continue")
+            self._named_at = time.monotonic()
+            left = self._left(late)
+            self._say(f"{text}; the run ends in {left:.0f} s if it does not continue")
             ask_for_stacks(False)
             return None
-        if time.monotonic() < self._until:
+        if self._left(late) > 0:
             return None
 
         # End the run.
         ask_for_stacks(True)
         return Cause(late[0].rank, text + _HINT, hung=True)
+
+    def _left(self, late: Sequence[RankStatus]) -> float:
+        """Return the seconds until the run ends if these ranks do not continue."""
+        patience = late[0].patience
+        left = self._named_at + patience * _GRACE - time.monotonic()
+        if all(status.waits_for_data for status in late):
+            left = max(left, patience * _READING - max(status.since for status in late))
+        return left
 
     def _known(self) -> list[RankStatus]:
         """Return the status of all running ranks; empty until every rank has reported."""

@@ -75,10 +75,11 @@ def _waits(file: str) -> bool:
 
 
 TICK = 0.5  # seconds between two reports
-_STACK_AFTER = 2.0  # seconds without a heartbeat before reports include the stack
+_STACK_AFTER = 2.0  # seconds without a heartbeat before reports include the stack; x patience
+_MANY = 1 << 18  # bytes between two reports that count as progress; reports are far smaller
 _SEND_TIMEOUT = 2.0  # time limit in seconds of a send
 _COMPILING = 1800.0  # hang limit in seconds while a compiler runs, in any phase
-_CONSEQUENCES = ("DistBackendError", "DistNetworkError", "DistStoreError")
+_CONSEQUENCES = ("DistBackendError", "DistNetworkError", "DistStoreError", "FailedElsewhere")
 _CONNECTION_ERRORS = (
     "connection reset",
     "connection closed",
@@ -152,7 +153,12 @@ class Channel:
 
     def _report(self) -> None:
         """Send heartbeats, and answer the supervisor's requests. Runs in a thread."""
+        moved = _bytes_moved()
         while True:
+            before = moved
+            moved = _bytes_moved()
+            if moved - before > _MANY:
+                BEATS.moved()
             self.send(beat=_beat(self.patience))
             if not select.select([self._requests], [], [], TICK)[0]:
                 continue
@@ -182,11 +188,12 @@ def _beat(patience: float) -> dict[str, Any]:
     phase = BEATS.now_in
     count = BEATS.count
     unit = BEATS.unit
+    reads = BEATS.reads
     since = time.monotonic() - BEATS.last
     usual = BEATS.usual()
     limit = BEATS.limit(patience)
     seen = StackSnapshot(where="", waits=False, compiles=False, debugged=False)
-    if since > _STACK_AFTER:
+    if since > patience * _STACK_AFTER:
         seen = stack_snapshot()
     if seen.compiles:
         limit = max(limit, patience * _COMPILING)
@@ -201,7 +208,18 @@ def _beat(patience: float) -> dict[str, Any]:
         "where": seen.where,
         "held": patience <= 0 or seen.debugged,
         "unit": unit,
+        "reads": "" if reads is None else reads(),
     }
+
+
+def _bytes_moved() -> int:
+    """Return how many bytes this process has read and written so far; 0 if that is unknown."""
+    try:
+        words = Path("/proc/self/io").read_text().split()
+    except OSError:
+        return 0
+    about = dict(zip(words[::2], words[1::2], strict=True))
+    return sum(int(about[name]) for name in ("rchar:", "wchar:", "read_bytes:"))
 
 
 def _write_collectives(folder: Path) -> None:

@@ -26,6 +26,7 @@ from oneloop.basics.launcher import (
 from oneloop.supervise.crash_report import (
     Cause,
     describe_exit,
+    say,
     stopped_early,
     write_page,
     write_stacks,
@@ -36,13 +37,15 @@ from oneloop.supervise.pipe import TICK
 from oneloop.supervise.ranks import Supervisors
 from oneloop.supervise.worker import Worker
 
+__all__ = ["Supervisor", "say"]
+
 _NEVER = float("inf")
 _INTERVAL = 0.25  # seconds between two checks
 _ORPHAN = 10.0  # seconds for a last checkpoint after the launcher has ended
 _EARLY = 5.0  # seconds to exit if a stop is requested before the run begins
 # seconds to exit after this rank or rank 0 has finished: threads and exit handlers of the user
 _OVER = 60.0
-_LEAVING = 10.0  # the same, if a stop is requested meanwhile
+_LEAVING = 10.0  # the same without work of the process, if a stop is requested meanwhile
 _OTHERS = 1.0  # seconds to wait for causes from other ranks
 
 
@@ -244,7 +247,7 @@ class Supervisor:
         if status is not None and self._reported_code is None:
             # Without a connection, this supervisor decides alone.
             unmet = self.peers.ranks > 1 and not self.peers.all_connected
-            if unmet and status.late(stop_requested=False):
+            if unmet and not self._causes and status.late(stop_requested=False):
                 self._causes = [Cause(status.rank, describe_hang(status), hung=True)]
                 self._decide_at = now
             self.watch.update(status)
@@ -285,7 +288,10 @@ class Supervisor:
         patience = self.child.patience or _NEVER
         late = now - self._finished_at > patience * _OVER
         if self._stop_requested is not None:
-            late |= now - max(self._finished_at, self._stop_requested.time) > _LEAVING
+            # On a busy machine, it exits slowly.
+            worked = self.child.worked_at()
+            since = max(self._finished_at, self._stop_requested.time, worked)
+            late |= now - since > patience * _LEAVING
         if not late:
             return
         if self._reported_code is not None:
@@ -390,10 +396,3 @@ class Supervisor:
         known = report_exit_code(code)
         alone = self.peers.ranks > 1 and not self.peers.all_connected and not self.peers.others
         os._exit(0 if known and not alone else code)
-
-
-def say(words: str) -> None:
-    """Print a message to the terminal, below the progress bars."""
-    if os.isatty(2):
-        os.write(2, b"\x1b[?25h")  # show the cursor that a bar has hidden
-    print(f"oneloop: {words}", file=sys.stderr, flush=True)

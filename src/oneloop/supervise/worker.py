@@ -19,6 +19,8 @@ _FIELDS = {field.name for field in fields(RankStatus)} - {
     "stop_requested",
 }
 
+_WORK = 0.1  # seconds of CPU time that count as work
+
 
 class Worker:
     """One training process.
@@ -42,6 +44,8 @@ class Worker:
         self._buffer = b""  # a part of the next message
         self._beat: dict[str, Any] | None = None  # the last heartbeat: fields of RankStatus
         self._last_report = time.monotonic()
+        self._cpu = 0.0  # CPU time in seconds when it last worked
+        self._worked_at = float("-inf")
         self.status: int | None = None  # exit code, negative for a signal; None: it runs
 
     @property
@@ -81,6 +85,14 @@ class Worker:
             status.stopped, traced = self._stopped()
             status.held = status.held or traced
         return status
+
+    def worked_at(self) -> float:
+        """Return when the process or one of its data workers was last seen to use the CPU."""
+        seconds = sum(map(_cpu_seconds, [self.pid, *_children(self.pid)]))
+        if seconds - self._cpu > _WORK:
+            self._cpu = seconds
+            self._worked_at = time.monotonic()
+        return self._worked_at
 
     def reset_timers(self) -> None:
         """Restart all timers: the whole machine was suspended."""
@@ -159,6 +171,15 @@ class Worker:
         until = time.monotonic() + 2.0
         while self.alive() and time.monotonic() < until:
             time.sleep(0.01)
+
+
+def _cpu_seconds(pid: int) -> float:
+    """Return the CPU time of a process and of its children that have ended; 0 if unknown."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0.0
+    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
 def _children(pid: int) -> list[int]:
