@@ -359,6 +359,18 @@ def test_a_checkpoint_that_is_deleted_while_it_is_uploaded(tmp_path, monkeypatch
     assert steps_in(bucket) == [1] and [one.error for one in news] == [None]
 
 
+def test_a_cache_folder_that_cannot_be_written_is_named(tmp_path, capsys, monkeypatch):
+    """It was taken for a fault of the network."""
+    (tmp_path / "cache").write_text("a file")
+    monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
+    address = f"file://{tmp_path}/store"
+    Bucket(address).put("checkpoints/step-00000001/MANIFEST.json", b"{}", create=True)
+    assert main(["verify", address]) == 2
+    error = capsys.readouterr().err
+    assert f"a copy of {address} cannot be written to {tmp_path}/cache/mirrors" in error, error
+    assert "Not a directory; make room, or set ONELOOP_CACHE to another folder" in error, error
+
+
 def test_files_in_folders_of_the_final_weights(tmp_path, capsys, monkeypatch):
     """As of models of sentence-transformers: the commands read them from the mirror."""
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
