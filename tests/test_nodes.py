@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from base64 import b64encode
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -22,6 +25,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
 from torch.distributed import DistStoreError, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
 import lab
 from oneloop.basics.exit_codes import BadInput
@@ -32,6 +36,7 @@ from oneloop.launch.bounded_store import BoundedStore
 from oneloop.launch.command import launch_options
 from oneloop.launch.node_checks import NodeFacts, compared
 from oneloop.launch.nodes import ACCELERATE, Nodes, nodes, options
+from oneloop.launch.signed_backend import agree_on_secret, secret
 from oneloop.recipe.parse import recipe
 from worlds import ROOT, run, train
 
@@ -446,7 +451,7 @@ def test_a_rendezvous_below_the_minimum_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv(HOST, "here")
     nodes = Nodes(2, 2, "127.0.0.1", 0)
     store, holds = rendezvous.open_store(nodes)
-    handler = rendezvous.rendezvous_handler(nodes, store, "127.0.0.1")
+    handler = rendezvous.rendezvous_handler(nodes, store, "127.0.0.1", None)
     spec = WorkerSpec("oneloop", 1, handler, entrypoint="python")
     agent = Agent(spec, nodes, tmp_path, None, store, holds=holds)
     with pytest.raises(ConnectionError, match="counts 1 nodes instead of 2 or more"):
@@ -512,3 +517,110 @@ def test_a_stopped_supervisor_does_not_hold_a_run_that_has_ended(launcher, rank,
     supervisor.suspend()
     assert node.ended(120) == 0, node.output
     assert "done; results in run" in node.output and "Traceback" not in node.output
+
+
+@pytest.mark.slow
+def test_no_node_joins_after_the_supervisor_of_rank_0_was_stopped(tmp_path):
+    """The other node counts rank 0 as lost, and waits for its node to start again with it."""
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 250 --run.dir run"
+    nodes = _started(2, keys, tmp_path, port=29507, least=2)
+    lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
+    supervisor_of_rank_0 = next(
+        pid
+        for node in nodes
+        for pid in set(node.running("-m oneloop.train")) - set(node.trainers())
+        if psutil.Process(pid).environ()["RANK"] == "0"
+    )
+    os.kill(supervisor_of_rank_0, signal.SIGSTOP)
+    assert [node.ended(120) for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
+    output = nodes[0].output + nodes[1].output
+    assert "rank 0 does not answer" in output and "a node joins" not in output, output
+
+
+class Harmful:
+    """A pickle that writes a file when it is read."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return (Path.touch, (self.file,))
+
+
+KEY = b"0123456789abcdef"
+STATE = "torch.rendezvous.oneloop"  # torch's key of the state
+
+
+@pytest.mark.parametrize("key", [None, KEY])
+def test_a_stranger_s_pickle_is_read_only_without_a_secret(key, tmp_path):
+    store, _ = rendezvous.open_store(Nodes(2, 2, "127.0.0.1", 0))
+    nodes = Nodes(1, 1, "127.0.0.1", store._store.port)
+    handler = rendezvous.rendezvous_handler(nodes, store, "127.0.0.1", key)
+    assert handler.next_rendezvous().world_size == 1
+    stranger = TCPStore("127.0.0.1", nodes.port)
+    stranger.set(STATE, b64encode(pickle.dumps(Harmful(tmp_path / "read"))))
+    time.sleep(1.1)  # the handler keeps the last state for a second
+    with pytest.raises(RendezvousStateError if key else AttributeError) as found:
+        handler.num_nodes_waiting()
+    assert not key or "has a wrong signature, and was not read" in str(found.value)
+    assert (tmp_path / "read").exists() == (key is None)
+    handler._stop_heartbeats()
+
+
+def test_nodes_agree_on_the_secret(tmp_path):
+    (tmp_path / "file").write_text(KEY.decode() + "\n")
+    (tmp_path / "short").write_text("0123")
+    assert secret({}) is None
+    assert secret({"ONELOOP_SECRET": KEY.decode()}) == KEY
+    assert secret({"ONELOOP_SECRET_FILE": str(tmp_path / "file")}) == KEY
+    with pytest.raises(BadInput, match="at least 16 characters, got 4"):
+        secret({"ONELOOP_SECRET_FILE": str(tmp_path / "short")})
+    with pytest.raises(BadInput, match="ONELOOP_SECRET_FILE names cannot be read"):
+        secret({"ONELOOP_SECRET_FILE": str(tmp_path / "none")})
+
+    for first, other, message in [
+        (KEY, KEY, ""),
+        (None, None, ""),
+        (KEY, b"x" * 16, "differs between nodes"),
+        (None, KEY, "is set on some nodes only"),
+        (KEY, None, "is set on some nodes only"),
+    ]:
+        store, _ = rendezvous.open_store(Nodes(2, 2, "127.0.0.1", 0))
+        agree_on_secret(store, first)
+        with pytest.raises(BadInput, match=message) if message else nullcontext():
+            agree_on_secret(store, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("other", ["same", "another", "none"])
+def test_nodes_with_a_secret(other, tmp_path):
+    """One node has the secret in a variable, the other in a file."""
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 20 --run.dir run"
+    value = KEY.decode()
+    (tmp_path / "secret").write_text(value if other == "same" else f"{value} another")
+    both = [{"ONELOOP_SECRET": value}, {"ONELOOP_SECRET_FILE": str(tmp_path / "secret")}]
+    if other == "none":
+        both[1] = {}
+    nodes = [
+        _started(1, keys, tmp_path, port=29517, least=2, variables=variables)[0]
+        for variables in both
+    ]
+    if other == "same":
+        assert [node.ended(90) for node in nodes] == [0, 0], nodes[0].output + nodes[1].output
+        assert "trusts its network" not in nodes[0].output + nodes[1].output
+        return
+    lab.until_true(lambda: any(node.process.poll() is not None for node in nodes))
+    (late,) = [node for node in nodes if node.process.poll() is not None]
+    assert late.ended() == 2 and "set the same one on all nodes" in late.output, late.output
+
+
+@pytest.mark.slow
+def test_a_waiting_node_ends_if_a_stranger_writes_to_its_rendezvous(tmp_path):
+    keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 20 --run.dir run"
+    variables = {"ONELOOP_SECRET": KEY.decode()}
+    (node,) = _started(1, keys, tmp_path, port=29527, least=2, variables=variables)
+    lab.when([node], "waiting for nodes to join")
+    stranger = TCPStore("127.0.0.1", 29527)
+    stranger.set(STATE, b64encode(pickle.dumps(Harmful(tmp_path / "read"))))
+    assert node.ended(20) == 1 and "has a wrong signature" in node.output, node.output
+    assert not (tmp_path / "read").exists() and "Traceback" not in node.output

@@ -11,8 +11,10 @@ import logging
 import os
 import socket
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from secrets import token_bytes
 from typing import NoReturn
 
 from torch.distributed import DistError  # type: ignore[attr-defined]
@@ -22,13 +24,16 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.rendezvous.api import (
     RendezvousClosedError,
     RendezvousError,
+    RendezvousStateError,
     RendezvousTimeoutError,
 )
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
+from oneloop.basics.files import printable
 from oneloop.basics.launcher import HOST, on_stops, register_process
 from oneloop.launch.agent import Agent
 from oneloop.launch.before_imports import read_once
+from oneloop.launch.bounded_store import BoundedStore
 from oneloop.launch.clocks import show_clock
 from oneloop.launch.command import AgentTask, accelerate_variables
 from oneloop.launch.nodes import Nodes, address_towards
@@ -38,9 +43,42 @@ from oneloop.launch.rendezvous import (
     open_store,
     rendezvous_handler,
 )
+from oneloop.launch.signed_backend import SECRET, SECRET_FILE, agree_on_secret, secret
 from oneloop.supervise.supervisor import say
 
 _OVER = "the run has ended on the other nodes"
+
+
+def _secret(nodes: Nodes) -> bytes | None:
+    """Return the secret of the run, which the training processes need not know."""
+    given = secret(os.environ)
+    for name in (SECRET, SECRET_FILE):
+        os.environ.pop(name, None)
+    return token_bytes() if nodes.most == 1 else given
+
+
+def _joined(nodes: Nodes, training: Sequence[str], key: bytes | None) -> tuple[BoundedStore, bool]:
+    """Return the store of the rendezvous, and whether this process holds it.
+
+    Raise BadInput if this node was started in another way than the first one.
+    """
+    store, holds = open_store(nodes)
+    if holds and key is None:
+        say(
+            f"this run trusts its network: whoever reaches {nodes.host}:{nodes.port} can run code "
+            f"on all nodes; set {SECRET} on all of them"
+        )
+    agree_on_secret(store, key)
+
+    # The first node writes its command into the store, and the others compare theirs.
+    mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
+    other = store.compare_set("command", "", mine).decode()
+    if other != mine:
+        raise BadInput(
+            f"start the same command on all nodes: another was started with {other!r}, this "
+            f"with {mine!r}"
+        )
+    return store, holds
 
 
 def run(task: AgentTask) -> int:
@@ -67,20 +105,12 @@ def run(task: AgentTask) -> int:
     recipe = read_once(tuple(training)) if task.module == "oneloop.train" else None
     say(f"{nodes}; processes on this node: {processes}")
 
-    # Open the store. The first node writes its command there, and the others compare theirs.
-    store, holds = open_store(nodes)
-    mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
-    other = store.compare_set("command", "", mine).decode()
-    if other != mine:
-        raise BadInput(
-            f"start the same command on all nodes: another was started with {other!r}, this "
-            f"with {mine!r}"
-        )
-
-    # Build the agent.
+    # Open the store, and build the agent.
+    key = _secret(nodes)
+    store, holds = _joined(nodes, training, key)
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
-    handler = rendezvous_handler(nodes, store, address)
+    handler = rendezvous_handler(nodes, store, address, key)
     spec = WorkerSpec(
         role="oneloop",
         local_world_size=processes,
@@ -102,7 +132,7 @@ def run(task: AgentTask) -> int:
     except RendezvousTimeoutError:
         say(not_joined(nodes, handler))
     except RendezvousClosedError:
-        say(store.get("wrong").decode() if store.check(["wrong"]) else _OVER)
+        say(printable(store.get("wrong").decode()) if store.check(["wrong"]) else _OVER)
         agent.code = int(store.get("final")) if store.check(["final"]) else ERROR
     except BadInput as error:
         # nodes that wait for this one end, too
@@ -110,6 +140,8 @@ def run(task: AgentTask) -> int:
             store.set("wrong", str(error))
             store.set("final", str(BAD_INPUT))
         raise
+    except RendezvousStateError as error:
+        say(str(error))
     except (RendezvousError, DistError):
         code = agent.reported()
         if code is not None:

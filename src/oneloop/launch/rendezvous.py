@@ -14,16 +14,19 @@ from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-de
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     DynamicRendezvousHandler,
+    RendezvousBackend,
     RendezvousTimeout,
 )
 
 from oneloop.launch.bounded_store import BoundedStore, answered
 from oneloop.launch.nodes import Nodes, is_here
+from oneloop.launch.signed_backend import SignedBackend
 from oneloop.supervise.supervisor import say
 
 BEAT = 2  # seconds between two signs of life of a node
 _BEATS = 3  # signs of life of a node that may be missing
 _LAST_CALL = 3.0  # seconds in which more nodes may join once there are enough
+_RUN = "oneloop"  # name of the rendezvous in its store
 END = 5  # seconds in which all nodes should end a run
 
 
@@ -87,12 +90,24 @@ def _listens(nodes: Nodes) -> bool:
         return False
 
 
-def rendezvous_handler(nodes: Nodes, store: Store, address: str) -> DynamicRendezvousHandler:
-    """Return torch's rendezvous for these nodes; ``address`` is this node's."""
+def rendezvous_handler(
+    nodes: Nodes, store: Store, address: str, key: bytes | None
+) -> DynamicRendezvousHandler:
+    """Return torch's rendezvous for these nodes.
+
+    Args:
+        nodes: the nodes of the run.
+        store: the store of the rendezvous.
+        address: of this node.
+        key: the secret with which its state is signed; None: it is not.
+    """
+    backend: RendezvousBackend = C10dRendezvousBackend(store, _RUN)
+    if key is not None:
+        backend = SignedBackend(backend, key)
     return DynamicRendezvousHandler.from_backend(  # type: ignore[no-any-return]
-        run_id="oneloop",
+        run_id=_RUN,
         store=store,
-        backend=C10dRendezvousBackend(store, "oneloop"),
+        backend=backend,
         min_nodes=nodes.least,
         max_nodes=nodes.most,
         local_addr=address,
