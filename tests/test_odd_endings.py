@@ -105,6 +105,27 @@ def test_a_folder_that_becomes_read_only_is_one_message(folder):
     assert "Read-only file system" in done.stderr
 
 
+@pytest.mark.slow
+@pytest.mark.hosts
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("unshare"), reason="needs root")
+def test_full_shared_memory_is_named(folder):
+    """torch loses a batch that a worker cannot send, and waits for it."""
+    (folder / "big.py").write_text(
+        "import torch\n"
+        "from faulty import Faulty\n"
+        "class Big(Faulty):\n"
+        "    def collate(self, samples):\n"
+        "        return super().collate(samples) | {'big': torch.zeros(len(samples), 1 << 20)}\n"
+    )
+    script = 'mount -t tmpfs -o size=48m none /dev/shm && exec "$@"'
+    command = ["unshare", "--mount", "bash", "-c", script, "bash", *TRAIN[:-1], "big.py:Big"]
+    words = ["--batch.size", "8", "--machine.workers", "2", "--duration", "9", "--run.dir", "run"]
+    more = {"capture_output": True, "text": True, "timeout": 90}
+    done = subprocess.run([*command, *words], cwd=folder, check=False, **more)
+    assert done.returncode == 1, done.stderr
+    assert "shared memory (/dev/shm) is full" in summary(folder)["exit_reason"]
+
+
 def test_an_exit_without_a_word_is_an_error_whatever_its_code(folder):
     world = faulty(folder, "--task.fault", "os_exit:0", "--task.where", "init", "--task.at", "0")
     assert world.codes == [1] and "exited with code 0 and no error message" in world.output

@@ -4,12 +4,14 @@ import math
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice
+from multiprocessing.queues import Queue
 from typing import Any, TypeVar
 
 import numpy as np
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from oneloop.basics.exit_codes import ERROR
 from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.launcher import die_with, on_stops
 from oneloop.data.batch_layout import BatchLayout
@@ -26,6 +29,8 @@ from oneloop.data.seeded_samples import Batches, Place, SeededSamples
 Batch = dict[str, Any]
 
 Loaded = TypeVar("Loaded")
+
+_NO_SPACE = 28  # exit code of a data worker if shared memory is full: ENOSPC
 
 
 @dataclass
@@ -237,12 +242,28 @@ def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
         raise RuntimeError(
             f"a DataLoader worker exited without an error message ({error})"
         ) from error
+    except RuntimeError as error:
+        text = f"{error} {error.__cause__}"
+        if f"exit code {_NO_SPACE}" not in text and "Bus error" not in text:
+            raise
+        raise RuntimeError(
+            "a data worker cannot send a batch, because shared memory (/dev/shm) is full; make it "
+            "larger (docker run --shm-size 8g), or set a smaller machine.workers or batch.micro"
+        ) from error
 
 
 def begin_worker(parent: int, number: int) -> None:
     """End with the training process, and ignore stop signals: the training process handles them."""
     die_with(parent)
     on_stops(signal.SIG_IGN)
+    # By default, a batch that cannot be sent is lost, and the training process waits for it.
+    Queue._on_queue_feeder_error = staticmethod(_cannot_send)  # type: ignore[attr-defined]
+
+
+def _cannot_send(error: Exception, batch: object) -> None:
+    """End this data worker, which cannot send a batch."""
+    print(f"oneloop: a data worker cannot send a batch: {error}", file=sys.stderr, flush=True)
+    os._exit(_NO_SPACE if "No space left" in str(error) else ERROR)
 
 
 def identity(batch: Any) -> Any:
