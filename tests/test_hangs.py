@@ -12,8 +12,8 @@ from oneloop.basics.heartbeats import ENDING, EVALUATION, LOADING, SAVING, SET_U
 from oneloop.supervise import hangs, pipe
 from oneloop.supervise.crash_report import Cause, describe_exit
 from oneloop.supervise.hangs import RankStatus, Watch, describe_hang, hung_ranks
-from slow import FROZEN, slow_disk
 from slow_disk import RATE
+from slow_runs import FROZEN, slow_disk
 from worlds import run
 
 

@@ -42,13 +42,21 @@ class InputCheck:
     Args:
         about: the inputs, by :func:`inputs_of`.
         accept_changes: report changes instead of raising an error.
+        same_recipe: whether a checkpoint must be of this recipe. If the user names one of another
+            run, it may be of another recipe.
         say: reports to the user.
     """
 
     def __init__(
-        self, about: Mapping[str, Any], *, accept_changes: bool, say: Callable[[str], object]
+        self,
+        about: Mapping[str, Any],
+        *,
+        accept_changes: bool,
+        same_recipe: bool = True,
+        say: Callable[[str], object],
     ) -> None:
         self.about = about
+        self._same_recipe = same_recipe
         self._accept = accept_changes
         self._say = say
 
@@ -90,6 +98,8 @@ class InputCheck:
     def _recipe_differences(self, there: Mapping[str, Any]) -> list[str]:
         """Return the keys of what is trained that differ from the recipe of a checkpoint."""
         old = there.get("recipe")
+        if not self._same_recipe:
+            return []
         if not old:
             self._say("the checkpoint does not hold its recipe (older oneloop): not compared")
             return []

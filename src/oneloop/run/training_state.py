@@ -90,7 +90,10 @@ class State(RunState):
             if run.main:
                 inputs = inputs_of(job, run, optimizer, seen)
         same = InputCheck(
-            run.from_main(inputs), accept_changes=recipe.run.accept_changes, say=run.display.say
+            run.from_main(inputs),
+            accept_changes=recipe.run.accept_changes,
+            same_recipe=recipe.run.resume in ("auto", "never"),
+            say=run.display.say,
         )
 
         # Name the components. A resume restores them in this order.
