@@ -138,16 +138,16 @@ def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
     assert seen.limit(1.0) == 4 + 12  # three medians are more than nine seconds
 
 
-# --- slow work, with all limits divided by 20
+# --- slow work, with all limits divided by 5 to 20
 # --------------------------------------------------------------------------------------------------
 
-WORDS = ["slow.yaml", "--machine.patience", "0.05", "--run.dir", "run"]
+WORDS = ["slow.yaml", "--run.dir", "run"]
 RECIPE = (
     "task: slow.Slow\nbatch: {size: 8}\nduration: 60\nlog: {every: 10}\neval: {every: 30}\n"
     "save: {every: 20}\ntrack: []\n"
 )
-SHORT = 1.0  # seconds: about the limit of a short step
-SAVE_RATE = 16e6  # bytes per second; a checkpoint of width 1024 has 25 MB, and the limit is 0.5 s
+SHORT = 1.0  # seconds: more than the limit of a short step
+SAVE_RATE = 12e6  # bytes per second; a checkpoint of width 1024 has 25 MB, and the limit is 1 s
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 PLACES = {  # of slow work, and further keys
     "first step": [],
@@ -168,7 +168,7 @@ READ = {  # of these, the sample is named
     "worker": ": data worker 0 reads sample ",
     "collate": ": it collates a batch",
 }
-DEFAULT = {("worker", "ddp"), ("frozen base", "single")}
+DEFAULT = {("frozen base", "single")}
 CELLS = [
     pytest.param(
         place,
@@ -182,9 +182,12 @@ CELLS = [
 ]
 
 
-def slow_run(folder, place: str, config: str, ranks: int, seconds: float, timeout: float = 120.0):
+def slow_run(
+    folder, place, config, ranks, seconds: float, *, patience: float = 0.05, timeout: float = 120.0
+):
     (folder / "slow.yaml").write_text(RECIPE)
     words = [*WORDS, "--task.place", place, "--task.seconds", str(seconds)]
+    words += ["--machine.patience", str(patience)]
     # only rank 0 writes final/
     words += ["--task.rank", str(0 if place == "final" else ranks - 1), *PLACES.get(place, [])]
     if place == "upload":
@@ -204,22 +207,27 @@ def slow_run(folder, place: str, config: str, ranks: int, seconds: float, timeou
 
 @pytest.mark.parametrize(("place", "config", "ranks"), CELLS)
 def test_slow_work_is_no_hang(tmp_path, place, config, ranks):
-    world = slow_run(tmp_path, place, config, ranks, 3 * SHORT)
+    # What is read must be in a report before the limit, and reports come twice a second.
+    patience, seconds = (0.2, 6 * SHORT) if place in READ else (0.1, 4 * SHORT)
+    world = slow_run(tmp_path, place, config, ranks, seconds, patience=patience)
     world.ok()
-    assert "hangs" not in world.output and "killing it" not in world.output, world.output
+    # Reports come twice a second at any patience: one without a stack is too old.
+    hung = [line for line in world.output.splitlines() if "hangs" in line]
+    assert all("no stack is known" in line for line in hung), world.output
+    assert "killing it" not in world.output
     assert ("waits for data" in world.output) == (place in READ), world.output
     assert READ.get(place, "") in world.output
     assert (tmp_path / "once").exists() or place in ("save", "frozen base", "upload")
 
 
 BEYOND = {  # what is named if it never ends, and after how many seconds
-    "first step": ("hangs in training (new epoch)", 30),
+    "first step": (r"hangs in training \(new epoch\)", 30),
     "sample": ("waits for data", 30),
     "collate": ("waits for data", 30),
     "worker": ("waits for data", 30),
-    "step": ("hangs in training (new epoch)", 0),
+    "step": (r"hangs in training( \(new epoch\))?", 0),
     "metric": ("hangs in evaluation", 30),
-    "compute": ("hangs in evaluation (metrics)", 30),
+    "compute": (r"hangs in evaluation \(metrics\)", 30),
     "evaluation": ("hangs in evaluation", 30),
     "state_dict": ("hangs in saving", 30),
     "frozen base": ("hangs in saving", 30),
@@ -238,7 +246,7 @@ def test_work_without_end_is_named(tmp_path, place, config, ranks):
     others = 0 if place == "final" else 1  # they have ended
     assert world.codes == [1 if one == rank else others for one in range(ranks)], world.output
     ended = json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"]
-    found = re.match(rf"error: rank {rank} {re.escape(words)} for (\d+) s", ended)
-    assert found and seconds <= int(found[1]) <= seconds + 10, ended
+    found = re.match(rf"error: rank {rank} {words} for (?P<seconds>\d+) s", ended)
+    assert found and seconds <= int(found["seconds"]) <= seconds + 10, ended
     assert READ.get(place, "") in ended
     assert "slow.py" in ended or place in READ or place == "frozen base", ended
