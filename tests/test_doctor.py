@@ -179,8 +179,9 @@ def test_a_link_that_is_cut(here, tmp_path):
     words = "--nodes 3 --rendezvous 10.77.0.1:29400 --config_file ddp"
     with lab.two_hosts():
         nodes = [_doctor(words, tmp_path, space=space) for space in (1, 2)]
-        lab.until_true(lambda: _listens(nodes[0]))
-        time.sleep(5)
+        connections = Path(f"/proc/{nodes[0].process.pid}/net/tcp")
+        lab.until_true(lambda: "02004D0A:" in connections.read_text())  # host 2, in hexadecimal
+        time.sleep(3)
         lab.cut(here)
         assert [node.ended(80) for node in nodes] == [1, 1]
     assert "another node did not answer" in nodes[0].output

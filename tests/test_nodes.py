@@ -436,11 +436,12 @@ def test_a_running_run_goes_on_without_a_node_whose_clock_is_off(seconds, tmp_pa
     """A node that comes later is rejected. A clock that changes in the middle is no failure."""
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 200 --run.dir run"
     off = lab.clock_off(tmp_path, 0)
-    first = _started(1, keys, tmp_path, port=29487)[0]
-    changed = _started(1, keys, tmp_path, port=29487, variables=off, most=2)[0]
+    first = _started(1, keys, tmp_path, port=29487, least=2)[0]
+    lab.when([first], "trusts its network")  # it holds the rendezvous
+    changed = _started(1, keys, tmp_path, port=29487, variables=off, least=2)[0]
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
     (tmp_path / "clock").write_text(str(seconds))
-    late = _started(1, keys, tmp_path, port=29487, variables=off)[0]
+    late = _started(1, keys, tmp_path, port=29487, variables=off, least=2)[0]
     assert late.ended(40) == 2 and "60 s" in late.output, late.output
     assert [first.ended(120), changed.ended(120)] == [0, 0], first.output + changed.output
     assert "joins" not in first.output + changed.output
