@@ -143,7 +143,7 @@ def test_a_limit_is_learned_from_what_is_usual(monkeypatch):
 
 WORDS = ["slow.yaml", "--run.dir", "run"]
 RECIPE = (
-    "task: slow.Slow\nbatch: {size: 8}\nduration: 60\nlog: {every: 10}\neval: {every: 30}\n"
+    "task: slow_runs.Slow\nbatch: {size: 8}\nduration: 60\nlog: {every: 10}\neval: {every: 30}\n"
     "save: {every: 20}\ntrack: []\n"
 )
 SHORT = 1.0  # seconds: more than the limit of a short step
@@ -249,4 +249,4 @@ def test_work_without_end_is_named(tmp_path, place, config, ranks):
     found = re.match(rf"error: rank {rank} {words} for (?P<seconds>\d+) s", ended)
     assert found and seconds <= int(found["seconds"]) <= seconds + 10, ended
     assert READ.get(place, "") in ended
-    assert "slow.py" in ended or place in READ or place == "frozen base", ended
+    assert "slow_runs.py" in ended or place in READ or place == "frozen base", ended

@@ -3,6 +3,7 @@ traceback, bounded memory, and intact older checkpoints are used."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import resource
@@ -27,10 +28,11 @@ from oneloop.basics.untrusted import (
 )
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.lease import _newest, _who
+from oneloop.checkpoint.manifest import header
 from oneloop.checkpoint.mirror import complete, local_run
 from oneloop.checkpoint.named_checkpoint import base_problems, checkpoint_of, chosen_of, fresh
 from oneloop.checkpoint.saved_state import read_state, state_problems
-from oneloop.checkpoint.store import Store, problems, problems_of_files
+from oneloop.checkpoint.store import Store, problems, problems_of_files, vouch
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.saved_forms import FORMS
@@ -114,8 +116,10 @@ def _read_mirror(address: str, run: Path, recipe: dict) -> None:
 def test_of_hostile_names_none_leads_out():
     assert is_plain("state.json") and is_plain("1_Pooling/config.json", 2)
     assert not is_plain("1_Pooling/config.json") and not is_plain("a/b/c", 2)
-    for name in (*hostile.NAMES, "a//b", "a\\b", "./a", "a/.", "\ud800", 7, None):
+    for name in (*hostile.OUTSIDE, "a//b", "./a", "a/.", "\ud800", 7, None):
         assert not is_plain(name, 2), name
+    for name in ("Größe\u00a0Einheit.txt", "a b.json", "a\\b", "n" * 255, "a\nb"):
+        assert is_plain(name), name
 
 
 def test_only_what_is_directly_inside_is_deleted(tmp_path):
@@ -172,6 +176,34 @@ def test_files_that_must_not_be_read_as_a_whole(tmp_path):
     aliases = [f"{b}: &{b} [{','.join(['*' + a] * 9)}]" for a, b in zip("abcdefgh", "bcdefghi")]
     with pytest.raises(ValueError, match="too many values, with its aliases written out"):
         parsed_yaml("\n".join(["a: &a [x,x,x,x,x,x,x,x,x]", *aliases]))
+    with pytest.raises(ValueError, match="a number with too many colons"):
+        parsed_yaml("x: " + "1:" * 100_000 + "1")
+    for tag in ("!!bool foo", '!!int ""', '!!float ""', "!!timestamp foo"):
+        with pytest.raises(ValueError, match=".*"):
+            parsed_yaml(f"x: {tag}")
+
+
+def test_a_header_of_many_dimensions_is_rejected_at_once(tmp_path):
+    shape = [(1 << 53) - 1] * 300_000
+    text = json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 4]}}).encode()
+    file = tmp_path / "a.safetensors"
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(4))
+    with pytest.raises(ValueError, match="'a'\\['shape'\\] is not as expected"):
+        header(file)
+
+
+def test_an_address_in_a_run_folder_is_not_followed(made, tmp_path):
+    """Only copies of mirrors in the cache have one."""
+    shutil.copytree(made / "runs/one", tmp_path / "run")
+    (tmp_path / "run/.address").write_text(f"file://{tmp_path}/elsewhere")
+    complete(_steps(tmp_path / "run")[-1], again=True)
+    assert not problems(_steps(tmp_path / "run")[-1])
+
+
+def test_final_weights_with_names_that_users_have(tmp_path):
+    (tmp_path / "Größe\u00a0Einheit.txt").write_text("content")
+    vouch(tmp_path, {})
+    assert problems_of_files(tmp_path) == []
 
 
 def _attacks(copies: hostile.Copies, count: int, read, outside: Path) -> int:

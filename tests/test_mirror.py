@@ -541,6 +541,21 @@ def test_a_lease_of_another_form_blocks_no_start_for_ever(tmp_path, monkeypatch,
         take(bucket, about)
 
 
+def test_a_lease_that_no_owner_can_follow_is_reported(tmp_path):
+    """A start looked for its own lease for ever."""
+    bucket = Bucket(f"file://{tmp_path}/store")
+    bucket.put(f"owner/{'9' * 15}.json", b'{"released": true}', create=True)
+    about = {"pid": 2, "host": "new", "since": "now", "token": "mine"}
+    with pytest.raises(BadInput, match="has a number that no owner can follow; delete it"):
+        take(bucket, about)
+
+
+def test_a_mirror_below_a_file_is_bad_input(tmp_path):
+    (tmp_path / "file").write_text("")
+    world = stores.trained(tmp_path, "--save.mirror", f"file://{tmp_path}/file/store")
+    assert world.codes == [2] and "check address and credentials" in world.output, world.output
+
+
 def test_of_many_starters_at_once_one_becomes_the_owner(tmp_path, s3):
     bucket, taken = Bucket("s3://bucket/many"), []
 

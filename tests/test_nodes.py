@@ -397,7 +397,8 @@ def test_nodes_with_different_commands(tmp_path):
 gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="a clock is set off with gcc")
 
 
-@pytest.mark.parametrize("when", ["saved", pytest.param("requested", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["saved", "requested"])
 def test_a_saved_stop_is_a_stop_without_the_agent_of_the_rendezvous(when, tmp_path):
     """The agent that holds the rendezvous is killed once the stop is saved, or before."""
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"

@@ -323,7 +323,6 @@ def test_a_task_that_ends_the_process_is_rejected(does, text, capsys):
         ("lstm", "what the kernels of lstm allocate"),
         ("operator", "what the kernels of planning::same allocate"),
         ("reads", "the evaluation, whose loss or metrics read values"),
-        ("many", "samples after the first 256, which may be larger"),
     ],
 )
 def test_a_plan_that_cannot_count_everything_says_so_first(does, why, capsys):
@@ -334,6 +333,11 @@ def test_a_plan_that_cannot_count_everything_says_so_first(does, why, capsys):
     if does == "lstm":  # what was counted is already too much
         assert main(["plan", *words, "--gpu", "0.1", "--no_changes", "--json"]) == 1
         assert json.loads(capsys.readouterr().out)["fits"] is False
+
+
+def test_many_samples_of_one_size_leave_no_doubt(capsys):
+    assert main(["plan", ODD, "--task.does", "many", "--batch.size", "8"]) == 0
+    assert capsys.readouterr().out.startswith("fits on ")
 
 
 def test_an_upper_bound_that_does_not_fit_may_fit(capsys):

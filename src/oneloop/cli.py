@@ -17,7 +17,7 @@ from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.streams import replace_unknown_characters
 from oneloop.checkpoint.manifest import MANIFEST
-from oneloop.checkpoint.mirror import ADDRESS
+from oneloop.checkpoint.mirror import address_of
 from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import problems_at
 from oneloop.checkpoint.store import Store
@@ -196,7 +196,7 @@ def report(words: Sequence[str]) -> int:
     options.add_argument("--to", type=Path, metavar="FILE", help=where)
     given = options.parse_intermixed_args(words)
     to = given.to
-    if to is None and (given.runs[0] / ADDRESS).exists():  # a copy of a mirror
+    if to is None and address_of(given.runs[0]):  # a copy of a mirror
         to = Path("report.html")
     print(printable(write_report(given.runs, to)))
     return 0

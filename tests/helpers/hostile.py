@@ -18,7 +18,8 @@ from oneloop.basics.files import vouched
 from oneloop.checkpoint.manifest import MANIFEST, signed
 
 DEEP = json.loads("[" * 900 + "]" * 900)
-NAMES = ["..", ".", "", "/", "/etc/passwd", "../../x", "a/../../b", "a\0b", "a\nb", "n" * 300]
+OUTSIDE = ["..", ".", "", "/", "/etc/passwd", "../../x", "a/../../b", "a\0b", "n" * 300]
+NAMES = [*OUTSIDE, "a\nb", "a\\b"]
 VALUES: list[Any] = [
     *NAMES,
     "\ud800",

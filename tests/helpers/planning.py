@@ -202,7 +202,7 @@ class Tied(Blocks):
 class Odd(Blocks):
     """A task that does something unusual: exit, pop, print, norm (BatchNorm) or lines.
 
-    Of lstm, operator, reads and many samples, a plan cannot count everything."""
+    Of lstm, operator and reads, a plan cannot count everything."""
 
     def __init__(self, does: str = "pop", **sizes: int) -> None:
         super().__init__(**sizes)

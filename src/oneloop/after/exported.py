@@ -5,7 +5,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.checkpoint.named_checkpoint import chosen_of
 
 
@@ -46,7 +46,7 @@ def export_run(given: Namespace) -> list[str]:
             )
             with suppress(ValueError):  # no card if the metrics of the run cannot be read
                 write_card(given.run, folder, folder.name, licence=given.license)
-        except BadInput:
+        except (BadInput, Unavailable):
             raise
         except (ValueError, OSError) as error:
             raise BadInput(str(error)) from error

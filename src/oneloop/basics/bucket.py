@@ -84,7 +84,7 @@ class StoreExistsError(StoreError, FileExistsError):
 
 
 class StoreDeniedError(StoreError, PermissionError):
-    """An error: credentials are missing, or do not allow the request."""
+    """An error: credentials or rights are missing, or the address cannot be one of a folder."""
 
     temporary = False
 
@@ -93,6 +93,8 @@ _KINDS: dict[type[Exception], type[StoreError]] = {
     FileNotFoundError: StoreNotFoundError,
     FileExistsError: StoreExistsError,
     PermissionError: StoreDeniedError,
+    NotADirectoryError: StoreDeniedError,
+    IsADirectoryError: StoreDeniedError,
 }
 _DENIED = ("Credentials", "ParamValidation", "InvalidArn")
 """parts of class names of errors that a user must correct"""

@@ -4,6 +4,7 @@ Needs no torch.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,10 +16,11 @@ from typing import Any
 from oneloop.basics.files import one_line
 
 MOST_BYTES = 1 << 25  # of a file that is parsed as a whole
-_MOST_YAML = 1 << 20  # bytes; it takes a second
-_MOST_DEPTH = 100  # of containers in a JSON file
+_MOST_YAML = 1 << 20  # bytes
+_LONG_NUMBER = re.compile(r"\d(:\d+){20}")
+_MOST_DEPTH = 250  # of containers in a JSON file
 _MOST_NODES = 1 << 17  # values in a YAML file, aliases written out
-_NAME_BYTES = 200  # leaves room for the beginnings and endings that oneloop adds
+_NAME_BYTES = 255  # of file systems
 
 STEP = range(1 << 53)  # numbers of steps and samples
 COUNT = range(1, 1 << 31)  # numbers of processes
@@ -65,10 +67,13 @@ def is_plain(name: object, parts: int = 1) -> bool:
     if not isinstance(name, str) or name.count("/") >= parts:
         return False
     for part in name.split("/"):
-        # A lone surrogate is not printable, so that the name can be encoded.
-        if part in ("", ".", "..") or not part.isprintable() or "\\" in part:
+        if part in ("", ".", "..") or "\0" in part:
             return False
-        if len(part.encode()) > _NAME_BYTES:
+        try:
+            encoded = os.fsencode(part)
+        except UnicodeEncodeError:  # a lone surrogate
+            return False
+        if len(encoded) > _NAME_BYTES:
             return False
     return True
 
@@ -137,12 +142,15 @@ def parsed_yaml(text: str) -> Any:
     """
     import yaml  # the process that writes checkpoints does not need it
 
+    # PyYAML takes a minute for a number with 100,000 parts to the base of 60.
+    if _LONG_NUMBER.search(text):
+        raise ValueError("it has a number with too many colons (1:2:3…)")
     try:
         value = yaml.safe_load(text)
         nodes = _nodes(value, {})
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, LookupError, AttributeError, TypeError) as error:  # of wrong tags
         raise ValueError(one_line(error)) from error
     if nodes > _MOST_NODES:
         raise ValueError("it has too many values, with its aliases written out")

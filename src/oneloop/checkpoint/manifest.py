@@ -32,6 +32,7 @@ _READ = (1, 2)  # versions that this code reads
 
 # What a manifest must look like, as check_form reads it.
 _SIZE = range(1 << 60)
+_MOST_DIMENSIONS = 64  # of a tensor, as in torch
 _STORED = {"size": _SIZE, "xxh3": HEX32, "blocks?": [HEX16]}
 _FROZEN = {  # in a checkpoint: the folder with the frozen parameters
     "folder": re.compile(r"base(-\d+)?"),
@@ -41,17 +42,26 @@ _FROZEN = {  # in a checkpoint: the folder with the frozen parameters
 }
 _BASE_MODEL = {"place": str, "settings?": dict, "files?": dict}  # next to trained weights
 _ABOUT = {"ranks?": COUNT, "step?": STEP, "end?": STEP}
+
+
+def _is_shape(value: object) -> bool:
+    """Return whether a value can be the shape of a tensor."""
+    if not isinstance(value, list) or len(value) > _MOST_DIMENSIONS:
+        return False
+    return all(type(size) is int and size in STEP for size in value)
+
+
 _FORM = {
     "step?": STEP,
     "attempt?": re.compile(r"\d{1,9}-[0-9a-z]{1,32}"),
     "files": {None: _STORED},
     "about": _ABOUT,
-    "tensors?": {None: (str, [STEP])},  # dtype and shape
+    "tensors?": {None: (str, _is_shape)},  # dtype and shape
 }
 
 # What the header of a safetensors file must look like.
 _MOST_HEADER = 100_000_000  # bytes; the limit of the safetensors library
-_TENSOR = {"dtype": str, "shape": [STEP], "data_offsets": (_SIZE, _SIZE)}
+_TENSOR = {"dtype": str, "shape": _is_shape, "data_offsets": (_SIZE, _SIZE)}
 _BYTES = {
     "F64": 8,
     "F32": 4,

@@ -35,7 +35,7 @@ from oneloop.basics.bucket import (
 )
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import cache_folder
-from oneloop.basics.untrusted import delete
+from oneloop.basics.untrusted import delete, read_bytes
 from oneloop.checkpoint.manifest import (
     MANIFEST,
     base_in,
@@ -279,7 +279,7 @@ def local_run(run: str | Path) -> Path:
     if not is_address(run):
         return Path(run)
     check_address(str(run), "RUN")
-    folder = cache_folder() / "mirrors" / str(run).replace("://", "/")
+    folder = _copies() / str(run).replace("://", "/")
     with readable(str(run), folder):
         # List the folders of the mirror.
         bucket = Bucket(str(run))
@@ -304,7 +304,10 @@ def local_run(run: str | Path) -> Path:
 
             # Of each folder, fetch only the manifest.
             for name in there:
-                manifest = bucket.get(f"{name}/{MANIFEST}")
+                try:
+                    manifest = bucket.get(f"{name}/{MANIFEST}")
+                except ValueError:  # too long to be one
+                    continue
                 (folder / name).mkdir(parents=True, exist_ok=True)
                 (folder / name / MANIFEST).write_bytes(manifest)
     return folder
@@ -347,15 +350,28 @@ def local_checkpoint(path: str) -> Path:
     return folder
 
 
+def address_of(run: Path) -> str | None:
+    """Return the address of the mirror of which a run folder is a copy in the cache, or None."""
+    file = run / ADDRESS
+    if not file.is_file() or not file.resolve().is_relative_to(_copies().resolve()):
+        return None
+    return read_bytes(file).decode()
+
+
+def _copies() -> Path:
+    """Return the folder for copies of mirrors in the cache."""
+    return cache_folder() / "mirrors"
+
+
 def complete(path: Path, *, again: bool = False) -> None:
     """Fetch a checkpoint, or ``final``, in a copy of a mirror, if incomplete or ``again``.
 
     Raises BadInput.
     """
     run = path.parent if path.name == FINAL else path.parent.parent
-    if not (run / ADDRESS).exists():
+    address = address_of(run)
+    if address is None:
         return
-    address = (run / ADDRESS).read_text()
     try:
         with readable(address, run), FileLock(run / ".lock"):
             bucket = Bucket(address)

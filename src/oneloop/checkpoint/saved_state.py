@@ -7,7 +7,7 @@ from typing import Any
 from oneloop.basics.untrusted import Form, check_form, read_json
 
 STATE = "state.json"
-_MOST = 1 << 28  # bytes; a task may save much
+MOST_STATE = 1 << 28  # bytes; a task may save much
 _OPTIMIZER = {"parameters": {None: dict}, "groups": [dict]}
 
 
@@ -22,7 +22,7 @@ def read_state(folder: Path, forms: Mapping[str, Form] | None = None) -> dict[st
         ValueError: it is missing or damaged, or a component has another form.
     """
     try:
-        state: dict[str, Any] = read_json(folder / STATE, most=_MOST)
+        state: dict[str, Any] = read_json(folder / STATE, most=MOST_STATE)
     except (OSError, ValueError) as error:
         raise ValueError(f"{STATE} cannot be read ({type(error).__name__}: {error})") from error
     for name, form in {"optimizer": _OPTIMIZER, **(forms or {})}.items():

@@ -197,7 +197,7 @@ class Uploads:
             self.bucket.put(name, content, create=True)
         except FileExistsError:
             # If it is the same, the client has repeated its request, because an answer was lost.
-            if self.bucket.get(name) != content:
+            if self._content(name) != content:
                 # Replace that of a damaged checkpoint, or of earlier final weights, but no other.
                 damaged = self._request.bad if self._request is not None else []
                 if manifest.step is not None and manifest.step not in damaged:
@@ -207,6 +207,13 @@ class Uploads:
         self._used[folder] = _names_of(folder, manifest)
         if manifest.step is not None:
             self._rewritten.add(manifest.step)
+
+    def _content(self, name: str) -> bytes | None:
+        """Return the content of a manifest there; None if it is too long for one."""
+        try:
+            return self.bucket.get(name)
+        except ValueError:
+            return None
 
     def _copy_base(self, base: FrozenBase) -> None:
         """Copy the frozen parameters, unless they are there."""

@@ -134,15 +134,19 @@ def by_size(job: Job, most: int | None = None) -> list[int]:
         longest: list[int] = np.argsort(-lengths, kind="stable")[:4096].tolist()
         return longest
 
-    # Load the samples.
+    sizes = loaded_sizes(job, most)
+    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
+
+
+def loaded_sizes(job: Job, most: int | None = None) -> list[int]:
+    """Return the elements of each of the first ``most`` training samples, which are loaded."""
     samples = SeededSamples(job.train_set, seed=job.recipe.seed)
-
-    def size(index: int) -> int:
-        batch, _ = job.collate([samples[0, index]])
-        return sum(value.numel() for value in batch.values() if torch.is_tensor(value))
-
     number = len(job.train_set)
-    return sorted(range(min(number, most or number)), key=size, reverse=True)
+    sizes = []
+    for index in range(min(number, most or number)):
+        batch, _ = job.collate([samples[0, index]])
+        sizes.append(sum(value.numel() for value in batch.values() if torch.is_tensor(value)))
+    return sizes
 
 
 def find_micro(recipe: Recipe, run: Run) -> int | None:

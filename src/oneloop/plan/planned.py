@@ -25,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
+from oneloop.job.find_micro_batch import loaded_sizes
 from oneloop.launch.agreement import where
 from oneloop.launch.command import accelerate_variables
 from oneloop.launch.nodes import Nodes
@@ -166,9 +167,11 @@ def _plan(asked: Asked) -> Plan:
     if kernels:
         missing.more.append(f"what the kernels of {', '.join(kernels)} allocate")
 
-    # Without lengths, only the first samples are loaded to find the largest.
+    # Without lengths, only the first samples are loaded to find the largest. If these are equal, so
+    # are the others.
     has_lengths = job.collate.sample_weight is not None or hasattr(job.train_set, "lengths")
-    if not has_lengths and len(job.train_set) > SAMPLED:
+    unknown = not has_lengths and len(job.train_set) > SAMPLED
+    if unknown and len(set(loaded_sizes(job, SAMPLED))) > 1:
         missing.more.append(f"samples after the first {SAMPLED}, which may be larger")
     if costs.values.read:
         name = job.recipe.optimizer.name

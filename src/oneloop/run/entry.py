@@ -131,11 +131,16 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
                 return {**found, "folder": str(there or folder.path)}, None
             summary = train(job, run, folder)
     except (BadInput, Unavailable, StoppedEarly) as error:
-        # Nothing was written. If a stop was requested, the error may follow from it.
-        folder.abandon()
-        if run.stopping.early is None:
-            raise StoppedEarly from error.__cause__
-        raise error from error.__cause__
+        # A mirror may also fail later, at a rewind.
+        if isinstance(error, Unavailable) and job is not None and run.stopping.early is False:
+            fault = error
+            summary = _failed(error, job, run, folder, cli=cli)
+        else:
+            # Nothing was written. If a stop was requested, the error may follow from it.
+            folder.abandon()
+            if run.stopping.early is None:
+                raise StoppedEarly from error.__cause__
+            raise error from error.__cause__
     except Diverged as error:
         fault = error
         summary = {"exit_reason": f"diverged: {error}", "exit_code": exit_codes.DIVERGED}

@@ -16,7 +16,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.untrusted import read_json
 from oneloop.checkpoint.manifest import MANIFEST, header, read_manifest
 from oneloop.checkpoint.named_checkpoint import FILE, FINAL, base_model_of, base_of
-from oneloop.checkpoint.saved_state import STATE, read_state
+from oneloop.checkpoint.saved_state import MOST_STATE, STATE, read_state
 from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.store import vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights
@@ -219,7 +219,7 @@ def load_task_state(task: Task, folder: Path) -> None:
     # ``final/`` has it in a file of its own, a checkpoint among the other components.
     file = folder / f"{TASK}.json"
     if file.is_file():
-        task.load_state_dict(read_json(file, object))
+        task.load_state_dict(read_json(file, object, most=MOST_STATE))
     elif (folder / STATE).is_file():
         state = read_state(folder)
         if TASK in state:

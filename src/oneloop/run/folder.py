@@ -290,11 +290,12 @@ class Folder:
             return new
 
         # What was trained after the checkpoint is lost: the last log line says until when.
-        with suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            times = [line["time"] for line in parsed(file) if isinstance(line.get("time"), float)]
-            if times:
-                old["repeated"] += max(0.0, times[-1] - max(seconds, old["before"]))
+        if (self.path / "metrics.jsonl").is_file():
+            with suppress(OSError), (self.path / "metrics.jsonl").open("rb") as file:
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+                times = [line["time"] for line in parsed(file) if is_amount(line.get("time"))]
+                last = max(times, default=0.0)
+                old["repeated"] += max(0.0, last - max(seconds, old["before"]))
         return old | {"number": old["number"] + 1, "before": min(old["before"], seconds)}
 
     @contextmanager

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.untrusted import check_form
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import complete
@@ -31,7 +32,10 @@ def _power_emas(checkpoint: Path) -> list[_PowerEma]:
     for folder in Store(checkpoint.parent).sealed():
         if folder.name > checkpoint.name:
             continue
-        complete(folder)  # fetches what is only in the mirror
+        try:
+            complete(folder)  # fetches what is only in the mirror
+        except BadInput:
+            continue  # it is damaged there
         if problems(folder):
             continue
         for name, part in read_state(folder).items():
