@@ -472,7 +472,8 @@ time.sleep(600)
 def test_no_call_of_a_store_waits_for_a_stopped_process(monkeypatch):
     monkeypatch.setattr(bounded_store, "LOST", 1.0)
     words = [sys.executable, "-c", HOLDS]
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as holder:
+    holder = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    try:
         store = BoundedStore(TCPStore("127.0.0.1", int(holder.stdout.readline())))
         wrapped = PrefixStore("a", store)
         wrapped.set("key", "1")
@@ -481,7 +482,13 @@ def test_no_call_of_a_store_waits_for_a_stopped_process(monkeypatch):
         with pytest.raises(DistStoreError, match="a/other missing for 1 s"):
             wrapped.wait(["other"], timedelta(seconds=1))
         assert not store.lost
+
+        # Until all its threads have stopped, the holder may still answer.
         holder.send_signal(signal.SIGSTOP)
+        threads = Path(f"/proc/{holder.pid}/task")
+        lab.until_true(
+            lambda: all(") T " in (one / "stat").read_text() for one in threads.iterdir())
+        )
         began = time.monotonic()
         with pytest.raises(DistStoreError, match="no answer in 1 s"):
             wrapped.check(["key"])
@@ -491,7 +498,9 @@ def test_no_call_of_a_store_waits_for_a_stopped_process(monkeypatch):
         assert time.monotonic() - began < 5 and store.lost
         with pytest.raises(ConnectionError, match="no rendezvous answers there"):
             rendezvous.open_store(Nodes(2, 2, "127.0.0.1", wrapped.underlying_store._store.port))
+    finally:
         holder.kill()
+        holder.wait()
 
 
 def test_the_store_listens_on_the_interface_of_its_address():
