@@ -250,7 +250,7 @@ class Agent(LocalElasticAgent):
         if self._stop_requested:
             store.set("stop", "1")
 
-        # Look at this node. If another one has failed, it has some seconds to report that, too.
+        # Look at this node. If another node has failed, this one has some seconds to report that.
         state = self._state()
         if state is WorkerState.HEALTHY and not self._silent(store):
             if not self._failed_elsewhere():

@@ -65,8 +65,8 @@ def _joined(nodes: Nodes, training: Sequence[str], key: bytes | None) -> tuple[B
     store, holds = open_store(nodes)
     if holds and key is None:
         say(
-            f"this run trusts its network: whoever reaches {nodes.host}:{nodes.port} can run code "
-            f"on all nodes; set {SECRET} on all of them"
+            f"this run trusts its network: anyone who reaches {nodes.host}:{nodes.port} can run "
+            f"code on all nodes; set {SECRET} on all of them"
         )
     agree_on_secret(store, key)
 

@@ -1,7 +1,7 @@
 """The state of the rendezvous, signed with a secret that all nodes of a run know.
 
-torch unpickles this state, and a pickle can run code: without a signature, whoever reaches the port
-of the rendezvous can run code on all nodes.
+torch unpickles this state, and a pickle can run code: without a signature, anyone who reaches the
+port of the rendezvous can run code on all nodes.
 """
 
 import hashlib

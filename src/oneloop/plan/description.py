@@ -90,7 +90,7 @@ class NotCounted:
     other: list[str] = field(default_factory=list)  # in every plan, or not about memory
 
     def doubts(self, enough: bool) -> list[str]:
-        """Return why the answer may be another one than the plan's.
+        """Return why the true answer may differ from the plan's.
 
         ``enough``: whether the memory is enough for what the plan counts."""
         return self.more if enough else self.less

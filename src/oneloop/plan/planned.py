@@ -54,7 +54,7 @@ _LAYERS = (
 )
 _WIDE = {*_MATH.split(), *_LAYERS.split()}
 
-# Functions of recurrent layers: cuDNN keeps what it needs for the backward in a format of its own.
+# Functions of recurrent layers: cuDNN keeps what it needs for the backward in a private format.
 _FUSED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 _KILLED = "the process that plans was killed; it may need more host memory"
