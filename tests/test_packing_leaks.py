@@ -183,13 +183,7 @@ def test_a_changed_document_changes_no_other_by_a_bit(name):
 @pytest.mark.parametrize("name", MODELS)
 def test_documents_leak_where_attention_does_not_end(name, monkeypatch):
     """Without document boundaries the loss differs, so the tests above can fail."""
-    monkeypatch.setattr(
-        attention, "borders", lambda documents, cuts: attention.causal(documents.device)
-    )
-    monkeypatch.setattr(
-        "oneloop.tasks.language.language_model.borders",
-        lambda documents, cuts: attention.causal(documents.device),
-    )
+    monkeypatch.setattr(attention, "_visible", lambda documents: attention.causal(documents.device))
     with pytest.raises(
         ValueError,
         match=r"task.pack packed: .*(from one document to the next|depend on the document before)",

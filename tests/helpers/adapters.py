@@ -40,8 +40,10 @@ WORDS = [
 ]
 
 
-def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
-    """Save a small Llama with a tokenizer, like transformers.
+def a_base(
+    folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0, kind: str = "Llama"
+) -> Path:
+    """Save a small Llama (or another ``kind`` of model) with a tokenizer, like transformers.
 
     Its matrices fill whole blocks of bitsandbytes.
     """
@@ -51,15 +53,18 @@ def a_base(folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -
     tokenizer = chat_tokenizer(SyntheticChats("validation").texts(), 320)
     tokenizer.save_pretrained(folder)
     torch.manual_seed(seed)
-    config = transformers.LlamaConfig(
+    names = {"Gemma3": "Gemma3TextConfig"}
+    config = getattr(transformers, names.get(kind, f"{kind}Config"))(
         vocab_size=len(tokenizer),
         max_position_embeddings=128,
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=16,
     )
-    transformers.LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+    getattr(transformers, f"{kind}ForCausalLM")(config).to(dtype).save_pretrained(folder)
     return folder
 
 

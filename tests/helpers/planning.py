@@ -43,13 +43,21 @@ def planned_recipes(base: Path) -> dict[str, list[str]]:
     }
 
 
-def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
-    """Return what a step of this recipe takes. ``planned_ranks``: plan it for so many processes,
-    with the CPU's rules (0: on real tensors)."""
+def one_step(
+    words: list[str], planned_ranks: int = 0, capability: tuple[int, int] | None = None
+) -> dict[str, Any]:
+    """Return what a step of this recipe takes.
+
+    Args:
+        words: recipe and keys.
+        planned_ranks: plan it for so many processes (0: on real tensors).
+        capability: compute capability of the GPU that is planned (None: the CPU's rules).
+    """
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    from oneloop.basics.tensors import Planned
     from oneloop.job.build import build_job
     from oneloop.launch.processes import start
     from oneloop.plan.step_costs import StepCosts
@@ -65,6 +73,7 @@ def one_step(words: list[str], planned_ranks: int = 0) -> dict[str, Any]:
         os.environ |= {name: str(value) for name, value in places.items()}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
         dist.init_process_group("fake", rank=0, world_size=planned_ranks, store=FakeStore())
+    Planned.capability = capability
     recipe = read(words)
     how = {
         "sync_each_batch": recipe.machine.sync_each_batch,

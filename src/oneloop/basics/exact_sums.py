@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from oneloop.basics.tensors import Planned
+from oneloop.basics.tensors import on_gpu
 
 _HALF = 15  # bits per digit of a value; its square has digits of 30 bits
 _DIGITS = 3
@@ -194,7 +194,9 @@ def _pieces(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     waiting: list[Tensor] = []
     held = 0  # elements in them
     for tensor in tensors:
-        most = _ON_CPU if tensor.device.type == "cpu" and not Planned.for_gpu else _ELSEWHERE
+        most = _ELSEWHERE
+        if tensor.device.type == "cpu" and not on_gpu(tensor):
+            most = _ON_CPU
         for part in tensor.detach().reshape(-1).split(most):
             if not part.numel():
                 continue

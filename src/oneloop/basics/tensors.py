@@ -21,14 +21,24 @@ _SCALARS = "_oneloop_scalars"
 
 
 class Planned:
-    """Whether this process plans a run: its fake tensors on the CPU stand for tensors on a GPU."""
+    """The GPU of a plan: tensors on the CPU stand for tensors on it."""
 
-    for_gpu = False
+    capability: tuple[int, int] | None = None  # its compute capability; None: nothing is planned
+    fp16 = False  # whether the planned run has fp16 loss scaling
 
 
 def on_gpu(tensor: Tensor) -> bool:
     """Return whether a tensor is, or stands for one, on a CUDA device."""
-    return tensor.device.type == "cuda" or Planned.for_gpu
+    return tensor.device.type == "cuda" or Planned.capability is not None
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Return the compute capability of a GPU, or of the GPU of a plan; (0, 0) for a CPU."""
+    if Planned.capability is not None:
+        return Planned.capability
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device)
+    return (0, 0)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -127,11 +127,15 @@ def parsed(mode: str) -> tuple[str, float]:
 
 
 def _kept_operations() -> list[Any]:
+    """Return the operators of ``_KEPT``, and attention in packed rows."""
+    import torch.nn.attention.varlen  # registers its operator
+
     found = []
-    for name in _KEPT:
-        if hasattr(torch.ops.aten, name):
-            packet = getattr(torch.ops.aten, name)
-            found += [getattr(packet, kind) for kind in packet.overloads() if kind != "out"]
+    for namespace, names in ((torch.ops.aten, _KEPT), (torch.ops.torch_attn, ("_varlen_attn",))):
+        for name in names:
+            if hasattr(namespace, name):
+                packet = getattr(namespace, name)
+                found += [getattr(packet, kind) for kind in packet.overloads() if kind != "out"]
     return found
 
 

@@ -8,7 +8,7 @@ from math import inf
 from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
 from oneloop.launch.command import read_config
-from oneloop.plan.gpus import GPUS, Gpu
+from oneloop.plan.gpus import ANY, GPUS, Gpu
 
 _HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest \
 change that makes it fit.
@@ -29,6 +29,7 @@ class Asked:
     processes: int
     nodes: int = 1
     mixed_precision: str | None = None  # None: that of the config file
+    capability: tuple[int, int] = ANY  # compute capability of the GPU, whose kernels are planned
 
     def options(self) -> list[str]:
         """Return the options of accelerate's launcher."""
@@ -134,4 +135,7 @@ def _asked(given: Namespace, training: Sequence[str]) -> Asked:
             "or --nodes"
         )
     check_keys(training)
-    return Asked(tuple(training), file, processes, nodes, given.mixed_precision)
+    capability = ANY
+    if given.device is not None:
+        capability = given.device[1].capability
+    return Asked(tuple(training), file, processes, nodes, given.mixed_precision, capability)

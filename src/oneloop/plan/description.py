@@ -17,6 +17,9 @@ from oneloop.plan.step_costs import StepCosts
 ALLOWANCES = {"CUDA context": 0.5 * GIB, "cuBLAS workspace": 0.03 * GIB}
 NCCL = 0.4 * GIB  # buffers of several processes
 
+# Operators of attention in packed rows, of GPUs with the compute capability 8.0 or higher.
+VARLEN = {"torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"}
+
 _LABELS = {  # stage that allocated a tensor: kind that the user reads
     "forward": "activations",
     "backward": "temporaries (backward)",
@@ -109,6 +112,8 @@ class Plan:
     sharded: bool  # FSDP2
     exact: bool  # with batch.grain
     mixed_precision: str
+    capability: tuple[int, int]  # compute capability of the GPU whose kernels are planned
+    varlen: bool  # whether packed rows use the variable-length kernel, which older GPUs lack
 
     # The model's memory, and settings that a change may replace.
     blocks: list[str]  # class names of its repeated blocks
@@ -204,6 +209,8 @@ def describe(
         sharded=run.sharded,
         exact=job.exact,
         mixed_precision=run.accelerator.mixed_precision,
+        capability=asked.capability,
+        varlen=bool(costs.ledger.foreign & VARLEN),
         blocks=job.built.blocks,
         memory=memory,
         recompute=machine.recompute,

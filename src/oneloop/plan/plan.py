@@ -11,7 +11,7 @@ from oneloop.basics.exit_codes import DONE, ERROR, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.plan.changes import Fitting, cheapest
 from oneloop.plan.description import Memory, NotPlanned, Plan
-from oneloop.plan.gpus import GIB, GPUS, Gpu
+from oneloop.plan.gpus import ANY, GIB, GPUS, Gpu
 from oneloop.plan.planned import planned
 
 # Whether a run fits (None: not known): the first words, and the exit code.
@@ -47,7 +47,10 @@ def run(given: Namespace) -> int:
 
     # Without --gpu, the run must fit on the largest one.
     total = plan.memory.total
-    fits_on = [known for known, one in GPUS.items() if one.holds(total)]
+    fits_on = []
+    for known, one in GPUS.items():
+        if one.holds(total) and not (plan.varlen and one.capability < ANY):
+            fits_on.append(known)
     name = None
     word, gpu = max(GPUS.items(), key=lambda item: item[1].memory)
     if given.device is not None:
@@ -132,6 +135,8 @@ def _costs(plan: Plan) -> Iterator[str]:
             each = f"{call.calls:,} of {call.size / 1e6:,.2f} MB over {call.ranks} processes"
             yield f"  {call.name:16}{each}; one process sends {call.wire / 1e6:,.2f} MB"
 
+    yield _kernels(plan)
+
     # The whole run.
     length = f"{plan.run.steps:,} steps, {plan.run.samples:,} samples"
     if plan.run.tokens:
@@ -144,6 +149,20 @@ def _costs(plan: Plan) -> Iterator[str]:
     found = plan.not_counted
     for line in dict.fromkeys([*found.other, *found.more, *found.less]):
         yield f"not counted: {line}"
+
+
+def _kernels(plan: Plan) -> str:
+    """Return the line on the GPU whose kernels are planned."""
+    major, minor = plan.capability
+    line = f"kernels of a GPU with compute capability {major}.{minor}"
+    if plan.capability == ANY:
+        line += " or higher"
+    if plan.varlen:
+        line += "; packed rows use variable-length attention, without masks"
+    older = [name for name, gpu in GPUS.items() if gpu.capability < ANY]
+    if plan.varlen and plan.capability == ANY:
+        line += f" (not on {' and '.join(older)}: plan these with --gpu)"
+    return line
 
 
 def _unit(memory: Memory) -> tuple[float, str]:

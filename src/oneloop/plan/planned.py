@@ -31,7 +31,7 @@ from oneloop.launch.command import accelerate_variables
 from oneloop.launch.nodes import Nodes
 from oneloop.launch.processes import start
 from oneloop.plan.asked import Asked
-from oneloop.plan.description import NotCounted, NotPlanned, Plan, describe
+from oneloop.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe
 from oneloop.plan.step_costs import SAMPLED, StepCosts
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
@@ -120,6 +120,7 @@ def _plan(asked: Asked) -> Plan:
     precision = variables.get("ACCELERATE_MIXED_PRECISION")
     if precision in ("fp16", "fp8"):
         line = f"mixed_precision {precision}: planned as bf16"
+        Planned.fp16 = precision == "fp16"
         if precision == "fp16":
             missing.other.append(line)
         else:  # copies of the weights need memory, and smaller activations save some
@@ -140,7 +141,7 @@ def _plan(asked: Asked) -> Plan:
     )
 
     # Build the model without memory, with the rules of a GPU.
-    Planned.for_gpu = True
+    Planned.capability = asked.capability
     job = build_job(
         recipe,
         ranks=ranks,
@@ -163,7 +164,7 @@ def _plan(asked: Asked) -> Plan:
             evaluation = costs.evaluation()
         except _READS:
             missing.more.append("the evaluation, whose loss or metrics read values")
-    kernels = sorted(rules.fused | costs.ledger.foreign)
+    kernels = sorted(rules.fused | costs.ledger.foreign - VARLEN)
     if kernels:
         missing.more.append(f"what the kernels of {', '.join(kernels)} allocate")
 

@@ -3,24 +3,34 @@
 >>> attend_within_documents(model)
 >>> model(input_ids=…, position_ids=…, attention_mask=borders(documents, cuts), use_cache=False)
 
-On CUDA in half precision it uses torch's variable-length kernel, elsewhere SDPA with a boolean
+On a GPU in half precision it uses torch's variable-length kernel, elsewhere SDPA with a boolean
 mask. The masks are 4-D, because transformers passes a 4-D ``attention_mask`` on without reading it
 on the host (no sync). Padding masks and None work as in transformers' SDPA.
 """
 
-from collections.abc import Container
+from functools import partial
 from inspect import signature
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from oneloop.basics.tensors import capability
 
 NAME = "within_documents"  # name in transformers' attention registry
 
 _FULL = "full_attention"
 _KIND = "_oneloop_kind"  # attribute of an attention module: the kind of its layer
+_VISIBLE = "_oneloop_visible"  # attribute of the starts of documents: the boolean mask they make
+_FLASH = (8, 0)  # compute capability from which on a GPU has the variable-length kernel
 
 _Mask = Tensor | None
+
+# The kernel with one split, so that the order of sums does not depend on the other documents. Older
+# versions of torch have fewer options.
+_OPTIONS = set(signature(varlen_attn).parameters)
+_KERNEL = partial(varlen_attn, num_splits=1) if "num_splits" in _OPTIONS else varlen_attn
 
 
 def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
@@ -92,9 +102,14 @@ def borders(documents: Tensor, cuts: Tensor) -> Tensor:
         cuts: int32, 1-D, the starts of the documents in all rows concatenated; the rest is filled
             with the total length.
     """
-    # The kernel for CUDA reads the starts, SDPA a boolean mask.
-    if cuts.device.type == "cuda":
+    # The variable-length kernel reads the starts, SDPA a boolean mask.
+    if capability(cuts.device) >= _FLASH:
         return cuts[None, None, None]
+    return _visible(documents)
+
+
+def _visible(documents: Tensor) -> Tensor:
+    """Return which positions each position sees, shape (rows, 1, positions, positions), uint8."""
     length = documents.shape[1]
     before = torch.ones(length, length, dtype=torch.bool, device=documents.device).tril()
     same = documents[:, :, None] == documents[:, None, :]
@@ -131,21 +146,39 @@ def _attend(
     if attention_mask is not None and attention_mask.dtype in (torch.uint8, torch.int32):
         window = _window(module, query.shape[2], sliding_window)
         if attention_mask.dtype is torch.int32:
-            cuts = attention_mask.flatten()
             # The kernel for half precision skips the work between documents; SDPA masks it.
-            if not dropout and _varlen_supports(query):
-                return _of_different_lengths(query, key, value, cuts, scaling, window), None
-            attention_mask = borders(_document_numbers(query, cuts), torch.empty(0))
+            dtype = _kernel_dtype(query, value)
+            if dtype is not None and not dropout:
+                output = _of_different_lengths(
+                    query.to(dtype),
+                    key.to(dtype),
+                    value.to(dtype),
+                    attention_mask.flatten(),
+                    scaling,
+                    window,
+                )
+                return output, None
+            attention_mask = _from_starts(query, attention_mask)
         attention_mask = _mask(query, attention_mask, window)
-    output: tuple[Tensor, None] = sdpa_attention_forward(
+    result: tuple[Tensor, None] = sdpa_attention_forward(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
     )
-    return output
+    return result
 
 
-def _varlen_supports(query: Tensor) -> bool:
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    return half and query.is_cuda and query.shape[3] <= 256
+def _kernel_dtype(query: Tensor, value: Tensor) -> torch.dtype | None:
+    """Return the dtype in which the variable-length kernel computes; None: it cannot.
+
+    Under autocast it is autocast's, as in SDPA. The query may be float32 there, because rotary
+    embeddings have the dtype of the hidden states.
+    """
+    device = query.device.type
+    dtype = query.dtype
+    if dtype is not torch.float64 and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    width = query.shape[3]
+    fits = width <= 256 and width % 8 == 0 and value.shape[3] == width
+    return dtype if fits and dtype in (torch.float16, torch.bfloat16) else None
 
 
 def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
@@ -192,11 +225,23 @@ def _mask(query: Tensor, mask: Tensor, window: int | None) -> _Mask:
     return visible & (positions[:, None] - positions < window)
 
 
-def _document_numbers(query: Tensor, cuts: Tensor) -> Tensor:
-    """Return document numbers from ``cuts``, shape (rows, positions); no host sync."""
+def _from_starts(query: Tensor, starts: Tensor) -> Tensor:
+    """Return the mask of SDPA for the starts of documents; no host sync.
+
+    All layers of a forward share it. Compiled blocks, which cannot keep it, make it in each layer.
+    """
+    compiling = torch.compiler.is_compiling()
+    made: Tensor | None = None if compiling else getattr(starts, _VISIBLE, None)
+    if made is not None:
+        return made
     rows, _, length, _ = query.shape
+    cuts = starts.flatten()
     positions = torch.arange(rows * length, device=cuts.device, dtype=cuts.dtype)
-    return torch.searchsorted(cuts, positions, right=True).view(rows, length)
+    documents = torch.searchsorted(cuts, positions, right=True).view(rows, length)
+    made = _visible(documents)
+    if not compiling:
+        setattr(starts, _VISIBLE, made)
+    return made
 
 
 def _of_different_lengths(
@@ -208,20 +253,21 @@ def _of_different_lengths(
     window: int | None,
 ) -> Tensor:
     """Call torch's variable-length kernel; no other document of a row changes its results."""
-    from torch.nn.attention.varlen import varlen_attn
-
     # The kernel takes all rows concatenated: (positions of all rows, heads, width).
     rows, _, length, _ = query.shape
     query = query.transpose(1, 2).flatten(0, 1)
     key = key.transpose(1, 2).flatten(0, 1)
     value = value.transpose(1, 2).flatten(0, 1)
-    groups = query.shape[1] // key.shape[1]
-    supported = signature(varlen_attn).parameters
+
     # Several query heads may share a key head, which older versions do not know.
-    if "enable_gqa" not in supported:
+    groups = query.shape[1] // key.shape[1]
+    kernel = _KERNEL
+    if groups > 1 and "enable_gqa" in _OPTIONS:
+        kernel = partial(_KERNEL, enable_gqa=True)
+    elif groups > 1:
         key = key.repeat_interleave(groups, dim=1)
         value = value.repeat_interleave(groups, dim=1)
-    output: Any = varlen_attn(
+    output: Any = kernel(
         query,
         key,
         value,
@@ -231,20 +277,8 @@ def _of_different_lengths(
         length,
         window_size=(-1 if window is None else window - 1, 0),
         scale=scaling,
-        **_newer_options(supported, groups),
     )
     return output.unflatten(0, (rows, length))  # type: ignore[no-any-return]
-
-
-def _newer_options(supported: Container[str], groups: int) -> dict[str, Any]:
-    """Return arguments that only newer versions of torch have."""
-    options = dict[str, Any]()
-    # One split, so that the order of sums does not depend on the other documents.
-    if "num_splits" in supported:
-        options["num_splits"] = 1
-    if "enable_gqa" in supported:
-        options["enable_gqa"] = groups > 1
-    return options
 
 
 _TEST_TOKENS = 12  # maximum number of tokens
@@ -292,8 +326,7 @@ def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
     second = tokens[:, start:]
     documents = torch.tensor([[0] * start + [1] * (length - start)], device=device)
     positions = torch.tensor([[*range(start), *range(length - start)]], device=device)
-    cuts = torch.tensor([0, start, length], dtype=torch.int32, device=device)
-    mask = borders(documents, cuts)
+    mask = _visible(documents)
 
     def logits_after(first: Tensor) -> Tensor:
         row = torch.cat([first, second], dim=1)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from oneloop.basics.tensors import on_gpu
+
 Change = Callable[[Tensor], Tensor]  # what a model applies to the logits of its output layer
 
 # Names in configs of transformers of what a model does to its logits.
@@ -26,6 +28,10 @@ _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor
+
+# Logits of a chunk: many on a GPU, few in the caches of a CPU.
+_ON_GPU = 1 << 27
+_ON_CPU = 1 << 24
 
 
 class Losses(NamedTuple):
@@ -50,7 +56,7 @@ def chunked_cross_entropy(
     bias: Tensor | None = None,
     ignore: int = -100,
     change: Change | None = None,
-    entries: int = 1 << 24,
+    entries: int | None = None,
 ) -> Losses:
     """Return the summed cross-entropy of ``change(hidden @ weight.T + bias)``.
 
@@ -65,7 +71,8 @@ def chunked_cross_entropy(
         ignore: value of ignored targets.
         change: what the model applies to the logits; it must act on each logit or each row
             separately.
-        entries: maximum number of logits in memory.
+        entries: maximum number of logits in memory; None: 2^27 on a GPU, which reads and writes the
+            weight's gradient for each chunk, and 2^24 on a CPU.
 
     Raises:
         ValueError: the products are in float16, in which small gradients of the logits underflow.
@@ -75,6 +82,8 @@ def chunked_cross_entropy(
             "the loss without logits does not work in fp16: small gradients of the logits "
             "underflow in fp16; use bf16, or task.fused_loss false"
         )
+    if entries is None:
+        entries = _ON_GPU if on_gpu(hidden) else _ON_CPU
     # Grad mode is off inside of forward, so read it here.
     differentiable = torch.is_grad_enabled()
     return Losses(

@@ -1,5 +1,6 @@
 """Base class of the language tasks: the loss over target tokens, metrics, parts of the report."""
 
+import os
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.base_models import BaseModel
-from oneloop.basics.tensors import on_gpu
+from oneloop.basics.tensors import Planned, on_gpu
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
@@ -139,6 +140,7 @@ class LanguageModel(Task):
         self.origin: BaseModel | None = None
         self._can_fuse = False
         self._masked = False
+        self._sizes: Tensor | None = None  # of the tokens, in bytes, on the device
 
     def model(self) -> nn.Module:
         # Take the stats before the model is read: its files may change meanwhile.
@@ -207,9 +209,9 @@ class LanguageModel(Task):
         many = on_gpu(tokens) and tokens.numel() * entries > MANY_LOGITS
         if not many or not self._can_fuse:
             return False
-        # The fused loss rejects fp16.
-        autocast = torch.is_autocast_enabled("cuda")
-        return not (autocast and torch.get_autocast_dtype("cuda") is torch.float16)
+        # The fused loss rejects fp16. Autocast is on only inside of the model's forward.
+        fp16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16" or Planned.fp16
+        return not fp16
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         target = batch["target"]
@@ -255,12 +257,20 @@ class LanguageModel(Task):
 
         # Count the bytes of the target tokens, for bits per byte.
         text = None
-        size = self.token_bytes
-        if size is not None:
-            each = size.to(target.device)[target.clamp(min=0)]
-            text = (each * is_target).sum()
+        sizes = self._sizes_on(target.device)
+        if sizes is not None:
+            text = (sizes[target.clamp(min=0)] * is_target).sum()
         loss = outputs["loss"].double().sum()
         metrics.update(loss, is_target.sum(), right=right.sum(), text=text)
+
+    def _sizes_on(self, device: torch.device) -> Tensor | None:
+        """Return the bytes of each token on ``device``, where they are copied only once."""
+        sizes = self.token_bytes
+        if sizes is None:
+            return None
+        if self._sizes is None or self._sizes.device != device:
+            self._sizes = sizes.to(device)
+        return self._sizes
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
