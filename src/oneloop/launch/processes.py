@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -19,10 +20,12 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.step_batches import workers_here
-from oneloop.launch.agreement import Agreement
+from oneloop.launch.agreement import LONG, Agreement, limit_collectives
 from oneloop.launch.signals import Stopping, leave
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
 from oneloop.measure.flops import peak_flops
@@ -31,8 +34,6 @@ from oneloop.show.terminal import Display
 _AXES = tuple(
     f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
 )
-_LONG = timedelta(hours=2)
-"""time-out of collectives before step times are known: one rank may prepare, compile or write"""
 
 
 class Run(Agreement):
@@ -58,6 +59,7 @@ class Run(Agreement):
         self.display = Display(shown=self.main)
         self.command: Sequence[str] = sys.argv  # command of the run: module, recipe and keys
         self.closing = ExitStack()  # callbacks for every end of the run
+        self.mesh_groups: list[dist.ProcessGroup] = []  # groups in which FSDP2 shards and reduces
 
     def workers(self, asked: int | str) -> int:
         """Return the number of data loading processes for this process."""
@@ -69,7 +71,11 @@ class Run(Agreement):
 
     def prepare(self, model: nn.Module, *, blocks: Sequence[str] = ()) -> nn.Module:
         """:func:`oneloop.machine.mixed_precision.prepare` with this run's accelerator."""
-        return prepare(model, self.accelerator, blocks=blocks)
+        prepared = prepare(model, self.accelerator, blocks=blocks)
+        parameter = next(prepared.parameters())
+        if isinstance(parameter, DTensor):
+            self.mesh_groups += parameter.device_mesh.get_all_groups()
+        return prepared
 
     def total(self, value: Tensor) -> Tensor:
         """Return the sum of a small tensor over all ranks, on the device.
@@ -95,6 +101,7 @@ def start(
     exact: bool = False,
     track: tuple[str, ...] = (),
     folder: Path | None = None,
+    connect: timedelta = LONG,
 ) -> Run:
     """Build the Accelerator that the launcher's environment configures.
 
@@ -107,6 +114,7 @@ def start(
             threads changes the order of sums.
         track: names of trackers (accelerate).
         folder: run folder, for trackers.
+        connect: time that the ranks have to connect.
 
     Raises:
         BadInput: the device does not support the precision, or the strategy is not one process, DDP
@@ -131,7 +139,11 @@ def start(
     # Connect.
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives to show if a rank hangs
-    state = PartialState(cpu=on_cpu, timeout=_LONG)
+    state = PartialState(cpu=on_cpu, timeout=connect)
+    if connect != LONG and dist.is_initialized():
+        # All ranks are connected. From now on, one of them may let the others wait for long.
+        distributed_c10d._get_default_store().set_timeout(LONG)
+        limit_collectives(LONG, [dist.group.WORLD])
 
     # accelerate must neither step a scheduler nor end a group of micro-batches by itself.
     plugin = _sharding(state, precision, exact=exact) if sharding else None
