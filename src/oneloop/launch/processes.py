@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.step_batches import workers_here
+from oneloop.launch import devices
 from oneloop.launch.agreement import LONG, Agreement, limit_collectives
 from oneloop.launch.signals import Stopping, leave
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
@@ -41,9 +42,10 @@ class Run(Agreement):
 
     Args:
         accelerator: as :func:`start` builds it.
+        cores: CPUs of this process, if the processes of the host divide them equally.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, *, cores: int) -> None:
         super().__init__(accelerator.num_processes)
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
@@ -52,8 +54,8 @@ class Run(Agreement):
         self.rank: int = accelerator.process_index
         self.main: bool = accelerator.is_main_process
         self.sharded = bool(accelerator.is_fsdp2)
-        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this host
-        self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)  # of this rank
+        self.local_ranks = devices.local_ranks()  # on this host
+        self.cores = cores
 
         self.stopping = Stopping(looks=self.main)
         self.display = Display(shown=self.main)
@@ -63,7 +65,7 @@ class Run(Agreement):
 
     def workers(self, asked: int | str) -> int:
         """Return the number of data loading processes for this process."""
-        return workers_here(asked, device=self.device, local_ranks=self.local_ranks)
+        return workers_here(asked, device=self.device, cores=self.cores)
 
     def stop_wanted(self) -> bool:
         """Return whether a stop is requested on any rank. Collective: call on every rank."""
@@ -117,8 +119,8 @@ def start(
         connect: time that the ranks have to connect.
 
     Raises:
-        BadInput: the device does not support the precision, or the strategy is not one process, DDP
-            or FSDP2.
+        BadInput: the device does not support the precision, the processes of a host share a GPU,
+            or the strategy is not one process, DDP or FSDP2.
     """
     # Set torch's switches before anything uses the device.
     if deterministic or exact:
@@ -129,12 +131,12 @@ def start(
     # Check the settings before the ranks connect: all raise the same error, and none waits.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     sharding = _is_true("ACCELERATE_USE_FSDP")
-    reject_strategy(sharding=sharding)
-    on_cpu = not torch.accelerator.is_available()  # with cpu=True, accelerate uses gloo
-    kind = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
-    _reject_precision(precision, kind)
-    if exact:
-        _reject_inexact(precision, kind)
+    kind = _checked_device(precision, sharding=sharding, exact=exact)
+    on_cpu = kind.type == "cpu"  # with cpu=True, accelerate uses gloo
+
+    # Set up the device. This may leave the process fewer CPUs than its share.
+    cores = max(1, len(os.sched_getaffinity(0)) // devices.local_ranks())
+    devices.set_up(kind, cores=cores)
 
     # Connect.
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
@@ -167,13 +169,24 @@ def start(
         ],
         step_scheduler_with_optimizer=False,
     )
-    run = Run(accelerator)
+    run = Run(accelerator, cores=cores)
 
     # The number of threads changes the order of sums. The end of the run restores it.
     if exact and on_cpu:
         run.closing.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
     return run
+
+
+def _checked_device(precision: str, *, sharding: bool, exact: bool) -> torch.device:
+    """Return the device type that trains. Raise BadInput for settings that it does not support."""
+    reject_strategy(sharding=sharding)
+    kind = devices.kind()
+    _reject_precision(precision, kind)
+    if exact:
+        _reject_inexact(precision, kind)
+    devices.reject_shared(kind)
+    return kind
 
 
 def _sharding(
@@ -241,7 +254,7 @@ def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
         )
 
 
-def _reject_inexact(precision: str, device: torch.device | None) -> None:
+def _reject_inexact(precision: str, device: torch.device) -> None:
     if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
         raise BadInput(
             "batch.grain requires bit-identical runs on any number of processes, but hybrid "
@@ -252,16 +265,14 @@ def _reject_inexact(precision: str, device: torch.device | None) -> None:
             "batch.grain requires bit-identical runs on any number of processes, but fp8 scales "
             "by what each process has seen; use bf16 or no"
         )
-    if device is not None and device.type == "mps":
+    if device.type == "mps":
         raise BadInput(
             "batch.grain requires bit-identical runs on any number of processes, but mps has no "
             "float64, which exact sums require; remove batch.grain, or use a CPU"
         )
 
 
-def _reject_precision(precision: str, device: torch.device | None) -> None:
-    assert device is not None
-
+def _reject_precision(precision: str, device: torch.device) -> None:
     # Check the name, then what the device and the strategy support.
     if precision not in ("no", "fp16", "bf16", "fp8"):
         raise BadInput(f"mixed_precision {precision!r} does not exist; use no, bf16, fp16 or fp8")

@@ -371,7 +371,10 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | N
         )
 
     # Build the job. A search for the micro-batch size takes long: find other errors before it.
-    float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
+    machine = recipe.machine
+    replaced = float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
+    if replaced:
+        run.display.say(replaced)
     if isinstance(recipe.batch.micro, str):
         with run.setting_up():
             build(1)
