@@ -120,8 +120,9 @@ def started(variables: dict[str, str], options: dict[str, Any]) -> dict[str, Any
     os.environ.update(variables)
     torch.cuda.set_device = selected.append
     given = dict(os.environ)
-    devices.set_up(options.pop("device", CUDA), **options)
+    cores = devices.set_up(options.pop("device", CUDA), **options)
     return {
+        "cores": cores,
         "new": {name: value for name, value in os.environ.items() if given.get(name) != value},
         "allocator": torch._C._accelerator_getAllocatorSettings(),
         "selected": selected,
@@ -134,15 +135,15 @@ EXPANDABLE = "expandable_segments:True"
 
 @pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
 def test_the_allocators_settings_are_those_of_the_user(name):
-    [found] = run(started, {name: "max_split_size_mb:64"}, {"cores": 1}).ok()
+    [found] = run(started, {name: "max_split_size_mb:64"}, {}).ok()
     assert found["new"] == {} and EXPANDABLE not in found["allocator"]
 
 
 def test_the_allocator_gets_segments_that_grow_but_not_on_a_cpu():
-    [found] = run(started, {}, {"cores": 1}).ok()
+    [found] = run(started, {}, {}).ok()
     assert found["new"] == {"PYTORCH_ALLOC_CONF": EXPANDABLE}
     assert found["allocator"] == EXPANDABLE  # torch has read it, although it was imported before
-    [found] = run(started, {}, {"cores": 1, "device": torch.device("cpu")}).ok()
+    [found] = run(started, {}, {"device": torch.device("cpu")}).ok()
     assert found["new"] == {} and found["allocator"] == ""
 
 
@@ -154,15 +155,18 @@ def test_several_processes_use_the_cpus_next_to_their_gpu(tmp_path):
     alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     affinity = {"ACCELERATE_CPU_AFFINITY": "0"}
 
-    def left(variables: dict[str, str], cores: int, pci: Path = tmp_path) -> int:
-        options = {"cores": cores, "pci": pci}
-        return run(started, variables, options).ok()[0]["cpus"]
+    def left(variables: dict[str, str], pci: Path = tmp_path) -> int:
+        [found] = run(started, variables, {"pci": pci}).ok()
+        share = len(cpus) // int(variables["LOCAL_WORLD_SIZE"])
+        assert found["cores"] == share  # whatever is left
+        return found["cpus"]
 
-    assert left(rank, 1) == 1
-    assert left(rank, 2) == len(cpus)  # fewer than its share
-    assert left(alone, 1) == len(cpus)
-    assert left(rank | affinity, 1) == len(cpus)  # the user has decided
-    assert left(rank, 1, tmp_path / "unknown") == len(cpus)
+    assert left(rank) == 1
+    assert left(alone) == len(cpus)
+    assert left(rank | affinity) == len(cpus)  # the user has decided
+    assert left(rank, tmp_path / "unknown") == len(cpus)
+    (tmp_path / "local_cpulist").write_text("4000-4003\n")
+    assert left(rank) == len(cpus)  # fewer than its share
 
 
 def current_device() -> tuple[list[str], str]:

@@ -11,6 +11,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,13 @@ import torch.distributed as dist
 from accelerate import PartialState
 from safetensors.torch import load_file
 
-from oneloop.machine.micro_batch import Attempt, is_out_of_memory, search
+from oneloop.job.find_micro_batch import explained
+from oneloop.machine.micro_batch import (
+    Attempt,
+    is_out_of_memory,
+    is_short_of_host_memory,
+    search,
+)
 from tiny import Ragged
 from worlds import CONFIGS, HERE, run, train
 
@@ -72,6 +79,21 @@ def test_what_is_a_lack_of_memory():
     with pytest.raises(RuntimeError) as huge:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(huge.value) and not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_memory_that_cannot_be_pinned_is_that_of_the_host():
+    # The last line of what torch raises if cudaHostAlloc fails, also in its thread for pinning.
+    pinning = RuntimeError(
+        "Caught AcceleratorError in pin memory thread.\nCUDA error: out of memory"
+    )
+    on_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    assert is_out_of_memory(pinning) and is_short_of_host_memory(pinning)
+    assert is_short_of_host_memory(MemoryError()) and not is_short_of_host_memory(on_gpu)
+
+    rank = SimpleNamespace(device=torch.device("cuda", 1))
+    advice = explained(None, rank, pinning)
+    assert "the memory of the host is short, not that of cuda:1; use --machine.pinned" in advice
+    assert "batch.micro" not in advice and "fsdp2" not in advice
 
 
 WORDS = [

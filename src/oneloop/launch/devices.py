@@ -66,22 +66,26 @@ def reject_shared(device: torch.device) -> None:
     )
 
 
-def set_up(device: torch.device, *, cores: int, pci: Path = Path("/sys/bus/pci/devices")) -> None:
+def set_up(device: torch.device, *, pci: Path = Path("/sys/bus/pci/devices")) -> int:
     """Set the allocator, the current GPU and the CPUs of this process, before CUDA starts.
 
     What the user has set stays. Other devices need nothing.
 
     Args:
         device: its type is that of all processes.
-        cores: CPUs of this process, if the processes of the host divide them equally.
         pci: folder of the system's PCI devices.
+
+    Returns:
+        The number of CPUs of this process, if those of its host divide the CPUs equally.
     """
+    cores = max(1, len(os.sched_getaffinity(0)) // local_ranks())
+
     # accelerate selects no GPU if this variable names one.
     chosen = torch.device(os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu"))
     if chosen.type == "cuda" and chosen.index is not None:
         torch.cuda.set_device(chosen)
     if device.type != "cuda":
-        return
+        return cores
 
     # Batches of changing lengths fragment segments of a fixed size.
     kernel = platform.release().lower()
@@ -95,6 +99,7 @@ def set_up(device: torch.device, *, cores: int, pci: Path = Path("/sys/bus/pci/d
         near = _near(pci / address) & os.sched_getaffinity(0)
         if len(near) >= cores:
             os.sched_setaffinity(0, near)
+    return cores
 
 
 def _pci_address(index: int) -> str:

@@ -134,9 +134,7 @@ def start(
     kind = _checked_device(precision, sharding=sharding, exact=exact)
     on_cpu = kind.type == "cpu"  # with cpu=True, accelerate uses gloo
 
-    # Set up the device. This may leave the process fewer CPUs than its share.
-    cores = max(1, len(os.sched_getaffinity(0)) // devices.local_ranks())
-    devices.set_up(kind, cores=cores)
+    cores = devices.set_up(kind)
 
     # Connect.
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
@@ -170,7 +168,6 @@ def start(
         step_scheduler_with_optimizer=False,
     )
     run = Run(accelerator, cores=cores)
-
     # The number of threads changes the order of sums. The end of the run restores it.
     if exact and on_cpu:
         run.closing.callback(torch.set_num_threads, torch.get_num_threads())

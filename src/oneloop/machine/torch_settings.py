@@ -55,15 +55,16 @@ def channels_last(
     return on
 
 
+_BACKENDS: Any = torch.backends  # torch declares no types for some of the switches
 _SWITCHES: dict[str, Any] = {
-    "torch.backends": torch.backends,
-    "cudnn": torch.backends.cudnn,
-    "cudnn.conv": torch.backends.cudnn.conv,
-    "cudnn.rnn": torch.backends.cudnn.rnn,
-    "cuda.matmul": torch.backends.cuda.matmul,
-    "mkldnn.matmul": torch.backends.mkldnn.matmul,
-    "mkldnn.conv": torch.backends.mkldnn.conv,
-    "mkldnn.rnn": torch.backends.mkldnn.rnn,
+    "torch.backends": _BACKENDS,
+    "cudnn": _BACKENDS.cudnn,
+    "cudnn.conv": _BACKENDS.cudnn.conv,
+    "cudnn.rnn": _BACKENDS.cudnn.rnn,
+    "cuda.matmul": _BACKENDS.cuda.matmul,
+    "mkldnn.matmul": _BACKENDS.mkldnn.matmul,
+    "mkldnn.conv": _BACKENDS.mkldnn.conv,
+    "mkldnn.rnn": _BACKENDS.mkldnn.rnn,
 }
 """torch's switches of float32 precision; the first two decide for others that are "none" """
 _CHOSEN_BY_TORCH = {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"}

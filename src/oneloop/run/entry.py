@@ -181,7 +181,7 @@ def _failed(
                 f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)",
                 file=sys.stderr,
             )
-        reason = explained(job, run)
+        reason = explained(job, run, error)
     if isinstance(error, exit_codes.Inexact) and error.equal_at is not None:
         reason += _last_right(folder, error.equal_at)
     if cli:
