@@ -185,3 +185,32 @@ def test_a_metric_of_several_values_has_their_names_or_is_rejected(tmp_path, ran
     summary = json.loads((tmp_path / "a" / "summary.json").read_text())
     # larger is better
     assert summary["best"]["value"] == max(line["eval/recall_3"] for line in evaluations)
+
+
+def which_are_pinned(words: list[str]) -> list[bool]:
+    """Train, and return for each evaluation whether its batches would be pinned on CUDA."""
+    from oneloop import evaluation
+    from oneloop.launch import before_imports
+    from oneloop.train import main
+
+    asked: list[bool] = []
+    load = evaluation.loader
+
+    def loader(*args, **options):
+        asked.append(options["pinned"])
+        return load(*args, **options)
+
+    evaluation.loader = loader
+    before_imports.report(words)
+    with pytest.raises(SystemExit):
+        main(words)
+    return asked
+
+
+@pytest.mark.parametrize("pinned", [True, False])
+def test_batches_are_pinned_as_in_training(tmp_path, pinned):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    words = ["r.yaml", "--duration", "2", "--track", "none", "--run.dir", "a"]
+    words += ["--machine.pinned", str(pinned).lower()]
+    [asked] = run(which_are_pinned, words, folder=tmp_path).ok()
+    assert asked and set(asked) == {pinned}

@@ -4,15 +4,30 @@ equals a fixed value."""
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
+from accelerate import PartialState
 from safetensors.torch import load_file
 
-from oneloop.machine.micro_batch import Attempt, is_out_of_memory, search
+from oneloop.job.find_micro_batch import explained
+from oneloop.machine.micro_batch import (
+    Attempt,
+    is_out_of_memory,
+    is_short_of_host_memory,
+    search,
+)
 from tiny import Ragged
-from worlds import run, train
+from worlds import CONFIGS, HERE, run, train
 
 
 class Heavy(Ragged):
@@ -64,6 +79,21 @@ def test_what_is_a_lack_of_memory():
     with pytest.raises(RuntimeError) as huge:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert is_out_of_memory(huge.value) and not is_out_of_memory(RuntimeError("shape mismatch"))
+
+
+def test_memory_that_cannot_be_pinned_is_that_of_the_host():
+    # The last line of what torch raises if cudaHostAlloc fails, also in its thread for pinning.
+    pinning = RuntimeError(
+        "Caught AcceleratorError in pin memory thread.\nCUDA error: out of memory"
+    )
+    on_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+    assert is_out_of_memory(pinning) and is_short_of_host_memory(pinning)
+    assert is_short_of_host_memory(MemoryError()) and not is_short_of_host_memory(on_gpu)
+
+    rank = SimpleNamespace(device=torch.device("cuda", 1))
+    advice = explained(None, rank, pinning)
+    assert "the memory of the host is short, not that of cuda:1; use --machine.pinned" in advice
+    assert "batch.micro" not in advice and "fsdp2" not in advice
 
 
 WORDS = [
@@ -118,9 +148,86 @@ def test_the_run_is_that_of_a_fixed_micro_batch(tmp_path, ranks, config, second,
         again = run(heavy, [*auto, "again"], folder=tmp_path, variables=variables)
         again.ok()
         assert (
-            "4 (found before, for this model on this machine" in again.output
+            "batch.micro auto: 4 (from an earlier search on this machine" in again.output
             and "does not fit" not in again.output
         )
+
+
+class Recorded(Heavy):
+    """Write the size of each training micro-batch to a file of its rank, but not of trials."""
+
+    def loss(self, model, batch):
+        if model.training and multiprocessing.parent_process() is None:
+            with Path(f"sizes-{os.environ['RANK']}").open("a") as file:
+                file.write(f"{len(batch['input'])}\n")
+        return super().loss(model, batch)
+
+
+LAUNCHERS = {
+    "oneloop": ["oneloop", "launch"],
+    "accelerate": ["accelerate.commands.accelerate_cli", "launch"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_search_ends_under_a_launcher_with_one_size_for_all_ranks(tmp_path, launcher, config):
+    (tmp_path / "r.yaml").write_text("task: {name: test_micro_batch.Recorded, fits: 4}\n")
+    program = [] if launcher == "oneloop" else ["-m", "oneloop.train"]
+    words = [*LAUNCHERS[launcher], "--config_file", str(CONFIGS / f"{config}.yaml"), *program]
+    path = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    found = subprocess.run(
+        [sys.executable, "-m", *words, "r.yaml", *WORDS, "--batch.micro", "auto"],
+        cwd=tmp_path,
+        env={
+            **os.environ,
+            "XDG_CACHE_HOME": str(tmp_path / "cache"),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONPATH": os.pathsep.join(path),
+        },
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "batch.micro auto: 8 does not fit" in found.stdout
+    assert "batch 16 = 2 ranks x 2 micro-batches x 4" in found.stdout
+    trained = [(tmp_path / f"sizes-{rank}").read_text().split() for rank in range(2)]
+    assert [sizes[-12:] for sizes in trained] == [["4"] * 12] * 2  # 6 steps of 2 micro-batches
+
+
+def as_under_an_agent() -> tuple[str | None, float]:
+    """Connect the trial processes of two ranks that an agent has started.
+
+    The agent holds the store at its own port only. Return the agent's variable in the trial
+    process, and the sum over the ranks of a collective that waits longer than the ranks connect.
+    """
+    from oneloop.job.find_micro_batch import trial_environment
+    from oneloop.launch.processes import start
+
+    first = start()
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    for name, value in trial_environment(first).items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    dist.destroy_process_group()
+    PartialState._reset_state()
+
+    trial = start(connect=timedelta(seconds=2))
+    if trial.main:
+        time.sleep(3)
+    shared = torch.ones(())
+    dist.all_reduce(shared)
+    group = dist.new_group(backend="gloo")
+    dist.all_reduce(shared, group=group)
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE"), shared.item()
+
+
+def test_trial_processes_connect_without_the_agents_store(tmp_path):
+    found = run(as_under_an_agent, ranks=2, config="fsdp2", folder=tmp_path, timeout=30).ok()
+    assert found == [(None, 4.0)] * 2
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -149,6 +150,29 @@ def test_accelerates_settings_are_one_message(monkeypatch, variables, precision,
 
     with pytest.raises(BadInput, match=expected_text):
         reject()
+
+
+def time_outs() -> list[float]:
+    """Return the time-outs in seconds of the groups of a sharded model, after they are limited."""
+    from oneloop.launch.agreement import limit_collectives
+    from oneloop.launch.processes import start
+
+    there = start()
+    there.prepare(torch.nn.Linear(8, 8))
+    groups = [there.host, *there.mesh_groups]
+    own = [group._get_backend(torch.device("cpu")).options for group in groups]
+    limits = [own[0]._timeout.total_seconds()]
+    limit_collectives(timedelta(seconds=77), groups)
+    return limits + [options._timeout.total_seconds() for options in own]
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks", "groups"),
+    [("fsdp2", 2, 1), pytest.param("hsdp", 4, 2, marks=pytest.mark.slow)],
+)
+def test_the_time_out_of_collectives_reaches_all_groups(config, ranks, groups):
+    found = run(time_outs, ranks=ranks, config=config).ok()
+    assert found == [[7200.0, 77.0, *[77.0] * groups]] * ranks
 
 
 def test_an_unknown_layer_to_wrap_is_one_message(tmp_path):

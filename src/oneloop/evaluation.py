@@ -58,6 +58,7 @@ def evaluate(
     name: str = "",
     exact: bool = False,
     window: int | None = None,
+    pinned: bool = True,
 ) -> dict[str, float] | None:
     """Return loss (weighted as in training) and metrics. Collective: call on every rank.
 
@@ -74,10 +75,9 @@ def evaluate(
         interrupted: called once per micro-batch, equal on all ranks; True ends the evaluation.
         examples: collects samples to show, if the task can show them, and the confusion matrix.
         name: name of the set, for messages.
-        exact: make sums bit-identical on any number of ranks; ValueError for a metric that does not
-            allow it.
-        window: samples of each loss over a whole batch; the last window may be smaller (default:
-            ``micro``).
+        exact: bit-identical sums on any number of ranks; ValueError for a metric that has none.
+        window: samples of a loss over a whole batch (default: ``micro``); the last may be smaller.
+        pinned: keep batches in pinned host memory on CUDA.
 
     Returns:
         ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``; None
@@ -99,12 +99,12 @@ def evaluate(
             task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed)
         )
 
-    loaded = loader(keyed, collate, share.places, workers=workers, device=device)
+    loaded = loader(keyed, collate, share.places, workers=workers, device=device, pinned=pinned)
 
     # Run the forwards. After an exception, close the loader: else its workers stay alive.
     share_buffers(model)
     seeded = seed, share.first
-    with evaluating(model), closing(_weighed(loaded, device, seeded)) as weighed:
+    with evaluating(model), closing(_weighed(loaded, device, seeded, pinned)) as weighed:
         batches = tracked(weighed, "evaluating", total=len(share.places))
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
@@ -140,6 +140,7 @@ def _weighed(
     loaded: Iterable[tuple[Batch, float]],
     device: torch.device,
     seeded: tuple[int, int],
+    pinned: bool,
 ) -> Generator[tuple[Batch, float]]:
     """Yield the batches on the device with their weights; copy the next one meanwhile.
 
@@ -154,7 +155,7 @@ def _weighed(
             weights.append(weight)
             yield batch
 
-    for number, batch in enumerate(transferred(batches(), device)):
+    for number, batch in enumerate(transferred(batches(), device, pinned=pinned)):
         reseed(device, seed, first + number, others=True)
         yield batch, weights.popleft()
 

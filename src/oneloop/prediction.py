@@ -43,6 +43,7 @@ def predictions(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     raw: bool = False,
+    pinned: bool = True,
 ) -> Iterator[Columns]:
     """Yield columns for each micro-batch of this rank's samples, in order of rank.
 
@@ -60,6 +61,7 @@ def predictions(
         dtype: dtype of floating-point inputs.
         seed: seed of random data sets.
         raw: add the outputs as columns.
+        pinned: keep batches in pinned host memory on CUDA.
 
     Raises:
         ValueError: An output or a column does not have one entry per sample.
@@ -68,10 +70,11 @@ def predictions(
     share = share_of([range(len(dataset))], micro, ranks, accelerator.process_index)
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)
     keyed = SeededSamples(dataset, seed=seed)
-    loaded = loader(keyed, collate, share.places, workers=workers, device=accelerator.device)
+    device = accelerator.device
+    loaded = loader(keyed, collate, share.places, workers=workers, device=device, pinned=pinned)
     share_buffers(model)
     with evaluating(model):
-        batches = transferred((batch for batch, _ in loaded), accelerator.device)
+        batches = transferred((batch for batch, _ in loaded), device, pinned=pinned)
         shown = tracked(batches, "predicting", total=len(share.places))
         for places, source, batch in zip(share.places, share.sources, shown, strict=True):
             _, outputs = task.loss(model, batch)

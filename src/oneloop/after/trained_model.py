@@ -55,7 +55,7 @@ class Trained:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options for evaluation: micro-batch size, dtype and seed."""
+        """Return the options for evaluation: micro-batch size, dtype, seed and pinned memory."""
         recipe = self.recipe
         own = recipe.batch.micro
         if not isinstance(own, int):
@@ -64,6 +64,7 @@ class Trained:
             "micro": recipe.eval.micro or self.eval_micro or own,
             "dtype": torch_dtype(recipe),
             "seed": recipe.seed,
+            "pinned": recipe.machine.pinned,
         }
 
 

@@ -135,19 +135,18 @@ class _RankBatches:
             start += self.layout.size * ahead
 
 
-def workers_here(requested: int | str, *, device: torch.device, local_ranks: int) -> int:
+def workers_here(requested: int | str, *, device: torch.device, cores: int) -> int:
     """Return the number of worker processes per training process.
 
     Args:
         requested: a number, or ``auto``.
         device: the device that trains.
-        local_ranks: training processes on this host.
+        cores: CPUs of this training process.
     """
     if requested != "auto":
         return int(requested)
     if device.type == "cpu":
         return 0  # the cores train
-    cores = len(os.sched_getaffinity(0)) // local_ranks
     return max(1, min(8, cores - 1))
 
 

@@ -9,6 +9,7 @@ import os
 import socket
 import time
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from oneloop.ema import EMA
 from oneloop.job.build import Job, build_job
 from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run, start
-from oneloop.machine.micro_batch import Attempt, Child, Steps, search
+from oneloop.machine.micro_batch import Attempt, Child, Steps, is_short_of_host_memory, search
 from oneloop.machine.torch_settings import float32_products
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe.schema import Recipe
@@ -42,9 +43,13 @@ _RANK_VARS = (
     "ROLE_RANK",
     "MASTER_ADDR",
     "MASTER_PORT",
-    "TORCHELASTIC_RUN_ID",
+    "PMI_SIZE",
+    "OMPI_COMM_WORLD_SIZE",
+    "MV2_COMM_WORLD_SIZE",
+    "ACCELERATE_CPU_AFFINITY",
 )
-"""environment variables of the launcher, which a process that trains alone must not see"""
+"""environment variables of launchers, which a process that trains alone must not see"""
+_CONNECT = timedelta(seconds=60)  # the time that trial processes have to connect
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,11 @@ class Trial:
     def __call__(self) -> Steps:
         # Set up the process as for the run.
         machine = self.recipe.machine
-        run = start(sync_each_batch=machine.sync_each_batch, deterministic=machine.deterministic)
+        run = start(
+            sync_each_batch=machine.sync_each_batch,
+            deterministic=machine.deterministic,
+            connect=_CONNECT,
+        )
         float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
         if run.device.type == "cuda":
             # Leave room for buffers of DDP and NCCL.
@@ -183,16 +192,7 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
         )
         return int(cached)
 
-    # Under FSDP2 the processes that try are connected, else each of them trains alone.
-    environment: dict[str, str | None] = {}
-    if run.sharded:
-        environment["MASTER_PORT"] = _port(run)
-    else:
-        environment |= dict.fromkeys(_RANK_VARS)
-        if run.device.type == "cuda":
-            environment["ACCELERATE_TORCH_DEVICE"] = str(run.device)
-    environment["ONELOOP_EXIT_FILE"] = None
-
+    environment = trial_environment(run)
     with Child(Trial(recipe), environment=environment, wait=partial(_on_all_ranks, run)) as child:
         try:
             sizes = [micro for micro in range(1, share + 1) if share % micro == 0]
@@ -207,14 +207,34 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
     return best.micro
 
 
+def trial_environment(run: Run) -> dict[str, str | None]:
+    """Return the variables that differ in the trial process of this rank (None: removed).
+
+    Collective: call on every rank.
+    """
+    # No agent has started the trial processes, so none holds a store for them: rank 0 must.
+    environment: dict[str, str | None] = {"ONELOOP_EXIT_FILE": None}
+    environment |= dict.fromkeys(name for name in os.environ if name.startswith("TORCHELASTIC_"))
+
+    # Under FSDP2 they are connected, else each of them trains alone.
+    if run.sharded:
+        environment["MASTER_PORT"] = _port(run)
+    else:
+        environment |= dict.fromkeys(_RANK_VARS)
+        if run.device.type == "cuda":
+            environment["ACCELERATE_TORCH_DEVICE"] = str(run.device)
+    return environment
+
+
 def _attempt(run: Run, child: Child, mode: str, micro: int) -> Attempt:
     """Try a size on all ranks; return the time and the memory of the slowest and largest rank."""
     if run.sharded and child.closed:
         child.environment["MASTER_PORT"] = _port(run)
     fault: str | None = None
     try:
-        with Working(f"trying micro-batch {micro}"):
+        with Working(f"trying micro-batch {micro}") as bar:
             tried = child.attempt(micro)
+            bar.advance()
     except RuntimeError as error:
         tried = Attempt(micro, fits=False)
         fault = str(error)
@@ -315,8 +335,14 @@ def _describe_device(device: torch.device) -> str:
     return f"{device.type}, {memory} bytes, {os.cpu_count()} cores"
 
 
-def explained(job: Job, run: Run) -> str:
+def explained(job: Job, run: Run, error: BaseException) -> str:
     """Return the message for an out-of-memory error, with advice and sizes in GiB."""
+    if run.device.type != "cpu" and is_short_of_host_memory(error):
+        return (
+            f"the memory of the host is short, not that of {run.device}; use --machine.pinned "
+            "false, fewer --machine.workers, or fewer processes on this host (ema.device cpu and "
+            "machine.offload also keep tensors there)"
+        )
     each = job.layout.each
     gib = 2.0**30
     memory = sum(p.numel() * p.element_size() for p in job.model.parameters()) / gib

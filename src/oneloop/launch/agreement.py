@@ -5,19 +5,33 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
 from oneloop.basics.files import printable
 from oneloop.launch.signals import leave_at_once
 
 _PATIENCE = 15.0  # seconds that the other ranks have to receive an error of one rank
+LONG = timedelta(hours=2)
+"""time-out of collectives before step times are known: one rank may prepare, compile or write"""
+
+
+def limit_collectives(limit: timedelta, groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Set the time-out of all later collectives of these groups (None is left out)."""
+    set_timeout = getattr(distributed_c10d, "set_timeout", None)
+    if set_timeout is None:  # before torch 2.15
+        set_timeout = distributed_c10d._set_pg_timeout
+    for group in groups:
+        if group is not None:
+            set_timeout(limit, group)
 
 
 class Agreement:
@@ -31,9 +45,8 @@ class Agreement:
         self.ranks = ranks
         # oneloop plan: the other ranks do not exist
         several = ranks > 1 and dist.get_backend() != "fake"
-        self.host = cast(
-            "dist.ProcessGroup | None", dist.new_group(backend="gloo") if several else None
-        )
+        group = dist.new_group(backend="gloo", timeout=LONG) if several else None
+        self.host = cast("dist.ProcessGroup | None", group)
         """process group of collectives on the host; None: one rank"""
 
     def union(self, flags: list[bool]) -> list[bool]:

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.machine.torch_settings import float32_restored
 
 _PRECISIONS = ("no", "bf16", "fp16", "fp8")
 
@@ -77,19 +78,17 @@ def _switches() -> Iterator[None]:
     # Remember what a run sets.
     deterministic = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    products = torch.get_float32_matmul_precision()
     threads = torch.get_num_threads()
-    cudnn = torch.backends.cudnn
-    benchmark = cudnn.benchmark
-    tf32 = cudnn.allow_tf32
+    benchmark = torch.backends.cudnn.benchmark
+    cpus = os.sched_getaffinity(0)
     try:
-        yield
+        with float32_restored():
+            yield
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
-        torch.set_float32_matmul_precision(products)
         torch.set_num_threads(threads)
-        cudnn.benchmark = benchmark
-        cudnn.allow_tf32 = tf32
+        torch.backends.cudnn.benchmark = benchmark
+        os.sched_setaffinity(0, cpus)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn, cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.utils import (
     DistributedDataParallelKwargs,
@@ -19,10 +20,13 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.step_batches import workers_here
-from oneloop.launch.agreement import Agreement
+from oneloop.launch import devices
+from oneloop.launch.agreement import LONG, Agreement, limit_collectives
 from oneloop.launch.signals import Stopping, leave
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
 from oneloop.measure.flops import peak_flops
@@ -31,8 +35,6 @@ from oneloop.show.terminal import Display
 _AXES = tuple(
     f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
 )
-_LONG = timedelta(hours=2)
-"""time-out of collectives before step times are known: one rank may prepare, compile or write"""
 
 
 class Run(Agreement):
@@ -40,9 +42,10 @@ class Run(Agreement):
 
     Args:
         accelerator: as :func:`start` builds it.
+        cores: CPUs of this process, if the processes of the host divide them equally.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: Accelerator, *, cores: int) -> None:
         super().__init__(accelerator.num_processes)
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
@@ -51,17 +54,18 @@ class Run(Agreement):
         self.rank: int = accelerator.process_index
         self.main: bool = accelerator.is_main_process
         self.sharded = bool(accelerator.is_fsdp2)
-        self.local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # on this host
-        self.cores = max(1, len(os.sched_getaffinity(0)) // self.local_ranks)  # of this rank
+        self.local_ranks = devices.local_ranks()  # on this host
+        self.cores = cores
 
         self.stopping = Stopping(looks=self.main)
         self.display = Display(shown=self.main)
         self.command: Sequence[str] = sys.argv  # command of the run: module, recipe and keys
         self.closing = ExitStack()  # callbacks for every end of the run
+        self.mesh_groups: list[dist.ProcessGroup] = []  # groups in which FSDP2 shards and reduces
 
     def workers(self, asked: int | str) -> int:
         """Return the number of data loading processes for this process."""
-        return workers_here(asked, device=self.device, local_ranks=self.local_ranks)
+        return workers_here(asked, device=self.device, cores=self.cores)
 
     def stop_wanted(self) -> bool:
         """Return whether a stop is requested on any rank. Collective: call on every rank."""
@@ -69,7 +73,11 @@ class Run(Agreement):
 
     def prepare(self, model: nn.Module, *, blocks: Sequence[str] = ()) -> nn.Module:
         """:func:`oneloop.machine.mixed_precision.prepare` with this run's accelerator."""
-        return prepare(model, self.accelerator, blocks=blocks)
+        prepared = prepare(model, self.accelerator, blocks=blocks)
+        parameter = next(prepared.parameters())
+        if isinstance(parameter, DTensor):
+            self.mesh_groups += parameter.device_mesh.get_all_groups()
+        return prepared
 
     def total(self, value: Tensor) -> Tensor:
         """Return the sum of a small tensor over all ranks, on the device.
@@ -95,6 +103,7 @@ def start(
     exact: bool = False,
     track: tuple[str, ...] = (),
     folder: Path | None = None,
+    connect: timedelta = LONG,
 ) -> Run:
     """Build the Accelerator that the launcher's environment configures.
 
@@ -107,10 +116,11 @@ def start(
             threads changes the order of sums.
         track: names of trackers (accelerate).
         folder: run folder, for trackers.
+        connect: time that the ranks have to connect.
 
     Raises:
-        BadInput: the device does not support the precision, or the strategy is not one process, DDP
-            or FSDP2.
+        BadInput: the device does not support the precision, the processes of a host share a GPU,
+            or the strategy is not one process, DDP or FSDP2.
     """
     # Set torch's switches before anything uses the device.
     if deterministic or exact:
@@ -121,17 +131,19 @@ def start(
     # Check the settings before the ranks connect: all raise the same error, and none waits.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     sharding = _is_true("ACCELERATE_USE_FSDP")
-    reject_strategy(sharding=sharding)
-    on_cpu = not torch.accelerator.is_available()  # with cpu=True, accelerate uses gloo
-    kind = torch.device("cpu") if on_cpu else torch.accelerator.current_accelerator()
-    _reject_precision(precision, kind)
-    if exact:
-        _reject_inexact(precision, kind)
+    kind = _checked_device(precision, sharding=sharding, exact=exact)
+    on_cpu = kind.type == "cpu"  # with cpu=True, accelerate uses gloo
+
+    cores = devices.set_up(kind)
 
     # Connect.
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives to show if a rank hangs
-    state = PartialState(cpu=on_cpu, timeout=_LONG)
+    state = PartialState(cpu=on_cpu, timeout=connect)
+    if connect != LONG and dist.is_initialized():
+        # All ranks are connected. From now on, one of them may let the others wait for long.
+        distributed_c10d._get_default_store().set_timeout(LONG)
+        limit_collectives(LONG, [dist.group.WORLD])
 
     # accelerate must neither step a scheduler nor end a group of micro-batches by itself.
     plugin = _sharding(state, precision, exact=exact) if sharding else None
@@ -155,13 +167,23 @@ def start(
         ],
         step_scheduler_with_optimizer=False,
     )
-    run = Run(accelerator)
-
+    run = Run(accelerator, cores=cores)
     # The number of threads changes the order of sums. The end of the run restores it.
     if exact and on_cpu:
         run.closing.callback(torch.set_num_threads, torch.get_num_threads())
         torch.set_num_threads(1)
     return run
+
+
+def _checked_device(precision: str, *, sharding: bool, exact: bool) -> torch.device:
+    """Return the device type that trains. Raise BadInput for settings that it does not support."""
+    reject_strategy(sharding=sharding)
+    kind = devices.kind()
+    _reject_precision(precision, kind)
+    if exact:
+        _reject_inexact(precision, kind)
+    devices.reject_shared(kind)
+    return kind
 
 
 def _sharding(
@@ -229,7 +251,7 @@ def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
         )
 
 
-def _reject_inexact(precision: str, device: torch.device | None) -> None:
+def _reject_inexact(precision: str, device: torch.device) -> None:
     if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
         raise BadInput(
             "batch.grain requires bit-identical runs on any number of processes, but hybrid "
@@ -240,16 +262,14 @@ def _reject_inexact(precision: str, device: torch.device | None) -> None:
             "batch.grain requires bit-identical runs on any number of processes, but fp8 scales "
             "by what each process has seen; use bf16 or no"
         )
-    if device is not None and device.type == "mps":
+    if device.type == "mps":
         raise BadInput(
             "batch.grain requires bit-identical runs on any number of processes, but mps has no "
             "float64, which exact sums require; remove batch.grain, or use a CPU"
         )
 
 
-def _reject_precision(precision: str, device: torch.device | None) -> None:
-    assert device is not None
-
+def _reject_precision(precision: str, device: torch.device) -> None:
     # Check the name, then what the device and the strategy support.
     if precision not in ("no", "fp16", "bf16", "fp8"):
         raise BadInput(f"mixed_precision {precision!r} does not exist; use no, bf16, fp16 or fp8")

@@ -97,6 +97,18 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
 
 
+def is_short_of_host_memory(error: BaseException) -> bool:
+    """Return whether a program that uses a GPU ran out of the host's memory, not of the GPU's.
+
+    Torch reports that it cannot pin host memory as a CUDA error. If an allocation on the GPU fails,
+    it raises OutOfMemoryError.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        return False
+    known = ("CUDA error: out of memory", "can't allocate memory")
+    return isinstance(error, MemoryError) or any(words in str(error) for words in known)
+
+
 class Child:
     """A child process that runs trial steps.
 

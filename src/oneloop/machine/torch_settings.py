@@ -6,10 +6,12 @@ They are the precision of matrix products, the memory format, and garbage collec
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
+
+Value = TypeVar("Value")
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
@@ -53,19 +55,79 @@ def channels_last(
     return on
 
 
+_BACKENDS: Any = torch.backends  # torch declares no types for some of the switches
+_SWITCHES: dict[str, Any] = {
+    "torch.backends": _BACKENDS,
+    "cudnn": _BACKENDS.cudnn,
+    "cudnn.conv": _BACKENDS.cudnn.conv,
+    "cudnn.rnn": _BACKENDS.cudnn.rnn,
+    "cuda.matmul": _BACKENDS.cuda.matmul,
+    "mkldnn.matmul": _BACKENDS.mkldnn.matmul,
+    "mkldnn.conv": _BACKENDS.mkldnn.conv,
+    "mkldnn.rnn": _BACKENDS.mkldnn.rnn,
+}
+"""torch's switches of float32 precision; the first two decide for others that are "none" """
+_CHOSEN_BY_TORCH = {"cudnn.conv": "tf32", "cudnn.rnn": "tf32"}
+"""defaults of torch other than "none", which means IEEE"""
+
+
+def _float32_switches() -> dict[str, str]:
+    return {name: switch.fp32_precision for name, switch in _SWITCHES.items()}
+
+
 def float32_products(
     precision: Literal["highest", "high", "medium"], *, benchmark: bool = False
-) -> None:
-    """Set the precision of float32 products and convolutions.
+) -> str | None:
+    """Set the precision of float32 products and convolutions, whatever was set before.
 
     Args:
         precision: ``highest``: IEEE. The others: TF32, which rounds to 1e-3. torch's own default
             for convolutions is TF32.
         benchmark: cuDNN times its algorithms for every shape, and uses the fastest.
+
+    Returns:
+        A line for the log if this changes what a program has set before; else None.
     """
+    before = _float32_switches()
+    for switch in _SWITCHES.values():
+        switch.fp32_precision = "none"
     torch.set_float32_matmul_precision(precision)
     torch.backends.cudnn.benchmark = benchmark
     torch.backends.cudnn.allow_tf32 = precision != "highest"
+
+    # Which of the switches had been set by a program, to another value?
+    replaced = []
+    for name, value in _float32_switches().items():
+        same = {before[name], value} <= {"none", "ieee"} or before[name] == value
+        if not same and before[name] != _CHOSEN_BY_TORCH.get(name, "none"):
+            replaced.append(f"{name} {before[name]}")
+    if not replaced:
+        return None
+    return f"machine.matmul {precision} replaces torch's fp32_precision of {', '.join(replaced)}"
+
+
+@contextmanager
+def float32_restored() -> Iterator[None]:
+    """Restore torch's precision of float32 products at the end of this context."""
+    held = _float32_switches()
+    products = _readable(torch.get_float32_matmul_precision, "highest")
+    tf32 = _readable(lambda: torch.backends.cudnn.allow_tf32, True)
+    try:
+        yield
+    finally:
+        # The older settings come first, because they change the switches.
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = tf32
+        for name, value in held.items():
+            _SWITCHES[name].fp32_precision = value
+
+
+def _readable(read: Callable[[], Value], default: Value) -> Value:
+    """Return an older setting; its default if torch cannot read it, as a switch contradicts it."""
+    try:
+        return read()
+    except RuntimeError:
+        return default
 
 
 _NOT_DETERMINISTIC = (

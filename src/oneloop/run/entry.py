@@ -181,7 +181,7 @@ def _failed(
                 f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)",
                 file=sys.stderr,
             )
-        reason = explained(job, run)
+        reason = explained(job, run, error)
     if isinstance(error, exit_codes.Inexact) and error.equal_at is not None:
         reason += _last_right(folder, error.equal_at)
     if cli:
@@ -371,7 +371,10 @@ def _prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | N
         )
 
     # Build the job. A search for the micro-batch size takes long: find other errors before it.
-    float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
+    machine = recipe.machine
+    replaced = float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
+    if replaced:
+        run.display.say(replaced)
     if isinstance(recipe.batch.micro, str):
         with run.setting_up():
             build(1)

@@ -9,6 +9,7 @@ from torch.optim import Optimizer
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
+from oneloop.launch.devices import unused
 from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
@@ -55,6 +56,7 @@ def start_lines(
         yield f"parameters without a gradient in the preflight check: {len(seen.unused)} ({first})"
 
     # How the machine computes it.
+    yield from unused(run.device)
     if run.sharded:
         yield from _exchanged(job, run)
     yield from job.built.notes

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import distributed_c10d
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.heartbeats import BEATS, EPOCH, TRAINING
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.data.step_batches import Group, groups
 from oneloop.job.build import Job
+from oneloop.launch.agreement import limit_collectives
 from oneloop.launch.processes import Run
 from oneloop.machine.fsdp2_units import agree, disagreement
 from oneloop.run.counters import Counters
@@ -213,11 +213,9 @@ class Steps:
 
     def _wait_at_most(self, seconds: float) -> None:
         """Limit the time of collectives: a second safeguard, if no supervisor runs."""
-        set_timeout = getattr(distributed_c10d, "set_timeout", None)
-        if set_timeout is None:  # before torch 2.15
-            set_timeout = distributed_c10d._set_pg_timeout
-        for group in (dist.group.WORLD, self._run.host):
-            set_timeout(timedelta(seconds=seconds), group)
+        limit_collectives(
+            timedelta(seconds=seconds), [dist.group.WORLD, self._run.host, *self._run.mesh_groups]
+        )
 
     def _summed(self, groups: Iterable[Group]) -> Iterator[_Agreed]:
         """Yield each step with its weight and its flags, summed over the ranks."""

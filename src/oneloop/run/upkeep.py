@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from oneloop.basics import exit_codes
-from oneloop.basics.exit_codes import Diverged
 from oneloop.basics.heartbeats import BEATS, ENDING, EVALUATION
 from oneloop.basics.launcher import HOST
 from oneloop.checkpoint.store import Keep
@@ -225,6 +224,7 @@ class Upkeep:
                 exact=job.exact,
                 interrupted=run.stop_wanted,
                 window=job.layout.size,
+                pinned=job.recipe.machine.pinned,
             )
         if metrics is None:
             return False
@@ -278,14 +278,14 @@ class Upkeep:
         # Complete the last good checkpoint, whatever follows.
         state.checkpoints.finish()
         if action == "stop":
-            raise Diverged(f"step {number}: {why}; the weights are those from before it")
+            raise exit_codes.Diverged(f"step {number}: {why}; the weights are those from before it")
         if action == "skip":
             return Outcome.SKIPPED
 
         # Rewind to the checkpoint, but continue after the bad samples: all samples since the
         # checkpoint are left out.
         if not state.resume(state.checkpoints, "auto", say=say):
-            raise Diverged(f"step {number}: {why}; no checkpoint to rewind to")
+            raise exit_codes.Diverged(f"step {number}: {why}; no checkpoint to rewind to")
         count.position = after
         clear_gradients(state.model.parameters())
         self._steps.begin_afresh()

@@ -1,0 +1,145 @@
+"""The devices of a run's processes: one GPU for each process, set up before CUDA starts."""
+
+import ctypes
+import os
+import platform
+from pathlib import Path
+
+import torch
+from accelerate.utils import parse_flag_from_env
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.launcher import ranks
+
+_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""variables with the settings of torch's allocator: the new name, and the old one"""
+_NOT_EXPANDABLE = ("microsoft", "tegra")
+"""parts of the names of kernels (WSL, Jetson) under which expandable segments fail"""
+
+
+def kind() -> torch.device:
+    """Return the device type that trains: the CPU if accelerate's use_cpu asks for it."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None or parse_flag_from_env("ACCELERATE_USE_CPU"):
+        return torch.device("cpu")
+    return found
+
+
+def local_ranks() -> int:
+    """Return the number of processes of the run on this host, from the environment."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def reject_shared(device: torch.device) -> None:
+    """Raise BadInput if the processes of this host share a GPU, which NCCL does not allow.
+
+    All ranks raise it, before any of them connects. accelerate counts GPUs by local rank, so a
+    process that sees only its own GPU cannot be used either.
+
+    Args:
+        device: its type is that of all processes.
+    """
+    if device.type != "cuda":
+        return
+    count = torch.cuda.device_count()
+    if count == 1 and ranks() > 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        raise BadInput(
+            "LOCAL_WORLD_SIZE is not set, so the processes of this host cannot be counted; set it, "
+            "or start the run with oneloop launch"
+        )
+    if local_ranks() <= count:
+        return
+
+    # Name the setting that hides GPUs.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    hidden = f" (CUDA_VISIBLE_DEVICES={visible})" if visible else ""
+    more = ""
+    if count == 1:
+        more = (
+            "; a process must see all GPUs of its host (srun --gpus-per-node in place of "
+            "--gpus-per-task), and sees one MIG slice at most"
+        )
+    raise BadInput(
+        f"NCCL requires one GPU per process: this host starts {local_ranks()} processes, and each "
+        f"sees {count}{hidden}; start at most {count} (--num_processes {count}, or --config_file "
+        f"single for one), or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU{more}"
+    )
+
+
+def set_up(device: torch.device, *, pci: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Set the allocator, the current GPU and the CPUs of this process, before CUDA starts.
+
+    What the user has set stays. Other devices need nothing.
+
+    Args:
+        device: its type is that of all processes.
+        pci: folder of the system's PCI devices.
+
+    Returns:
+        The number of CPUs of this process, if those of its host divide the CPUs equally.
+    """
+    cores = max(1, len(os.sched_getaffinity(0)) // local_ranks())
+
+    # accelerate selects no GPU if this variable names one.
+    chosen = torch.device(os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu"))
+    if chosen.type == "cuda" and chosen.index is not None:
+        torch.cuda.set_device(chosen)
+    if device.type != "cuda":
+        return cores
+
+    # Batches of changing lengths fragment segments of a fixed size.
+    kernel = platform.release().lower()
+    expandable = not torch.version.hip and not any(name in kernel for name in _NOT_EXPANDABLE)
+    if expandable and not any(name in os.environ for name in _ALLOCATOR):
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+
+    # On a host with several sockets, copies and data workers are faster next to the GPU.
+    if local_ranks() > 1 and "ACCELERATE_CPU_AFFINITY" not in os.environ:
+        address = _pci_address(int(os.environ["LOCAL_RANK"]))
+        near = _near(pci / address) & os.sched_getaffinity(0)
+        if len(near) >= cores:
+            os.sched_setaffinity(0, near)
+    return cores
+
+
+def _pci_address(index: int) -> str:
+    """Return the address of a visible GPU; empty if unknown. CUDA does not start."""
+    found = ctypes.create_string_buffer(32)
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return ""
+    device = ctypes.c_int()
+    driver.cuInit(0)
+    driver.cuDeviceGet(ctypes.byref(device), index)
+    driver.cuDeviceGetPCIBusId(found, len(found), device)
+    return found.value.decode().lower()
+
+
+def _near(folder: Path) -> set[int]:
+    """Return the CPUs next to a PCI device, which has this folder; none if they are unknown."""
+    try:
+        ranges = (folder / "local_cpulist").read_text().strip().split(",")
+    except OSError:
+        return set()
+    near = set()
+    for part in ranges:
+        first, _, last = part.partition("-")
+        near |= set(range(int(first), int(last or first) + 1))
+    return near
+
+
+def unused(device: torch.device) -> list[str]:
+    """Return the line of the start-up log about GPUs of this host that no process uses.
+
+    Args:
+        device: of this process.
+    """
+    count = torch.cuda.device_count()
+    if device.type != "cuda" or local_ranks() >= count:
+        return []
+    line = (
+        f"GPUs of this host in use: {local_ranks()} of {count}; to use all, start {count} "
+        f"processes: --config_file ddp --num_processes {count}"
+    )
+    return [line]
