@@ -3,6 +3,7 @@
 import ctypes
 import os
 import platform
+import re
 from pathlib import Path
 
 import torch
@@ -119,12 +120,11 @@ def _pci_address(index: int) -> str:
 def _near(folder: Path) -> set[int]:
     """Return the CPUs next to a PCI device, which has this folder; none if they are unknown."""
     try:
-        ranges = (folder / "local_cpulist").read_text().strip().split(",")
+        text = (folder / "local_cpulist").read_text()
     except OSError:
         return set()
     near = set()
-    for part in ranges:
-        first, _, last = part.partition("-")
+    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):  # 0-15,32-47
         near |= set(range(int(first), int(last or first) + 1))
     return near
 
