@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import NamedTuple
 
 import pytest
@@ -34,12 +35,9 @@ def test_every_matrix_has_one_rank_and_the_work_is_even():
     costs = (5, 9, 9, 2, 1, 1, 1)
     assert rounds(costs, 2) == [(1, 2), (0, 3), (None, 4), (None, 5), (None, 6)]
     for ranks in (1, 2, 3, 5, 9):
-        of = [[], *([] for _ in range(ranks - 1))]
-        for row in rounds(costs, ranks):
-            for rank, index in enumerate(row):
-                if index is not None:
-                    of[rank].append(index)
-        assert sorted(sum(of, [])) == list(range(len(costs)))
+        columns = [*zip(*rounds(costs, ranks), strict=True)]
+        of = [[index for index in column if index is not None] for column in columns]
+        assert sorted(chain(*of)) == list(range(len(costs)))
         work = [sum(costs[index] for index in one) for one in of]
         assert max(work) <= sum(costs) / ranks + max(costs)
     assert rounds((), 3) == []
@@ -168,19 +166,51 @@ def compared(strategy: str) -> list[tuple[list[str], int, int, int]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "strategy"),
+    ("ranks", "strategy", "most"),
     [
-        (2, "ddp"),
-        (3, "fsdp2"),
+        (2, "ddp", 5),
+        (3, "fsdp2", 5),
         *(
             pytest.param(*layout, marks=pytest.mark.slow)
-            for layout in ((3, "ddp"), (2, "fsdp2"), (9, "ddp"), (9, "fsdp2"), (4, "hsdp"))
+            for layout in (
+                (3, "ddp", 5),
+                (2, "fsdp2", 5),
+                (9, "ddp", 2),  # more than matrices
+                (9, "fsdp2", 2),
+                (4, "hsdp", 4),
+            )
         ),
     ],
 )
-def test_ranks_share_the_work_and_get_the_bits_of_one(ranks, strategy):
-    for by_rank in zip(*run(compared, strategy, ranks=ranks, config="ddp").ok(), strict=True):
+def test_ranks_share_the_work_and_get_the_bits_of_one(ranks, strategy, most):
+    by_how = zip(*run(compared, strategy, ranks=ranks, config="ddp").ok(), strict=True)
+    for how, by_rank in zip(HOW, by_how, strict=True):
         alone = by_rank[0][2]
+        work = [own for _, own, _, _ in by_rank]
         assert [different for different, *_ in by_rank] == [[]] * ranks
-        assert sum(own for _, own, _, _ in by_rank) == alone
-        print([round(own / alone, 2) for _, own, _, _ in by_rank], by_rank[0][3])
+        assert sum(work) == alone  # each matrix once
+        if "single" in how:
+            assert max(work) == alone and by_rank[0][3] == 1
+        else:
+            assert max(work) <= max(1.2 / ranks, 0.4) * alone and by_rank[0][3] == most
+
+
+def test_a_sharding_that_is_not_by_rows_is_rejected():
+    (text,) = run(by_columns, config="ddp").ok()
+    assert "is not supported by muon; expected dim 0" in text
+
+
+def by_columns() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    from oneloop.optim.muon import Muon
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    mesh = init_device_mesh("cpu", (1,))
+    matrix = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    matrix.grad = torch.ones_like(matrix)
+    with pytest.raises(ValueError) as error:
+        Muon([matrix], lr=0.1)
+    return str(error.value)

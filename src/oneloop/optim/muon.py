@@ -145,6 +145,7 @@ class Muon(Optimizer):
         for group in self.param_groups:
             for parameter in group["params"]:
                 if group["muon"]:
+                    Holders(parameter)  # raises if it cannot be exchanged
                     self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
                 else:
                     self.state[parameter] = {
