@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from oneloop.optim.matrix_rounds import rounds
 from oneloop.optim.muon import orthogonalized
-from worlds import run
+from worlds import run, train
 
 BAD = 2
 """number of the step whose gradients are NaN"""
@@ -73,7 +73,12 @@ class Updated(NamedTuple):
 
 
 def updated(
-    strategy: str, *, single: bool = False, precision: str = "exact", elementwise: bool = False
+    strategy: str,
+    *,
+    single: bool = False,
+    precision: str = "exact",
+    elementwise: bool = False,
+    scaled: bool = False,
 ) -> Updated:
     """Make four steps, with equal gradients on all ranks.
 
@@ -82,6 +87,7 @@ def updated(
         single: the model has one matrix.
         precision: of the iterations.
         elementwise: as with batch.grain.
+        scaled: torch's GradScaler finds the bad step, as in fp16.
     """
     from oneloop.optim.optimizers import build, muon
 
@@ -100,11 +106,20 @@ def updated(
         elementwise=elementwise,
     )
 
+    scaler = None
+    if scaled:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))
     with FlopCounterMode(display=False) as counter:
         for step in range(4):
             _set_gradients(model, step)
-            optimizer.found_inf = torch.tensor(float(step == BAD))
-            optimizer.step()
+            if scaler is None:
+                optimizer.found_inf = torch.tensor(float(step == BAD))
+                optimizer.step()
+            else:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
     tensors = {}
     for name, parameter in model.named_parameters():
         for key, value in (("weights", parameter), *optimizer.state.get(parameter, {}).items()):
@@ -139,7 +154,7 @@ def _set_gradients(model: nn.Module, step: int) -> None:
             parameter.grad = gradient
 
 
-HOW = ({}, {"precision": "bf16"}, {"single": True}, {"elementwise": True})
+HOW = ({}, {"precision": "bf16"}, {"single": True}, {"elementwise": True}, {"scaled": True})
 
 
 def compared(strategy: str) -> list[tuple[list[str], int, int, int]]:
@@ -193,6 +208,15 @@ def test_ranks_share_the_work_and_get_the_bits_of_one(ranks, strategy, most):
             assert max(work) == alone and by_rank[0][3] == 1
         else:
             assert max(work) <= max(1.2 / ranks, 0.4) * alone and by_rank[0][3] == most
+
+
+@pytest.mark.slow
+def test_the_start_says_how_the_work_is_divided(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    words = ["r.yaml", "--optimizer", "muon", "--batch.size", "8", "--duration", "2"]
+    words += ["--optimizer.adamw_for", "[]", "--run.dir", "a", "--track", "none"]
+    line = "muon updates 2 matrices, adamw the rest; each process orthogonalizes 1 of them at most"
+    assert line in run(train, words, ranks=2, folder=tmp_path).output
 
 
 def test_a_sharding_that_is_not_by_rows_is_rejected():

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
@@ -223,8 +224,11 @@ class Muon(Optimizer):
         # Only matrices of one dtype that the same ranks hold can share an exchange.
         alike: dict[Any, list[_Matrix]] = {}
         for matrix in matrices:
-            mesh = getattr(matrix.parameter, "device_mesh", None)
-            alike.setdefault((mesh, matrix.parameter.dtype), []).append(matrix)
+            parameter: Any = matrix.parameter
+            key = [parameter.dtype]
+            if isinstance(parameter, DTensor):
+                key += [parameter.device_mesh, parameter.placements]
+            alike.setdefault(tuple(key), []).append(matrix)
         for several in alike.values():
             holders = Holders(several[0].parameter, self._replicas)
             costs = tuple(matrix.cost for matrix in several)
