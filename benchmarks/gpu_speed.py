@@ -38,7 +38,7 @@ from gpu_trace import Reduced, events_of, reduce
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.store import Keep
 from oneloop.ema import EMA
-from oneloop.measure.flops import PEAKS
+from oneloop.measure.flops import data_sheet
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.optim.optimizers import adamw, build
@@ -95,11 +95,9 @@ def card(place: Place) -> Result:
 
 def peak_tflops(place: Place) -> float:
     """Return the data sheet's TFLOP/s in bf16; of an unknown device, the measured rate."""
-    if not place.toy:
-        name = torch.cuda.get_device_name()
-        for known, peaks in PEAKS.items():
-            if known in name and torch.bfloat16 in peaks:
-                return peaks[torch.bfloat16] / 1e12
+    peaks = {} if place.toy else data_sheet(torch.cuda.get_device_name())
+    if torch.bfloat16 in peaks:
+        return peaks[torch.bfloat16] / 1e12
     return place.rates["matmul_tflops"]
 
 

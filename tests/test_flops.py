@@ -17,7 +17,7 @@ import torch
 
 from oneloop.launch.processes import start
 from oneloop.measure.advice import diagnosis
-from oneloop.measure.flops import measured_peak, utilisation
+from oneloop.measure.flops import data_sheet, in_float32, measured_peak, utilisation
 from oneloop.measure.meter import Meter
 from oneloop.measure.update_ratio import UpdateRatio
 from oneloop.tasks.causal_lm import CausalLM
@@ -57,6 +57,72 @@ def test_resnet18_has_its_known_count():
     # 1.814 G multiply-adds forward, and twice as many backward, except for the input of the first
     # layer.
     assert abs(found / (2 * (3 * 1.814e9 - 0.118e9)) - 1) < 0.03
+
+
+@pytest.mark.parametrize(
+    ("name", "bfloat16"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H100 NVL", 835),
+        ("NVIDIA H200", 989),
+        ("NVIDIA H200 NVL", 835),
+        ("NVIDIA GH200 480GB", 989),
+        ("NVIDIA GH200 144G HBM3e", 989),
+        ("NVIDIA B200", 2250),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("A100-SXM4-40GB", 312),
+        ("NVIDIA A100-PCIE-40GB", 312),
+        ("NVIDIA A100 80GB PCIe", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L40", 181),
+        ("NVIDIA L4", 121),
+        ("NVIDIA GeForce RTX 4090", 165),
+        ("NVIDIA GeForce RTX 3090", 71),
+        ("AMD Instinct MI300X", 1307),
+        # no entry: measured, never another card's number
+        ("NVIDIA T400 4GB", None),
+        ("NVIDIA B300 SXM6 AC", None),
+        ("NVIDIA GB300", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA H800", None),
+        ("NVIDIA A10", None),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", None),
+        ("NVIDIA RTX PRO 4000 Blackwell", None),
+        ("NVIDIA L40G", None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA GeForce RTX 4090 D", None),
+        ("NVIDIA GeForce RTX 3090 Ti", None),
+        ("NVIDIA A100-SXM-64GB", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", None),
+        ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", None),
+        ("GRID A100-1-5C", None),
+        ("", None),
+    ],
+)
+def test_a_device_gets_its_own_peak_or_none(name, bfloat16):
+    peaks = data_sheet(name)
+    assert peaks.get(torch.bfloat16) == (bfloat16 and bfloat16 * 1e12)
+    assert bool(peaks) is (bfloat16 is not None)
+
+
+def test_tf32_has_its_own_peak():
+    h100, t4 = data_sheet("NVIDIA H100 80GB HBM3"), data_sheet("Tesla T4")
+    v100 = data_sheet("Tesla V100-SXM2-16GB")
+    assert (v100[torch.float16], data_sheet("Tesla V100-PCIE-32GB")[torch.float16]) == (
+        125e12,
+        112e12,
+    )
+    before = torch.get_float32_matmul_precision()
+    try:
+        for precision, of_h100 in (("highest", 67e12), ("high", 494e12), ("medium", 494e12)):
+            torch.set_float32_matmul_precision(precision)
+            assert in_float32(h100) == of_h100
+            assert in_float32(t4) == t4[torch.float32] == 8.1e12  # it has no TF32
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 @pytest.mark.slow  # needs an idle machine

@@ -1,10 +1,24 @@
-"""Newton-Schulz iterations of Muon."""
+"""Muon: its Newton-Schulz iterations, and the ranks that share them."""
 
 from __future__ import annotations
 
-import torch
+from itertools import chain
+from typing import NamedTuple
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.flop_counter import FlopCounterMode
+
+from oneloop.optim.matrix_rounds import rounds
 from oneloop.optim.muon import orthogonalized
+from worlds import run, train
+
+BAD = 2
+"""number of the step whose gradients are NaN"""
 
 
 def test_newton_schulz_makes_singular_values_about_one():
@@ -15,3 +29,212 @@ def test_newton_schulz_makes_singular_values_about_one():
     exact = orthogonalized(torch.randn(6, 9))
     half = orthogonalized(torch.randn(6, 9), dtype=torch.bfloat16)
     assert exact.dtype == half.dtype == torch.float32
+
+
+def test_every_matrix_has_one_rank_and_the_work_is_even():
+    costs = (5, 9, 9, 2, 1, 1, 1)
+    assert rounds(costs, 2) == [(1, 2), (0, 3), (None, 4), (None, 5), (None, 6)]
+    for ranks in (1, 2, 3, 5, 9):
+        columns = [*zip(*rounds(costs, ranks), strict=True)]
+        of = [[index for index in column if index is not None] for column in columns]
+        assert sorted(chain(*of)) == list(range(len(costs)))
+        work = [sum(costs[index] for index in one) for one in of]
+        assert max(work) <= sum(costs) / ranks + max(costs)
+    assert rounds((), 3) == []
+
+
+class Net(nn.Module):
+    """Matrices of several shapes: wide, tall, with fewer rows than ranks, a convolution, two of
+    another dtype, one that is frozen, and one without a gradient."""
+
+    def __init__(self, single: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(24, 40, bias=False)
+        if single:
+            return
+        self.second = nn.Linear(40, 23)
+        self.third = nn.Linear(23, 23)
+        self.few_rows = nn.Linear(23, 1)
+        self.convolution = nn.Conv2d(3, 7, 3).to(memory_format=torch.channels_last)
+        self.double = nn.Linear(9, 17, dtype=torch.float64)
+        self.other_double = nn.Linear(17, 9, dtype=torch.float64)
+        self.frozen = nn.Linear(5, 6).requires_grad_(False)
+        self.unused = nn.Linear(6, 5)
+
+
+class Updated(NamedTuple):
+    tensors: dict[str, torch.Tensor]  # weights and state
+    operations: int  # of matrix products
+    matrices: int  # which a rank orthogonalizes at most
+
+    def is_matrix(self, name: str) -> bool:
+        """Return whether Muon updates a parameter."""
+        return f"{name.split()[0]} momentum" in self.tensors
+
+
+def updated(
+    strategy: str,
+    *,
+    single: bool = False,
+    precision: str = "exact",
+    elementwise: bool = False,
+    scaled: bool = False,
+) -> Updated:
+    """Make four steps, with equal gradients on all ranks.
+
+    Args:
+        strategy: ddp, fsdp2 or hsdp; alone: each process has its own model.
+        single: the model has one matrix.
+        precision: of the iterations.
+        elementwise: as with batch.grain.
+        scaled: torch's GradScaler finds the bad step, as in fp16.
+    """
+    from oneloop.optim.optimizers import build, muon
+
+    torch.manual_seed(0)
+    model = Net(single)
+    if strategy == "ddp":
+        model = DistributedDataParallel(model)
+    elif strategy != "alone":
+        model = _sharded(model, hybrid=strategy == "hsdp")
+    optimizer = build(
+        muon,
+        model,
+        lr=0.1,
+        weight_decay=0.1,
+        options={"precision": precision, "adamw_for": ()},
+        elementwise=elementwise,
+    )
+
+    scaler = None
+    if scaled:
+        scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.ones(()))
+    with FlopCounterMode(display=False) as counter:
+        for step in range(4):
+            _set_gradients(model, step)
+            if scaler is None:
+                optimizer.found_inf = torch.tensor(float(step == BAD))
+                optimizer.step()
+            else:
+                scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+                scaler.update()
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        for key, value in (("weights", parameter), *optimizer.state.get(parameter, {}).items()):
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            tensors[f"{name.removeprefix('module.')} {key}"] = whole.detach().contiguous()
+    return Updated(tensors, counter.get_total_flops(), optimizer.largest_share())
+
+
+def _sharded(model: nn.Module, *, hybrid: bool) -> nn.Module:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    ranks = dist.get_world_size()
+    shape = (2, ranks // 2) if hybrid else (ranks,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    for child in model.children():  # FSDP2 needs one dtype in each unit
+        fully_shard(child.to(memory_format=torch.contiguous_format), mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def _set_gradients(model: nn.Module, step: int) -> None:
+    torch.manual_seed(step)
+    for name, parameter in model.named_parameters():
+        gradient = torch.randn(parameter.shape, dtype=parameter.dtype)
+        if step == BAD:
+            gradient.fill_(torch.nan)
+        if parameter.ndim == 4 and not isinstance(parameter, DTensor):
+            gradient = gradient.contiguous(memory_format=torch.channels_last)
+        if isinstance(parameter, DTensor):
+            gradient = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        if parameter.requires_grad and "unused" not in name:
+            parameter.grad = gradient
+
+
+HOW = ({}, {"precision": "bf16"}, {"single": True}, {"elementwise": True}, {"scaled": True})
+
+
+def compared(strategy: str) -> list[tuple[list[str], int, int, int]]:
+    """Make the updates of all ranks, and on rank 0 those of one process.
+
+    Return the names of different tensors; the operations of this rank and of one process; the
+    matrices of a rank."""
+    dist.init_process_group("gloo")
+    found = []
+    for how in HOW:
+        own = updated(strategy, **how)
+        both = [updated("alone", **how) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(both)
+        alone = both[0]
+        different = []
+        for name, tensor in alone.tensors.items():
+            # AdamW's fused kernel rounds by its place in a vector, which sharding changes.
+            exact = strategy == "ddp" or "elementwise" in how or alone.is_matrix(name)
+            if exact and not torch.equal(tensor, own.tensors[name]):
+                different.append(name)
+        assert own.tensors.keys() == alone.tensors.keys()
+        found.append((different, own.operations, alone.operations, own.matrices))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy", "most"),
+    [
+        (2, "ddp", 5),
+        (3, "fsdp2", 5),
+        *(
+            pytest.param(*layout, marks=pytest.mark.slow)
+            for layout in (
+                (3, "ddp", 5),
+                (2, "fsdp2", 5),
+                (9, "ddp", 2),  # more than matrices
+                (9, "fsdp2", 2),
+                (4, "hsdp", 4),
+            )
+        ),
+    ],
+)
+def test_ranks_share_the_work_and_get_the_bits_of_one(ranks, strategy, most):
+    by_how = zip(*run(compared, strategy, ranks=ranks, config="ddp").ok(), strict=True)
+    for how, by_rank in zip(HOW, by_how, strict=True):
+        alone = by_rank[0][2]
+        work = [own for _, own, _, _ in by_rank]
+        assert [different for different, *_ in by_rank] == [[]] * ranks
+        assert sum(work) == alone  # each matrix once
+        if "single" in how:
+            assert max(work) == alone and by_rank[0][3] == 1
+        else:
+            assert max(work) <= max(1.2 / ranks, 0.4) * alone and by_rank[0][3] == most
+
+
+@pytest.mark.slow
+def test_the_start_says_how_the_work_is_divided(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    words = ["r.yaml", "--optimizer", "muon", "--batch.size", "8", "--duration", "2"]
+    words += ["--optimizer.adamw_for", "[]", "--run.dir", "a", "--track", "none"]
+    line = "muon updates 2 matrices, adamw the rest; each process orthogonalizes 1 of them at most"
+    assert line in run(train, words, ranks=2, folder=tmp_path).output
+
+
+def test_a_sharding_that_is_not_by_rows_is_rejected():
+    (text,) = run(by_columns, config="ddp").ok()
+    assert "is not supported by muon; expected dim 0" in text
+
+
+def by_columns() -> str:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    from oneloop.optim.muon import Muon
+
+    store = dist.HashStore()
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    mesh = init_device_mesh("cpu", (1,))
+    matrix = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(1)]))
+    matrix.grad = torch.ones_like(matrix)
+    with pytest.raises(ValueError) as error:
+        Muon([matrix], lr=0.1)
+    return str(error.value)

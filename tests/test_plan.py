@@ -118,6 +118,17 @@ def test_a_planned_step_is_the_real_one(recipes, cell):
         assert "recompute" not in plan["operations"]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+def test_muons_share_of_a_process_is_planned(config):
+    words = [*LLAMA[:-2], "--optimizer.name", "muon"]
+    plan, real = both(words, config)
+    assert plan["collectives"] == real["collectives"] and plan["operations"] == real["operations"]
+    assert plan["peak"] == pytest.approx(real["peak"], rel=0.05)
+    sent = [name for name, *_ in real["collectives"]]
+    assert ("broadcast" if config == "ddp" else "all-to-all") in sent
+
+
 def test_one_more_layer_adds_what_the_formulas_say():
     width, block, micro = 32, 32, 2
     three, four = planned(

@@ -7,9 +7,11 @@ import gzip
 import json
 
 import pytest
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 
 from oneloop.basics.duration import span
-from oneloop.measure.profiling import covered
+from oneloop.measure.profiling import covered, exposed
 from worlds import run, train
 
 WORDS = [
@@ -79,6 +81,34 @@ def test_a_span_that_is_none_is_rejected(folder):
 
 def test_the_union_of_spans():
     assert covered([(0, 4), (2, 6), (10, 11), (10.5, 10.7)]) == 7 and covered([]) == 0
+
+
+def event(name: str, start: float, end: float, *, annotation: bool = False) -> FunctionEvent:
+    """Return what the profiler reports of a GPU."""
+    return FunctionEvent(
+        id=0,
+        name=name,
+        thread=0,
+        start_us=start,
+        end_us=end,
+        device_type=DeviceType.CUDA,
+        is_user_annotation=annotation,
+    )
+
+
+def test_ranges_on_a_gpu_are_no_computation():
+    # A product of 10 us, an all-reduce of 30 us, of which a second product overlaps 10.
+    kernels = [
+        event("sm90_xmma_gemm", 0, 10),
+        event("ncclDevKernel_AllReduce_Sum_f32_RING_LL", 10, 40),
+        event("sm90_xmma_gemm", 20, 30),
+    ]
+    assert exposed(kernels) == (20, 40)
+    ranges = [
+        event("FSDP::post_backward_reduce", 5, 45, annotation=True),
+        event("nccl:all_reduce", 10, 42, annotation=True),
+    ]
+    assert exposed([*kernels, *ranges]) == (20, 40)
 
 
 def test_json_is_json_and_quiet_is_quiet(folder):

@@ -86,9 +86,14 @@ class Run(Agreement):
         """
         return cast(Tensor, self.accelerator.reduce(value, "sum"))
 
-    def peak_flops(self) -> float:
-        """Return the peak FLOP/s of this rank's device at the run's precision."""
-        return peak_flops(self.device, HALF.get(self.accelerator.mixed_precision, torch.float32))[0]
+    def peak_flops(self, weights: torch.dtype) -> float:
+        """Return the peak FLOP/s of this rank's device at the run's precision.
+
+        Args:
+            weights: dtype of the weights, in which products are computed without mixed precision.
+        """
+        autocast = {**HALF, "fp8": torch.bfloat16}  # fp8: of all other products
+        return peak_flops(self.device, autocast.get(self.accelerator.mixed_precision, weights))
 
     def end(self, code: int) -> NoReturn:
         """End this process with ``code``."""

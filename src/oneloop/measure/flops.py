@@ -1,7 +1,9 @@
 """Floating-point operations of a step, peak of the device, and device utilisation."""
 
 import math
+import re
 import time
+from collections.abc import Mapping
 from contextlib import nullcontext
 from functools import cache
 from typing import Any
@@ -9,35 +11,49 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+TF32 = "tf32"
+"""key of the peak in float32 with TF32 (machine.matmul high or medium)"""
 
-def _peaks(bfloat16: float, float16: float, float32: float) -> dict[torch.dtype, float]:
+
+def _peaks(bfloat16: float, float16: float, tf32: float, float32: float) -> dict[Any, float]:
     """Return FLOP/s by dtype, without those that the device does not have (0)."""
-    peaks = {torch.bfloat16: bfloat16, torch.float16: float16, torch.float32: float32}
-    return {dtype: peak * 1e12 for dtype, peak in peaks.items() if peak}
+    peaks = {
+        torch.bfloat16: bfloat16,
+        torch.float16: float16,
+        TF32: tf32,
+        torch.float32: float32,
+    }
+    return {kind: peak * 1e12 for kind, peak in peaks.items() if peak}
 
 
-# Dense TFLOP/s from the vendors' data sheets, without sparsity; float32 without TF32. Of two names
-# that are in the name of a device, the first one counts.
-# device: bfloat16, float16, float32
+# Dense TFLOP/s from the vendors' data sheets, without sparsity; 16 bit with sums in float32.
+# device: bfloat16, float16, TF32, float32
 PEAKS = {
-    "GB200": _peaks(2500, 2500, 80),
-    "B200": _peaks(2250, 2250, 80),
-    "H200": _peaks(989, 989, 67),
-    "GH200": _peaks(989, 989, 67),
-    "H100 PCIe": _peaks(756, 756, 51),
-    "H100 NVL": _peaks(835, 835, 60),
-    "H100": _peaks(989, 989, 67),
-    "A100": _peaks(312, 312, 19.5),
-    "A10G": _peaks(70, 70, 35),
-    "L40S": _peaks(362, 362, 91.6),
-    "L4": _peaks(121, 121, 30.3),
-    "V100": _peaks(0, 125, 15.7),
-    "T4": _peaks(0, 65, 8.1),
-    "4090": _peaks(165, 165, 82.6),
-    "3090": _peaks(71, 71, 35.6),
-    "MI300X": _peaks(1307, 1307, 163),
-    "MI250X": _peaks(383, 383, 47.9),
+    "GB200": _peaks(2500, 2500, 1250, 80),
+    "B200": _peaks(2250, 2250, 1125, 80),
+    "H200": _peaks(989, 989, 494, 67),
+    "H200 NVL": _peaks(835, 835, 417, 60),
+    "GH200": _peaks(989, 989, 494, 67),
+    "H100": _peaks(989, 989, 494, 67),
+    "H100 PCIE": _peaks(756, 756, 378, 51),
+    "H100 NVL": _peaks(835, 835, 417, 60),
+    "A100": _peaks(312, 312, 156, 19.5),
+    "A100 PCIE": _peaks(312, 312, 156, 19.5),
+    "A10G": _peaks(70, 70, 35, 35),
+    "L40S": _peaks(362, 362, 183, 91.6),
+    "L40": _peaks(181, 181, 90.5, 90.5),
+    "L4": _peaks(121, 121, 60, 30.3),
+    "V100": _peaks(0, 125, 0, 15.7),
+    "V100 PCIE": _peaks(0, 112, 0, 14),
+    "T4": _peaks(0, 65, 0, 8.1),
+    "4090": _peaks(165, 165, 82.6, 82.6),
+    "3090": _peaks(71, 71, 35.6, 35.6),
+    "MI300X": _peaks(1307, 1307, 0, 163),
+    "MI250X": _peaks(191, 191, 0, 47.9),  # a device is one of its two dies
 }
+
+# Words in the names of devices that do not change the peak: vendor, family, socket, memory.
+_WORDS = r"NVIDIA|TESLA|GEFORCE|RTX|AMD|INSTINCT|SXM\d|\d+GB?|HBM3E?"
 
 # Formulas of operators that torch's counter lacks.
 _ATEN = torch.ops.aten
@@ -77,17 +93,36 @@ class Operations(FlopCounterMode):
         return float(self.get_total_flops())
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> tuple[float, str]:
-    """Return the peak FLOP/s of the device, and the source of that number.
+def data_sheet(name: str) -> dict[Any, float]:
+    """Return the peaks of a device, or nothing if :data:`PEAKS` does not have exactly this one.
 
-    The source is :data:`PEAKS` if it has the device; else the peak is measured with square matrix
-    products."""
+    A laptop's GPU, a slice (MIG) or another variant has words in its name that are not known here.
+
+    Args:
+        name: as torch reports it, such as ``NVIDIA A100-SXM4-40GB``.
+    """
+    words = re.split(r"[\s-]+", name.upper())
+    own = [word for word in words if not re.fullmatch(_WORDS, word)]
+    return PEAKS.get(" ".join(own), {})
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Return the peak FLOP/s of the device in matrix products of ``dtype``.
+
+    It is that of :data:`PEAKS` if it has the device; else it is measured. Both follow torch's
+    setting of TF32."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        for known, peaks in PEAKS.items():
-            if known in name and dtype in peaks:
-                return peaks[dtype], f"data sheet of {known}"
-    return measured_peak(device, dtype), "measured"
+        peaks = data_sheet(torch.cuda.get_device_name(device))
+        if dtype in peaks:
+            return in_float32(peaks) if dtype is torch.float32 else peaks[dtype]
+    return measured_peak(device, dtype)
+
+
+def in_float32(peaks: Mapping[Any, float]) -> float:
+    """Return the peak of a device of :data:`PEAKS` in float32, as torch's TF32 is set now."""
+    if torch.get_float32_matmul_precision() == "highest":
+        return peaks[torch.float32]
+    return peaks.get(TF32, peaks[torch.float32])  # a device without TF32 ignores the setting
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None) -> float:

@@ -146,8 +146,12 @@ def exposed(events: Iterable[Any]) -> tuple[float, float]:
     Args:
         events: Those of a profiler.
     """
+    # A GPU also has the ranges of record_function, such as FSDP2's, which are no kernels.
     found = list(events)
-    kernels = [event for event in found if str(event.device_type).endswith("CUDA")]
+    kernels = []
+    for event in found:
+        if str(event.device_type).endswith("CUDA") and not event.is_user_annotation:
+            kernels.append(event)
     compared = kernels or found
     if not compared:
         return 0.0, 0.0

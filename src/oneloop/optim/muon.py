@@ -4,16 +4,19 @@ Jordan 2024 (kellerjordan.github.io/posts/muon); the update's size follows Liu e
 Scalable for LLM Training): 0.2 sqrt(max(rows, columns)), so that one learning rate fits both.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from oneloop.basics.tensors import local
 from oneloop.optim.elementwise import adamw_
+from oneloop.optim.matrix_rounds import Holders, rounds
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
 
@@ -78,9 +81,9 @@ def orthogonalized(
 class Muon(Optimizer):
     """Muon for parameter groups with ``muon=True`` (matrices), fused AdamW for the other groups.
 
-    Under FSDP2 each matrix is gathered once per step, orthogonalized on every rank, and sharded
-    again. If ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes
-    nothing.
+    Each matrix is orthogonalized by one of the ranks that hold it, which sends the result to the
+    others. Under FSDP2 these are the ranks of the parameter's mesh, else those of ``replicas``. If
+    ``found_inf``, a 0-dim tensor set before :meth:`step`, is 1, the step changes nothing.
 
     Args:
         params: parameter groups; a group without ``muon`` is of matrices.
@@ -92,9 +95,11 @@ class Muon(Optimizer):
         betas: decay rates of AdamW's moments.
         eps: added to the root of AdamW's second moment.
         weight_decay: factor of ``lr``.
+        replicas: process group whose ranks hold the same parameters and gradients (DDP's); None:
+            this rank orthogonalizes all matrices that are no DTensor.
 
     Raises:
-        ValueError: a value is out of range.
+        ValueError: a value is out of range, or a matrix is sharded, but not by rows.
     """
 
     _step_supports_amp_scaling = True
@@ -114,6 +119,7 @@ class Muon(Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
+        replicas: dist.ProcessGroup | None = None,
     ) -> None:
         in_range = all(0 <= value < 1 for value in (momentum, *betas))
         if not in_range or not eps >= 0 or iterations < 1:
@@ -134,11 +140,13 @@ class Muon(Optimizer):
         super().__init__(params, defaults)  # fills in missing settings of groups
         self.dtype = dtype
         self.found_inf: Tensor | None = None
+        self._replicas = replicas
 
         # Make the whole state now, so that a checkpoint can be loaded before the first step.
         for group in self.param_groups:
             for parameter in group["params"]:
                 if group["muon"]:
+                    Holders(parameter)  # raises if it cannot be exchanged
                     self.state[parameter] = {"momentum": torch.zeros_like(parameter)}
                 else:
                     self.state[parameter] = {
@@ -149,14 +157,16 @@ class Muon(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient once."""
+        """Update all parameters that have a gradient once. Collective among their ranks."""
+        matrices = []
         for group in self.param_groups:
             params = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["muon"]:
-                for parameter in params:
-                    self._update(parameter, group)
+                matrices += [_Matrix(parameter, group) for parameter in params]
             elif params:
                 self._update_by_adamw(params, group)
+        for holders, blocks in self._rounds(matrices):
+            self._update_by_muon(holders, blocks)
 
     def _update_by_adamw(self, params: list[Any], group: dict[str, Any]) -> None:
         # Collect this rank's shards.
@@ -201,47 +211,139 @@ class Muon(Optimizer):
             maximize=False,
         )
 
-    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        weights = local(parameter)
-        momentum = local(self.state[parameter]["momentum"])
-        assert parameter.grad is not None
-        gradient = local(parameter.grad)
+    def largest_share(self) -> int:
+        """Return how many matrices one rank orthogonalizes in a step, at most."""
+        matrices = []
+        for group in self.param_groups:
+            if group["muon"]:
+                matrices += [_Matrix(parameter, group) for parameter in group["params"]]
+        return len(list(self._rounds(matrices)))
 
-        # After a bad step keep the weights and the momentum, without a host sync.
-        keep: float | Tensor = 1.0
-        if self.found_inf is not None:  # 0 or 1
-            keep = (1.0 - self.found_inf).to(weights.dtype)
+    def _rounds(self, matrices: list["_Matrix"]) -> Iterator[tuple[Holders, "_Blocks"]]:
+        """Yield the rounds of a step: the holders of the matrices, and their blocks."""
+        # Only matrices of one dtype that the same ranks hold can share an exchange.
+        alike: dict[Any, list[_Matrix]] = {}
+        for matrix in matrices:
+            parameter: Any = matrix.parameter
+            key = [parameter.dtype]
+            if isinstance(parameter, DTensor):
+                key += [parameter.device_mesh, parameter.placements]
+            alike.setdefault(tuple(key), []).append(matrix)
+        for several in alike.values():
+            holders = Holders(several[0].parameter, self._replicas)
+            costs = tuple(matrix.cost for matrix in several)
+            for indices in rounds(costs, holders.replicas * holders.shards):
+                blocks: _Blocks = {}
+                for rank, index in enumerate(indices):
+                    if index is not None:
+                        replica, shard = divmod(rank, holders.shards)
+                        blocks.setdefault(replica, {})[shard] = several[index]
+                yield holders, blocks
+
+    def _update_by_muon(self, holders: Holders, blocks: "_Blocks") -> None:
+        """Update the matrices of one round. Collective among their holders."""
+        # Every replica keeps the momentum of all matrices, and orthogonalizes its own block.
+        for replica, block in blocks.items():
+            updates = [self._moved(matrix) for matrix in block.values()]
+            if replica == holders.replica:
+                mine = self._orthogonalized(holders, block, updates)
+
+        # Share the results, and update the weights.
+        for replica, block in blocks.items():
+            weights = [local(matrix.parameter) for matrix in block.values()]
+            lengths = [one.numel() for one in weights]
+            if replica == holders.replica:
+                results = mine
+            else:
+                kind = self._sent_dtype(weights[0])
+                results = torch.empty(sum(lengths), dtype=kind, device=weights[0].device)
+            holders.share(results, replica)
+            for matrix, result in zip(block.values(), results.split(lengths), strict=True):
+                self._apply(matrix, result)
+
+    def _moved(self, matrix: "_Matrix") -> Tensor:
+        """Update the momentum; return this rank's shard of what is to be orthogonalized."""
+        momentum = local(self.state[matrix.parameter]["momentum"])
+        assert matrix.parameter.grad is not None
+        gradient = local(matrix.parameter.grad)
+        if self.found_inf is not None:
             gradient = torch.where(self.found_inf > 0, torch.zeros_like(gradient), gradient)
+        keep = torch.as_tensor(self._kept(momentum), dtype=momentum.dtype)
+        share = matrix.group["momentum"]
+        momentum.lerp_(gradient, (1.0 - share) * keep)
+        return gradient.lerp(momentum, share) if matrix.group["nesterov"] else momentum
 
-        # Update the momentum, and orthogonalize it.
-        momentum.lerp_(
-            gradient, (1.0 - group["momentum"]) * torch.as_tensor(keep, dtype=weights.dtype)
-        )
-        update = gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
-        update = self._orthogonalized(update, parameter, group["iterations"])
+    def _kept(self, weights: Tensor) -> float | Tensor:
+        """Return 0 after a bad step, which keeps weights and momentum; else 1. No host sync."""
+        if self.found_inf is None:
+            return 1.0
+        return (1.0 - self.found_inf).to(weights.dtype)
 
-        # Update the weights, with updates of the size of AdamW's.
-        rows = parameter.shape[0]
-        columns = parameter.numel() // rows
-        size = 0.2 * max(rows, columns) ** 0.5
-        weights.mul_(1.0 - group["lr"] * group["weight_decay"] * keep)
-        weights.sub_(update * (group["lr"] * size * keep))
+    def _sent_dtype(self, weights: Tensor) -> torch.dtype:
+        """Return the smaller dtype of weights and iterations: it holds every bit of a result."""
+        return min(self.dtype, weights.dtype, key=lambda dtype: dtype.itemsize)
 
-    def _orthogonalized(self, update: Tensor, parameter: Tensor, iterations: int) -> Tensor:
-        """Orthogonalize the whole matrix; return this rank's shard, in the shape of ``update``."""
-        # Gather the rows of the other ranks.
-        if isinstance(parameter, DTensor):
-            mesh = parameter.device_mesh
-            cut = parameter.placements
-            sharded = DTensor.from_local(
-                update, mesh, cut, shape=parameter.shape, stride=parameter.stride()
-            )
-            update = sharded.full_tensor()  # one all-gather
+    def _orthogonalized(
+        self, holders: Holders, block: dict[int, "_Matrix"], updates: list[Tensor]
+    ) -> Tensor:
+        """Return this rank's shards of the orthogonal matrices of its block, flat.
 
-        # Every rank does the same work: equal bits, and no second exchange.
-        matrix = update.flatten(1)
-        whole = orthogonalized(matrix, iterations=iterations, dtype=self.dtype).view_as(update)
-        if isinstance(parameter, DTensor):
-            replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
-            whole = replicated.redistribute(mesh, cut).to_local()
-        return whole
+        Each rank orthogonalizes one of them as a whole.
+        """
+        # Gather the rows of this rank's matrix.
+        own = block.get(holders.shard)
+        sent = [0] * holders.shards
+        for shard, update in zip(block, updates, strict=True):
+            sent[shard] = update.numel()
+        received = [0] * holders.shards
+        if own is not None:
+            received = holders.shard_lengths(own.parameter.shape)
+        whole = updates[0]
+        if holders.shards > 1:
+            flat = torch.cat([update.flatten() for update in updates])
+            whole = holders.exchanged(flat, sent, received)
+
+        # Orthogonalize it, and send each rank its rows.
+        if own is not None:
+            matrix = whole.view(own.parameter.shape).flatten(1)
+            whole = orthogonalized(matrix, iterations=own.group["iterations"], dtype=self.dtype)
+        result = whole.flatten().to(self._sent_dtype(whole))
+        if holders.shards > 1:
+            result = holders.exchanged(result, received, sent)
+        return result
+
+    def _apply(self, matrix: "_Matrix", orthogonal: Tensor) -> None:
+        # Updates have the size of AdamW's.
+        weights = local(matrix.parameter)
+        keep = self._kept(weights)
+        lr = matrix.group["lr"]
+        size = 0.2 * max(matrix.rows, matrix.columns) ** 0.5
+        update = orthogonal.to(weights.dtype).view_as(weights)
+        weights.mul_(1.0 - lr * matrix.group["weight_decay"] * keep)
+        weights.sub_(update * (lr * size * keep))
+
+
+class _Matrix(NamedTuple):
+    """A matrix and its parameter group."""
+
+    parameter: Tensor
+    group: dict[str, Any]
+
+    @property
+    def rows(self) -> int:
+        return self.parameter.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.parameter.numel() // self.rows
+
+    @property
+    def cost(self) -> int:
+        """Number of multiplications of Newton-Schulz iterations."""
+        least = min(self.rows, self.columns)
+        most = max(self.rows, self.columns)
+        products = least * least * (2 * most + least)
+        return int(self.group["iterations"]) * products
+
+
+_Blocks = dict[int, dict[int, _Matrix]]  # matrices of a round by replica and shard

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
@@ -226,7 +227,7 @@ def muon(
 
     Args:
         params: parameter groups.
-        model: to find embeddings and output heads.
+        model: as prepared, to find embeddings, output heads and the ranks that share the work.
         lr: learning rate.
         momentum: momentum of Muon.
         nesterov: use Nesterov momentum in Muon.
@@ -246,6 +247,7 @@ def muon(
         for chosen in (True, False):
             if members := [p for p in group["params"] if (p in matrices) is chosen]:
                 groups.append({**group, "params": members, "muon": chosen})
+    replicas = model.process_group if isinstance(model, DistributedDataParallel) else None
     return Muon(
         groups,
         lr=lr,
@@ -255,6 +257,7 @@ def muon(
         dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
         betas=betas,
         eps=eps,
+        replicas=replicas,
     )
 
 

@@ -15,6 +15,7 @@ from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.mixed_precision import HALF
 from oneloop.machine.replicas import replica_group
+from oneloop.optim.muon import Muon
 from oneloop.tasks.evaluation_metrics import prefix
 
 _IGNORED = {
@@ -75,7 +76,10 @@ def start_lines(
     yield from _checked(job, run, model)
     matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
     if matrices:
-        yield f"muon updates {matrices} matrices, adamw the rest"
+        line = f"muon updates {matrices} matrices, adamw the rest"
+        if isinstance(optimizer, Muon) and run.ranks > 1:
+            line += f"; each process orthogonalizes {optimizer.largest_share()} of them at most"
+        yield line
 
 
 def _checked(job: Job, run: Run, model: nn.Module) -> Iterator[str]:

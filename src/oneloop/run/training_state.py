@@ -134,12 +134,15 @@ class State(RunState):
 
 
 def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:
+    # Most products are those of the largest weight (bytes are those of quantized weights).
+    largest = max(model.parameters(), key=lambda one: one.numel() * one.is_floating_point())
+
     # With batch.grain, the meter keeps one row per leaf, so that sums do not depend on the layout.
     return Meter(
         run.accelerator,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         flops=seen.flops,
-        peak=run.peak_flops(),
+        peak=run.peak_flops(largest.dtype),
         tokens=job.unit == "tokens",
         metrics=seen.metrics,
         leaf=job.layout.leaf if job.exact else None,
