@@ -1,5 +1,7 @@
 """oneloop's real code on fake CUDA tensors, which have sizes but no memory and need no GPU.
 
+Tensors of the host are real.
+
 >>> with fake_cuda() as seen:
 ...     model = on_cuda(nn.Linear(4, 4))
 ...     with torch.autocast("cuda", torch.bfloat16):
@@ -20,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,12 +35,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 import oneloop
@@ -51,7 +54,11 @@ _SOURCE = str(Path(oneloop.__file__).parent)
 _LIBRARIES = (str(Path(torch.__file__).parent), __file__)
 _NOT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _ZEROS = {(True, False): 0.0, (False, False): 0, (False, True): False}  # by (is real, is bool)
-_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._to_copy.default)
+_COPIES = (  # operators that copy even a tensor without dimensions
+    torch.ops.aten.copy_.default,
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.where.self,
+)
 
 
 @dataclass(frozen=True)
@@ -104,11 +111,12 @@ class _Operators(TorchDispatchMode):
         seen = self._seen
         given = [value for value in tree_leaves([args, kwargs]) if isinstance(value, Tensor)]
         try:
-            result = func(*args, **(kwargs or {}))
+            with _disable_current_modes() if _is_real(given, kwargs) else nullcontext():
+                result = func(*args, **(kwargs or {}))
         except (DataDependentOutputException, DynamicOutputShapeException):
-            if not any(tensor.is_cuda for tensor in given):
-                raise
-            seen.reads.append(f"{func}: {line()}")
+            # The copy of a tensor in host memory was recorded when it was made.
+            if any(tensor.is_cuda for tensor in given):
+                seen.reads.append(f"{func}: {line()}")
             if func is torch.ops.aten.equal.default:
                 return True
             if func is not torch.ops.aten._local_scalar_dense.default:
@@ -160,6 +168,12 @@ class _Functions(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+def _is_real(given: list[Tensor], kwargs: Any) -> bool:
+    """Return whether an operator has and makes real tensors only: those of the host are real."""
+    on_device = torch.device((kwargs or {}).get("device") or "cpu").type == "cuda"
+    return not on_device and not any(isinstance(one, FakeTensor) for one in given)
+
+
 def _sdpa(
     query: Tensor,
     key: Tensor,
@@ -190,7 +204,7 @@ def line() -> str:
 
 @contextmanager
 def fake_cuda(mode: FakeTensorMode | None = None) -> Iterator[Seen]:
-    """Make all new tensors fake in this context, and record what runs.
+    """Make tensors on CUDA fake in this context, and record what runs.
 
     Args:
         mode: of an earlier context, whose tensors are used again.

@@ -303,7 +303,7 @@ class Retrieval:
                 before &= groups.counted(rows)
             rank = 1 + before.sum(1).to(sums.dtype)
             recalls = [(rank <= k).sum() for k in (1, 5, 10)]
-            count = rank.new_tensor(len(rank))
+            count = rank.new_full((), len(rank))
             sums += torch.stack([*recalls, (1 / rank).sum(), count])
 
     def sums(self) -> Sequence[Tensor]:
