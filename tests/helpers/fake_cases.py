@@ -39,6 +39,9 @@ OTHERS = {
     "window": RECIPES["gpt"] + " --guard.sigma 6 --guard.window 3 --ema.half_life 5ep",
     "muon": RECIPES["gpt"] + " --optimizer.name muon --ema.power [0.1]",
     "bf16 parameters": "{half.yaml}",
+    "clip": "{contrast.yaml} --task.loss clip",
+    "siglip": "{contrast.yaml} --task.loss siglip --task.dropout 0.1",
+    "supcon": "{contrast.yaml} --task.loss supcon",
 }
 _OF_TRANSFORMERS = ("gpt", "gpt2", "llama", "llama-1b", "llama-7b", "sft", "snippets", "docstrings")
 
@@ -82,8 +85,8 @@ def _pairs(folder: Path) -> None:
         out.writerows([f"question {number}", f"answer to {number}"] for number in range(60))
 
 
-def _half(file: Path) -> None:
-    file.write_text("task: fake_steps.HalfParameters\n")
+def _recipe(task: str, file: Path) -> None:
+    file.write_text(f"task: {task}\n")
 
 
 _DATA: dict[str, Callable[[Path], object]] = {
@@ -92,5 +95,6 @@ _DATA: dict[str, Callable[[Path], object]] = {
     "rows": lambda folder: own_files.write(folder, "csv", own_files.rows(60)),
     "images": lambda folder: own_files.images(folder, "png", each=20),
     "base": a_base,
-    "half.yaml": _half,
+    "half.yaml": functools.partial(_recipe, "fake_steps.HalfParameters"),
+    "contrast.yaml": functools.partial(_recipe, "whole_batches.Contrast"),
 }

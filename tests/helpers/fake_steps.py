@@ -38,7 +38,8 @@ class Prepared:
     """
 
     def __init__(self, words: Sequence[str], steps: int = 3) -> None:
-        self.job = build_job(read([*words]), ranks=1, device="cuda")
+        self.words = [*words]
+        self.job = build_job(read(self.words), ranks=1, device="cuda")
         job = self.job
         loaded = groups(
             job.train_set,
@@ -140,9 +141,7 @@ class FakeSteps:
 
         self.meter.before_update(log)
         recipe = job.recipe.optimizer
-        update(
-            self.gradients, self.guard, sums, lr=recipe.lr, clip=recipe.clip, weight=group.total
-        )
+        update(self.gradients, self.guard, sums, lr=recipe.lr, clip=recipe.clip, weight=group.total)
         return None if before is None else before.fault
 
     def evaluation(self) -> Any:
