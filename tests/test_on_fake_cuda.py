@@ -31,7 +31,6 @@ QUICK = {
     *(("llama", precision) for precision in PRECISIONS),
     ("gpt", "bf16"),
     ("gpt packed", "fp16"),
-    ("sft", "fp16"),
     ("docstrings", "bf16"),
     ("window", "fp16"),
     ("grain", "bf16"),
@@ -181,7 +180,7 @@ def test_a_step_waits_for_nothing_and_copies_nothing(case, name, precision):
 
 
 # The cases of causal_lm (gpt, gpt2, llama, llama-1b, llama-7b and those made of them) fail until
-# LanguageModel.update keeps the sizes of tokens on the device; those above fail here, too.
+# LanguageModel.update keeps the sizes of tokens on the device. Those above fail here, too.
 @pytest.mark.parametrize(("name", "precision"), cases())
 def test_an_evaluation_waits_for_nothing_and_copies_nothing(case, name, precision):
     made = case(name)

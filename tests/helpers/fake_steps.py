@@ -145,16 +145,19 @@ class FakeSteps:
         return None if before is None else before.fault
 
     def evaluation(self) -> Any:
-        """Add two micro-batches to the sums and metrics of an evaluation, and return these."""
+        """Add two micro-batches to the sums and metrics of an evaluation, and return these.
+
+        Only the second one is recorded: an evaluation may copy once what all of them need.
+        """
         job = self.job
         task: Any = job.task
         metrics = task.metrics().to(self.run.device) if hasattr(task, "metrics") else None
         kind = Apart if job.exact else Together
         sums = kind(task, 1, self.run.device, metrics)
         batches = [self.batches(number)[0] for number in (0, 1)]
-        self.seen.clear()
         with evaluating(self.model):
             for batch in batches:
+                self.seen.clear()
                 sums.batch(self.model, batch, 0, 1.0)
         return sums
 

@@ -217,7 +217,7 @@ class _Groups:
         index = torch.arange(len(documents), device=documents.device)
         sorted_ = self._document.argsort(stable=True)
         first = sorted_[copies.cumsum(0) - copies]
-        self._is_first = first[self._document] == index
+        self._is_first: Tensor = first[self._document] == index
 
         # The right documents of each query, and where those of a query begin.
         pairs = torch.unique(self._query * self._kinds + self._document)
