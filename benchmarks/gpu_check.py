@@ -254,6 +254,12 @@ def no_host_wait_in_200_steps(place: Place) -> Result:
     return _without_waits(place, WatchedImages, "none, with EMA and clipping")
 
 
+@line("check", seconds=12, numbers=["steps"], gpus=1)
+def no_host_wait_in_fp16(place: Place) -> Result:
+    """The loss scale falls and grows on the device."""
+    return _without_waits(place, WatchedImages, "none in fp16", precision="fp16")
+
+
 @line("check", seconds=20, numbers=["steps"])
 def no_host_wait_with_packed_rows(place: Place) -> Result:
     task = {**SMALL_LLAMA, "tokenizer": "bytes", "data": texts(place.folder)}

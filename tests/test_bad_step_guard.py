@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.optim.bad_step_policy import Fault
+from oneloop.optim.bad_step_policy import Fault, Policy
 from oneloop.optim.clip import global_norm
 from oneloop.optim.optimizers import adamw, build, muon, sgd
 from tiny import backward, three_layers
@@ -65,3 +65,45 @@ def test_fp16_loss_scaling_skips_and_shrinks(make):
     assert scaler.get_scale() == 512.0
     for a, b in zip(net.parameters(), plain.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-6)
+
+
+def scaled_steps(optimizer, net, factors, **options):
+    """Return the fault and the loss scale after each step; the loss is multiplied by a factor."""
+    scaler = torch.amp.GradScaler("cpu", growth_interval=3, **options)
+    policy = Policy("skip", "skip", sigma=6.0, window=3)
+    guard = Guard(optimizer, device=torch.device("cpu"), scaler=scaler, policy=policy)
+    found = []
+    for factor in factors:
+        net.zero_grad()
+        loss = net(torch.ones(4, 5)).square().sum() * factor
+        scaler.scale(loss).backward()
+        guard.unscale()
+        before = [parameter.detach().clone() for parameter in net.parameters()]
+        guard.step(global_norm(net.parameters()), loss=loss)
+        fault = guard.resolve().fault
+        same = all(map(torch.equal, before, net.parameters()))
+        assert same == (fault is not Fault.NONE)
+        found.append((fault.name, scaler.get_scale()))
+    return found
+
+
+@pytest.mark.parametrize("make", [adamw, sgd, muon, torch.optim.RMSprop])
+def test_fp16_is_bad_only_if_the_loss_scale_is_small_and_a_spike_keeps_the_scale(make):
+    net = three_layers()
+    optimizer = build(make, net, lr=1e-3, weight_decay=0.0)
+    bad = (math.inf, math.nan)
+    factors = (1.0, bad[0], 1.0, 1.0, 1e4, bad[1], bad[0], 1.0)
+    assert scaled_steps(optimizer, net, factors, init_scale=2.0**-8) == [
+        ("NONE", 2.0**-8),
+        ("RESCALED", 2.0**-9),
+        ("NONE", 2.0**-9),
+        ("NONE", 2.0**-9),
+        ("SPIKE", 2.0**-8),  # the third gradient in a row without an infinity
+        ("RESCALED", 2.0**-9),
+        ("RESCALED", 2.0**-10),
+        ("NONE", 2.0**-10),
+    ]
+    assert scaled_steps(optimizer, net, (bad[1], 1.0), init_scale=2.0**-10) == [
+        ("NONFINITE", 2.0**-11),
+        ("NONE", 2.0**-11),
+    ]

@@ -61,8 +61,7 @@ class Guard:
     optimizers cost one host read per step, before the update.
 
     With fp16 loss scaling (``scaler``, a torch GradScaler) a non-finite gradient lowers the scale.
-    The step is bad only if the scale falls below 2^-10. torch's scaler makes a host sync in every
-    step.
+    The step is bad only if the scale falls below 2^-10. This needs no further host read.
 
     Args:
         optimizer: of the sharded or whole parameters.
@@ -101,7 +100,7 @@ class Guard:
         return self._pending is not None
 
     def unscale(self) -> None:
-        """Divide the gradients by the loss scale. Call it before the norm and clipping."""
+        """Divide the gradients by the loss scale: in each step, before the norm and clipping."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
 
@@ -122,19 +121,14 @@ class Guard:
         if self.pending:
             raise RuntimeError("the previous step is still pending: call resolve() first")
         mean = None if loss is None or self._window is None else loss.detach() / weight
-        if self.scaler is None:
-            fault = self._plain_step(norm, mean)
-        else:
-            fault = self._scaled_step(norm, mean)
+        fault = self._update(norm, mean)
         if loss is None:
             loss = torch.full_like(norm, torch.nan)
         self._pending = _Pending(fault, norm, loss, weight, metrics)
 
-    def _plain_step(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
-        # The kernel sets the flag if the norm is not finite, and multiplies the norm by one.
-        # On CUDA it does not know bfloat16 (pytorch #127176).
-        known = norm.detach().to(torch.promote_types(norm.dtype, torch.float32))
-        torch._amp_foreach_non_finite_check_and_unscale_([known], self._bad.zero_(), self._one)
+    def _update(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
+        """Update the weights, unless the step is bad; return its fault if the host knows it."""
+        self._bad = self._not_finite(norm) if self.scaler is None else self._overflow()
         if self._window is not None:
             self._bad = torch.maximum(self._bad, self._fault_value(norm, mean))
 
@@ -147,7 +141,9 @@ class Guard:
 
         # Start the copy to the host, and let the optimizer skip on the device.
         self._fault_copy.send(self._bad)
-        flag = self._bad.clamp(max=1) if self._window else self._bad  # a spike is 2
+        flag = self._bad
+        if self._window or self.scaler:  # a spike is 2
+            flag = flag.clamp(max=1)
         self.optimizer.found_inf = flag  # type: ignore[attr-defined]
         self.optimizer.step()
         return None
@@ -166,6 +162,26 @@ class Guard:
             fault = Fault(self._fault_copy.read())
         return Step(fault, norm, loss, weight, metrics)
 
+    def _not_finite(self, norm: Tensor) -> Tensor:
+        """Return 1 if the norm is not finite, else 0 (0-dim)."""
+        # The kernel sets the flag if the norm is not finite, and multiplies the norm by one.
+        # On CUDA it does not know bfloat16 (pytorch #127176).
+        known = norm.detach().to(torch.promote_types(norm.dtype, torch.float32))
+        torch._amp_foreach_non_finite_check_and_unscale_([known], self._bad.zero_(), self._one)
+        return self._bad
+
+    def _overflow(self) -> Tensor:
+        """Let the scaler lower the loss scale if a gradient is not finite.
+
+        Return the value of the :class:`Fault`, 0-dim.
+        """
+        # The scaler has looked at the gradients when it unscaled them.
+        seen = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        found = torch.stack([*seen.values()]).amax()
+        self.scaler.update()
+        large = self.scaler._get_scale_async() >= _SMALLEST_SCALE
+        return found * torch.where(large, Fault.RESCALED.value, Fault.NONFINITE.value)
+
     def _fault_value(self, norm: Tensor, loss: Tensor | None) -> Tensor:
         """Return the value of the :class:`Fault`, 0-dim.
 
@@ -179,24 +195,6 @@ class Guard:
         finite = torch.isfinite(values).all()
         spike = self._window.spike(values, known=finite & (self._bad == 0))
         return torch.where(finite, 2 * spike, 1.0)
-
-    def _scaled_step(self, norm: Tensor, loss: Tensor | None) -> Fault:
-        if self._window is not None:
-            value = int(self._fault_value(norm, loss))  # host sync, as in the scaler
-            if value == Fault.SPIKE.value:
-                self.scaler.update()
-                return Fault.SPIKE
-
-        # The scaler skips a gradient that is not finite, and lowers the scale.
-        before = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        after = self.scaler.get_scale()
-        if after >= before:
-            return Fault.NONE
-        if after >= _SMALLEST_SCALE:
-            return Fault.RESCALED
-        return Fault.NONFINITE
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window as plain data (host sync); empty without one."""

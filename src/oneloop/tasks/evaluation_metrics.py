@@ -207,14 +207,17 @@ class _Groups:
     def __init__(self, queries: Tensor, documents: Tensor) -> None:
         # Number the distinct texts from 0.
         distinct, self._query = torch.unique(queries, return_inverse=True)
-        kinds, self._document = torch.unique(documents, return_inverse=True)
+        kinds, self._document, copies = torch.unique(
+            documents, return_inverse=True, return_counts=True
+        )
         self._kinds = len(kinds)
 
-        # The first of several equal documents stands for all.
+        # The first of several equal documents stands for all. (scatter_reduce would find it, too,
+        # but has no deterministic kernel on a GPU.)
         index = torch.arange(len(documents), device=documents.device)
-        first = torch.full_like(kinds, len(documents))
-        first.scatter_reduce_(0, self._document, index, "amin")
-        self._is_first = first[self._document] == index
+        sorted_ = self._document.argsort(stable=True)
+        first = sorted_[copies.cumsum(0) - copies]
+        self._is_first: Tensor = first[self._document] == index
 
         # The right documents of each query, and where those of a query begin.
         pairs = torch.unique(self._query * self._kinds + self._document)
@@ -303,7 +306,7 @@ class Retrieval:
                 before &= groups.counted(rows)
             rank = 1 + before.sum(1).to(sums.dtype)
             recalls = [(rank <= k).sum() for k in (1, 5, 10)]
-            count = rank.new_tensor(len(rank))
+            count = rank.new_full((), len(rank))
             sums += torch.stack([*recalls, (1 / rank).sum(), count])
 
     def sums(self) -> Sequence[Tensor]:
