@@ -156,8 +156,6 @@ def check_attention(name: str, precision: str, calls: list[Attention]) -> None:
             assert call.name == "torch_attn::_varlen_attn"
 
 
-# The packed cases of Llama (llama, sft, recompute, lora packed) in bf16 and fp16 fail until their
-# attention decides by the dtype of autocast.
 @pytest.mark.parametrize(("name", "precision"), cases())
 def test_a_step_waits_for_nothing_and_copies_nothing(case, name, precision):
     made = case(name)
@@ -179,8 +177,6 @@ def test_a_step_waits_for_nothing_and_copies_nothing(case, name, precision):
         check_updated(steps)
 
 
-# The cases of causal_lm (gpt, gpt2, llama, llama-1b, llama-7b and those made of them) fail until
-# LanguageModel.update keeps the sizes of tokens on the device. Those above fail here, too.
 @pytest.mark.parametrize(("name", "precision"), cases())
 def test_an_evaluation_waits_for_nothing_and_copies_nothing(case, name, precision):
     made = case(name)
@@ -288,7 +284,6 @@ def test_fp16_reads_only_for_an_optimizer_that_does_not_take_the_flag(fused):
         assert guard.resolve().fault is Fault.NONE and len(seen.flags) == fused
 
 
-# Fails until a forward computes its mask once.
 def test_packed_rows_in_float32_compute_their_mask_once_per_forward(case):
     made = case("llama")
     job = made.fresh()
@@ -299,7 +294,6 @@ def test_packed_rows_in_float32_compute_their_mask_once_per_forward(case):
         assert len(masks) == 2
 
 
-# Fails until selective recomputation keeps the results of the kernel for variable lengths.
 def test_selective_recomputation_keeps_the_attention_of_packed_rows():
     assert torch.ops.torch_attn._varlen_attn.default in _kept_operations()
 
@@ -307,8 +301,6 @@ def test_selective_recomputation_keeps_the_attention_of_packed_rows():
 MANY = ["--task.padded_vocab", "131072", "--task.block", "2048", "--task.layers", "1"]
 
 
-# Both fail until fused_loss auto asks for the precision of the run, and the fused loss chooses its
-# chunk by the device.
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])
 def test_the_loss_of_many_logits_is_fused_on_cuda_but_not_in_fp16(case, precision):
     words = [*case("gpt").words, *MANY, "--batch.size", "1", "--batch.micro", "1"]

@@ -12,7 +12,8 @@ Tensors of the host are real.
 What is replaced, since it needs a driver: the two functions with which torch asks whether autocast
 may be on; the generators of the device, of which there are none; the backward, which gives each
 leaf of the graph a gradient of ones; and :class:`DeviceFlag` (pinned memory), which arrives as 0.
-cuDNN's attention is off: torch would ask for the model of the GPU.
+The compute capability is that of a plan. cuDNN's attention is off: torch would ask for the model of
+the GPU.
 Everything else is the code of oneloop, accelerate and torch. Not seen: the operators of a backward,
 and which kernel SDPA chooses.
 """
@@ -46,6 +47,7 @@ from torch.utils._pytree import tree_leaves
 
 import oneloop
 from oneloop.basics.device_flag import DeviceFlag
+from oneloop.basics.tensors import Planned
 from oneloop.launch.processes import Run
 
 CUDA = torch.device("cuda", 0)
@@ -214,6 +216,7 @@ def fake_cuda(mode: FakeTensorMode | None = None) -> Iterator[Seen]:
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
         patch("torch.cuda.default_generators", (torch.Generator(),)),
+        patch.object(Planned, "capability", (9, 0)),
         patch("torch.autograd.backward", _backward),
         patch("torch.autograd.grad", _grad),
         patch.multiple(
@@ -260,7 +263,8 @@ def fake_run(precision: str = "no") -> Iterator[Run]:
     AcceleratorState._reset_state(True)
     try:
         with patch.dict(os.environ, variables):
-            yield Run(Accelerator(device_placement=False, step_scheduler_with_optimizer=False))
+            accelerator = Accelerator(device_placement=False, step_scheduler_with_optimizer=False)
+            yield Run(accelerator, cores=1)
     finally:
         AcceleratorState._reset_state(True)
 
