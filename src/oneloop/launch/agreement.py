@@ -7,16 +7,20 @@ import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
 from oneloop.basics.files import printable
 from oneloop.launch.signals import leave_at_once
 
+LONG = timedelta(hours=2)
+"""time-out of collectives while one rank may prepare, compile, evaluate, load or write for long"""
 _PATIENCE = 15.0  # seconds that the other ranks have to receive an error of one rank
 
 
@@ -31,10 +35,28 @@ class Agreement:
         self.ranks = ranks
         # oneloop plan: the other ranks do not exist
         several = ranks > 1 and dist.get_backend() != "fake"
-        self.host = cast(
-            "dist.ProcessGroup | None", dist.new_group(backend="gloo") if several else None
-        )
+        group = dist.new_group(backend="gloo", timeout=LONG) if several else None
+        self.host = cast("dist.ProcessGroup | None", group)
         """process group of collectives on the host; None: one rank"""
+        self.in_a_row = 0  # steps since the start, or since :meth:`be_patient`
+
+    def be_patient(self) -> None:
+        """Give collectives a long time-out, until enough steps were made after this call.
+
+        Call it before work that may take one rank long while the others wait for it.
+        """
+        self.in_a_row = 0
+        self.wait_at_most(LONG)
+
+    def wait_at_most(self, limit: timedelta) -> None:
+        """Limit the time of collectives from now on: a second safeguard, if no supervisor runs."""
+        if self.host is None:
+            return
+        set_timeout = getattr(distributed_c10d, "set_timeout", None)
+        if set_timeout is None:  # before torch 2.15
+            set_timeout = distributed_c10d._set_pg_timeout
+        for group in (dist.group.WORLD, self.host):
+            set_timeout(limit, group)
 
     def union(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank. Collective: call on every rank."""

@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn, cast
 
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.step_batches import workers_here
-from oneloop.launch.agreement import Agreement
+from oneloop.launch.agreement import LONG, Agreement
 from oneloop.launch.signals import Stopping, leave
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
 from oneloop.measure.flops import peak_flops
@@ -31,8 +30,6 @@ from oneloop.show.terminal import Display
 _AXES = tuple(
     f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
 )
-_LONG = timedelta(hours=2)
-"""time-out of collectives before step times are known: one rank may prepare, compile or write"""
 
 
 class Run(Agreement):
@@ -131,7 +128,7 @@ def start(
     # Connect.
     if not on_cpu and "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives to show if a rank hangs
-    state = PartialState(cpu=on_cpu, timeout=_LONG)
+    state = PartialState(cpu=on_cpu, timeout=LONG)
 
     # accelerate must neither step a scheduler nor end a group of micro-batches by itself.
     plugin = _sharding(state, precision, exact=exact) if sharding else None
