@@ -23,6 +23,7 @@ class NotATask:
 """
 
 # kind: (command-line words, parts of the message)
+COMPILED = ["--machine.compile", "regional", "--machine.compile_mode", "max-autotune"]
 BAD = {
     "unknown key": (["digits", "--batch.siez", "3"], ["batch.siez", "did you mean 'batch.size'"]),
     "misspelt recipe": (["digit"], ["'digit'", "did you mean 'digits'"]),
@@ -225,6 +226,12 @@ def _with_path(here: str, words: list[str]) -> None:
             [],
         ),
         (["digits"], ["fp16", "CPU", "bf16"], "ddp", ["--mixed_precision", "fp16"]),
+        (
+            ["gpt", "--task.data", TEXT, *COMPILED],
+            ["max-autotune does not work with FSDP2", "no-cudagraphs"],
+            "fsdp2",
+            [],
+        ),
     ],
 )
 def test_all_ranks_end_together(here, words, expected_text, config, options):

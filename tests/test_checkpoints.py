@@ -3,16 +3,23 @@ checkpoint."""
 
 from __future__ import annotations
 
+import gc
 import hashlib
+import os
 import random
+import resource
 import shutil
+import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from oneloop.checkpoint.background_save import SaveError
+from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.store import Keep, Store, problems
 from worlds import run
 
@@ -245,10 +252,6 @@ def test_a_draft_is_never_read_and_a_second_seal_replaces_the_first(tmp_path):
 def with_a_failing_save(root: str, sync: bool, rank: int):
     """Limit the size of files on rank ``rank`` during the second save; return which calls reported
     an error."""
-    import resource
-
-    from oneloop.checkpoint.checkpoints import Checkpoints
-
     world, model, optimizer = build("adamw")
     checkpoints = Checkpoints(Path(root), world.accelerator, sync=sync)
     sweep = checkpoints.store.sweep
@@ -302,3 +305,131 @@ def _writers(root: str) -> int:
     checkpoints.save(0, model, optimizer, {})
     checkpoints.finish()
     return checkpoints.saving._process._process.pid
+
+
+# --- pinned memory: a recorder stands for CUDA, and the tensors are on the host
+# --------------------------------------------------------------------------------------------------
+
+
+class Cudart:
+    """Registers host memory by its address, as CUDA does: none twice, and none after its end."""
+
+    def __init__(self, error: int = 0) -> None:
+        self.error = error  # of every registration
+        self.registered: dict[int, int] = {}  # bytes by address
+        self.ended = 0  # registrations
+        self.wrong: list[str] = []
+
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        if self.error:
+            return self.error
+        if any(at < address + size and address < at + n for at, n in self.registered.items()):
+            self.wrong.append(f"{address:x} is already registered")
+            return 712
+        self.registered[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        self.ended += 1
+        del self.registered[address]
+        if f"{address:x}-" not in Path("/proc/self/maps").read_text():
+            self.wrong.append(f"{address:x} is not mapped any more")
+        return 0
+
+    def cudaGetErrorString(self, error: int) -> str:  # noqa: N802
+        return f"CUDA error {error}"
+
+    def pages(self) -> int:
+        return sum(-(-size // 4096) for size in self.registered.values())
+
+
+class OnCuda:
+    """Saves of a small model, as in a run of one process on a GPU."""
+
+    def __init__(self, root: Path) -> None:
+        self.said: list[str] = []
+        run_on_cuda = SimpleNamespace(
+            process_index=0, num_processes=1, local_process_index=0, device=torch.device("cuda")
+        )
+        self.checkpoints = Checkpoints(root, run_on_cuda, max_failures=9, say=self.said.append)
+        self.step = 0
+
+    def save(self, pages: int) -> None:
+        """Start to save one parameter that fills these pages."""
+        model = nn.ParameterDict({"one": nn.Parameter(torch.ones(pages * 1024))})
+        self.step += 1
+        self.checkpoints.save(self.step, model, torch.optim.SGD(model.parameters()), {})
+
+    @property
+    def writer(self) -> int:
+        return self.checkpoints.saving._process._process.pid
+
+
+def test_pinned_memory_is_registered_once_and_until_it_is_unmapped(tmp_path, monkeypatch):
+    cuda = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    saves = OnCuda(tmp_path)
+    for pages in (2, 2, 7):  # the last save needs more memory
+        saves.save(pages)
+        assert saves.checkpoints.finish() is None
+        assert cuda.pages() == pages
+    assert cuda.ended == 1
+
+    # A failed save keeps the memory.
+    resource.prlimit(saves.writer, resource.RLIMIT_FSIZE, (400, resource.RLIM_INFINITY))
+    saves.save(7)
+    assert "File too large" in saves.checkpoints.finish()
+    assert (cuda.pages(), cuda.ended) == (7, 1)
+
+    # The writer is killed between two saves, and then during one.
+    for during in (False, True):
+        os.kill(saves.writer, signal.SIGSTOP)
+        if during:
+            saves.save(7)
+        os.kill(saves.writer, signal.SIGKILL)
+        os.waitid(os.P_PID, saves.writer, os.WEXITED | os.WNOWAIT)
+        assert bool(saves.checkpoints.finish()) is during
+        saves.save(7)
+        assert saves.checkpoints.finish() is None
+        assert cuda.pages() == 7
+    assert cuda.ended == 3
+
+    # The storage hangs, which ends the run.
+    os.kill(saves.writer, signal.SIGSTOP)
+    saves.checkpoints.saving._patience = 1e-3
+    saves.save(7)
+    with pytest.raises(SaveError, match="did not finish"):
+        saves.checkpoints.finish()
+    assert (cuda.pages(), cuda.ended) == (0, 4)
+
+    # Another run ends as it should.
+    saves = OnCuda(tmp_path)
+    saves.save(3)
+    saves.checkpoints.finish()
+    saves.checkpoints.close()
+    assert (cuda.pages(), cuda.ended, cuda.wrong) == (0, 5, [])
+
+
+def test_a_run_that_raises_leaves_no_page_registered(tmp_path, monkeypatch):
+    cuda = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    saves = OnCuda(tmp_path)
+    saves.save(3)
+    saves.checkpoints.finish()
+    assert cuda.pages() == 3
+    del saves  # nobody closes it
+    gc.collect()
+    assert (cuda.pages(), cuda.wrong) == (0, [])
+
+
+def test_memory_that_cannot_be_pinned_is_used_as_it_is(tmp_path, monkeypatch):
+    cuda = Cudart(error=2)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    saves = OnCuda(tmp_path)
+    for pages in (1, 5):
+        saves.save(pages)
+        assert saves.checkpoints.finish() is None
+    saves.checkpoints.close()
+    assert len(saves.said) == 1
+    assert "cannot be pinned (CUDA error 2)" in saves.said[0]
+    assert [problems(path) for path in Store(tmp_path).sealed()] == [[], []]

@@ -13,6 +13,8 @@ from torch import nn
 
 from oneloop.checkpoint.store import Store
 from oneloop.ema import EMA, gamma, post_hoc
+from oneloop.optim import optimizers
+from oneloop.optim.optimizers import build
 from worlds import run, train
 
 RECIPE = """
@@ -97,6 +99,42 @@ def test_the_model_gets_its_weights_back_after_an_error():
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), ema.swapped():
         model(torch.ones(3, 5))
     assert torch.equal(model.weight, raw)
+
+
+class Late:
+    """Copies weights as late as an EMA in host memory allows: just before the next step."""
+
+    def __init__(self, weights: list[torch.Tensor], optimizer: torch.optim.Optimizer) -> None:
+        self.weights = weights
+        self.use = None
+        optimizer.register_step_pre_hook(lambda *_: self.wait())
+
+    def then(self, use) -> None:
+        self.wait()
+        self.use = use
+
+    def wait(self) -> None:
+        if self.use is not None:
+            self.use([weight.clone() for weight in self.weights])
+        self.use = None
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("grain", [False, True])
+def test_an_average_in_host_memory_is_that_on_the_device(name, grain):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
+    optimizer = build(getattr(optimizers, name), model, lr=0.1, weight_decay=0.1, elementwise=grain)
+    here, there = EMA(model, decay=0.5), EMA(model, decay=0.5)
+    there._away = Late(there._weights, optimizer)
+    for _ in range(5):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        here.update(1)
+        there.update(1)
+    expected, found = here.tensors(), there.tensors()
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
 class Uneven(nn.Module):

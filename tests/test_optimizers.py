@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from oneloop.optim import optimizers
+from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.optimizers import adamw, build, set_lr, sgd, try_optimizer
 from oneloop.optim.parameter_groups import freeze
 from tiny import three_layers
@@ -155,3 +157,30 @@ def test_a_list_is_typed_with_commas():
         assert list(resolved["optimizer"]["betas"]) == [0.5, 0.999]
     assert read(["digits", "--machine.blocks", "One,Two"]).machine.blocks == ["One", "Two"]
     assert read(["digits", "--track", "none"]).track == ()
+
+
+HOOKED = [(name, exact) for name in ("adamw", "sgd", "muon") for exact in (False, True)]
+
+
+# With batch.grain, adafactor is rejected.
+@pytest.mark.parametrize(("name", "elementwise"), [*HOOKED, ("adafactor", False)])
+def test_hooks_run_around_every_step_and_change_no_bit(name, elementwise):
+    weights, seen = [], []
+    for hooked in (False, True):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
+        make = getattr(optimizers, name)
+        decay = 0.0 if name == "adafactor" else 0.1
+        optimizer = build(make, model, lr=0.01, weight_decay=decay, elementwise=elementwise)
+        guard = Guard(optimizer, device=torch.device("cpu"))
+        if hooked:
+            optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+            optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+        for _ in range(4):
+            for parameter in model.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            guard.step(torch.ones(()))
+            guard.resolve()
+        weights.append([*model.parameters()])
+    assert seen == ["before", "after"] * 4
+    assert all(torch.equal(one, other) for one, other in zip(*weights, strict=True))

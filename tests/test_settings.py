@@ -154,7 +154,6 @@ def test_accelerates_settings_are_one_message(monkeypatch, variables, precision,
 
 def time_outs() -> list[float]:
     """Return the time-outs in seconds of the groups of a sharded model, after they are limited."""
-    from oneloop.launch.agreement import limit_collectives
     from oneloop.launch.processes import start
 
     there = start()
@@ -162,7 +161,7 @@ def time_outs() -> list[float]:
     groups = [there.host, *there.mesh_groups]
     own = [group._get_backend(torch.device("cpu")).options for group in groups]
     limits = [own[0]._timeout.total_seconds()]
-    limit_collectives(timedelta(seconds=77), groups)
+    there.wait_at_most(timedelta(seconds=77))
     return limits + [options._timeout.total_seconds() for options in own]
 
 

@@ -18,6 +18,7 @@ from tiny import Ragged, Sequences
 from worlds import train
 
 FROZEN = 3 << 20  # values of the frozen layer
+LONGER = 5.0  # seconds
 
 
 class Samples(Sequences):
@@ -56,13 +57,21 @@ class Slow(Ragged):
         seconds: how slow.
         rank: of the process that is slow.
         once: a file that records that it was slow.
+        tested: whether there is a test set.
     """
 
     def __init__(
-        self, place: str = "", seconds: float = 0.0, rank: int = 0, once: str = "once", **more: Any
+        self,
+        place: str = "",
+        seconds: float = 0.0,
+        rank: int = 0,
+        once: str = "once",
+        tested: bool = False,
+        **more: Any,
     ) -> None:
         super().__init__(samples=64, held_out=32, **more)
         self.place, self.seconds, self.rank, self.once = place, seconds, rank, Path(once)
+        self.tested = tested
         if place == "exit handler":
             atexit.register(self.come, place)
         if place == "state_dict":
@@ -93,6 +102,10 @@ class Slow(Ragged):
     def train_set(self) -> Any:
         return Samples(64, seed=1, task=self)
 
+    def eval_sets(self) -> dict[str, Any]:
+        more = {"test": Sequences(4, seed=3)} if self.tested else {}
+        return {**super().eval_sets(), **more}
+
     def collate(self, samples: list[Tensor]) -> dict[str, Tensor]:
         self.come("collate")
         return super().collate(samples)
@@ -121,4 +134,20 @@ def slow_disk(argv: Sequence[str]) -> None:
 
     background_save.WRITER = "slow_disk"
     slow_down()
+    train(argv)
+
+
+def short_time_out(argv: Sequence[str]) -> None:
+    """Train with a time-out of three seconds for collectives; ``final/`` takes longer."""
+    from oneloop.run import export, steps
+
+    steps._KNOWN, steps._MANY, steps._LEAST = 5, 0, 3.0
+    write = export.write_weights
+
+    def slowly(file: Path, weights: Any) -> None:
+        if weights:  # on rank 0
+            time.sleep(LONGER)
+        write(file, weights)
+
+    export.write_weights = slowly
     train(argv)

@@ -44,10 +44,10 @@ class SaveInProgress:
         store: the checkpoints folder.
         rank: of this process.
         agree: returns a value of all ranks, as a list; None: there is one process.
-        pin: whether to pin the shared memory.
+        device: of the tensors; for a GPU, the shared memory is pinned.
         max_failures: consecutive failed saves that do not raise.
         patience: factor of the time limit of a save; 0: no limit.
-        say: reports failed saves, on rank 0.
+        say: reports failed saves, on rank 0, and memory that cannot be pinned.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class SaveInProgress:
         *,
         rank: int,
         agree: Callable[[Any], list[Any]] | None,
-        pin: bool,
+        device: torch.device,
         max_failures: int,
         patience: float,
         say: Callable[[str], None],
@@ -64,7 +64,7 @@ class SaveInProgress:
         self._store = store
         self._rank = rank
         self._agree = agree
-        self._pin = pin
+        self._device = device
         self._max_failures = max_failures
         self._patience = patience
         self._say = say
@@ -73,6 +73,7 @@ class SaveInProgress:
         self._process: WritingProcess | None = None
         self.uploads: UploadSettings | None = None  # if there is a mirror
         self._mirror_failed = False  # as last reported
+        self._warned = False  # that its memory is not pinned
 
         # The save.
         self._pending = False  # it has no answer yet
@@ -90,7 +91,13 @@ class SaveInProgress:
     def begin(self, request: SaveRequest, pieces: list[Piece]) -> None:
         """Copy to host memory and let the writing process write. Host sync."""
         process = self.start()
-        process.grow(max(1, request.size))
+        unpinned = process.grow(max(1, request.size))
+        if unpinned and not self._warned:
+            self._warned = True
+            self._say(
+                f"the memory of saves cannot be pinned ({unpinned}), so each save copies it more "
+                "slowly; let this process lock more memory (ulimit -l), or leave more memory free"
+            )
         stage(pieces, process.buffer)
         process.send(asdict(request))
         self._pending = True
@@ -106,7 +113,7 @@ class SaveInProgress:
             self._process = None
         if self._process is None:
             self._process = WritingProcess(
-                WRITER, pin=self._pin, uploads=self.uploads, heard=self._heard
+                WRITER, device=self._device, uploads=self.uploads, heard=self._heard
             )
         return self._process
 

@@ -96,7 +96,7 @@ class Checkpoints:
             self.store,
             rank=self.rank,
             agree=self._gather if self.ranks > 1 else None,
-            pin=accelerator.device.type == "cuda",
+            device=accelerator.device,
             max_failures=max_failures,
             patience=patience,
             say=say,

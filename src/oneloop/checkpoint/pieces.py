@@ -116,8 +116,12 @@ def stage(mine: list[Piece], buffer: Tensor) -> None:
         end += piece.tensor.numel() * piece.tensor.element_size()
         views.append(buffer[start:end].view(piece.tensor.dtype).view(piece.tensor.shape))
         sources.append(piece.tensor)
-    if views:
+    if not views:
+        return
+    try:
         torch._foreach_copy_(views, sources, non_blocking=True)
-        # Wait for the copies from a GPU: the next update changes the tensors (host sync).
+    finally:
+        # Wait for the copies from a GPU: the next update changes the tensors (host sync). After an
+        # error, the buffer may be unmapped.
         if any(source.device.type != "cpu" for source in sources):
             torch.accelerator.synchronize()

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,34 @@ from oneloop.checkpoint.save_request import Answer, News
 from oneloop.checkpoint.uploads import UploadSettings
 
 _PATIENCE = 15.0  # seconds for the save in progress when the writer must end
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+class _Mapping(mmap.mmap):
+    """Memory that the writing process shares.
+
+    CUDA knows pinned memory by its address, and rejects other memory at an address that is still
+    registered. So pinned memory is registered until it is unmapped, however that happens.
+    """
+
+    _unregister: Callable[[], object] | None = None
+
+    def pin(self, address: int, device: torch.device) -> str:
+        """Pin the memory at its address; return CUDA's error, or an empty string."""
+        cudart = torch.cuda.cudart()
+        error = cudart.cudaHostRegister(address, len(self), 0)
+        if int(error) == 0:
+            self._unregister = partial(cudart.cudaHostUnregister, address)
+            return ""
+
+        # The next kernel raises this error again, and so clears it: let a kernel do so here.
+        with suppress(RuntimeError):
+            torch.ones((), device=device)
+        return str(cudart.cudaGetErrorString(error))
+
+    def __del__(self) -> None:  # runs before mmap.mmap unmaps it; a weak reference would be late
+        if self._unregister is not None:
+            self._unregister()
 
 
 class WritingProcess:
@@ -27,7 +56,7 @@ class WritingProcess:
 
     Args:
         module: what it runs.
-        pin: whether to pin the memory, for fast copies from a GPU.
+        device: of the trainer; if it is a GPU, the memory is pinned, for fast copies from there.
         uploads: settings of the mirror, if there is one.
         heard: receives the news of the uploads.
     """
@@ -36,15 +65,15 @@ class WritingProcess:
         self,
         module: str,
         *,
-        pin: bool,
+        device: torch.device,
         uploads: UploadSettings | None = None,
         heard: Callable[[News], None] = print,
     ) -> None:
-        self._pin = pin
+        self._device = device
         self._heard = heard
         self.began = time.monotonic()
         self.wrote = self.began  # when it last reported that it had written something
-        self.buffer = torch.empty(0, dtype=torch.uint8)
+        self.buffer = _NOTHING
         self._received = b""  # a part of the next line
 
         # Create the shared memory, without a name.
@@ -69,17 +98,20 @@ class WritingProcess:
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 
-    def grow(self, size: int) -> None:
-        """Let the shared memory have at least ``size`` bytes; its content may be lost."""
-        if size > len(self.buffer):
-            self._shared.truncate(size)
-            shared = mmap.mmap(self._shared.fileno(), size)
-            self.buffer = torch.frombuffer(shared, dtype=torch.uint8)
-            if self._pin:
-                cudart = torch.cuda.cudart()
-                torch.cuda.check_error(
-                    int(cudart.cudaHostRegister(self.buffer.data_ptr(), size, 0))
-                )
+    def grow(self, size: int) -> str:
+        """Let the shared memory have at least ``size`` bytes; its content may be lost.
+
+        Returns:
+            CUDA's error if the memory could not be pinned, else an empty string.
+        """
+        if size <= len(self.buffer):
+            return ""
+        self._shared.truncate(size)
+        shared = _Mapping(self._shared.fileno(), size)
+        self.buffer = torch.frombuffer(shared, dtype=torch.uint8)
+        if self._device.type != "cuda":
+            return ""
+        return shared.pin(self.buffer.data_ptr(), self._device)
 
     def send(self, request: Mapping[str, Any] | None) -> None:
         """Send a request; None cancels the save in progress."""
@@ -140,9 +172,11 @@ class WritingProcess:
             self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
             self.kill()  # its storage hangs, or it waits for a rank that has exited
+        self.buffer = _NOTHING  # unmaps the memory
 
     def kill(self) -> None:
         """Kill the process; if it is blocked in storage I/O, it ends when that returns."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
+        self.buffer = _NOTHING

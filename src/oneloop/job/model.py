@@ -17,7 +17,7 @@ from oneloop.checkpoint.state_dict import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.machine.blocks import blocks, class_names, has_batch_statistics
-from oneloop.machine.compile import compile_
+from oneloop.machine.compile import CUDA_GRAPHS, compile_
 from oneloop.machine.frozen_dtype import count, hold_frozen
 from oneloop.machine.load_in_turn import in_turn, local_processes
 from oneloop.machine.recompute import parsed, recompute
@@ -103,6 +103,7 @@ def build_model(
 
     # Reject what would not be exact.
     _reject_inexact(recipe, model, layout)
+    _reject_graphs(recipe, layout, sharded=sharded)
     if device == "cuda" and layout.grain:
         reject_not_deterministic(model, "batch.grain")
     elif device == "cuda" and recipe.machine.deterministic:
@@ -355,10 +356,19 @@ def _reject_inexact(recipe: Recipe, model: nn.Module, layout: BatchLayout) -> No
             "batch before it is detected; set rewind or stop"
         )
 
-    # On gradients that a CUDA graph overwrites?
+
+def _reject_graphs(recipe: Recipe, layout: BatchLayout, *, sharded: bool) -> None:
+    """Raise ValueError if CUDA graphs would overwrite gradients, or be recorded in every step."""
     mode = recipe.machine.compile_mode
-    graphs = recipe.machine.compile != "none" and mode in ("reduce-overhead", "max-autotune")
-    if graphs and layout.accumulate > 1:
+    if recipe.machine.compile == "none" or mode not in CUDA_GRAPHS:
+        return
+    if sharded:
+        raise ValueError(
+            f"machine.compile_mode {mode} does not work with FSDP2: it gathers weights into new "
+            "memory in every step, so CUDA graphs would be recorded again each time; set "
+            "max-autotune-no-cudagraphs or default, or use ddp.yaml"
+        )
+    if layout.accumulate > 1:
         raise ValueError(
             f"machine.compile_mode {mode} does not work with {layout.accumulate} micro-batches a "
             "step, because CUDA graphs reuse the memory of gradients; set "

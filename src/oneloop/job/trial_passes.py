@@ -4,11 +4,13 @@ Gradients, buffers and random states are restored.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
@@ -21,6 +23,7 @@ from oneloop.job.build import Job
 from oneloop.job.restore import has_drawn, random_states, restored
 from oneloop.job.sample_contents import copied, fault, same
 from oneloop.launch.processes import Run
+from oneloop.machine.compile import CUDA_GRAPHS
 from oneloop.machine.layout_checks import Checks
 from oneloop.measure.flops import Operations
 from oneloop.tasks.protocol_checks import Contract, theirs
@@ -111,14 +114,14 @@ def load_samples(reader: SampleReader, member: str, load: int) -> tuple[Samples,
 
 
 def check_sets(job: Job, reader: SampleReader) -> list[str]:
-    """Return remarks on evaluation sets that do not return the same sample each time.
+    """Return remarks on evaluation sets whose samples change, and on lengths for CUDA graphs.
 
     Args:
         job: what the recipe describes.
         reader: calls :class:`TrialSamples`.
 
     Raises:
-        BadInput: there are such remarks, and the run has ``batch.grain``.
+        BadInput: the samples change, and the run has ``batch.grain``.
     """
     notes = []
     for name in job.eval_sets:
@@ -132,7 +135,30 @@ def check_sets(job: Job, reader: SampleReader) -> list[str]:
             f"batch.grain requires that a sample is the same each time, but {notes[0]}; return "
             "copies, and use torch's global generator"
         )
+
+    # CUDA graphs are for one shape.
+    machine = job.recipe.machine
+    graphs = machine.compile != "none" and machine.compile_mode in CUDA_GRAPHS
+    if graphs and _several_lengths(job, reader):
+        notes.append(
+            f"machine.compile_mode {machine.compile_mode} records CUDA graphs again for each "
+            "length of a batch, and samples have several; max-autotune-no-cudagraphs records none"
+        )
     return notes
+
+
+def _several_lengths(job: Job, reader: SampleReader) -> bool:
+    """Return whether samples have several lengths, as far as the order or the first ones show."""
+    lengths = getattr(job.order, "lengths", None)
+    if lengths is not None:
+        return bool(lengths.min() < lengths.max())
+    shapes = set()
+    with suppress(CannotSend):  # the checks that follow report it
+        for number in range(reader(TRAINED, 0)[0]):
+            batch, *_ = reader(TRAINED, 0, [number])
+            found = tree_leaves(batch)
+            shapes.add(tuple(leaf.shape for leaf in found if torch.is_tensor(leaf)))
+    return len(shapes) > 1
 
 
 class Wrapped(nn.Module):

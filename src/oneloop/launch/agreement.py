@@ -19,9 +19,9 @@ from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
 from oneloop.basics.files import printable
 from oneloop.launch.signals import leave_at_once
 
-_PATIENCE = 15.0  # seconds that the other ranks have to receive an error of one rank
 LONG = timedelta(hours=2)
-"""time-out of collectives before step times are known: one rank may prepare, compile or write"""
+"""time-out of collectives while one rank may prepare, compile, evaluate, load or write for long"""
+_PATIENCE = 15.0  # seconds that the other ranks have to receive an error of one rank
 
 
 def limit_collectives(limit: timedelta, groups: Iterable[dist.ProcessGroup | None]) -> None:
@@ -48,6 +48,21 @@ class Agreement:
         group = dist.new_group(backend="gloo", timeout=LONG) if several else None
         self.host = cast("dist.ProcessGroup | None", group)
         """process group of collectives on the host; None: one rank"""
+        self.mesh_groups: list[dist.ProcessGroup] = []  # groups in which FSDP2 shards and reduces
+        self.in_a_row = 0  # steps since the start, or since :meth:`be_patient`
+
+    def be_patient(self) -> None:
+        """Give collectives a long time-out, until enough steps were made after this call.
+
+        Call it before work that may take one rank long while the others wait for it.
+        """
+        self.in_a_row = 0
+        self.wait_at_most(LONG)
+
+    def wait_at_most(self, limit: timedelta) -> None:
+        """Limit the time of collectives from now on: a second safeguard, if no supervisor runs."""
+        if self.host is not None:
+            limit_collectives(limit, [dist.group.WORLD, self.host, *self.mesh_groups])
 
     def union(self, flags: list[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank. Collective: call on every rank."""

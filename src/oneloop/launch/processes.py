@@ -61,7 +61,6 @@ class Run(Agreement):
         self.display = Display(shown=self.main)
         self.command: Sequence[str] = sys.argv  # command of the run: module, recipe and keys
         self.closing = ExitStack()  # callbacks for every end of the run
-        self.mesh_groups: list[dist.ProcessGroup] = []  # groups in which FSDP2 shards and reduces
 
     def workers(self, asked: int | str) -> int:
         """Return the number of data loading processes for this process."""

@@ -18,6 +18,8 @@ from torch import nn
 
 from oneloop.machine.blocks import blocks
 
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that record them
+
 
 def compile_(
     model: nn.Module,
@@ -74,7 +76,7 @@ def compile_(
     if budget is not None:
         torch._functorch.config.activation_memory_budget = budget
     # CUDA graphs reuse their memory from one forward to the next
-    if mode in ("reduce-overhead", "max-autotune"):
+    if mode in CUDA_GRAPHS:
         model.register_forward_pre_hook(lambda *_: torch.compiler.cudagraph_mark_step_begin())
     compiled = layers if scope == "regional" else [model]
     for module in compiled:

@@ -125,6 +125,7 @@ class AdamW(torch.optim.AdamW):
     # else torch wraps it for hooks and a profiler record
     step.hooked = True  # type: ignore[attr-defined]
 
+    @Optimizer.profile_hook_step  # runs hooks around it
     def _step_elementwise(self) -> None:
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -35,6 +36,21 @@ _DTYPES = {
     "BF16": torch.bfloat16,
 }
 """floating-point dtypes by their names in safetensors"""
+
+
+@dataclass(frozen=True)
+class FinalWeights:
+    """Which weights ``final/`` holds."""
+
+    weights: str  # last or best
+    step: int  # that they are from
+    end: int  # last step of the run
+    metric: str | None = None  # of the best weights: eval.best
+    value: float | None = None  # of the best weights: that metric
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for summary.json and MANIFEST.json; the last weights have no metric."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def write_final(

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterator, Sequence
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -26,7 +27,8 @@ _IGNORED = {
     "ACCELERATE_DOWNCAST_BF16": ("false",),
 }
 """settings of accelerate that oneloop ignores, and the values that have no effect anyway"""
-DEPENDS = "another parallel layout trains a different model; the same layout is bit-identical"
+_MANY = 1e8  # parameters that one thread does not average within a step
+DEPENDS = "another parallel layout trains a different model"
 
 
 def start_lines(
@@ -73,6 +75,7 @@ def start_lines(
         )
     if emas:
         yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
+        yield from _slow_averages(job, run)
     yield from _checked(job, run, model)
     matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
     if matrices:
@@ -80,6 +83,17 @@ def start_lines(
         if isinstance(optimizer, Muon) and run.ranks > 1:
             line += f"; each process orthogonalizes {optimizer.largest_share()} of them at most"
         yield line
+
+
+def _slow_averages(job: Job, run: Run) -> Iterator[str]:
+    """Yield advice if one thread of the host averages a large model."""
+    number = job.built.number / (run.ranks if run.sharded else 1)
+    away = job.recipe.ema.device == "cpu" and run.device.type != "cpu"
+    if away and number > _MANY and torch.get_num_threads() == 1:
+        yield (
+            f"ema.device cpu: one thread averages {number:,.0f} parameters (OMP_NUM_THREADS=1), "
+            "which may take longer than a step; set ema.every 10, or OMP_NUM_THREADS"
+        )
 
 
 def _checked(job: Job, run: Run, model: nn.Module) -> Iterator[str]:
@@ -186,7 +200,40 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
             "use torch's global generator, and return copies from a data set"
         )
 
-    # What differs on another layout?
+    # Is a rerun bit-identical? On a GPU, many kernels add in another order each time.
+    machine = job.recipe.machine
+    deterministic = machine.deterministic and not machine.cudnn_benchmark
+    same = "a rerun on the same layout is bit-identical"
+    if run.device.type != "cpu" and not deterministic:
+        same += " only with machine.deterministic true or batch.grain"
+        if machine.cudnn_benchmark:
+            same += ", and without machine.cudnn_benchmark"
+
+    # What differs on another layout? Perhaps only rounding.
+    other = _other_layout(model, seen)
+    if other:
+        return f"{other}; {same}"
+    return (
+        f"any parallel layout gives the same gradients ({_rounding(job, run)}), and {same}; check: "
+        "oneloop prove"
+    )
+
+
+def _rounding(job: Job, run: Run) -> str:
+    """Return how far the gradients of two layouts are apart."""
+    precision = run.accelerator.mixed_precision
+    if precision == "no" and job.recipe.machine.dtype == "float64":
+        return "relative difference up to 1e-12"
+    if precision == "no":
+        return "relative difference up to 1e-6"
+    return (
+        f"up to the rounding of {precision}, which autocast does at other places than FSDP2; "
+        "1e-6 only in float32"
+    )
+
+
+def _other_layout(model: nn.Module, seen: Preflight) -> str:
+    """Return why another layout trains a different model; an empty string if it does not."""
     if not seen.additive:
         return f"the task declares additive = False: its loss is not a sum over samples; {DEPENDS}"
     if has_batch_statistics(model):
@@ -200,10 +247,7 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
             f"{DEPENDS}"
         )
     if has_dropout(model):
-        return (
-            "the model has dropout: another parallel layout draws other random numbers; the same "
-            "layout is bit-identical"
-        )
+        return "the model has dropout: another parallel layout draws other random numbers"
     if seen.collate_draws:
         return (
             "collate draws random numbers for a whole batch: another parallel layout draws others; "
@@ -213,12 +257,6 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
     if seen.draws:
         return (
             "model, loss or collate draw random numbers: another parallel layout draws other "
-            "random numbers; the same layout is bit-identical"
+            "random numbers"
         )
-
-    # Only rounding.
-    digits = 12 if job.recipe.machine.dtype == "float64" else 6
-    return (
-        f"any parallel layout gives the same gradients (relative difference up to 1e-{digits}), "
-        "and a rerun on this one is bit-identical; check: oneloop prove"
-    )
+    return ""

@@ -14,7 +14,6 @@ from oneloop.basics.heartbeats import BEATS, EPOCH, TRAINING
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.data.step_batches import Group, groups
 from oneloop.job.build import Job
-from oneloop.launch.agreement import limit_collectives
 from oneloop.launch.processes import Run
 from oneloop.machine.fsdp2_units import agree, disagreement
 from oneloop.run.counters import Counters
@@ -24,7 +23,7 @@ NO_WEIGHT = (
     "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"
 )
 _AHEAD = 3  # steps whose samples may be loaded before the current one ends
-_KNOWN = 50  # steps after which step times are known, and collectives get a time-out
+_KNOWN = 50  # steps in a row after which collectives get a time-out
 _LEAST = 1200.0  # seconds of this time-out, at least: more than a wait for data
 _MANY = 20  # hang limits of this time-out, if they are longer
 
@@ -92,6 +91,7 @@ class Steps:
 
         Collective: call on every rank, at the same step."""
         self._restart = True
+        self._run.be_patient()  # another rank may still load the checkpoint
 
     def save_later(self) -> None:
         """Save after the next step, if the time had come after this one, which failed."""
@@ -155,7 +155,6 @@ class Steps:
 
     def _agreed(self) -> Generator[Group]:
         """Yield the steps. After a rewind, begin again at the position of the counters."""
-        steps = 0
         self._restart = True
         BEATS.enter(self._phase())
         while self._restart:
@@ -173,9 +172,10 @@ class Steps:
 
                 # Report progress. Once step times are known, limit the time of collectives.
                 BEATS.beat()
-                steps += 1
-                if steps == _KNOWN and self._run.host is not None:
-                    self._wait_at_most(max(_LEAST, _MANY * BEATS.limit(1.0)))
+                self._run.in_a_row += 1
+                if self._run.in_a_row == _KNOWN:
+                    limit = max(_LEAST, _MANY * BEATS.limit(1.0))
+                    self._run.wait_at_most(timedelta(seconds=limit))
                 yield group
 
                 phase = self._phase()
@@ -209,12 +209,6 @@ class Steps:
             workers=run.workers(machine.workers),
             pinned=machine.pinned,
             device=run.device,
-        )
-
-    def _wait_at_most(self, seconds: float) -> None:
-        """Limit the time of collectives: a second safeguard, if no supervisor runs."""
-        limit_collectives(
-            timedelta(seconds=seconds), [dist.group.WORLD, self._run.host, *self._run.mesh_groups]
         )
 
     def _summed(self, groups: Iterable[Group]) -> Iterator[_Agreed]:

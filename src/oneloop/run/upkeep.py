@@ -6,7 +6,6 @@ import socket
 import time
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,26 +28,11 @@ from oneloop.optim.bad_step_guard import Step
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
 from oneloop.optim.clip import clear_gradients
 from oneloop.run.counters import RunLog
-from oneloop.run.export import load_task_state, write_final
+from oneloop.run.export import FinalWeights, load_task_state, write_final
 from oneloop.run.gradients import Gradients
 from oneloop.run.steps import Steps
 from oneloop.run.training_state import State
 from oneloop.show.examples import Examples
-
-
-@dataclass(frozen=True)
-class FinalWeights:
-    """Which weights ``final/`` holds."""
-
-    weights: str  # last or best
-    step: int  # that they are from
-    end: int  # last step of the run
-    metric: str | None = None  # of the best weights: eval.best
-    value: float | None = None  # of the best weights: that metric
-
-    def as_json(self) -> dict[str, Any]:
-        """Return the fields for summary.json and MANIFEST.json; the last weights have no metric."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Upkeep:
@@ -207,6 +191,7 @@ class Upkeep:
         if sets.keys() - {"test"}:
             examples = Examples(fixed=config.samples, worst=config.samples)
 
+        run.be_patient()
         contents = self._gradients.checks.contents
         unchanged = nullcontext() if contents is None else contents.unchanged("an evaluation")
         with BEATS.phase(EVALUATION), unchanged:
@@ -327,6 +312,7 @@ class Upkeep:
             Which weights the model has.
         """
         BEATS.enter(ENDING)
+        self._run.be_patient()
         state = self._state
         recipe = self._job.recipe
         best = state.best

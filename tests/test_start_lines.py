@@ -1,0 +1,133 @@
+"""The start-up log and the docs promise the same: what is bit-identical, and what is equal up to
+rounding."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.job.preflight import Preflight
+from oneloop.run import start_lines
+from oneloop.run.start_lines import _promise, _slow_averages
+from worlds import ROOT
+
+ALWAYS = r"bit-identical(?! only)"  # without a condition
+CONDITIONS = {"machine.deterministic", "batch.grain"}
+
+
+def promise(
+    device: str,
+    precision: str = "no",
+    *,
+    model: nn.Module | None = None,
+    dtype: str = "float32",
+    benchmark: bool = False,
+    deterministic: bool = False,
+    grain: bool = False,
+) -> str:
+    machine = SimpleNamespace(
+        dtype=dtype, deterministic=deterministic, cudnn_benchmark=benchmark, matmul="highest"
+    )
+    layout = BatchLayout(size=8, ranks=1, micro=4, grain=4 if grain else None)
+    job = SimpleNamespace(recipe=SimpleNamespace(machine=machine), exact=grain, layout=layout)
+    run = SimpleNamespace(
+        device=torch.device(device), accelerator=SimpleNamespace(mixed_precision=precision)
+    )
+    return _promise(job, run, model or nn.Linear(2, 2), Preflight())
+
+
+@pytest.fixture(autouse=True)
+def card(monkeypatch):
+    """The line of batch.grain names the card."""
+    about = {"device": "a card", "versions": {"torch": "2.15"}}
+    monkeypatch.setattr(start_lines, "computed_by", lambda *_: about)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.parametrize("way", [{}, {"deterministic": True}, {"grain": True}], ids=str)
+def test_what_a_gpu_promises(way, precision):
+    line = promise("cuda", precision, **way)
+    assert bool(re.search(ALWAYS, line)) == bool(way), line
+    if not way:
+        assert "bit-identical only with machine.deterministic true or batch.grain" in line
+    if "grain" in way:
+        assert "sharded or not" in line and "1e-6" not in line
+    elif precision == "no":
+        assert "same gradients (relative difference up to 1e-6)" in line
+    else:
+        assert f"up to the rounding of {precision}" in line and "1e-6 only in float32" in line
+        assert "autocast" in line and "FSDP2" in line
+
+
+def test_what_a_cpu_promises():
+    assert promise("cpu") == (
+        "any parallel layout gives the same gradients (relative difference up to 1e-6), and a "
+        "rerun on the same layout is bit-identical; check: oneloop prove"
+    )
+    assert "1e-12" in promise("cpu", dtype="float64")
+    assert "rounding of bf16" in promise("cpu", "bf16")
+
+
+def test_a_model_with_dropout_has_the_same_condition():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.5))
+    assert promise("cpu", model=model).endswith("a rerun on the same layout is bit-identical")
+    assert not re.search(ALWAYS, promise("cuda", model=model))
+    assert re.search(ALWAYS, promise("cuda", model=model, deterministic=True))
+    timed = promise("cuda", deterministic=True, benchmark=True)
+    assert "and without machine.cudnn_benchmark" in timed and not re.search(ALWAYS, timed)
+
+
+PROMISES = {  # sentences on reruns, resumes and recomputation
+    "README.md": r"Resume in the middle of an epoch \| (.*?) \|",
+    "docs/explanation/exactness.md": r"(On a GPU, a rerun, a resume and.*?)\.\s",
+    "docs/how-to/memory-and-speed.md": r"`--machine.recompute selective`, then (.*?\))",
+    "docs/how-to/bad-steps.md": r"After `skip`, (weights.*?\))",
+    "docs/how-to/checkpoints-in-a-bucket.md": r"The final weights are (.*?\))",
+    "docs/tutorials/first-run.md": r"The final weights are (.*?\))",
+    "docs/questions.md": r"(On a GPU, they are bit-identical.*?)\.\s",
+}
+
+
+@pytest.mark.parametrize("page", PROMISES)
+def test_the_docs_have_the_conditions_of_the_log(page):
+    (sentence,) = re.findall(PROMISES[page], (ROOT / page).read_text(), re.S)
+    of_log = set(re.findall(r"machine\.deterministic|batch\.grain", promise("cuda")))
+    assert "GPU" in sentence and "only with" in " ".join(sentence.split())
+    assert of_log == CONDITIONS == set(re.findall("|".join(CONDITIONS), sentence))
+
+
+def test_the_docs_name_the_precision_as_the_log_does():
+    text = " ".join((ROOT / "docs/explanation/exactness.md").read_text().split())
+    assert "In bf16 and fp16, gradients agree only up to the rounding of that precision" in text
+    assert (
+        "1e-6 in float32" in text
+        and "(1e-6 relative in float32)" in (ROOT / "README.md").read_text()
+    )
+
+
+@pytest.mark.parametrize(
+    ("device", "number", "sharded", "advises"),
+    [
+        ("cuda", 7e9, True, True),
+        ("cuda", 2e8, True, False),  # on eight processes
+        ("cuda", 2e8, False, True),
+        ("cpu", 7e9, False, False),
+    ],
+)
+def test_advice_for_averages_in_host_memory(monkeypatch, device, number, sharded, advises):
+    ema = SimpleNamespace(device="cpu")
+    job = SimpleNamespace(built=SimpleNamespace(number=number), recipe=SimpleNamespace(ema=ema))
+    run = SimpleNamespace(device=torch.device(device), ranks=8, sharded=sharded)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    lines = [*_slow_averages(job, run)]
+    torch.set_num_threads(2)
+    assert not [*_slow_averages(job, run)]
+    torch.set_num_threads(threads)
+    assert bool(lines) == advises
+    assert all("ema.every 10" in line for line in lines)
