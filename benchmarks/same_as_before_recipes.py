@@ -46,6 +46,9 @@ def take(checkout: Path, cases: Path, to: Path) -> None:
     sys.path.insert(0, str(checkout / "tests" / "helpers"))
     import worlds
 
+    import oneloop
+
+    assert str(checkout) in oneloop.__file__
     found = {}
     for name, words in json.loads(cases.read_text()).items():
         for strategy, ranks in STRATEGIES.items():
