@@ -44,9 +44,8 @@ COMMON = [
 def take(checkout: Path, cases: Path, to: Path) -> None:
     """Train every case with the code of ``checkout``, and write the results of each."""
     sys.path.insert(0, str(checkout / "tests" / "helpers"))
-    import worlds
-
     import oneloop
+    import worlds
 
     assert str(checkout) in oneloop.__file__
     found = {}
