@@ -67,6 +67,17 @@ def test_fp16_loss_scaling_skips_and_shrinks(make):
         assert torch.allclose(a, b, rtol=1e-6)
 
 
+def test_a_step_with_a_loss_scale_needs_unscale():
+    net = three_layers()
+    scaler = torch.amp.GradScaler("cpu")
+    guard = Guard(
+        build(adamw, net, lr=0.1, weight_decay=0.0), device=torch.device("cpu"), scaler=scaler
+    )
+    scaler.scale(net(torch.ones(4, 5)).sum()).backward()
+    with pytest.raises(RuntimeError, match="call unscale"):
+        guard.step(global_norm(net.parameters()))
+
+
 def scaled_steps(optimizer, net, factors, **options):
     """Return the fault and the loss scale after each step; the loss is multiplied by a factor."""
     scaler = torch.amp.GradScaler("cpu", growth_interval=3, **options)

@@ -431,5 +431,5 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(tmp_path, monkeypatch):
         assert saves.checkpoints.finish() is None
     saves.checkpoints.close()
     assert len(saves.said) == 1
-    assert "cannot be pinned (CUDA error 2)" in saves.said[0]
+    assert "cannot be pinned on rank 0 (CUDA error 2)" in saves.said[0]
     assert [problems(path) for path in Store(tmp_path).sealed()] == [[], []]

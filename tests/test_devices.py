@@ -94,6 +94,12 @@ def test_processes_that_share_a_gpu_are_rejected(variables, visible, words):
         assert "--config_file single" in message and "CUDA_VISIBLE_DEVICES= (empty)" in message
 
 
+def test_several_hosts_have_their_own_advice():
+    message = asked({**processes(4), "WORLD_SIZE": "8"}, 2)
+    assert message is not None and "start at most 2 on each host, or" in message
+    assert "--num_processes" not in message
+
+
 def on_one_gpu(argv: list[str]) -> None:
     """Train where one GPU is visible."""
     devices.kind = lambda: CUDA
@@ -120,7 +126,9 @@ def started(variables: dict[str, str], options: dict[str, Any]) -> dict[str, Any
     os.environ.update(variables)
     torch.cuda.set_device = selected.append
     given = dict(os.environ)
-    cores = devices.set_up(options.pop("device", CUDA), **options)
+    device = options.pop("device", CUDA)
+    devices.set_allocator(device)
+    cores = devices.set_up(device, **options)
     return {
         "cores": cores,
         "new": {name: value for name, value in os.environ.items() if given.get(name) != value},
@@ -147,7 +155,17 @@ def test_the_allocator_gets_segments_that_grow_but_not_on_a_cpu():
     assert found["new"] == {} and found["allocator"] == ""
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU is always near")
+def narrow(variables: dict[str, str], options: dict[str, Any]) -> set[int]:
+    """Set up a process that may use the second CPU only; return the CPUs that it may use then."""
+    os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[1:2])
+    started(variables, options)
+    return os.sched_getaffinity(0)
+
+
+_CPUS = len(os.sched_getaffinity(0))
+
+
+@pytest.mark.skipif(_CPUS < 2 or os.cpu_count() > _CPUS, reason="needs all CPUs of a host")
 def test_several_processes_use_the_cpus_next_to_their_gpu(tmp_path):
     cpus = sorted(os.sched_getaffinity(0))
     (tmp_path / "local_cpulist").write_text(f"{cpus[0]},4000-4003\n")  # without a driver: any GPU
@@ -165,6 +183,10 @@ def test_several_processes_use_the_cpus_next_to_their_gpu(tmp_path):
     assert left(alone) == len(cpus)
     assert left(rank | affinity) == len(cpus)  # the user has decided
     assert left(rank, tmp_path / "unknown") == len(cpus)
+    # a launcher has divided the CPUs already
+    if len(cpus) > 1:
+        [found] = run(narrow, rank, {"pci": tmp_path}).ok()
+        assert found == {cpus[1]}
     for text in ("4000-4003\n", "\n"):  # fewer than its share; the system does not know
         (tmp_path / "local_cpulist").write_text(text)
         assert left(rank) == len(cpus)
@@ -185,15 +207,40 @@ def test_the_named_gpu_is_the_current_one():
 
 
 def test_unused_gpus_are_reported_in_one_line():
-    [line] = with_gpus_of_two(8)
-    assert line == (
-        "GPUs of this host in use: 2 of 8; to use all, start 8 processes: --config_file ddp "
-        "--num_processes 8"
-    )
+    begins = "GPUs of this host in use: 2 of 8; to use all: "
+    assert with_gpus_of_two(8) == [f"{begins}--num_processes 8"]
+    assert with_gpus_of_two(8, ranks=4) == [f"{begins}8 processes on each host"]
     assert with_gpus_of_two(2) == [] == with_gpus_of_two(8, device=torch.device("cpu"))
+    alone = with_gpus_of_two(8, ranks=1, here=1)
+    assert alone == [
+        "GPUs of this host in use: 1 of 8; to use all: --config_file ddp --num_processes 8"
+    ]
 
 
-def with_gpus_of_two(visible: int, *, device: torch.device = CUDA) -> list[str]:
-    """Return the line of a run with two processes on this host."""
-    found = run(with_gpus, visible, devices.unused, device, variables={"LOCAL_WORLD_SIZE": "2"})
-    return found.ok()[0]
+def with_gpus_of_two(
+    visible: int, *, ranks: int = 2, here: int = 2, device: torch.device = CUDA
+) -> list[str]:
+    """Return the line of a run of ``ranks`` processes, with ``here`` on this host."""
+    variables = {"LOCAL_WORLD_SIZE": str(here), "WORLD_SIZE": str(ranks)}
+    return run(with_gpus, visible, devices.unused, device, variables=variables).ok()[0]
+
+
+def allocator_at_a_check() -> str | None:
+    """Return the allocator's settings when the check of fp8 asks for the GPU, and starts CUDA."""
+    from oneloop.launch import processes
+
+    devices.kind = lambda: CUDA
+
+    def asked_for(*_: Any) -> None:
+        raise BadInput(os.environ.get("PYTORCH_ALLOC_CONF", "nothing"))
+
+    processes._reject_precision = asked_for
+    try:
+        processes.start()
+    except BadInput as error:
+        return str(error)
+    return None
+
+
+def test_the_allocator_is_set_before_a_check_starts_cuda():
+    assert run(allocator_at_a_check).ok() == [EXPANDABLE]

@@ -23,7 +23,7 @@ from oneloop.job.find_micro_batch import explained
 from oneloop.machine.micro_batch import (
     Attempt,
     is_out_of_memory,
-    is_short_of_host_memory,
+    is_outside_of_allocator,
     search,
 )
 from tiny import Ragged
@@ -81,18 +81,18 @@ def test_what_is_a_lack_of_memory():
     assert is_out_of_memory(huge.value) and not is_out_of_memory(RuntimeError("shape mismatch"))
 
 
-def test_memory_that_cannot_be_pinned_is_that_of_the_host():
+def test_memory_outside_of_the_allocator_has_its_own_advice():
     # The last line of what torch raises if cudaHostAlloc fails, also in its thread for pinning.
     pinning = RuntimeError(
         "Caught AcceleratorError in pin memory thread.\nCUDA error: out of memory"
     )
     on_gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-    assert is_out_of_memory(pinning) and is_short_of_host_memory(pinning)
-    assert is_short_of_host_memory(MemoryError()) and not is_short_of_host_memory(on_gpu)
+    assert is_out_of_memory(pinning) and is_outside_of_allocator(pinning)
+    assert is_outside_of_allocator(MemoryError()) and not is_outside_of_allocator(on_gpu)
 
     rank = SimpleNamespace(device=torch.device("cuda", 1))
     advice = explained(None, rank, pinning)
-    assert "the memory of the host is short, not that of cuda:1; use --machine.pinned" in advice
+    assert "if the memory of the host is short, use --machine.pinned false" in advice
     assert "batch.micro" not in advice and "fsdp2" not in advice
 
 

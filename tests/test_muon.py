@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from oneloop.optim.matrix_rounds import rounds
-from oneloop.optim.muon import orthogonalized
+from oneloop.optim.muon import Muon, orthogonalized
 from worlds import run, train
 
 BAD = 2
@@ -29,6 +29,27 @@ def test_newton_schulz_makes_singular_values_about_one():
     exact = orthogonalized(torch.randn(6, 9))
     half = orthogonalized(torch.randn(6, 9), dtype=torch.bfloat16)
     assert exact.dtype == half.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(6, 4), (3, 8), (5, 2, 2)])
+def test_a_step_is_the_formula_in_the_dtype_of_the_weights(dtype, shape):
+    torch.manual_seed(0)
+    weights = nn.Parameter(torch.randn(shape, dtype=dtype))
+    expected = weights.detach().clone()
+    momentum = torch.zeros_like(expected)
+    optimizer = Muon([{"params": [weights]}], lr=0.1, weight_decay=0.2)
+    size = 0.2 * max(shape[0], expected.numel() // shape[0]) ** 0.5
+    for _ in range(3):
+        gradient = torch.randn(shape, dtype=dtype)
+        weights.grad = gradient.clone()
+        optimizer.step()
+
+        momentum = momentum.lerp(gradient, torch.tensor(1.0 - 0.95, dtype=dtype))
+        update = gradient.lerp(momentum, 0.95).flatten(1)
+        expected = expected * (1.0 - 0.1 * 0.2)
+        expected -= orthogonalized(update).view(shape) * (0.1 * size)
+        assert torch.equal(weights.detach(), expected)
 
 
 def test_every_matrix_has_one_rank_and_the_work_is_even():

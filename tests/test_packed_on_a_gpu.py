@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adapters import a_base
 from oneloop.basics.tensors import Planned
 from oneloop.cli import main
+from oneloop.plan.ledger import _hidden
 from oneloop.tasks.language import attention
 from oneloop.tasks.language.chunked_loss import chunked_cross_entropy
 from oneloop.tasks.language.language_model import LanguageModel
@@ -81,6 +82,26 @@ def test_packed_rows_in_bf16_use_the_kernel_without_masks(tmp_path, kind, layout
     assert not [name for name in step["operators"] if "tril" in name or "scaled_dot" in name]
 
 
+def test_a_plan_counts_the_operations_and_buffers_of_the_kernel(tmp_path):
+    """Operations are those of attention over whole rows, as with masks."""
+    words = packed_words(tmp_path, "Llama")
+    options = ["--mixed_precision", "bf16"]
+    with_kernel = run(one_step, words, 1, AMPERE, options=options).ok()[0]
+    with_masks = run(one_step, words, 1, TURING, options=options).ok()[0]
+    assert with_kernel["operations"] == with_masks["operations"]
+
+
+def test_the_backward_of_the_kernel_allocates_more_than_its_results():
+    cuts = torch.tensor([0, 3, 16, 16], dtype=torch.int32)
+    rows = 16 + 128 * 3
+    for heads, expected in ((4, 0), (2, 2 * 2 * 16 * 4 * 40)):
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            query = torch.empty(16, 4, 40, dtype=torch.bfloat16)
+            key = torch.empty(16, heads, 40, dtype=torch.bfloat16)
+            hidden = _hidden(query, query, key, key, query, query[..., 0], cuts, cuts)
+        assert hidden == 4 * rows * 4 * (64 + 1) + expected
+
+
 def test_packed_rows_in_float32_use_masks(tmp_path):
     words = packed_words(tmp_path, "Llama")
     step = run(one_step, words, 1, AMPERE).ok()[0]
@@ -132,6 +153,8 @@ def test_only_a_gpu_with_the_kernel_gets_the_starts_of_documents(on):
         ({"autocast": None}, None),
         ({"autocast": None, "query": torch.float16}, torch.float16),
         ({"width": 264}, None),
+        ({"width": 208}, None),
+        ({"width": 256, "value": 256}, torch.bfloat16),
         ({"width": 12}, None),
         ({"value": 32}, None),
     ],

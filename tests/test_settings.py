@@ -160,7 +160,7 @@ def time_outs() -> list[float]:
     there.prepare(torch.nn.Linear(8, 8))
     groups = [there.host, *there.mesh_groups]
     own = [group._get_backend(torch.device("cpu")).options for group in groups]
-    limits = [own[0]._timeout.total_seconds()]
+    limits = [options._timeout.total_seconds() for options in own]
     there.wait_at_most(timedelta(seconds=77))
     return limits + [options._timeout.total_seconds() for options in own]
 
@@ -171,7 +171,7 @@ def time_outs() -> list[float]:
 )
 def test_the_time_out_of_collectives_reaches_all_groups(config, ranks, groups):
     found = run(time_outs, ranks=ranks, config=config).ok()
-    assert found == [[7200.0, 77.0, *[77.0] * groups]] * ranks
+    assert found == [[*[7200.0] * (1 + groups), *[77.0] * (1 + groups)]] * ranks
 
 
 def test_an_unknown_layer_to_wrap_is_one_message(tmp_path):

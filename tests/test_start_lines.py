@@ -29,9 +29,10 @@ def promise(
     benchmark: bool = False,
     deterministic: bool = False,
     grain: bool = False,
+    matmul: str = "highest",
 ) -> str:
     machine = SimpleNamespace(
-        dtype=dtype, deterministic=deterministic, cudnn_benchmark=benchmark, matmul="highest"
+        dtype=dtype, deterministic=deterministic, cudnn_benchmark=benchmark, matmul=matmul
     )
     layout = BatchLayout(size=8, ranks=1, micro=4, grain=4 if grain else None)
     job = SimpleNamespace(recipe=SimpleNamespace(machine=machine), exact=grain, layout=layout)
@@ -71,6 +72,19 @@ def test_what_a_cpu_promises():
     )
     assert "1e-12" in promise("cpu", dtype="float64")
     assert "rounding of bf16" in promise("cpu", "bf16")
+
+
+def test_tf32_and_weights_in_half_precision_round_more():
+    assert "up to 1e-3, with machine.matmul high" in promise("cuda", matmul="high")
+    assert "up to 1e-6" in promise("cpu", matmul="high")  # a CPU has no TF32
+    half = nn.Linear(2, 2).bfloat16()
+    line = promise("cpu", model=half)
+    assert "up to the rounding of bfloat16, the dtype of weights; 1e-6 only in float32" in line
+
+
+def test_other_devices_are_not_told_to_use_what_they_do_not_support():
+    assert "batch.grain" not in promise("mps")
+    assert "FSDP2" not in promise("cuda", "fp8")
 
 
 def test_a_model_with_dropout_has_the_same_condition():

@@ -33,12 +33,12 @@ def on_gpu(tensor: Tensor) -> bool:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Return the compute capability of a GPU, or of the GPU of a plan; (0, 0) for a CPU."""
+    """Return the compute capability of a GPU of NVIDIA, or of the GPU of a plan; else (0, 0)."""
     if Planned.capability is not None:
         return Planned.capability
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device)
-    return (0, 0)
+    if device.type != "cuda" or torch.version.hip:  # the numbers of AMD have another meaning
+        return (0, 0)
+    return torch.cuda.get_device_capability(device)
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """The save in progress on one rank."""
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -94,10 +95,15 @@ class SaveInProgress:
         unpinned = process.grow(max(1, request.size))
         if unpinned and not self._warned:
             self._warned = True
-            self._say(
-                f"the memory of saves cannot be pinned ({unpinned}), so each save copies it more "
-                "slowly; let this process lock more memory (ulimit -l), or leave more memory free"
+            line = (
+                f"the memory of saves cannot be pinned on rank {self._rank} ({unpinned}), so each "
+                "save copies it more slowly; let this process lock more memory (ulimit -l), or "
+                "leave more memory free"
             )
+            if self._rank == 0:
+                self._say(line)
+            else:  # only rank 0 has the display
+                print(f"oneloop: {line}", file=sys.stderr)
         stage(pieces, process.buffer)
         process.send(asdict(request))
         self._pending = True

@@ -28,7 +28,7 @@ from oneloop.ema import EMA
 from oneloop.job.build import Job, build_job
 from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run, start
-from oneloop.machine.micro_batch import Attempt, Child, Steps, is_short_of_host_memory, search
+from oneloop.machine.micro_batch import Attempt, Child, Steps, is_outside_of_allocator, search
 from oneloop.machine.torch_settings import float32_products
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe.schema import Recipe
@@ -337,11 +337,12 @@ def _describe_device(device: torch.device) -> str:
 
 def explained(job: Job, run: Run, error: BaseException) -> str:
     """Return the message for an out-of-memory error, with advice and sizes in GiB."""
-    if run.device.type != "cpu" and is_short_of_host_memory(error):
+    if run.device.type != "cpu" and is_outside_of_allocator(error):
         return (
-            f"the memory of the host is short, not that of {run.device}; use --machine.pinned "
-            "false, fewer --machine.workers, or fewer processes on this host (ema.device cpu and "
-            "machine.offload also keep tensors there)"
+            "out of memory, but not in the tensors of the model: if the memory of the host is "
+            "short, use --machine.pinned false, fewer --machine.workers, or fewer processes on "
+            "this host (ema.device cpu and machine.offload also keep tensors there); if another "
+            f"program uses {run.device} (see nvidia-smi), end it"
         )
     each = job.layout.each
     gib = 2.0**30

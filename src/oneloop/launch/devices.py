@@ -60,15 +60,32 @@ def reject_shared(device: torch.device) -> None:
             "; a process must see all GPUs of its host (srun --gpus-per-node in place of "
             "--gpus-per-task), and sees one MIG slice at most"
         )
+    fewer = f"(--num_processes {count}, or --config_file single for one)"
+    if ranks() > local_ranks():
+        fewer = "on each host"
     raise BadInput(
         f"NCCL requires one GPU per process: this host starts {local_ranks()} processes, and each "
-        f"sees {count}{hidden}; start at most {count} (--num_processes {count}, or --config_file "
-        f"single for one), or set CUDA_VISIBLE_DEVICES= (empty) to train on the CPU{more}"
+        f"sees {count}{hidden}; start at most {count} {fewer}, or set CUDA_VISIBLE_DEVICES= "
+        f"(empty) to train on the CPU{more}"
     )
 
 
+def set_allocator(device: torch.device) -> None:
+    """Let the segments of torch's allocator grow, unless the user has set it. CUDA reads it once.
+
+    Args:
+        device: its type is that of all processes.
+    """
+    # Batches of changing lengths fragment segments of a fixed size.
+    kernel = platform.release().lower()
+    fixed = torch.version.hip or any(name in kernel for name in _NOT_EXPANDABLE)
+    given = any(name in os.environ for name in _ALLOCATOR)
+    if device.type == "cuda" and not fixed and not given:
+        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
+
+
 def set_up(device: torch.device, *, pci: Path = Path("/sys/bus/pci/devices")) -> int:
-    """Set the allocator, the current GPU and the CPUs of this process, before CUDA starts.
+    """Set the current GPU and the CPUs of this process.
 
     What the user has set stays. Other devices need nothing.
 
@@ -79,7 +96,8 @@ def set_up(device: torch.device, *, pci: Path = Path("/sys/bus/pci/devices")) ->
     Returns:
         The number of CPUs of this process, if those of its host divide the CPUs equally.
     """
-    cores = max(1, len(os.sched_getaffinity(0)) // local_ranks())
+    cpus = os.sched_getaffinity(0)
+    cores = max(1, len(cpus) // local_ranks())
 
     # accelerate selects no GPU if this variable names one.
     chosen = torch.device(os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu"))
@@ -88,16 +106,12 @@ def set_up(device: torch.device, *, pci: Path = Path("/sys/bus/pci/devices")) ->
     if device.type != "cuda":
         return cores
 
-    # Batches of changing lengths fragment segments of a fixed size.
-    kernel = platform.release().lower()
-    expandable = not torch.version.hip and not any(name in kernel for name in _NOT_EXPANDABLE)
-    if expandable and not any(name in os.environ for name in _ALLOCATOR):
-        os.environ[_ALLOCATOR[0]] = "expandable_segments:True"
-
-    # On a host with several sockets, copies and data workers are faster next to the GPU.
-    if local_ranks() > 1 and "ACCELERATE_CPU_AFFINITY" not in os.environ:
+    # On a host with several sockets, copies and data workers are faster next to the GPU. A launcher
+    # may have divided the CPUs already.
+    divided = len(cpus) < (os.cpu_count() or 1) or "ACCELERATE_CPU_AFFINITY" in os.environ
+    if local_ranks() > 1 and not divided:
         address = _pci_address(int(os.environ["LOCAL_RANK"]))
-        near = _near(pci / address) & os.sched_getaffinity(0)
+        near = _near(pci / address) & cpus
         if len(near) >= cores:
             os.sched_setaffinity(0, near)
     return cores
@@ -138,8 +152,9 @@ def unused(device: torch.device) -> list[str]:
     count = torch.cuda.device_count()
     if device.type != "cuda" or local_ranks() >= count:
         return []
-    line = (
-        f"GPUs of this host in use: {local_ranks()} of {count}; to use all, start {count} "
-        f"processes: --config_file ddp --num_processes {count}"
-    )
-    return [line]
+    more = f"--num_processes {count}"
+    if ranks() == 1:
+        more = f"--config_file ddp {more}"
+    elif ranks() > local_ranks():
+        more = f"{count} processes on each host"
+    return [f"GPUs of this host in use: {local_ranks()} of {count}; to use all: {more}"]

@@ -9,7 +9,7 @@ import os
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.util import Finalize
 
 import numpy as np
@@ -88,7 +88,9 @@ def _switches() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
-        os.sched_setaffinity(0, cpus)
+        if os.sched_getaffinity(0) != cpus:
+            with suppress(OSError):  # the system may have taken some of them away
+                os.sched_setaffinity(0, cpus)
 
 
 @contextmanager

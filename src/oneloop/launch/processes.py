@@ -76,6 +76,8 @@ class Run(Agreement):
         parameter = next(prepared.parameters())
         if isinstance(parameter, DTensor):
             self.mesh_groups += parameter.device_mesh.get_all_groups()
+        if self.host is not None:
+            limit_collectives(LONG, self.mesh_groups)  # torch's own limit is shorter
         return prepared
 
     def total(self, value: Tensor) -> Tensor:
@@ -183,6 +185,7 @@ def _checked_device(precision: str, *, sharding: bool, exact: bool) -> torch.dev
     """Return the device type that trains. Raise BadInput for settings that it does not support."""
     reject_strategy(sharding=sharding)
     kind = devices.kind()
+    devices.set_allocator(kind)  # before a check starts CUDA
     _reject_precision(precision, kind)
     if exact:
         _reject_inexact(precision, kind)

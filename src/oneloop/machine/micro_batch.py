@@ -97,11 +97,11 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in known)
 
 
-def is_short_of_host_memory(error: BaseException) -> bool:
-    """Return whether a program that uses a GPU ran out of the host's memory, not of the GPU's.
+def is_outside_of_allocator(error: BaseException) -> bool:
+    """Return whether a program that uses a GPU ran out of memory that torch does not manage there.
 
-    Torch reports that it cannot pin host memory as a CUDA error. If an allocation on the GPU fails,
-    it raises OutOfMemoryError.
+    It is memory of the host, also pinned memory, or a part of the GPU's that CUDA itself needs. If
+    an allocation of torch on the GPU fails, it raises OutOfMemoryError.
     """
     if isinstance(error, torch.OutOfMemoryError):
         return False

@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # registers the operators of attention in packed rows
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 TF32 = "tf32"
@@ -55,11 +56,29 @@ PEAKS = {
 # Words in the names of devices that do not change the peak: vendor, family, socket, memory.
 _WORDS = r"NVIDIA|TESLA|GEFORCE|RTX|AMD|INSTINCT|SXM\d|\d+GB?|HBM3E?"
 
-# Formulas of operators that torch's counter lacks.
+
+def _packed(query: Any, *given: Any, out_val: Any = None, **_: Any) -> int:
+    """Return the operations of attention in packed rows, which counts as full.
+
+    torch's formula reads the starts of the documents on the host.
+    """
+    tokens, heads, width = getattr(query, "shape", query)
+    length = given[4]
+    return int(4 * tokens * length * heads * width)
+
+
+def _packed_backward(slope: Any, query: Any, *given: Any, out_val: Any = None, **_: Any) -> int:
+    """Return the operations of its backward: five products, where the forward has two."""
+    return _packed(query, *given[:2], *given[4:]) * 5 // 2
+
+
+# Formulas of operators that torch's counter lacks, or has in another form.
 _ATEN = torch.ops.aten
-IN_PLACE = {
+FORMULAS = {
     _ATEN.addmm_: flop_registry[_ATEN.addmm],
     _ATEN.baddbmm_: flop_registry[_ATEN.baddbmm],
+    torch.ops.torch_attn._varlen_attn: _packed,
+    torch.ops.torch_attn._varlen_attn_backward: _packed_backward,
 }
 
 
@@ -74,7 +93,7 @@ class Operations(FlopCounterMode):
     """
 
     def __init__(self, *, modules: bool = False) -> None:
-        super().__init__(display=False, custom_mapping=IN_PLACE)
+        super().__init__(display=False, custom_mapping=FORMULAS)
         # torch's hooks on modules break a model that differentiates in its forward.
         if not modules:
             tracker: Any = nullcontext()

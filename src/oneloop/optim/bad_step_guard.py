@@ -177,6 +177,10 @@ class Guard:
         """
         # The scaler has looked at the gradients when it unscaled them.
         seen = self.scaler._per_optimizer_states[id(self.optimizer)]["found_inf_per_device"]
+        if not seen:
+            raise RuntimeError(
+                "the gradients still have the loss scale: call unscale() before step()"
+            )
         found = torch.stack([*seen.values()]).amax()
         self.scaler.update()
         large = self.scaler._get_scale_async() >= _SMALLEST_SCALE

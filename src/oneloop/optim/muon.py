@@ -59,9 +59,7 @@ def orthogonalized(
     Returns:
         the orthogonal matrix, (rows, columns), in the dtype of ``matrix``.
     """
-    if dtype is torch.float32:
-        dtype = torch.promote_types(dtype, matrix.dtype)
-    x: Tensor = matrix.to(dtype)
+    x: Tensor = matrix.to(_iterated(dtype, matrix.dtype))
     tall = x.shape[0] > x.shape[1]
     if tall:  # the smaller of both Gram matrices
         x = x.mT
@@ -76,6 +74,11 @@ def orthogonalized(
     if tall:
         x = x.mT
     return x.to(matrix.dtype)
+
+
+def _iterated(asked: torch.dtype, own: torch.dtype) -> torch.dtype:
+    """Return the dtype of the iterations: ``asked``, where float32 means float32 or better."""
+    return torch.promote_types(asked, own) if asked is torch.float32 else asked
 
 
 class Muon(Optimizer):
@@ -281,7 +284,8 @@ class Muon(Optimizer):
 
     def _sent_dtype(self, weights: Tensor) -> torch.dtype:
         """Return the smaller dtype of weights and iterations: it holds every bit of a result."""
-        return min(self.dtype, weights.dtype, key=lambda dtype: dtype.itemsize)
+        iterations = _iterated(self.dtype, weights.dtype)
+        return min(iterations, weights.dtype, key=lambda dtype: dtype.itemsize)
 
     def _orthogonalized(
         self, holders: Holders, block: dict[int, "_Matrix"], updates: list[Tensor]

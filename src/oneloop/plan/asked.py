@@ -103,7 +103,7 @@ def _gpu(text: str) -> tuple[str, Gpu]:
             f"--gpu {text} is unknown; known: {', '.join(GPUS)}, or its memory in GiB (--gpu 23.5)"
         )
     # Its speed only orders the changes: take that of a common one.
-    return "a GPU", GPUS["h100"]._replace(memory=memory)
+    return "a GPU", GPUS["h100"]._replace(memory=memory, capability=ANY)
 
 
 def _asked(given: Namespace, training: Sequence[str]) -> Asked:

@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from oneloop.measure.flops import IN_PLACE
+from oneloop.measure.flops import FORMULAS
 
 BACKWARD = "backward"
 RECOMPUTE = "recompute"
 COMMUNICATION = "communication buffers"
-_FORMULAS = flop_registry | IN_PLACE
+_FORMULAS = flop_registry | FORMULAS
 
 # Namespaces of torch's own operators. Others may allocate what no tensor shows.
 _OWN = {"aten", "prim", "prims", "profiler", "c10d", "_c10d_functional", "fsdp"}
@@ -183,6 +183,9 @@ class Ledger(TorchDispatchMode):
         for value in values:
             if isinstance(value, Tensor):
                 self.see(value.untyped_storage())
+        if func is torch.ops.torch_attn._varlen_attn_backward.default:
+            hidden = torch.empty(_hidden(*args), dtype=torch.uint8, device="meta")
+            self.see(hidden.untyped_storage())  # until the end of this function
         if func.is_view or func.namespace in ("prim", "profiler"):
             return result
 
@@ -259,6 +262,21 @@ class Ledger(TorchDispatchMode):
                 block = self._live.get(storage._cdata)
                 if block is not None:
                     block.kind = COMMUNICATION
+
+
+def _hidden(slope: Tensor, query: Tensor, key: Tensor, *given: Any) -> int:
+    """Return the bytes that the backward of attention in packed rows allocates for itself.
+
+    These are the sums of the query's gradient in float32, with 128 more rows for each document, and
+    the gradients of keys and values for each head of the query (FlashAttention 2 in torch).
+    """
+    tokens, heads, width = query.shape
+    documents = len(given[3]) - 1
+    rows = tokens + 128 * documents
+    sums = 4 * rows * heads * (-(-width // 32) * 32 + 1)
+    if key.shape[1] == heads:
+        return int(sums)
+    return int(sums) + 2 * query.element_size() * len(key) * heads * width
 
 
 def storages(tensors: Iterable[Any]) -> Iterator[torch.UntypedStorage]:

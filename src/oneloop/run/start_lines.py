@@ -205,7 +205,9 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
     deterministic = machine.deterministic and not machine.cudnn_benchmark
     same = "a rerun on the same layout is bit-identical"
     if run.device.type != "cpu" and not deterministic:
-        same += " only with machine.deterministic true or batch.grain"
+        same += " only with machine.deterministic true"
+        if run.device.type == "cuda":  # which other devices do not support
+            same += " or batch.grain"
         if machine.cudnn_benchmark:
             same += ", and without machine.cudnn_benchmark"
 
@@ -214,22 +216,34 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
     if other:
         return f"{other}; {same}"
     return (
-        f"any parallel layout gives the same gradients ({_rounding(job, run)}), and {same}; check: "
-        "oneloop prove"
+        f"any parallel layout gives the same gradients ({_rounding(job, run, model)}), and {same}; "
+        "check: oneloop prove"
     )
 
 
-def _rounding(job: Job, run: Run) -> str:
+def _rounding(job: Job, run: Run, model: nn.Module) -> str:
     """Return how far the gradients of two layouts are apart."""
+    # Mixed precision, or weights in half precision.
     precision = run.accelerator.mixed_precision
-    if precision == "no" and job.recipe.machine.dtype == "float64":
+    if precision in HALF:
+        return (
+            f"up to the rounding of {precision}, which autocast does at other places than FSDP2; "
+            "1e-6 only in float32"
+        )
+    if precision != "no":
+        return f"up to the rounding of {precision}; 1e-6 only in float32"
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            return f"up to the rounding of {kind}, the dtype of weights; 1e-6 only in float32"
+
+    # Wider weights.
+    machine = job.recipe.machine
+    if machine.dtype == "float64":
         return "relative difference up to 1e-12"
-    if precision == "no":
-        return "relative difference up to 1e-6"
-    return (
-        f"up to the rounding of {precision}, which autocast does at other places than FSDP2; "
-        "1e-6 only in float32"
-    )
+    if machine.matmul != "highest" and run.device.type == "cuda":
+        return f"relative difference up to 1e-3, with machine.matmul {machine.matmul}"
+    return "relative difference up to 1e-6"
 
 
 def _other_layout(model: nn.Module, seen: Preflight) -> str:

@@ -176,9 +176,15 @@ def _kernel_dtype(query: Tensor, value: Tensor) -> torch.dtype | None:
     dtype = query.dtype
     if dtype is not torch.float64 and torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
+    if dtype not in (torch.float16, torch.bfloat16):
+        return None
+
+    # Some GPUs cannot train with widths from 193 to 224: there, SDPA does not use the kernel, too.
     width = query.shape[3]
-    fits = width <= 256 and width % 8 == 0 and value.shape[3] == width
-    return dtype if fits and dtype in (torch.float16, torch.bfloat16) else None
+    known = width <= 192 or 224 < width <= 256
+    if not known or width % 8 or value.shape[3] != width:
+        return None
+    return dtype
 
 
 def _window(module: nn.Module, length: int, sliding: int | None) -> int | None:
