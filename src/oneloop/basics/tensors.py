@@ -119,6 +119,20 @@ def reshard(model: nn.Module) -> None:
             module.reshard()
 
 
+def recovered(model: nn.Module) -> bool:
+    """Return whether the model can be used after a forward that failed.
+
+    FSDP2 can reset its state since torch 2.15.
+    """
+    if not isinstance(model, FSDPModule):
+        return True
+    reset: Any = getattr(model, "reset_iter_state", None)
+    if reset is None:
+        return False
+    reset()
+    return True
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """Return the bytes of a tensor, 1-D; they may share its memory."""
     plain = tensor.detach().resolve_conj().resolve_neg()

@@ -15,6 +15,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from oneloop.basics.tensors import recovered
 from oneloop.show.pictures import data_url, side_by_side
 
 _Load = Callable[[list[int]], Any]
@@ -157,12 +158,16 @@ class Examples:
 
     def _generated(self, task: Any, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
         """Return the outputs of ``generate`` (without the DDP wrapper); empty if it fails."""
+        of = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         try:
-            of = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
-            return dict(task.generate(of, batch))
+            # Compiled code would be compiled anew for each length of the text.
+            with torch.compiler.set_stance("force_eager"):
+                return dict(task.generate(of, batch))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
+            if not recovered(of):
+                raise
             self.problem = (
                 f"generation failed ({type(task).__name__}.generate: {type(error).__name__}: "
                 f"{error})"
