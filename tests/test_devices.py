@@ -211,6 +211,8 @@ def test_unused_gpus_are_reported_in_one_line():
     assert with_gpus_of_two(8) == [f"{begins}--num_processes 8"]
     assert with_gpus_of_two(8, ranks=4) == [f"{begins}8 processes on each host"]
     assert with_gpus_of_two(2) == [] == with_gpus_of_two(8, device=torch.device("cpu"))
+    unknown = run(with_gpus, 4, devices.unused, CUDA, variables={"WORLD_SIZE": "8"})
+    assert unknown.ok() == [[]]  # the processes of this host are not counted
     alone = with_gpus_of_two(8, ranks=1, here=1)
     assert alone == [
         "GPUs of this host in use: 1 of 8; to use all: --config_file ddp --num_processes 8"

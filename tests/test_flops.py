@@ -14,10 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import varlen_attn
 
 from oneloop.launch.processes import start
 from oneloop.measure.advice import diagnosis
-from oneloop.measure.flops import data_sheet, in_float32, measured_peak, utilisation
+from oneloop.measure.flops import (
+    Operations,
+    data_sheet,
+    in_float32,
+    measured_peak,
+    utilisation,
+)
 from oneloop.measure.meter import Meter
 from oneloop.measure.update_ratio import UpdateRatio
 from oneloop.tasks.causal_lm import CausalLM
@@ -44,6 +52,22 @@ def test_counted_operations_are_the_formula(architecture):
         matrices += 257 * width  # tied to the input embedding, but counted as output layer
     formula = 6 * matrices + 12 * layers * width * block  # per token: 6 N + 12 L d T
     assert abs(training_flops(task.model(), task.loss, batch) / (2 * block) / formula - 1) < 0.03
+
+
+def test_products_in_place_and_packed_rows_are_counted():
+    with Operations() as counted:
+        torch.zeros(3, 5).addmm_(torch.ones(3, 4), torch.ones(4, 5))
+    assert counted.total == 2 * 3 * 4 * 5
+    with Operations() as counted:
+        torch.zeros(2, 3, 5).baddbmm_(torch.ones(2, 3, 4), torch.ones(2, 4, 5))
+    assert counted.total == 2 * 2 * 3 * 4 * 5
+    starts = torch.tensor([0, 3, 8, 16], dtype=torch.int32)
+    with FakeTensorMode(allow_non_fake_inputs=True), Operations() as counted:
+        query = torch.zeros(16, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+        output = varlen_attn(query, query, query, starts, starts, 8, 8)
+        forward = counted.total
+        output.sum().backward()
+    assert forward == 4 * 16 * 8 * 2 * 8 and counted.total == 3.5 * forward
 
 
 def test_resnet18_has_its_known_count():

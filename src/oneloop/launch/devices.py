@@ -150,7 +150,8 @@ def unused(device: torch.device) -> list[str]:
         device: of this process.
     """
     count = torch.cuda.device_count()
-    if device.type != "cuda" or local_ranks() >= count:
+    known = ranks() == 1 or "LOCAL_WORLD_SIZE" in os.environ
+    if device.type != "cuda" or not known or local_ranks() >= count:
         return []
     more = f"--num_processes {count}"
     if ranks() == 1:

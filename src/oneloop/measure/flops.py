@@ -93,7 +93,8 @@ class Operations(FlopCounterMode):
     """
 
     def __init__(self, *, modules: bool = False) -> None:
-        super().__init__(display=False, custom_mapping=FORMULAS)
+        super().__init__(display=False)
+        self.flop_registry |= FORMULAS  # torch would wrap those that are its own once more
         # torch's hooks on modules break a model that differentiates in its forward.
         if not modules:
             tracker: Any = nullcontext()
