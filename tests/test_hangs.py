@@ -243,7 +243,7 @@ def test_one_rank_has_two_hours_for_its_set_up():
 
 WAITS = [  # the slow place, and where the other rank waits
     pytest.param("final", "ddp", id="last-evaluation", marks=pytest.mark.slow),
-    pytest.param("final", "fsdp2", id="gathering-of-ema"),
+    pytest.param("final", "fsdp2", id="gathering-of-ema", marks=pytest.mark.slow),
     pytest.param("evaluation", "ddp", id="first-batch-of-an-evaluation"),
 ]
 

@@ -102,6 +102,7 @@ def test_the_backward_of_the_kernel_allocates_more_than_its_results():
         assert hidden == 4 * rows * 4 * (64 + 1) + expected
 
 
+@pytest.mark.slow
 def test_packed_rows_in_float32_use_masks(tmp_path):
     words = packed_words(tmp_path, "Llama")
     step = run(one_step, words, 1, AMPERE).ok()[0]

@@ -54,7 +54,7 @@ GRID = [
     if recipe != "digits" or mode == "none"  # its convolutions have no repeated blocks
 ]
 QUICK = [("digits", "single", "none"), ("digits", "ddp", "none"), ("gpt", "ddp", "selective")]
-QUICK += [("gpt", "fsdp2", "none"), ("llama", "single", "full"), ("packed", "single", "none")]
+QUICK += [("gpt", "fsdp2", "none"), ("packed", "single", "none")]
 
 
 def traced(real: dict) -> Counter[tuple[str, int]]:
