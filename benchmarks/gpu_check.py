@@ -317,9 +317,14 @@ def waits_and_kernels_in_a_trace(place: Place) -> Result:
 @line("check", seconds=15, numbers=["steps"])
 def checkpoint_and_resume(place: Place) -> Result:
     """A run that resumes at step 8 of 12 ends bit-identical."""
-    groups = {"save": {"every": 4, "keep": 9}, "task": {"dropout": 0.1}, "machine": DETERMINISTIC}
-    whole = trained(place.folder / "run", **groups)
+    return resumed(place, task={"dropout": 0.1})
+
+
+def resumed(place: Place, **groups: Any) -> Result:
+    """Train 12 steps, delete what is newer than step 8, and train on."""
+    groups |= {"save": {"every": 4, "keep": 9}, "machine": DETERMINISTIC}
     run = place.folder / "run"
+    whole = trained(run, **groups)
     shutil.rmtree(run / "final")
     (run / "summary.json").unlink()
     for left in sorted((run / "checkpoints").iterdir())[2:]:

@@ -5,7 +5,6 @@ PYTHONPATH=src python benchmarks/gpu_day.py --part check --only packed_rows_comp
 
 from __future__ import annotations
 
-import shutil
 import socket
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu_check import DETERMINISTIC, SMALL, SMALL_LLAMA, hashed, texts, trained
+from gpu_check import DETERMINISTIC, SMALL, SMALL_LLAMA, hashed, resumed, texts, trained
 from gpu_lines import Place, Result, line
 from oneloop.measure.flops import data_sheet, in_float32, measured_peak
 from oneloop.tasks.evaluation_metrics import Retrieval
@@ -47,9 +46,9 @@ def _torchrun(processes: int, words: list[str], **variables: str) -> subprocess.
     return subprocess.run([*command, *common], capture_output=True, timeout=280, **given)
 
 
-@line("check", seconds=30, numbers=["calls", "steps"], gpus=1)
+@line("check", seconds=30, numbers=["graphs", "steps"], gpus=1)
 def packed_rows_compiled(place: Place) -> Result:
-    """Compiled blocks, and blocks that recompute, call the kernel for packed rows in bf16."""
+    """Compiled blocks, and blocks that recompute, train on packed rows in bf16."""
     from torch._dynamo.utils import counters
 
     task = {**SMALL_LLAMA, "tokenizer": "bytes", "data": texts(place.folder)}
@@ -71,21 +70,13 @@ def packed_rows_compiled(place: Place) -> Result:
         if name == "compiled":
             graphs = counters["stats"]["unique_graphs"]
     assert 0 < graphs <= 4, f"{graphs} graphs"
-    return Result(f"both train; {graphs} graphs", {"calls": graphs, "steps": 3})
+    return Result(f"both train; {graphs} graphs", {"graphs": graphs, "steps": 3})
 
 
 @line("check", seconds=15, numbers=["steps"], gpus=1)
 def fp16_resume(place: Place) -> Result:
     """A run in fp16 that resumes at step 8 of 12 ends bit-identical, with its loss scale."""
-    groups = {"save": {"every": 4, "keep": 9}, "machine": DETERMINISTIC, "precision": "fp16"}
-    run = place.folder / "run"
-    whole = trained(run, **groups)
-    shutil.rmtree(run / "final")
-    (run / "summary.json").unlink()
-    for left in sorted((run / "checkpoints").iterdir())[2:]:
-        shutil.rmtree(left)
-    assert trained(run, **groups) == whole, "the weights differ"
-    return Result("a run resumed at step 8 of 12 ends in the same bits", {"steps": 12})
+    return resumed(place, precision="fp16")
 
 
 @line("check", seconds=40, numbers=["runs"], gpus=1)
@@ -126,22 +117,19 @@ def processes_that_share_a_gpu(place: Place) -> Result:
     return Result("rejected before the ranks connect", {"code": float(ended.returncode)})
 
 
-@line("check", seconds=20, numbers=["tf32", "bf16"], gpus=1)
+@line("check", seconds=20, numbers=["tf32_tflops", "bf16_tflops"], gpus=1)
 def peaks_of_the_data_sheet(place: Place) -> Result:
     """Measured matrix products are slower than the data sheet's peak, but not by much."""
+    torch.set_float32_matmul_precision("high")  # a line has a process of its own
+    tf32 = measured_peak(place.device, torch.float32)
+    bf16 = measured_peak(place.device, torch.bfloat16)
+    numbers = {"tf32_tflops": tf32 / 1e12, "bf16_tflops": bf16 / 1e12}
     peaks = data_sheet(torch.cuda.get_device_name(place.device))
     if not peaks:
-        return Result("this card is not known: MFU uses a measured peak", {"tf32": 0, "bf16": 0})
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("high")
-    try:
-        expected = {torch.float32: in_float32(peaks), torch.bfloat16: peaks[torch.bfloat16]}
-        shares = {kind: measured_peak(place.device, kind) / expected[kind] for kind in expected}
-    finally:
-        torch.set_float32_matmul_precision(before)
-    numbers = {"tf32": shares[torch.float32], "bf16": shares[torch.bfloat16]}
-    assert all(0.2 < share < 1.1 for share in numbers.values()), numbers
-    return Result(f"{numbers['tf32']:.0%} of TF32, {numbers['bf16']:.0%} of bf16", numbers)
+        return Result("this card is not known: MFU uses a measured peak", numbers)
+    shares = [tf32 / in_float32(peaks), bf16 / peaks[torch.bfloat16]]
+    assert all(0.2 < share < 1.1 for share in shares), (shares, numbers)
+    return Result(f"{shares[0]:.0%} of TF32, {shares[1]:.0%} of bf16", numbers)
 
 
 @line("check", seconds=5, numbers=["recall"])

@@ -172,6 +172,20 @@ def differences(before: dict[str, Any], after: dict[str, Any]) -> Iterator[str]:
             yield f"    {name}: {a.get(name)!s:.400} -> {b.get(name)!s:.400}"
 
 
+def reported(results: list[dict[str, Any]], script: str, steps: int) -> int:
+    """Print how two checkouts differ; return the exit code."""
+    import torch
+
+    lines = list(differences(*results))
+    print(f"# {date.today()}  python benchmarks/{script} BEFORE AFTER")
+    print(
+        f"# torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{platform.machine()}, {steps} steps each"
+    )
+    print("\n".join(lines))
+    return int(any("differ" in line for line in lines))
+
+
 def main() -> int:
     asked = argparse.ArgumentParser()
     asked.add_argument("checkouts", nargs=2, type=Path)
@@ -196,16 +210,7 @@ def main() -> int:
             ]
             subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": path}, cwd=scratch)
             results.append(json.loads(to.read_text()))
-    import torch
-
-    lines = list(differences(*results))
-    print(f"# {date.today()}  python benchmarks/same_as_before.py BEFORE AFTER")
-    print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}, {STEPS} steps each"
-    )
-    print("\n".join(lines))
-    return int(any("differ" in line for line in lines))
+    return reported(results, Path(__file__).name, STEPS)
 
 
 if __name__ == "__main__":

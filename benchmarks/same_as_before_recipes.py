@@ -13,14 +13,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 import tempfile
-from datetime import date
 from pathlib import Path
 
-from same_as_before import STRATEGIES, differences, left
+from same_as_before import STRATEGIES, left, reported
 
 STEPS = 8
 COMMON = [
@@ -70,14 +68,14 @@ def main() -> int:
     if given.take:
         take(*given.checkouts)
         return 0
-    from fake_cases import OTHERS, RECIPES, words
+    from fake_cases import RECIPES, words
 
     results = []
     with tempfile.TemporaryDirectory() as scratch:
         # Write the data of all recipes once.
         folder = Path(scratch)
         cases = folder / "cases.json"
-        chosen = [*RECIPES, *(name for name in ("lora", "grain", "muon") if name in OTHERS)]
+        chosen = [*RECIPES, "lora", "grain", "muon"]
         cases.write_text(json.dumps({name: words(folder, name) for name in chosen}))
 
         # Train with both checkouts, each in a process of its own.
@@ -88,16 +86,7 @@ def main() -> int:
             command = [sys.executable, __file__, "--take", str(checkout.resolve())]
             subprocess.run([*command, str(cases), str(to)], check=True, env=environment)
             results.append(json.loads(to.read_text()))
-    import torch
-
-    lines = list(differences(*results))
-    print(f"# {date.today()}  python benchmarks/same_as_before_recipes.py BEFORE AFTER")
-    print(
-        f"# torch {torch.__version__}, Python {platform.python_version()}, "
-        f"{platform.machine()}, {STEPS} steps each"
-    )
-    print("\n".join(lines))
-    return int(any("differ" in line for line in lines))
+    return reported(results, Path(__file__).name, STEPS)
 
 
 if __name__ == "__main__":

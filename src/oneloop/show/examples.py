@@ -160,7 +160,7 @@ class Examples:
         """Return the outputs of ``generate`` (without the DDP wrapper); empty if it fails."""
         of = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
         try:
-            # Compiled code would be compiled anew for each length of the text.
+            # With compiled code, each length of the text would be another compilation.
             with torch.compiler.set_stance("force_eager"):
                 return dict(task.generate(of, batch))
         except torch.OutOfMemoryError:

@@ -54,8 +54,8 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
     before = model.config._attn_implementation  # type: ignore[union-attr]
 
-    # Note the kind of each layer. Compiled code that reads a layer's number is compiled anew for
-    # each layer; the same kind is the same code.
+    # Note the kind of each layer. Compiled code that reads a layer's number is compiled again
+    # for each layer; the same kind is the same code.
     for module in model.modules():
         if hasattr(module, "layer_idx"):
             setattr(module, _KIND, _kind_of_layer(module))
