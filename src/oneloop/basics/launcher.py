@@ -1,17 +1,12 @@
-"""A process and its launcher: rank, world size, stop signals, and the exit code."""
+"""A process and its launcher: rank, world size, and the exit code."""
 
-import ctypes
 import os
-import signal
 import sys
-import threading
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from oneloop.basics.exit_codes import ERROR, STOPPED
+from oneloop.basics.system.processes import die_with, is_alive, is_python
 
 
 def ranks() -> int:
@@ -22,38 +17,6 @@ def ranks() -> int:
 def rank() -> int:
     """Return the rank of this process; 0 if there is only one process."""
     return int(os.environ.get("RANK", "0")) if ranks() > 1 else 0
-
-
-_NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP")
-
-
-def stop_signals() -> list[signal.Signals]:
-    """Return the signals that request a stop; SIGHUP is not one under nohup."""
-    there = [getattr(signal, name) for name in _NAMES if hasattr(signal, name)]
-    return [
-        found
-        for found in there
-        if found.name != "SIGHUP" or signal.getsignal(found) is not signal.SIG_IGN
-    ]
-
-
-def on_stops(do: Callable[[int, Any], Any] | signal.Handlers) -> None:
-    """Install a handler for all stop signals (``signal.SIG_IGN``: the parent handles them)."""
-    for number in stop_signals():
-        signal.signal(number, do)
-
-
-_PR_SET_PDEATHSIG = 1
-
-
-def die_with(parent: int) -> None:
-    """Let this process be killed when its ``parent`` process ends. Call it on the main thread."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    else:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
-    if os.getppid() != parent:  # the parent ended before the line above
-        os._exit(1)
 
 
 def die_with_launcher() -> None:
@@ -75,54 +38,16 @@ def launcher() -> int | None:
     if not variables:
         return None
     parent = os.getppid()
-    if parent == 1 and not _is_python(1):
+    if parent == 1 and not is_python(1):
         print(
             "oneloop: the launcher of this process has exited; to run without one, unset "
             f"{', '.join(sorted(variables))}",
             file=sys.stderr,
         )
         os._exit(1)
-    if "TORCHELASTIC_RUN_ID" not in os.environ and not _is_python(parent):
+    if "TORCHELASTIC_RUN_ID" not in os.environ and not is_python(parent):
         return None  # accelerate's variable was set in a shell
     return parent
-
-
-def is_alive(process: int) -> bool:
-    """Return whether this user has a running process with this id."""
-    try:
-        os.kill(process, 0)
-        return _state(process) != "Z"
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return not Path("/proc/self").exists()
-
-
-def is_stopped(process: int) -> bool:
-    """Return whether SIGSTOP has stopped a process; False where Linux's /proc is missing."""
-    try:
-        return _state(process) == "T"
-    except OSError:
-        return False
-
-
-def _state(process: int) -> str:
-    """Return the state of a process in one letter. Raise OSError."""
-    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
-
-
-def _is_python(process: int) -> bool:
-    """Return whether a process may be a launcher; in a container, a launcher can be process 1."""
-    try:
-        return b"python" in Path(f"/proc/{process}/cmdline").read_bytes()
-    except OSError:
-        return True
-
-
-def _watch(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(0.5)
-    os._exit(1)
 
 
 # variable with the path of the file in which ``oneloop launch`` expects the exit code

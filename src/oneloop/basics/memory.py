@@ -1,25 +1,12 @@
 """Memory of this process."""
 
-import resource
-from pathlib import Path
-
 import torch
+
+from oneloop.basics.system.memory import peak_host_memory
 
 
 def peak_memory() -> int:
     """Return the peak memory of this process in bytes: of the GPU, or of the host without one."""
     if torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_reserved())
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def anonymous_memory() -> int:
-    """Return the bytes of host memory of this process without mapped files; 0 if unknown."""
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return 0
-    for line in lines:
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) * 1024  # it is in kB
-    return 0
+    return peak_host_memory()

@@ -237,7 +237,8 @@ class Copy:
                 for offset, data in self.bucket.read(remote, spans):
                     if xxh3_64_hexdigest(data) != entry.blocks[offset // BLOCK]:
                         raise Damaged(f"{name}: the checksum of the block at {offset} differs")
-                    os.pwrite(stream.fileno(), data, offset)
+                    stream.seek(offset)
+                    stream.write(data)
 
     def whole(self) -> None:
         """Fetch everything, if the disk has room for it."""

@@ -9,7 +9,6 @@ failed.
 import json
 import mmap
 import os
-import select
 import signal
 import sys
 import time
@@ -23,7 +22,9 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from oneloop.basics.launcher import die_with, on_stops
+from oneloop.basics.system.files import readable_within
+from oneloop.basics.system.processes import die_with
+from oneloop.basics.system.signals import on_stops
 from oneloop.checkpoint.save_request import Answer, News, SaveRequest, gathered, padded
 from oneloop.checkpoint.store import Store, flush, write_file
 
@@ -203,7 +204,7 @@ def _print(message: dict[str, Any]) -> None:
 
 def _input_waiting() -> bool:
     """Return whether standard input has data; during a save, that can only be its cancellation."""
-    return bool(select.select([sys.stdin], [], [], 0)[0])
+    return readable_within(sys.stdin.fileno(), 0)
 
 
 if __name__ == "__main__":

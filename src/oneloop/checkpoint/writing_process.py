@@ -3,10 +3,8 @@
 import json
 import mmap
 import os
-import select
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -17,6 +15,8 @@ from typing import Any
 
 import torch
 
+from oneloop.basics.system.files import readable_within
+from oneloop.basics.system.memory import nameless_file
 from oneloop.checkpoint.save_request import Answer, News
 from oneloop.checkpoint.uploads import UploadSettings
 
@@ -76,12 +76,8 @@ class WritingProcess:
         self.buffer = _NOTHING
         self._received = b""  # a part of the next line
 
-        # Create the shared memory, without a name.
-        if hasattr(os, "memfd_create"):
-            shared = os.memfd_create("oneloop-checkpoint")
-        else:
-            with tempfile.TemporaryFile() as file:
-                shared = os.dup(file.fileno())
+        # Create the shared memory.
+        shared = nameless_file("oneloop-checkpoint")
         self._shared = os.fdopen(shared, "r+b", buffering=0)
 
         # Start the process; it must find this package also if the user runs it from a folder.
@@ -154,7 +150,7 @@ class WritingProcess:
                 left = None if until is None else until - time.monotonic()
                 if seconds == 0.0 or (left is not None and left <= 0):
                     return None
-                select.select([handle], [], [], left)
+                readable_within(handle, left)
                 continue
             if not more:
                 return Answer(error=f"the writing process ended with {self._process.wait()}")

@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from oneloop.basics.exit_codes import ERROR
 from oneloop.basics.heartbeats import BEATS
-from oneloop.basics.launcher import die_with, on_stops
+from oneloop.basics.system.processes import die_with
+from oneloop.basics.system.signals import on_stops
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered
 from oneloop.data.seeded_samples import Batches, Place, SeededSamples

@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from oneloop.basics.base_models import BaseModel
-from oneloop.basics.memory import anonymous_memory
 from oneloop.basics.seeds import key, seed_others
+from oneloop.basics.system.memory import anonymous_memory
 from oneloop.basics.tensors import dense, one_element
 from oneloop.checkpoint.state_dict import unsavable
 from oneloop.checkpoint.weights import load_weights

@@ -14,8 +14,10 @@ from typing import NoReturn
 from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import printable
-from oneloop.basics.launcher import die_with, launcher, on_stops, rank, ranks
+from oneloop.basics.launcher import launcher, rank, ranks
 from oneloop.basics.streams import never_fail
+from oneloop.basics.system.processes import continue_in_child, die_with, handed_over
+from oneloop.basics.system.signals import on_stops
 from oneloop.launch.signals import leave
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
@@ -68,12 +70,19 @@ def is_main() -> bool:
 
 
 def supervised() -> None:
-    """Fork: the child continues as the training process, and this process becomes its supervisor.
+    """Let a child continue as the training process; this process becomes its supervisor.
 
-    If a debugger is attached, or fork is not available, the process has no supervisor.
+    If a debugger is attached, the process has no supervisor.
     """
-    if sys.gettrace() is not None or not hasattr(os, "fork"):
+    if sys.gettrace() is not None:
         return
+
+    # This process may be that child.
+    given = handed_over()
+    if given is not None:
+        _begin_training(given)
+        return
+
     started_by = launcher()
     own = os.getpid()
     selector = selectors.DefaultSelector()
@@ -87,13 +96,11 @@ def supervised() -> None:
     asked, requests = os.pipe()
 
     # The child trains.
-    pid = os.fork()
+    pid = continue_in_child([reporting, dumped, asked])
     if pid == 0:
-        die_with(own)
-        on_stops(signal.SIG_DFL)  # until the run installs its handlers; nothing is written before
         for handle in (reports, stacks, requests):
             os.close(handle)
-        CHANNEL.open(reporting, dumped, asked)
+        _begin_training([own, reporting, dumped, asked])
         return
 
     # The parent supervises it, and exits with its code.
@@ -101,6 +108,19 @@ def supervised() -> None:
         os.close(handle)
     worker = Worker(pid, reports, stacks, requests, rank())
     Supervisor(worker, peers, selector, started_by=started_by).run()
+
+
+def _begin_training(given: Sequence[int]) -> None:
+    """Prepare the training process.
+
+    Args:
+        given: id of the supervisor, and file descriptors of its pipes: for reports, for stacks,
+            and for the supervisor's requests.
+    """
+    parent, reporting, dumped, asked = given
+    die_with(parent)
+    on_stops(signal.SIG_DFL)  # until the run installs its handlers; nothing is written before
+    CHANNEL.open(reporting, dumped, asked)
 
 
 def open_streams() -> None:

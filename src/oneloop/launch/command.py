@@ -3,14 +3,12 @@
 import json
 import math
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
-from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +17,7 @@ import yaml
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import exit_file_variable
-from oneloop.launch.launched import Launched, begin
+from oneloop.launch.launched import Launched
 from oneloop.launch.nodes import ACCELERATE, PORT, Nodes, nodes, options
 
 _PACKAGE = Path(__file__).parents[1]
@@ -71,6 +69,7 @@ class AgentTask:
     words: list[str]  # options of accelerate, recipe and keys
     module: str  # that the training processes run
     folder: str  # for exit codes and process ids
+    parent: int  # the process with whose end the agent ends
 
 
 class _Start(NamedTuple):
@@ -78,7 +77,6 @@ class _Start(NamedTuple):
 
     command: list[str]
     variables: dict[str, str]  # of the environment, besides those of this process
-    parent: int | None  # the process with whose end it is killed
 
 
 def launch(
@@ -139,36 +137,31 @@ def launch(
 
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
         if run_nodes is not None:
-            start = _by_agent(AgentTask(run_nodes, words, program, folder))
+            start = _by_agent(AgentTask(run_nodes, words, program, folder, os.getpid()))
         elif variables is not None:
             start = _directly(["-m", program, *recipe_words], variables)
         else:
             start = _by_accelerate([*accelerate_options, "-m", program, *recipe_words])
-        process = subprocess.Popen(
-            start.command,
-            env={**os.environ, **exit_file_variable(Path(folder)), **start.variables},
-            preexec_fn=partial(begin, start.parent),
-            stdout=output,
-            stderr=output,
-        )
-        return Launched(process, Path(folder)).ended(time.monotonic() + seconds)
+        environment = {**os.environ, **exit_file_variable(Path(folder)), **start.variables}
+        started = Launched(start.command, environment, Path(folder), output=output)
+        return started.ended(time.monotonic() + seconds)
 
 
 def _directly(words: list[str], variables: dict[str, str]) -> _Start:
     """Start one training process, which saves when it notices the end of this process."""
-    return _Start([sys.executable, *words], variables, parent=None)
+    return _Start([sys.executable, *words], variables)
 
 
 def _by_accelerate(words: list[str]) -> _Start:
     """Start accelerate's launcher, which starts the training processes of this node."""
-    command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", *words]
-    return _Start(command, {"PET_SIGNALS_TO_HANDLE": "SIGTERM"}, parent=os.getpid())
+    command = [sys.executable, "-m", "oneloop.launch.accelerate_launch", str(os.getpid()), *words]
+    return _Start(command, {"PET_SIGNALS_TO_HANDLE": "SIGTERM"})
 
 
 def _by_agent(task: AgentTask) -> _Start:
     """Start the agent of this node, which starts, and restarts, the training processes."""
     command = [sys.executable, "-m", "oneloop.launch.elastic", json.dumps(asdict(task))]
-    return _Start(command, {CPP_LOG: os.environ.get(CPP_LOG, "ERROR")}, parent=os.getpid())
+    return _Start(command, {CPP_LOG: os.environ.get(CPP_LOG, "ERROR")})
 
 
 _ONE_PROCESS: dict[str, Any] = {

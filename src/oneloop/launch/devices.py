@@ -11,6 +11,7 @@ from accelerate.utils import parse_flag_from_env
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import ranks
+from oneloop.basics.system.processes import usable_cpus, use_cpus
 
 _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """variables with the settings of torch's allocator: the new name, and the old one"""
@@ -96,7 +97,7 @@ def set_up(device: torch.device, *, pci: Path = Path("/sys/bus/pci/devices")) ->
     Returns:
         The number of CPUs of this process, if those of its host divide the CPUs equally.
     """
-    cpus = os.sched_getaffinity(0)
+    cpus = usable_cpus()
     cores = max(1, len(cpus) // local_ranks())
 
     # accelerate selects no GPU if this variable names one.
@@ -113,7 +114,7 @@ def set_up(device: torch.device, *, pci: Path = Path("/sys/bus/pci/devices")) ->
         address = _pci_address(int(os.environ["LOCAL_RANK"]))
         near = _near(pci / address) & cpus
         if len(near) >= cores:
-            os.sched_setaffinity(0, near)
+            use_cpus(near)
     return cores
 
 

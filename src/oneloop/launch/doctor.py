@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from oneloop.basics.files import dumps, printable
-from oneloop.basics.launcher import die_with, on_stops
+from oneloop.basics.system.processes import die_with
+from oneloop.basics.system.signals import on_stops
 from oneloop.launch.before_imports import read_once
 from oneloop.launch.bounded_store import BoundedStore
 from oneloop.launch.clocks import clock_problem, show_clock

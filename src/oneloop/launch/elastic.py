@@ -30,7 +30,9 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
 from oneloop.basics.files import printable
-from oneloop.basics.launcher import HOST, on_stops, register_process
+from oneloop.basics.launcher import HOST, register_process
+from oneloop.basics.system.processes import die_with
+from oneloop.basics.system.signals import on_stops
 from oneloop.launch.agent import Agent
 from oneloop.launch.before_imports import read_once
 from oneloop.launch.bounded_store import BoundedStore
@@ -163,7 +165,9 @@ def main() -> NoReturn:
     """
     logging.disable(logging.ERROR)  # the messages of torch's agent name no remedy
     given = json.loads(sys.argv[1])
-    task = AgentTask(Nodes(**given["nodes"]), given["words"], given["module"], given["folder"])
+    nodes = Nodes(**given.pop("nodes"))
+    task = AgentTask(nodes=nodes, **given)
+    die_with(task.parent)
 
     # Until the agent runs, a signal ends this process.
     register_process()

@@ -8,11 +8,11 @@ import subprocess
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from oneloop.basics.system.processes import cpu_name, usable_cores
 from oneloop.recipe.schema import Recipe
 
 _PACKAGES = (
@@ -70,7 +70,7 @@ def environment(**more: Any) -> dict[str, Any]:
         "platform": platform.platform(),
         "versions": versions(),
         "host": socket.gethostname(),
-        "cpus": len(os.sched_getaffinity(0)),
+        "cpus": usable_cores(),
         "git": _git_revision(),
         "accelerate": settings,
         **more,
@@ -104,12 +104,4 @@ def _kind(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor})"
     if device.type != "cpu":
         return device.type
-    return f"cpu, {_cpu()}, {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _cpu() -> str:
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+    return f"cpu, {cpu_name()}, {torch.backends.cpu.get_cpu_capability()}"

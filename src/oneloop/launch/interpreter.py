@@ -18,6 +18,7 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.system.processes import usable_cpus, use_cpus
 from oneloop.machine.torch_settings import float32_restored
 
 _PRECISIONS = ("no", "bf16", "fp16", "fp8")
@@ -80,7 +81,7 @@ def _switches() -> Iterator[None]:
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     threads = torch.get_num_threads()
     benchmark = torch.backends.cudnn.benchmark
-    cpus = os.sched_getaffinity(0)
+    cpus = usable_cpus()
     try:
         with float32_restored():
             yield
@@ -88,9 +89,9 @@ def _switches() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warns)
         torch.set_num_threads(threads)
         torch.backends.cudnn.benchmark = benchmark
-        if os.sched_getaffinity(0) != cpus:
+        if usable_cpus() != cpus:
             with suppress(OSError):  # the system may have taken some of them away
-                os.sched_setaffinity(0, cpus)
+                use_cpus(cpus)
 
 
 @contextmanager

@@ -5,38 +5,47 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
-from oneloop.basics.launcher import die_with, is_alive, is_stopped, on_stops
+from oneloop.basics.system.processes import is_alive, is_stopped
+from oneloop.basics.system.signals import on_stops
 
 _INTERVAL = 0.2  # seconds between two checks
 _EXIT = 10.0  # seconds after the end of the run in which its processes should exit
 
 
-def begin(parent: int | None) -> None:
-    """Prepare the started process, in that process.
-
-    It ignores SIGINT, which a terminal sends to the training processes, too. A launcher dies with
-    its ``parent``. A training process (``parent`` None) notices the end of its parent, and saves.
-    """
-    if parent is not None:
-        die_with(parent)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 class Launched:
-    """The started process and the training processes, to which signals are forwarded."""
+    """A process that this one starts, and the training processes, to which signals are forwarded.
 
-    def __init__(self, process: subprocess.Popen[bytes], folder: Path) -> None:
-        self._process = process
+    Args:
+        command: of the process: a training process, or one that starts them.
+        environment: of the process.
+        folder: has the ids of the training processes, and receives their exit code.
+        output: file descriptor to which the processes write; None: this process's streams.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        folder: Path,
+        *,
+        output: int | None = None,
+    ) -> None:
         self._folder = folder  # with the ids of the training processes
         self._signals: list[int] = []
         self._forwarded: set[tuple[int, str]] = set()  # (signal, process id)
         self._ending: Path | None = None  # the newest exit code that the processes have reported
         self._ending_since = 0.0  # when it was first seen, by time.monotonic
+        # The process ignores SIGINT, which a terminal also sends to the training processes: it
+        # inherits that.
         on_stops(self._record)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        signal.signal(signal.SIGINT, self._record)
 
     def _record(self, number: int, frame: object) -> None:
         """Record a signal."""

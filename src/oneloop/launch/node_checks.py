@@ -24,6 +24,7 @@ import psutil
 import torch
 
 from oneloop.basics.files import cache_folder, replacing
+from oneloop.basics.system.processes import usable_cores
 from oneloop.launch.environment import versions
 
 _SEEN = 5.0  # seconds until a shared file system shows a new file to the other nodes
@@ -315,7 +316,7 @@ def about() -> str:
     count = torch.cuda.device_count()
     devices = {torch.cuda.get_device_name(number) for number in range(count)}
     gpus = f"{count} x {' and '.join(sorted(devices))}" if devices else "no GPU"
-    host = f"{len(os.sched_getaffinity(0))} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
+    host = f"{usable_cores()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
 
     # List the checks that cannot be made.
     reads_ecc = _output(_SMI)

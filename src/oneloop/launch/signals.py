@@ -12,7 +12,8 @@ from typing import Any, NoReturn
 
 from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import StoppedEarly
-from oneloop.basics.launcher import has_exit_file, on_stops, ranks, report_exit_code, stop_signals
+from oneloop.basics.launcher import has_exit_file, ranks, report_exit_code
+from oneloop.basics.system.signals import on_stops, stop_signals
 from oneloop.supervise.pipe import CHANNEL
 
 

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
-from oneloop.basics.launcher import die_with
 from oneloop.basics.memory import peak_memory
+from oneloop.basics.system.processes import die_with
 
 Steps = Callable[[int], object]  # runs complete training steps with a micro-batch of this size
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from oneloop.after.first_difference import FirstDifference, parting
 from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
 from oneloop.basics.files import dumps, printable
-from oneloop.basics.launcher import on_stops
+from oneloop.basics.system.signals import on_stops
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.launch.command import config_file, launch, launch_options
 from oneloop.plan.techniques import as_arguments

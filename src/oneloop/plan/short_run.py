@@ -17,7 +17,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from oneloop.basics.launcher import die_with
+from oneloop.basics.system.processes import die_with
 from oneloop.plan.techniques import PRECISION, Machine, as_arguments
 
 

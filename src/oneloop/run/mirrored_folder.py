@@ -13,6 +13,7 @@ from xxhash import xxh3_128_hexdigest
 from oneloop.basics.bucket import Bucket, StoreError
 from oneloop.basics.exit_codes import DONE, ERROR, BadInput
 from oneloop.basics.files import replacing
+from oneloop.basics.system.processes import boot_id
 from oneloop.basics.untrusted import read_bytes
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.lease import Lease, Taken, take
@@ -135,12 +136,13 @@ class MirroredFolder(Folder):
 
         A copy of the folder has the same word, but in another file. Empty if there is no word.
         """
-        boot = Path("/proc/sys/kernel/random/boot_id")
+        started = boot_id()
         try:
             written = read_bytes(word, _MOST_WORD).hex()
             file = word.stat().st_ino
-            started = boot.read_text()
         except (OSError, ValueError):
+            return ""
+        if not started:
             return ""
         return xxh3_128_hexdigest(f"{started} {self.path.resolve()} {file} {written}".encode())
 

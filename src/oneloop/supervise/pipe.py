@@ -3,8 +3,6 @@
 import faulthandler
 import json
 import os
-import select
-import signal
 import sys
 import sysconfig
 import threading
@@ -19,6 +17,9 @@ from typing import Any
 from oneloop.basics.files import replacing
 from oneloop.basics.heartbeats import BEATS, SET_UP
 from oneloop.basics.launcher import rank
+from oneloop.basics.system.files import readable_within
+from oneloop.basics.system.processes import bytes_moved
+from oneloop.basics.system.signals import write_stacks_to
 from oneloop.supervise.crash_report import STACKS
 
 _ROOT = str(Path(__file__).parents[1])
@@ -111,7 +112,7 @@ class Channel:
 
         Args:
             handle: file descriptor to which messages are sent.
-            stacks: file descriptor for the stacks of all threads, written on SIGUSR2.
+            stacks: file descriptor for the stacks of all threads, written when the supervisor asks.
             requests: file descriptor; on a byte from it, the collectives are written to the run
                 folder.
         """
@@ -123,8 +124,7 @@ class Channel:
             os.set_blocking(written, False)
         sys.excepthook = self._uncaught
         faulthandler.enable()  # print the stack if native code crashes
-        if hasattr(faulthandler, "register"):
-            faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
+        write_stacks_to(stacks)
 
     def send(self, **message: Any) -> None:
         """Send one message; drop it if the supervisor does not read in time."""
@@ -153,14 +153,14 @@ class Channel:
 
     def _report(self) -> None:
         """Send heartbeats, and answer the supervisor's requests. Runs in a thread."""
-        moved = _bytes_moved()
+        moved = bytes_moved()
         while True:
             before = moved
-            moved = _bytes_moved()
+            moved = bytes_moved()
             if moved - before > _MANY:
                 BEATS.moved()
             self.send(beat=_beat(self.patience))
-            if not select.select([self._requests], [], [], TICK)[0]:
+            if not readable_within(self._requests, TICK):
                 continue
             # in a thread, as NCCL may not answer
             if os.read(self._requests, 1) and self.folder is not None:
@@ -210,16 +210,6 @@ def _beat(patience: float) -> dict[str, Any]:
         "unit": unit,
         "reads": "" if reads is None else reads(),
     }
-
-
-def _bytes_moved() -> int:
-    """Return how many bytes this process has read and written so far; 0 if that is unknown."""
-    try:
-        words = Path("/proc/self/io").read_text().split()
-    except OSError:
-        return 0
-    about = dict(zip(words[::2], words[1::2], strict=True))
-    return sum(int(about[name]) for name in ("rchar:", "wchar:", "read_bytes:"))
 
 
 def _write_collectives(folder: Path) -> None:

@@ -15,14 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED
-from oneloop.basics.launcher import (
-    HOST,
-    launcher_waits,
-    on_stops,
-    register_process,
-    report_exit_code,
-    stop_signals,
-)
+from oneloop.basics.launcher import HOST, launcher_waits, register_process, report_exit_code
+from oneloop.basics.system.signals import on_stops, stop_signals
 from oneloop.supervise.crash_report import (
     Cause,
     describe_exit,

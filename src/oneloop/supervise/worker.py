@@ -1,15 +1,15 @@
 """The training process, from the supervisor's side."""
 
-import ctypes
 import json
 import os
 import signal
 import time
 from contextlib import suppress
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
+from oneloop.basics.system.processes import children, cpu_seconds, is_stopped, is_traced
+from oneloop.basics.system.signals import answers_with_stacks, ask_for_stacks
 from oneloop.supervise.hangs import RankStatus
 
 _FIELDS = {field.name for field in fields(RankStatus)} - {
@@ -28,7 +28,7 @@ class Worker:
     Args:
         pid: its process id.
         reports: file descriptor from which its reports (lines of JSON) are read.
-        stacks: file descriptor from which its stacks are read, after SIGUSR2.
+        stacks: file descriptor from which its stacks are read.
         requests: file descriptor; a byte to it asks for its collectives.
         rank: of the process.
     """
@@ -82,13 +82,13 @@ class Worker:
         status.since += status.silent
         status.stop_requested = stop_requested
         if status.silent > 1.0:
-            status.stopped, traced = self._stopped()
-            status.held = status.held or traced
+            status.stopped = is_stopped(self.pid)
+            status.held = status.held or is_traced(self.pid)
         return status
 
     def worked_at(self) -> float:
         """Return when the process or one of its data workers was last seen to use the CPU."""
-        seconds = sum(map(_cpu_seconds, [self.pid, *_children(self.pid)]))
+        seconds = sum(map(cpu_seconds, [self.pid, *children(self.pid)]))
         if seconds - self._cpu > _WORK:
             self._cpu = seconds
             self._worked_at = time.monotonic()
@@ -99,16 +99,6 @@ class Worker:
         self._last_report = time.monotonic()
         if self._beat is not None:
             self._beat["since"] = 0.0
-
-    def _stopped(self) -> tuple[bool, bool]:
-        """Return whether SIGSTOP stopped the process, and whether a debugger traces it."""
-        try:
-            lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        except OSError:
-            return False, False
-        about = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        stopped = about.get("State", "").startswith("T")
-        return stopped, about.get("TracerPid", "0").strip() != "0"
 
     def alive(self) -> bool:
         """Return whether the process runs; if not, store its exit code."""
@@ -134,15 +124,15 @@ class Worker:
         texts = []
         with suppress(OSError):  # the process may have ended
             os.write(self._requests, b"c")
-        for pid in [self.pid, *_children(self.pid)] if self.alive() else []:
-            if not _catches(pid, signal.SIGUSR2):
+        for pid in [self.pid, *children(self.pid)] if self.alive() else []:
+            if not answers_with_stacks(pid, ours=pid == self.pid):
                 continue
             # A stopped process would answer only later.
-            if not wake and pid == self.pid and self._stopped()[0]:
+            if not wake and pid == self.pid and is_stopped(pid):
                 texts.append(f"process {pid} is stopped")
                 continue
             with suppress(OSError):
-                _to_main_thread(pid, signal.SIGUSR2)
+                ask_for_stacks(pid)
                 if wake:
                     os.kill(pid, signal.SIGCONT)
             text = self._read_stacks(seconds, freeze=pid if wake else None)
@@ -171,46 +161,3 @@ class Worker:
         until = time.monotonic() + 2.0
         while self.alive() and time.monotonic() < until:
             time.sleep(0.01)
-
-
-def _cpu_seconds(pid: int) -> float:
-    """Return the CPU time of a process and of its children that have ended; 0 if unknown."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return 0.0
-    return sum(map(int, fields[11:15])) / os.sysconf("SC_CLK_TCK")
-
-
-def _children(pid: int) -> list[int]:
-    """Return the child processes of all threads of a process."""
-    try:
-        lists = [file.read_text() for file in Path(f"/proc/{pid}/task").glob("*/children")]
-    except OSError:
-        return []
-    return [int(word) for text in lists for word in text.split()]
-
-
-def _to_main_thread(pid: int, number: int) -> None:
-    """Send a signal to the main thread.
-
-    Otherwise another thread of a stopped process may get it, too late.
-    """
-    send = getattr(ctypes.CDLL(None), "tgkill", None)
-    if send is None:
-        os.kill(pid, number)
-    else:
-        send(pid, pid, number)
-
-
-def _catches(pid: int, number: int) -> bool:
-    """Return whether a process has a handler for a signal, which would otherwise kill it."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return not Path("/proc/self").exists()
-    for line in lines:
-        if line.startswith("SigCgt"):
-            mask = int(line.split()[1], 16)  # bit 0: signal 1
-            return bool(mask >> (number - 1) & 1)
-    return False

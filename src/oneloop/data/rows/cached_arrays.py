@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.basics.launcher import die_with, on_stops
 from oneloop.basics.progress import tracked
+from oneloop.basics.system.processes import die_with, usable_cores
+from oneloop.basics.system.signals import on_stops
 from oneloop.basics.untrusted import delete
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import FINDINGS, Row, Rows, unusable
@@ -121,7 +122,7 @@ def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iter
         shards: indices of the rows of each task.
     """
     _inherited[:] = [rows, make]
-    cores = min(len(os.sched_getaffinity(0)), len(shards))
+    cores = min(usable_cores(), len(shards))
     try:
         # A daemon may not start processes.
         if cores == 1 or multiprocessing.current_process().daemon:

@@ -1,0 +1,210 @@
+"""Processes: how they start, what they do, and how they end with their parent.
+
+>>> pool = ProcessPoolExecutor(usable_cores(), start_context(), initializer=die_with, ...)
+"""
+
+import ctypes
+import multiprocessing
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from multiprocessing.context import BaseContext
+from pathlib import Path
+from typing import Any
+
+_LINUX = sys.platform == "linux"
+
+
+def usable_cpus() -> set[int]:
+    """Return the CPUs on which this process may run."""
+    if hasattr(os, "sched_getaffinity"):
+        return os.sched_getaffinity(0)
+    return set(range(os.cpu_count() or 1))
+
+
+def usable_cores() -> int:
+    """Return the number of CPUs on which this process may run."""
+    return len(usable_cpus())
+
+
+def use_cpus(cpus: set[int]) -> None:
+    """Let this process run only on these CPUs, if the system can do that. Raise OSError."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, cpus)
+
+
+def cpu_name() -> str:
+    """Return the name of the CPU, or of its architecture if the system does not know it."""
+    if _LINUX:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return _sysctl("machdep.cpu.brand_string") or platform.machine()
+
+
+def boot_id() -> str:
+    """Return what identifies the time since this machine was started; empty if unknown."""
+    if _LINUX:
+        with suppress(OSError):
+            return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return _sysctl("kern.bootsessionuuid")
+
+
+def _sysctl(name: str) -> str:
+    """Return a property of a system of the BSD family, such as macOS; empty if it has none."""
+    with suppress(OSError):
+        asked = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, check=False)
+        return asked.stdout.strip()
+    return ""
+
+
+def start_context() -> BaseContext:
+    """Return the start method of new processes: fork on Linux, spawn elsewhere.
+
+    The libraries of macOS start threads, which makes fork unsafe. With spawn, the function of a new
+    process and its arguments must be picklable.
+    """
+    return multiprocessing.get_context("fork" if _LINUX else "spawn")
+
+
+# variable that hands the parent's id and descriptors to a program that continues in a child
+_HANDED_OVER = "ONELOOP_CONTINUES"
+
+
+def continue_in_child(handles: Sequence[int]) -> int:
+    """Continue this program in a child process, too; return the child's id, and 0 there.
+
+    On Linux the child is a fork. Elsewhere it is the same command again, which finds its parent and
+    the file descriptors by :func:`handed_over`.
+
+    Args:
+        handles: file descriptors that the child uses.
+    """
+    if _LINUX:
+        return os.fork()
+    for handle in handles:
+        os.set_inheritable(handle, True)
+    words = ",".join(map(str, [os.getpid(), *handles]))
+    command = [sys.executable, *sys.orig_argv[1:]]
+    return os.posix_spawn(sys.executable, command, {**os.environ, _HANDED_OVER: words})
+
+
+def handed_over() -> list[int] | None:
+    """Return the parent's id and the descriptors that :func:`continue_in_child` has handed over.
+
+    None: this process is not such a child.
+    """
+    words = os.environ.pop(_HANDED_OVER, None)
+    return None if words is None else [int(word) for word in words.split(",")]
+
+
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+
+
+def die_with(parent: int) -> None:
+    """Let this process be killed when its ``parent`` process ends. Call it on the main thread."""
+    if _LINUX:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:  # the parent ended before the line above
+        os._exit(1)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def is_alive(process: int) -> bool:
+    """Return whether this user has a running process with this id."""
+    try:
+        os.kill(process, 0)
+        return _state(process) not in ("Z", "zombie")
+    except OSError:
+        return False
+
+
+def is_stopped(process: int) -> bool:
+    """Return whether SIGSTOP has stopped a process."""
+    try:
+        return _state(process) in ("T", "stopped")
+    except OSError:
+        return False
+
+
+def is_traced(process: int) -> bool:
+    """Return whether a debugger traces a process; False if the system does not know."""
+    with suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text().splitlines():
+            if line.startswith("TracerPid"):
+                return line.split()[1] != "0"
+    return False
+
+
+def is_python(process: int) -> bool:
+    """Return whether a process may run Python, by its command; True if that is not known."""
+    try:
+        if _LINUX:
+            return b"python" in Path(f"/proc/{process}/cmdline").read_bytes()
+        return "python" in _asked(process, "name").lower()
+    except OSError:
+        return True
+
+
+def cpu_seconds(process: int) -> float:
+    """Return the CPU time of a process and of its children that have ended; 0 if unknown."""
+    try:
+        if _LINUX:
+            return sum(map(int, _stat(process)[11:15])) / os.sysconf("SC_CLK_TCK")
+        return float(sum(_asked(process, "cpu_times")[:4]))
+    except OSError:
+        return 0.0
+
+
+def children(process: int) -> list[int]:
+    """Return the child processes of all threads of a process."""
+    try:
+        if not _LINUX:
+            return [child.pid for child in _asked(process, "children")]
+        lists = [file.read_text() for file in Path(f"/proc/{process}/task").glob("*/children")]
+    except OSError:
+        return []
+    return [int(word) for text in lists for word in text.split()]
+
+
+def bytes_moved() -> int:
+    """Return how many bytes this process has read and written so far; 0 if that is unknown."""
+    try:
+        words = Path("/proc/self/io").read_text().split()
+    except OSError:
+        return 0
+    about = dict(zip(words[::2], words[1::2], strict=True))
+    return sum(int(about[name]) for name in ("rchar:", "wchar:", "read_bytes:"))
+
+
+def _state(process: int) -> str:
+    """Return the state of a process: a letter on Linux, else psutil's word. Raise OSError."""
+    return _stat(process)[0] if _LINUX else str(_asked(process, "status"))
+
+
+def _stat(process: int) -> list[str]:
+    """Return what Linux knows about a process, from the state on. Raise OSError."""
+    return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def _asked(process: int, question: str) -> Any:
+    """Return the result of a method of psutil.Process. Raise OSError."""
+    import psutil
+
+    try:
+        return getattr(psutil.Process(process), question)()
+    except psutil.Error as error:
+        raise OSError(str(error)) from error
