@@ -8,7 +8,6 @@ run with data workers therefore reads no sample in the training process.
 ...     sample = read(7)
 """
 
-import multiprocessing
 import os
 import pickle
 import traceback
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
+from oneloop.basics.system.processes import start_context
 from oneloop.data.step_batches import begin_worker, from_workers, identity
 
 
@@ -31,9 +31,9 @@ class CannotSend(TypeError):
 class SampleReader:
     """Call a function that reads samples: in one data worker, or without workers in this process.
 
-    The function and the data sets are inherited by the worker, and need not be picklable. Use the
-    reader as a context: the worker starts and ends with it, so that state which the function keeps
-    is kept between calls.
+    On Linux, the worker inherits the function and its data sets; elsewhere they must be picklable.
+    Use the reader as a context: the worker starts and ends with it, so that state which the
+    function keeps is kept between calls.
 
     Args:
         function: reads samples; its arguments and results are sent between the processes.
@@ -45,7 +45,7 @@ class SampleReader:
         self._requests: Any = None
         self._answers: Iterator[bytes] = iter(())
         if workers:
-            self._requests = multiprocessing.SimpleQueue()
+            self._requests = start_context().SimpleQueue()
 
     def __enter__(self) -> "SampleReader":
         if self._requests is not None:
@@ -54,6 +54,7 @@ class SampleReader:
                 batch_size=None,
                 collate_fn=identity,
                 num_workers=1,
+                multiprocessing_context=start_context(),
                 worker_init_fn=partial(begin_worker, os.getpid()),
                 generator=torch.Generator(),
             )

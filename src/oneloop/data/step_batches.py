@@ -1,8 +1,8 @@
 """The micro-batches of a step: loaded by worker processes and copied to the device in advance."""
 
 import math
-import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import traceback
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from oneloop.basics.exit_codes import ERROR
+from oneloop.basics.exit_codes import ERROR, BadInput
 from oneloop.basics.heartbeats import BEATS
-from oneloop.basics.system.processes import die_with
+from oneloop.basics.system.processes import die_with, start_context
 from oneloop.basics.system.signals import on_stops
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered
@@ -146,8 +146,10 @@ def workers_here(requested: int | str, *, device: torch.device, cores: int) -> i
     """
     if requested != "auto":
         return int(requested)
-    if device.type == "cpu":
-        return 0  # the cores train
+    # On a CPU the cores train. On a Mac, a process takes seconds to start, and can neither inherit
+    # the data nor find a class of a notebook.
+    if device.type in ("cpu", "mps"):
+        return 0
     return max(1, min(8, cores - 1))
 
 
@@ -185,13 +187,14 @@ def loader(
     if not workers and device.type != "cuda":
         return _watched(map(dataset.__getitem__, batches), samples)
     if workers:
-        samples.reading = multiprocessing.RawArray("q", [-1] * workers)
+        samples.reading = start_context().RawArray("q", [-1] * workers)
     loading = DataLoader(
         dataset,
         batch_size=None,
         sampler=batches,
         collate_fn=identity,
         num_workers=workers,
+        multiprocessing_context=start_context() if workers else None,
         prefetch_factor=max(2, math.ceil(ahead / workers)) if workers else None,
         persistent_workers=False,
         worker_init_fn=partial(begin_worker, os.getpid()),
@@ -234,10 +237,18 @@ def end_workers(error: BaseException | None) -> None:
 def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
     """Yield what the workers load.
 
-    Raise RuntimeError if one has exited, however torch reports that.
+    Raise RuntimeError if one has exited, however torch reports that, and BadInput if the system
+    starts workers by spawn, and the data cannot be sent to them.
     """
     try:
-        yield from loading
+        started = iter(loading)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        raise BadInput(
+            f"the task or its data cannot be sent to data workers: {error}; define its classes and "
+            "functions at the top level of a file, or set --machine.workers 0"
+        ) from error
+    try:
+        yield from started
     except (ConnectionError, EOFError) as error:
         raise RuntimeError(
             f"a DataLoader worker exited without an error message ({error})"

@@ -1,6 +1,7 @@
 """``oneloop check``: read all data of a recipe, or of a data set, and list what cannot be used."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -121,17 +122,18 @@ def _check_task(words: Sequence[str], findings: Findings) -> None:
 
 def _unusable_samples(name: str, dataset: Any) -> Iterator[tuple[str, str]]:
     """Load every sample of a data set, on all cores; yield those that fail."""
-
-    def load(index: int) -> Any:
-        try:
-            dataset[index]
-        except Exception as error:
-            raise ValueError(f"{type(error).__name__}: {error}") from error
-        return np.zeros(0, dtype=np.int32)
-
     indices = range(len(dataset))
     shards = [indices[start : start + _SAMPLES] for start in indices[::_SAMPLES]]
-    loaded = in_order(indices, load, shards)
+    loaded = in_order(indices, partial(_load, dataset), shards)
     for _, wrong in tracked(loaded, f"checking {name}", total=len(shards)):
         for index, why in wrong:
             yield f"{name}, sample {index}", why
+
+
+def _load(dataset: Any, index: int) -> Any:
+    """Load a sample, and return nothing. Raise ValueError if that fails."""
+    try:
+        dataset[index]
+    except Exception as error:
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    return np.zeros(0, dtype=np.int32)

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -51,7 +50,6 @@ from oneloop.tasks.protocol_checks import Contract, theirs
 from oneloop.tasks.whole_batch import columns_of, parts_of
 
 OWN_STATE = "the model, the loss or collate keeps its own generator or counter"
-SAMPLED = 4  # maximum number of samples; each is loaded twice
 _SEEDS = 4  # with which FSDP2 must run the same units
 
 
@@ -97,16 +95,9 @@ def preflight(job: Job, run: Run, model: nn.Module) -> Preflight:
     if run.ranks > 1 and not run.sharded:
         model = Wrapped(model)
 
-    # Load the first samples. Sums and rows are compared of at least two.
-    number = min(SAMPLED, max(job.layout.each, 2), len(job.train_set))
-    epochs, indices = job.order.at(np.arange(number))
-    positions = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
-    sets: dict[str, Any] = {TRAINED: (job.train_set, positions)}
-    for name, dataset in job.eval_sets.items():
-        places = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
-        sets[f"{EVALUATED}[{name!r}]"] = dataset, places
+    # Load the first samples, where the run reads its data.
     workers = run.workers(job.recipe.machine.workers)
-    trial = TrialSamples(job, sets, None if workers else run.device)
+    trial = TrialSamples.first(job, None if workers else run.device)
 
     # Compiled modules run eagerly: the samples here have other shapes than those of the run.
     compiled = "torch._dynamo" in sys.modules

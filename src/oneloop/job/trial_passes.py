@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
@@ -18,7 +19,7 @@ from oneloop.basics.seeds import other_states, reseed
 from oneloop.basics.tensors import as_real, local
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
-from oneloop.data.step_batches import transferred
+from oneloop.data.step_batches import CollateWithWeight, transferred
 from oneloop.job.build import Job
 from oneloop.job.restore import has_drawn, random_states, restored
 from oneloop.job.sample_contents import copied, fault, same
@@ -26,10 +27,12 @@ from oneloop.launch.processes import Run
 from oneloop.machine.compile import CUDA_GRAPHS
 from oneloop.machine.layout_checks import Checks
 from oneloop.measure.flops import Operations
+from oneloop.tasks.protocol import Task
 from oneloop.tasks.protocol_checks import Contract, theirs
 
 TRAINED = "train_set()"  # the task's methods that return data sets
 EVALUATED = "eval_sets()"  # followed by the set's name
+SAMPLED = 4  # maximum number of samples; each is loaded twice
 
 
 class Sample(NamedTuple):
@@ -48,23 +51,46 @@ class TrialSamples:
     """Loads and collates the samples of the check, where the run reads its data.
 
     Args:
-        job: its task collates, and weighs the batch.
+        task: collates, and weighs the batch.
+        collate: completes the batch.
+        seed: of the recipe.
         sets: by the task's method that returns a data set: the set, and (epoch, index) of each
             sample.
         device: the device that trains; None in a data worker, which has only the host.
     """
 
     def __init__(
-        self, job: Job, sets: Mapping[str, tuple[Any, list[Place]]], device: torch.device | None
+        self,
+        task: Task,
+        collate: CollateWithWeight,
+        sets: Mapping[str, tuple[Any, list[Place]]],
+        *,
+        seed: int,
+        device: torch.device | None,
     ) -> None:
-        self._job = job
+        self._task = task
+        self._collate = collate
+        self._seed = seed
         self._sets = sets
         self._device = device
-        self._contracts = {member: Contract(job.task) for member in sets}
+        self._contracts = {member: Contract(task) for member in sets}
         self._loaded: dict[tuple[str, int], list[tuple[int, Any]]] = {}
         self._first: dict[str, list[Any]] = {}  # as the data set returned them
         self._wrong: dict[str, str] = {}
         self._changed = False  # whether collate changes samples in place
+
+    @classmethod
+    def first(cls, job: Job, device: torch.device | None) -> "TrialSamples":
+        """Return those of the first samples of the run, and of each evaluation set."""
+        # Sums and rows are compared of at least two.
+        number = min(SAMPLED, max(job.layout.each, 2), len(job.train_set))
+        epochs, indices = job.order.at(np.arange(number))
+        positions = [*zip(epochs.tolist(), indices.tolist(), strict=True)]
+        sets: dict[str, Any] = {TRAINED: (job.train_set, positions)}
+        for name, dataset in job.eval_sets.items():
+            places = [(0, index) for index in range(min(SAMPLED, job.layout.each, len(dataset)))]
+            sets[f"{EVALUATED}[{name!r}]"] = dataset, places
+        return cls(job.task, job.collate, sets, seed=job.recipe.seed, device=device)
 
     def __call__(self, member: str, load: int, numbers: Sequence[int] = ()) -> Any:
         """Return a batch of samples, its weight, and whether collate drew random numbers.
@@ -72,11 +98,10 @@ class TrialSamples:
         Without numbers, load the samples; return how many there are, and what is wrong with a
         repeated load.
         """
-        job = self._job
         dataset, places = self._sets[member]
         if (member, load) not in self._loaded:
-            keyed = SeededSamples(dataset, seed=job.recipe.seed)
-            loaded = theirs(job.task, member, lambda: [keyed[place] for place in places])
+            keyed = SeededSamples(dataset, seed=self._seed)
+            loaded = theirs(self._task, member, lambda: [keyed[place] for place in places])
             self._loaded[member, load] = copied(loaded)
             self._first.setdefault(member, loaded)
             kept = self._loaded[member, 0]
@@ -93,13 +118,13 @@ class TrialSamples:
         # A data worker has its own generators. The pass seeds those of this process.
         device = self._device or torch.device("cpu")
         if self._device is None:
-            reseed(device, job.recipe.seed, 0, others=True)
+            reseed(device, self._seed, 0, others=True)
         contract = self._contracts[member]
         before = random_states(device)
         collated = contract.collated(given)
         draws = has_drawn(before, device)
         self._changed = self._changed or not same([sample for _, sample in samples], given)
-        batch = job.collate.completed(collated, [index for index, _ in samples])
+        batch = self._collate.completed(collated, [index for index, _ in samples])
         weight = contract.weight(batch, samples=len(samples), trained=member == TRAINED)
         return batch, weight, draws
 

@@ -12,7 +12,6 @@ from contextlib import ExitStack, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from io import StringIO
-from multiprocessing import get_context
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.system.processes import start_context
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
 from oneloop.job.find_micro_batch import loaded_sizes
@@ -73,7 +73,7 @@ def planned(several: Sequence[Asked]) -> list[Plan | NotPlanned]:
         with ExitStack() as stack:
             futures = []
             for asked in pair:
-                pool = stack.enter_context(ProcessPoolExecutor(1, get_context("fork")))
+                pool = stack.enter_context(ProcessPoolExecutor(1, start_context()))
                 futures.append(pool.submit(_planned, asked))
             for future in futures:
                 if isinstance(future.exception(), BrokenProcessPool):
@@ -132,7 +132,7 @@ def _plan(asked: Asked) -> Plan:
     _set_environment(asked, variables)
     if ranks > 1:
         dist.init_process_group("fake", rank=0, world_size=ranks, store=FakeStore())
-    # This process is a fork, whose parent may have used accelerate's state.
+    # This process may be a fork, whose parent may have used accelerate's state.
     AcceleratorState._reset_state(reset_partial_state=True)
     run = start(
         sync_each_batch=recipe.machine.sync_each_batch,

@@ -1,7 +1,6 @@
 """A short real run in a separate process, which may crash, hang or run out of memory."""
 
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
@@ -17,7 +16,7 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from oneloop.basics.system.processes import die_with
+from oneloop.basics.system.processes import die_with, server_context
 from oneloop.plan.techniques import PRECISION, Machine, as_arguments
 
 
@@ -34,7 +33,7 @@ class Measured:
 
 
 class Runner:
-    """Starts short runs, one at a time, from a fork server that has done the slow imports.
+    """Starts short runs, one at a time; on Linux from a server that has done the slow imports.
 
     Args:
         recipe: Recipe and keys.
@@ -44,11 +43,8 @@ class Runner:
     def __init__(self, recipe: Sequence[str], *, timeout: float) -> None:
         self._recipe = list(recipe)
         self._timeout = timeout
-        self._context = multiprocessing.get_context("forkserver")
         # The first optimizer that is built imports torch._dynamo, which takes seconds.
-        self._context.set_forkserver_preload(
-            ["oneloop.plan.short_run", "oneloop.train", "torch._dynamo"]
-        )
+        self._context = server_context(["oneloop.plan.short_run", "oneloop.train", "torch._dynamo"])
 
     def __call__(
         self, keys: Mapping[str, Any], *, steps: int, warm: int, weights: bool = False
@@ -112,7 +108,7 @@ def _terminated(process: Any) -> Iterator[None]:
 
 
 def _serve(pipe: Connection, arguments: list[str], precision: str, warm: int, scratch: str) -> None:
-    die_with(os.getppid())  # the fork server, which ends with the process that started it
+    die_with(os.getppid())  # or the fork server, which ends with the process that started it
     os.environ["ACCELERATE_MIXED_PRECISION"] = precision
     output = os.open(Path(scratch) / "output.txt", os.O_CREAT | os.O_WRONLY)
     os.dup2(output, 1)

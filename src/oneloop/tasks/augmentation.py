@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -166,27 +166,33 @@ def prepared(
             f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or both 1"
         )
 
-    of_stored_pixels = bool(how.crop or how.randaugment)
+    return partial(_made, size, tuple(mean), tuple(std), how)
 
-    def make(image: Any) -> Tensor:
-        # Normalized pixels of the right size need no pipeline.
-        is_ready = isinstance(image, Tensor) and size in (None, image.shape[-1])
-        if of_stored_pixels or not is_ready:
-            pipeline = _pipeline(size, tuple(mean), tuple(std), how)
-            image = pipeline(_as_bytes(image, mean, std))
 
-        # Augment the pixels; a random crop already shifts.
-        if how.shift and not how.crop:
-            image = shifted(image, max(1, image.shape[-1] // 8))
-        if how.mirror and torch.rand(()) < 0.5:
-            image = image.flip(-1)
-        if how.erasing:
-            from torchvision.transforms import v2
+def _made(
+    size: int | None,
+    mean: tuple[float, ...],
+    std: tuple[float, ...],
+    how: Augmentation,
+    image: Any,
+) -> Tensor:
+    """Return the model's input; see :func:`prepared`."""
+    # Normalized pixels of the right size need no pipeline.
+    is_ready = isinstance(image, Tensor) and size in (None, image.shape[-1])
+    if how.crop or how.randaugment or not is_ready:
+        pipeline = _pipeline(size, mean, std, how)
+        image = pipeline(_as_bytes(image, mean, std))
 
-            image = v2.RandomErasing(how.erasing)(image)
-        return image  # type: ignore[no-any-return]
+    # Augment the pixels; a random crop already shifts.
+    if how.shift and not how.crop:
+        image = shifted(image, max(1, image.shape[-1] // 8))
+    if how.mirror and torch.rand(()) < 0.5:
+        image = image.flip(-1)
+    if how.erasing:
+        from torchvision.transforms import v2
 
-    return make
+        image = v2.RandomErasing(how.erasing)(image)
+    return image  # type: ignore[no-any-return]
 
 
 def _as_bytes(image: Any, mean: Sequence[float], std: Sequence[float]) -> Any:
@@ -255,7 +261,7 @@ class Images(Mapped):
     """Images transformed by ``make`` (from :func:`prepared`), with their labels."""
 
     def __init__(self, part: Any, make: Callable[[Any], Tensor]) -> None:
-        super().__init__(part, lambda sample: (make(sample[0]), sample[1]))
+        super().__init__(part, partial(_first_made, make))
 
 
 class Blended(Mapped):
@@ -328,3 +334,15 @@ def _paste(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]
     image = image.clone()
     image[:, top:bottom, left:end] = other[:, top:bottom, left:end]
     return image, torch.tensor(1 - (bottom - top) * (end - left) / (height * width))
+
+
+def _first_made(make: Callable[[Any], Tensor], sample: tuple[Any, Any]) -> tuple[Tensor, Any]:
+    """Return a sample whose image, its first part, is transformed."""
+    return make(sample[0]), sample[1]
+
+
+def of_row(
+    decode: Callable[[Any], tuple[Any, Any]], make: Callable[[Any], Tensor], row: Any
+) -> tuple[Tensor, Any]:
+    """Return the sample of a row: its decoded and transformed image, and its label."""
+    return _first_made(make, decode(row))

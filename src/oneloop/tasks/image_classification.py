@@ -21,7 +21,6 @@ from oneloop.data.rows.open_data import (
     sets_of,
     whole,
 )
-from oneloop.data.rows.rows import Row
 from oneloop.tasks.augmentation import (
     TORCHVISION,
     Augmentation,
@@ -29,6 +28,7 @@ from oneloop.tasks.augmentation import (
     Files,
     Images,
     digits,
+    of_row,
     prepared,
     torchvision_set,
 )
@@ -46,6 +46,7 @@ from oneloop.tasks.labels import (
     RECORDED,
     are_shares,
     classes_of,
+    counted,
     counts_of,
     likeliest,
     numbers_of,
@@ -204,7 +205,7 @@ class ImageClassification(Task):
         else:
             splits, self.classes = torchvision_set(data, root, download)
         labels = torch.tensor(splits["train"].labels)
-        self._class_counts = lambda: torch.bincount(labels, minlength=len(self.classes)).tolist()
+        self._class_counts = partial(counted, labels, len(self.classes))
         half = [0.5] * splits["train"].images.shape[1]
         return splits, Statistics(mean=half, std=half)
 
@@ -240,7 +241,7 @@ class ImageClassification(Task):
             )
         self.classes, numbers = classes_of(sources, "label")
         self._data_notes = notes_of(sources)
-        self._class_counts = lambda: counts_of(sources, numbers, len(self.classes))
+        self._class_counts = partial(counts_of, sources, numbers, len(self.classes))
         return sets_of(
             sources, lambda source: labelled_image(source.columns, numbers[source.name], limit)
         )
@@ -289,12 +290,7 @@ class ImageClassification(Task):
         elif labelled:
             number = numbers_of(source, "label", self.classes)
         decode = labelled_image(source.columns, number, self.pixel_limit)
-        transform = self._evaluation_transform
-
-        def sample(row: Row) -> tuple[Tensor, Any]:
-            image, label = decode(row)
-            return transform(image), label
-
+        sample = partial(of_row, decode, self._evaluation_transform)
         return Files(source.parts["all"], sample, source.columns["image"])
 
     def _class_weights(self, setting: str | list[float]) -> Tensor | None:

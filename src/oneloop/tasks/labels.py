@@ -5,6 +5,7 @@ import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -252,7 +253,22 @@ def numbers_of(
 
 
 def _number_of(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
-    return lambda value: number[_composed(_name(kind, value))]
+    return partial(_numbered, kind, number)
+
+
+def _numbered(kind: Any, number: Mapping[str, int], value: Any) -> int:
+    return number[_composed(_name(kind, value))]
+
+
+def counted(labels: Tensor, classes: int) -> list[int]:
+    """Return the number of samples of each class.
+
+    Args:
+        labels: index of the class of each sample.
+        classes: number of classes.
+    """
+    counts: list[int] = labels.bincount(minlength=classes).tolist()
+    return counts
 
 
 def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:

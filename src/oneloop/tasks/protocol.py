@@ -1,6 +1,7 @@
 """The task protocol: any class with these members is a task."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor, nn
@@ -97,6 +98,9 @@ class Progress:
         self._position = position
         self._batch = batch
         self.total = total
+
+    def __reduce__(self) -> tuple[Any, ...]:  # another process gets the progress of now
+        return Progress, (partial(int, self._position()), self._batch, self.total)
 
     @property
     def step(self) -> int:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -163,16 +164,7 @@ class TextPairs(TextRows):
 
     def _maker(self, columns: Sequence[Any]) -> Callable[[Any], Any]:
         """Return the function from a row to its sample: the encoded texts, and their numbers."""
-        encode = self.reader.encode
-
-        def make(row: Any) -> list[tuple[Any, int]]:
-            sample = []
-            for column in columns:
-                text = row[column]
-                sample.append((encode(text), number_of_text(text)))
-            return sample
-
-        return make
+        return partial(_encoded, self.reader.encode, columns)
 
     def model(self) -> nn.Module:
         model = self.reader.model(None)
@@ -382,3 +374,14 @@ def _module(number: int, path: str, kind: str) -> dict[str, Any]:
 
 def _write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=1))
+
+
+def _encoded(
+    encode: Callable[[str], Any], columns: Sequence[Any], row: Any
+) -> list[tuple[Any, int]]:
+    """Return the sample of a row: the encoded text of each column, and the text's number."""
+    sample = []
+    for column in columns:
+        text = row[column]
+        sample.append((encode(text), number_of_text(text)))
+    return sample

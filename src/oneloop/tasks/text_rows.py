@@ -1,6 +1,7 @@
 """Base class of the tasks on rows of text: data, tokenization and model."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -139,14 +140,7 @@ class TextRows(Task):
         self, source: Source, number: Callable[[Any], Any]
     ) -> Callable[[Row], tuple[Any, Any]]:
         text, second, label = (source.columns[key] for key in ("text", "second", "label"))
-        encode = self.reader.encode
-
-        def make(row: Row) -> tuple[Any, Any]:
-            sample = encode(row[text], row[second] if second else None)
-            # A row to predict has no label.
-            return sample, number(row.get(label, 0))
-
-        return make
+        return partial(_encoded, self.reader.encode, text, second, label, number)
 
     def model(self) -> nn.Module:
         model = self.reader.model(self.classes, words=self.words)
@@ -174,3 +168,25 @@ class TextRows(Task):
 
     def save(self, model: nn.Module, folder: Path) -> None:
         self.reader.save(model, folder)
+
+
+def _encoded(
+    encode: Callable[[str, str | None], Any],
+    text: str,
+    second: str,
+    label: str,
+    number: Callable[[Any], Any],
+    row: Row,
+) -> tuple[Any, Any]:
+    """Return the sample of a row: its encoded texts, and the number of its label.
+
+    Args:
+        encode: of one or two texts.
+        text: column of the first text.
+        second: column of the second text, or empty.
+        label: column of the label, which a row to predict does not have.
+        number: of a label.
+        row: the row.
+    """
+    sample = encode(row[text], row[second] if second else None)
+    return sample, number(row.get(label, 0))

@@ -1,6 +1,7 @@
 """Token classification (names, parts of speech): predict a class for each word."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -51,23 +52,8 @@ class TokenClassification(TextRows):
     def _sample(
         self, source: Source, number: Callable[[Any], int]
     ) -> Callable[[Row], tuple[Any, Tensor]]:
-        reader = self.reader
-
-        def make(row: Row) -> tuple[Any, Tensor]:
-            # A row to predict has no tags.
-            words = row[source.columns["tokens"]]
-            tags = row.get(source.columns["tags"], [0] * len(words))
-            if len(words) != len(tags):
-                raise ValueError(f"{len(words)} words and {len(tags)} tags; each word needs one")
-
-            # Each word is predicted where it starts. Words that are cut have no start.
-            sample, starts, length = reader.encode_words(words)
-            numbers = [number(tag) for tag in tags[: len(starts)]]
-            target = torch.full((length,), _IGNORE)
-            target[starts] = torch.tensor(numbers, dtype=torch.int64)
-            return sample, target
-
-        return make
+        columns = source.columns
+        return partial(_encoded, self.reader, columns["tokens"], columns["tags"], number)
 
     def collate(self, samples: list[tuple[Any, Tensor]]) -> dict[str, Tensor]:
         texts, targets = zip(*samples, strict=True)
@@ -125,3 +111,28 @@ class TokenClassification(TextRows):
             "prediction": " ".join(predicted),
             "right": predicted == targets,
         }
+
+
+def _encoded(
+    reader: Any, tokens: str, tags: str, number: Callable[[Any], int], row: Row
+) -> tuple[Any, Tensor]:
+    """Return the sample of a row: its encoded words, and a target for each byte or token.
+
+    Args:
+        reader: encodes words.
+        tokens: column of the words.
+        tags: column of their classes, which a row to predict does not have.
+        number: of a class.
+        row: the row.
+    """
+    words = row[tokens]
+    classes = row.get(tags, [0] * len(words))
+    if len(words) != len(classes):
+        raise ValueError(f"{len(words)} words and {len(classes)} tags; each word needs one")
+
+    # Each word is predicted where it starts. Words that are cut have no start.
+    sample, starts, length = reader.encode_words(words)
+    numbers = [number(one) for one in classes[: len(starts)]]
+    target = torch.full((length,), _IGNORE)
+    target[starts] = torch.tensor(numbers, dtype=torch.int64)
+    return sample, target

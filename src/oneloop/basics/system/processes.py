@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from multiprocessing.context import BaseContext
+from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,55 @@ def _sysctl(name: str) -> str:
     return ""
 
 
+class _Spawned(SpawnProcess):
+    """A spawned process, which does not import the program if that is a module of oneloop.
+
+    The process gets all that it needs by its arguments, and oneloop's programs take seconds to
+    import. A script of the user's is imported.
+    """
+
+    def start(self) -> None:
+        main = sys.modules["__main__"]
+        spec = main.__spec__
+        if spec is None or spec.name.partition(".")[0] != "oneloop":
+            super().start()
+            return
+        file = main.__dict__.pop("__file__")
+        main.__spec__ = None
+        try:
+            super().start()
+        finally:
+            main.__spec__ = spec
+            main.__file__ = file
+
+
+class _Spawn(SpawnContext):
+    Process = _Spawned
+
+
 def start_context() -> BaseContext:
     """Return the start method of new processes: fork on Linux, spawn elsewhere.
 
     The libraries of macOS start threads, which makes fork unsafe. With spawn, the function of a new
     process and its arguments must be picklable.
     """
-    return multiprocessing.get_context("fork" if _LINUX else "spawn")
+    return multiprocessing.get_context("fork") if _LINUX else _Spawn()
+
+
+def server_context(preload: Sequence[str]) -> Any:
+    """Return the start method of processes with slow imports.
+
+    On Linux, each is a fork of a server process that has done the imports, and nothing else.
+    Elsewhere it is :func:`start_context`.
+
+    Args:
+        preload: names of the modules to import.
+    """
+    if not _LINUX:
+        return start_context()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context
 
 
 # variable that hands the parent's id and descriptors to a program that continues in a child

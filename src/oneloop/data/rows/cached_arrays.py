@@ -3,10 +3,14 @@
 import json
 import multiprocessing
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from mmap import mmap
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
-from oneloop.basics.system.processes import die_with, usable_cores
+from oneloop.basics.system.processes import die_with, start_context, usable_cores
 from oneloop.basics.system.signals import on_stops
 from oneloop.basics.untrusted import delete
 from oneloop.data.rows.cache import alone, key_of
@@ -33,6 +37,17 @@ class Ragged:
     values: NDArray[np.int32]
     ends: NDArray[np.int64]  # end of each array in ``values``
     skipped: Sequence[tuple[int, str]] = ()  # index and error of each omitted row
+
+
+def _reopened(array: "np.memmap[Any, Any]") -> Any:
+    """Let a process that gets a memory-mapped array map the same file, instead of a copy."""
+    if isinstance(array.base, mmap):
+        about = (array.filename, array.dtype, "r", array.offset, array.shape)
+        return np.memmap, about
+    return np.ndarray.__reduce__(array)
+
+
+ForkingPickler.register(np.memmap, _reopened)
 
 
 def ragged(
@@ -121,42 +136,48 @@ def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iter
         make: converts a row; a ValueError marks the row as invalid.
         shards: indices of the rows of each task.
     """
-    _inherited[:] = [rows, make]
     cores = min(usable_cores(), len(shards))
-    try:
-        # A daemon may not start processes.
-        if cores == 1 or multiprocessing.current_process().daemon:
-            yield from map(_make_shard, shards)
-            return
-        # Forked processes inherit the rows and the function.
-        pool = ProcessPoolExecutor(
-            cores,
-            multiprocessing.get_context("fork"),
-            initializer=_begin_worker,
-            initargs=(os.getpid(),),
-        )
-        with pool:
-            try:
-                yield from pool.map(_make_shard, shards)
-            finally:
-                pool.shutdown(cancel_futures=True)
-    finally:
-        _inherited.clear()
+    # A daemon may not start processes.
+    here = partial(_make_shard, rows, make)
+    if cores == 1 or multiprocessing.current_process().daemon:
+        yield from map(here, shards)
+        return
+
+    pool = ProcessPoolExecutor(
+        cores,
+        start_context(),
+        initializer=_begin_worker,
+        initargs=(os.getpid(), rows, make),
+    )
+    with pool:
+        try:
+            results = pool.map(_make_here, shards)
+        except (AttributeError, TypeError, pickle.PicklingError):
+            results = map(here, shards)  # the rows or the function cannot be sent to a process
+        try:
+            yield from results
+        finally:
+            pool.shutdown(cancel_futures=True)
 
 
-# rows and function: forked processes inherit them, so they need not be picklable
-_inherited: list[Any] = []
+_given: list[Any] = []  # in a process of the pool: its rows and function
 
 
-def _begin_worker(parent: int) -> None:
+def _begin_worker(parent: int, rows: Any, make: Callable[[Any], Any]) -> None:
     """Ignore stop signals and end with the parent, which decides whether to stop."""
     on_stops(signal.SIG_IGN)
     die_with(parent)
+    _given[:] = [rows, make]
 
 
-def _make_shard(shard: range) -> ShardResult:
+def _make_here(shard: range) -> ShardResult:
+    """:func:`_make_shard` with the rows and the function of this process."""
+    rows, make = _given
+    return _make_shard(rows, make, shard)
+
+
+def _make_shard(rows: Any, make: Callable[[Any], Any], shard: range) -> ShardResult:
     """Return the arrays of these rows, and index and error of the invalid ones."""
-    rows, make = _inherited
     arrays = []
     invalid = []
     for index in shard:

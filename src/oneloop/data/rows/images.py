@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,13 @@ def labelled_image(
         number: converts a stored label; a row to predict has none.
         limit: largest number of pixels of an image.
     """
-    image = columns["image"]
-    label = columns["label"]
-    return lambda row: (decoded(row[image], limit=limit), number(row.get(label, 0)))
+    return partial(_labelled, columns["image"], columns["label"], number, limit)
+
+
+def _labelled(
+    image: str, label: str, number: Callable[[Any], Any], limit: int, row: Row
+) -> tuple[Any, Any]:
+    return decoded(row[image], limit=limit), number(row.get(label, 0))
 
 
 @dataclass(frozen=True)
@@ -172,16 +177,16 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked
         limit: largest number of pixels of an image.
         what: label of the progress bar.
     """
-
-    def mode(row: Row) -> NDArray[np.int32]:
-        read = _read(row[column], limit)
-        number = _MODES.index(read.mode) if read.mode in _MODES else len(_MODES)
-        return np.array([number, read.turned], dtype=np.int32)
-
     shard = max(1, min(500, len(rows) // (4 * (os.cpu_count() or 1))))
     key = ["images", _VERSION, column, limit]
     made = ragged(
-        rows, mode, made_by=key, what=f"checking {what}", skip=True, shard=shard, empty=True
+        rows,
+        partial(_mode, column, limit),
+        made_by=key,
+        what=f"checking {what}",
+        skip=True,
+        shard=shard,
+        empty=True,
     )
 
     # Count the kinds of conversion. The first mode, RGB, needs none.
@@ -193,6 +198,13 @@ def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked
 
     bad = [(index, _reason(rows[index][column], limit) or why) for index, why in made.skipped]
     return Checked(bad, converted, int(made.values[1::2].sum()))
+
+
+def _mode(column: str, limit: int, row: Row) -> NDArray[np.int32]:
+    """Return the number of the mode in which an image is stored, and whether it is turned."""
+    read = _read(row[column], limit)
+    number = _MODES.index(read.mode) if read.mode in _MODES else len(_MODES)
+    return np.array([number, read.turned], dtype=np.int32)
 
 
 def _reason(value: Any, limit: int) -> str:

@@ -4,6 +4,7 @@ import sysconfig
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -191,7 +192,7 @@ class InRows:
     def tokens(
         self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str
     ) -> Ragged:
-        return ragged(self.rows, lambda row: encode(row[self.column]), made_by=made_by, what=what)
+        return ragged(self.rows, partial(_tokens, encode, self.column), made_by=made_by, what=what)
 
     def fingerprint(self) -> dict[str, Any]:
         return {**self.rows.fingerprint(), "text": self.column}
@@ -380,3 +381,7 @@ def _find(where: str, *, whole: bool = False) -> Found:
         return found(where, _KINDS, whole=whole)
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
+
+
+def _tokens(encode: Callable[[str], NDArray[np.int32]], column: str, row: Any) -> NDArray[np.int32]:
+    return encode(row[column])
