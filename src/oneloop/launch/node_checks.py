@@ -12,6 +12,7 @@ import resource
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -31,7 +32,7 @@ _SEEN = 5.0  # seconds until a shared file system shows a new file to the other 
 
 _SHARED_MEMORY = 512 << 20  # least free bytes of /dev/shm
 _DISK = 1 << 30  # least free bytes of a disk
-_LEAST = 1024  # least number that each of these limits should allow
+_LEAST = 1024 if sys.platform == "linux" else 256  # that these limits should allow: the defaults
 _LIMITS = {
     "open files (ulimit -n)": resource.RLIMIT_NOFILE,
     "processes (ulimit -u)": resource.RLIMIT_NPROC,

@@ -108,7 +108,7 @@ def _no_kernel_files(event, given):
         return
     frame = sys._getframe(1)
     library = os.path.dirname(os.__file__)
-    while frame is not None and frame.f_code.co_filename.startswith((library, "<")):
+    while frame is not None and frame.f_code.co_filename.startswith((library, "<frozen")):
         if "site-packages" in frame.f_code.co_filename:
             return
         frame = frame.f_back

@@ -1,0 +1,290 @@
+"""oneloop under an emulation of macOS: helpers/macos/sitecustomize.py patches what oneloop's files
+see, in every process. Weights must equal those without it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fake_cases import words
+from lab import gone
+from worlds import ROOT
+
+EMULATION = ROOT / "tests" / "helpers" / "macos"
+SOURCE = ROOT / "src"
+TASK = """
+import torch
+from torch import nn
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.count = count
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, index):
+        drawn = torch.Generator().manual_seed(index)
+        values = torch.randn(8, generator=drawn)
+        return values + torch.rand(()), (values.sum() > 0).long()
+
+
+class MyTask:
+    def model(self):
+        return nn.Linear(8, 2)
+
+    def train_set(self):
+        return Data(256)
+
+    def eval_sets(self):
+        return {"validation": Data(64)}
+
+    def collate(self, samples):
+        values, targets = zip(*samples)
+        return {"x": torch.stack(values), "y": torch.stack(targets)}
+
+    def weight(self, batch):
+        return torch.tensor(len(batch["y"]))
+
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="sum"), {}
+
+
+class Local(MyTask):
+    def train_set(self):
+        class Own(Data):
+            pass
+
+        return Own(256)
+
+
+class WithLambda(MyTask):
+    def __init__(self):
+        self.double = lambda value: 2 * value
+"""
+
+
+def environment(folder: Path, *, macos: bool) -> dict[str, str]:
+    """Return the variables of a process, under the emulation or not; each has its own caches."""
+    paths = [str(SOURCE)]
+    if macos:
+        paths.insert(0, str(EMULATION))
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "XDG_CACHE_HOME": str(folder / f"cache-{macos}"),
+        "ONELOOP_EMULATION_LOG": str(folder / "log"),
+    }
+
+
+def command(folder: Path, *given: str, macos: bool = True) -> subprocess.CompletedProcess[str]:
+    """Run the ``oneloop`` command in a folder."""
+    return subprocess.run(
+        [sys.executable, "-m", "oneloop", *given],
+        cwd=folder,
+        env=environment(folder, macos=macos),
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+
+
+def launched(folder: Path, *given: str, macos: bool = True, config: str = "single"):
+    """Start ``oneloop launch`` in a folder."""
+    start = ["-m", "oneloop", "launch", "--config_file", config]
+    return subprocess.Popen(
+        [sys.executable, *start, *given, "--run.dir", name_of(macos), "--track", "none"],
+        cwd=folder,
+        env=environment(folder, macos=macos),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def name_of(macos: bool) -> str:
+    return "emulated" if macos else "plain"
+
+
+def seen_until_the_end(process: subprocess.Popen[str]) -> tuple[dict[int, str], str]:
+    """Wait for a process; return the commands of its Python children by id, and its output.
+
+    Only children that were seen twice count: a new one may not have started Python yet.
+    """
+    seen: dict[int, str] = {}
+    before: set[int] = set()
+    while process.poll() is None:
+        now = set()
+        for child in psutil.Process(process.pid).children(recursive=True):
+            try:
+                line = " ".join(child.cmdline())
+            except psutil.Error:
+                continue
+            if "python" in line.split(" ")[0]:
+                now.add(child.pid)
+                if child.pid in before:
+                    seen[child.pid] = line
+        before = now
+        time.sleep(0.2)
+    return seen, process.communicate()[0]
+
+
+def trained(folder: Path, *given: str, config: str = "single", children: tuple[str, ...] = ()):
+    """Train with and without the emulation.
+
+    The weights must be equal. The children must be there, and all of them under the emulation.
+    """
+    seen, output = seen_until_the_end(launched(folder, *given, config=config))
+    assert "done; results in" in output, output
+    for child in ("oneloop.train", "oneloop.checkpoint.writer", *children):
+        assert any(child in line for line in seen.values()), (child, seen)
+    emulated = {int(line.split()[0]) for line in (folder / "log").read_text().splitlines()}
+    assert {pid: line for pid, line in seen.items() if pid not in emulated} == {}
+    plain(folder, *given, config=config)
+
+
+def plain(folder: Path, *given: str, config: str = "single") -> None:
+    """Train without the emulation; the weights must be those with it."""
+    (folder / "log").unlink()
+    process = launched(folder, *given, config=config, macos=False)
+    output = process.communicate(timeout=280)[0]
+    assert process.returncode == 0, output
+    assert not (folder / "log").exists()
+    weights = [folder / name_of(macos) / "final" / "model.safetensors" for macos in (True, False)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+
+
+@pytest.fixture
+def task(tmp_path):
+    (tmp_path / "my_task.py").write_text(TASK)
+    return tmp_path
+
+
+SPAWNED = "multiprocessing.spawn"
+SHORT = ("--duration", "6", "--batch.size", "32")
+NO_EVALUATION = ("--eval.every", "0", "--save.best", "false")
+
+
+def test_the_emulation_hides_what_macos_lacks(tmp_path):
+    code = (
+        "import os, sys, ctypes; from pathlib import Path\n"
+        "found = [hasattr(os, 'sched_getaffinity'), hasattr(os, 'fork'), sys.platform,\n"
+        "    hasattr(ctypes.CDLL(None), 'prctl'), hasattr(ctypes.CDLL(None), 'getpid')]\n"
+        "try: Path('/proc/self/stat').read_text()\n"
+        "except FileNotFoundError: found.append('no kernel files')\n"
+        "print(found)"
+    )
+    program = f"exec({code!r}, {{'__name__': 'oneloop.test'}}); exec({code!r}, {{'__name__': 'x'}})"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment(tmp_path, macos=True),
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    emulated, others = found.stdout.splitlines()
+    assert emulated == "[False, False, 'darwin', False, True, 'no kernel files']"
+    assert others == "[True, True, 'linux', True, True]"
+
+
+def test_a_task_trains_with_a_spawned_data_worker(task):
+    trained(
+        task,
+        *("my_task.py:MyTask", *SHORT, *NO_EVALUATION, "--machine.workers", "1"),
+        children=(SPAWNED,),
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "named"), [("Local", "Own"), ("WithLambda", "lambda")])
+def test_a_task_that_cannot_be_sent_gets_a_message(task, name, named):
+    start = ["launch", "--config_file", "single", f"my_task.py:{name}", *SHORT, "--run.dir", "run"]
+    found = command(task, *start, "--machine.workers", "1")
+    assert found.returncode == 2
+    message = found.stderr.splitlines()[-1]
+    assert message.startswith("oneloop: the task or its data cannot be sent to data workers: ")
+    assert named in message
+    assert "--machine.workers 0" in message
+    assert not (task / "run").exists()
+    assert command(task, *start).returncode == 0  # without workers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
+def test_digits(tmp_path, config):
+    # Two evaluations, and saves with EMA weights.
+    trained(tmp_path, "digits", "--duration", "40", "--ema.half_life", "5ep", config=config)
+
+
+@pytest.mark.slow
+def test_the_micro_batch_is_searched_in_a_spawned_process(tmp_path):
+    trained(tmp_path, "digits", *SHORT, "--batch.micro", "auto", children=(SPAWNED,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["images", "sft", "snippets", "docstrings"])
+def test_data_that_processes_prepare(tmp_path, name):
+    # Token caches, checks of images and data workers are spawned.
+    own = words(tmp_path, name)
+    workers = ["--machine.workers", "2"] if name in ("images", "snippets") else []
+    trained(tmp_path, *own, "--duration", "4", *NO_EVALUATION, *workers, children=(SPAWNED,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["the launcher", "the supervisor", "the training process"])
+def test_a_run_resumes_after_a_kill(tmp_path, victim):
+    given = ["digits", "--duration", "400", "--save.every", "50", "--batch.size", "16"]
+    process = launched(tmp_path, *given)
+    checkpoints = tmp_path / "emulated" / "checkpoints"
+    until = time.monotonic() + 90
+    while not [*checkpoints.glob("step-????????")] and time.monotonic() < until:
+        time.sleep(0.02)
+
+    # The launcher starts the supervisor, which starts the training process.
+    pids = {"the launcher": process.pid}
+    for name in ("the supervisor", "the training process"):
+        parent = psutil.Process([*pids.values()][-1])
+        [child] = [one for one in parent.children() if "oneloop.train" in " ".join(one.cmdline())]
+        pids[name] = child.pid
+    os.kill(pids[victim], signal.SIGKILL)
+    process.communicate(timeout=60)
+    gone(list(pids.values()))
+
+    assert not (tmp_path / "emulated" / "final").exists()  # it was killed before its end
+    assert launched(tmp_path, *given).communicate(timeout=120) is not None
+    summary = json.loads((tmp_path / "emulated" / "summary.json").read_text())
+    assert summary["exit_code"] == 0
+    plain(tmp_path, *given)
+
+
+@pytest.mark.slow
+def test_commands_on_a_run(tmp_path):
+    assert command(tmp_path, "plan", "digits").returncode == 0
+    process = launched(tmp_path, "digits", "--duration", "20")
+    assert process.communicate(timeout=120) and process.returncode == 0
+    found = {}
+    for macos in (True, False):
+        to = f"rows-{macos}.jsonl"
+        evaluated = command(tmp_path, "evaluate", "emulated", macos=macos)
+        predicted = command(
+            tmp_path, "predict", "emulated", "--data", "validation", "--to", to, macos=macos
+        )
+        for result in (evaluated, predicted):
+            assert result.returncode == 0, result.stderr
+        found[macos] = evaluated.stdout, (tmp_path / to).read_bytes()
+    assert found[True] == found[False]
+    assert command(tmp_path, "report", "emulated").returncode == 0
+    assert (tmp_path / "emulated" / "report.html").stat().st_size > 10_000
+    assert command(tmp_path, "check", "digits").returncode == 0
+    assert command(tmp_path, "verify", "emulated").returncode == 0
+    assert command(tmp_path, "doctor").returncode == 0
