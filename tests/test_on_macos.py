@@ -67,6 +67,23 @@ class Local(MyTask):
         return Own(256)
 
 
+class Tensors(torch.utils.data.Dataset):
+    def __init__(self, count):
+        self.rows = list(torch.randn(count, 8, generator=torch.Generator().manual_seed(0)))
+        self.rows = [row.clone() for row in self.rows]
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index], (self.rows[index].sum() > 0).long()
+
+
+class ManyTensors(MyTask):
+    def train_set(self):
+        return Tensors(1000)
+
+
 class WithLambda(MyTask):
     def __init__(self):
         self.double = lambda value: 2 * value
@@ -206,6 +223,14 @@ def test_a_task_trains_with_a_spawned_data_worker(task):
 
 
 @pytest.mark.slow
+def test_a_data_set_of_1000_tensors(task, monkeypatch):
+    # On Linux, torch shares each by a file, so that more than 1,024 are open. (Not on macOS.)
+    monkeypatch.setenv("ONELOOP_EMULATION_FILES", "4096")
+    given = ["my_task.py:ManyTensors", *SHORT, *NO_EVALUATION, "--machine.workers", "2"]
+    trained(task, *given, children=(SPAWNED,))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "named"), [("Local", "Own"), ("WithLambda", "lambda")])
 def test_a_task_that_cannot_be_sent_gets_a_message(task, name, named):
     start = ["launch", "--config_file", "single", f"my_task.py:{name}", *SHORT, "--run.dir", "run"]
@@ -238,6 +263,30 @@ def test_data_that_processes_prepare(tmp_path, name):
     own = words(tmp_path, name)
     workers = ["--machine.workers", "2"] if name in ("images", "snippets") else []
     trained(tmp_path, *own, "--duration", "4", *NO_EVALUATION, *workers, children=(SPAWNED,))
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_checks_its_images_in_processes(tmp_path):
+    # A spawned process that imported the script would train, too.
+    words(tmp_path, "images")
+    (tmp_path / "script.py").write_text(
+        "from oneloop import fit\n"
+        "fit('images', task={'data': 'images'}, batch={'size': 4}, duration=2,\n"
+        "    run={'dir': 'run'}, track='none')\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=tmp_path,
+        env=environment(tmp_path, macos=True),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert found.returncode == 0, found.stderr
+    assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+    started = (tmp_path / "log").read_text()
+    assert SPAWNED in started
 
 
 @pytest.mark.slow

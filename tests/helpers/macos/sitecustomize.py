@@ -12,6 +12,7 @@ import resource
 import sys
 from types import ModuleType
 
+_FILES = "ONELOOP_EMULATION_FILES"  # variable with the number of files that can be open
 _LOG = "ONELOOP_EMULATION_LOG"  # variable with the file in which each process notes its id
 _KERNEL = ("/proc/", "/sys/")  # folders that macOS does not have
 _MISSING = {
@@ -119,7 +120,8 @@ def _no_kernel_files(event, given):
 builtins.__import__ = _imported
 sys.addaudithook(_no_kernel_files)
 multiprocessing.set_start_method("spawn")
-resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+_most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ.get(_FILES, "256")), _most))
 if _LOG in os.environ:
     with open(os.environ[_LOG], "a", encoding="utf-8") as _log:
         _log.write(f"{os.getpid()} {sys.orig_argv}\n")

@@ -65,38 +65,57 @@ def _sysctl(name: str) -> str:
 
 
 class _Spawned(SpawnProcess):
-    """A spawned process, which does not import the program if that is a module of oneloop.
+    """A spawned process, which imports the program only if that is not a module of oneloop.
 
-    The process gets all that it needs by its arguments, and oneloop's programs take seconds to
-    import. A script of the user's is imported.
+    Those take seconds to import, and no process needs them.
     """
 
+    alone = False  # whether the process does not import a script of the user's, either
+
     def start(self) -> None:
-        main = sys.modules["__main__"]
-        spec = main.__spec__
-        if spec is None or spec.name.partition(".")[0] != "oneloop":
+        program = sys.modules["__main__"]
+        spec = program.__spec__
+        ours = spec is not None and spec.name.partition(".")[0] == "oneloop"
+        if not (ours or self.alone):
             super().start()
             return
-        file = main.__dict__.pop("__file__")
-        main.__spec__ = None
+
+        # multiprocessing imports nothing in the new process if the program has no name.
+        file = program.__dict__.pop("__file__", None)
+        program.__spec__ = None
         try:
             super().start()
         finally:
-            main.__spec__ = spec
-            main.__file__ = file
+            program.__spec__ = spec
+            if file is not None:
+                program.__file__ = file
+
+
+class _SpawnedAlone(_Spawned):
+    alone = True
 
 
 class _Spawn(SpawnContext):
     Process = _Spawned
 
 
-def start_context() -> BaseContext:
+class _SpawnAlone(SpawnContext):
+    Process = _SpawnedAlone
+
+
+def start_context(*, alone: bool = False) -> BaseContext:
     """Return the start method of new processes: fork on Linux, spawn elsewhere.
 
     The libraries of macOS start threads, which makes fork unsafe. With spawn, the function of a new
     process and its arguments must be picklable.
+
+    Args:
+        alone: the process needs no class of a script that is running: spawn does not import it. (A
+            script that trains as soon as it is imported would do so in the process, too.)
     """
-    return multiprocessing.get_context("fork") if _LINUX else _Spawn()
+    if _LINUX:
+        return multiprocessing.get_context("fork")
+    return _SpawnAlone() if alone else _Spawn()
 
 
 def server_context(preload: Sequence[str]) -> Any:

@@ -145,7 +145,7 @@ def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iter
 
     pool = ProcessPoolExecutor(
         cores,
-        start_context(),
+        start_context(alone=True),
         initializer=_begin_worker,
         initargs=(os.getpid(), rows, make),
     )
