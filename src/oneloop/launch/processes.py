@@ -137,10 +137,11 @@ def start(
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
 
-    # Choose the device and check the settings before the ranks connect: all raise the same error,
-    # and none waits.
+    # Check the settings before the ranks connect: all raise the same error, and none waits.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     sharding = _is_true("ACCELERATE_USE_FSDP")
+    if device == "cpu":
+        devices.use_cpu()
     kind = _checked_device(precision, sharding=sharding, exact=exact, deterministic=deterministic)
     on_cpu = kind.type == "cpu"  # with cpu=True, accelerate uses gloo
 
