@@ -593,3 +593,34 @@ def test_a_resume_on_another_device_says_what_differs(tmp_path):
     assert output.codes == [0], output.output
     assert "the run continues on cpu; before: cuda." in output.output
     assert "dropout draws other random numbers" in output.output
+
+
+def plan_on_a_mac(words: list[str]) -> int:
+    from oneloop.cli import main
+
+    on_a_mac()
+    return main(["plan", *words])
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_device(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\nbatch: {size: 8}\n")
+    words = ["--config_file", "ddp", "r.yaml", "--batch.grain", "4"]
+    world = run(plan_on_a_mac, words, folder=tmp_path)
+    assert "does not support" not in world.output, world.output
+    assert world.codes == [0], world.output
+
+
+def proved_keys(words: list[str]) -> list[str]:
+    """Return the words of a run that ``oneloop prove`` starts, without a GPU."""
+    from oneloop.plan import prove
+
+    sys.path.insert(0, "")
+    own = SimpleNamespace(config_file="ddp", processes=2, steps=2, json=False)
+    return prove._Proof(words, own, Path("scratch"), lambda *_: 0).training
+
+
+def test_prove_uses_the_cpu_if_there_are_fewer_gpus_than_processes(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\nbatch: {size: 8}\n")
+    (words,) = run(proved_keys, ["r.yaml"], folder=tmp_path).ok()
+    assert words == ["2", "r.yaml", "--machine.device", "cpu"]

@@ -53,8 +53,6 @@ def reseed(device: torch.device, *numbers: int, others: bool = False) -> None:
     torch.default_generator.manual_seed(number)
     if device.type == "cuda":
         torch.cuda.default_generators[device.index or 0].manual_seed(number)
-    elif device.type == "mps":
-        torch.mps.manual_seed(number)
     elif device.type != "cpu":
         torch.manual_seed(number)
 
