@@ -125,7 +125,7 @@ class Profiling:
         else:
             peak = peak_memory(self._device) / 2**30
             self._say(
-                "watch.memory: a snapshot needs a CUDA GPU; the peak of this process is "
+                "watch.memory: a snapshot needs a GPU; the peak of this process is "
                 f"{peak:.2f} GiB (watch.profile shows what operators allocate)"
             )
         self._recording = False
