@@ -6,16 +6,33 @@ There is no GPU here: a recorder replaces torch.cuda.device_count and torch.cuda
 from __future__ import annotations
 
 import os
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.memory import peak_memory
+from oneloop.basics.seeds import reseed
+from oneloop.checkpoint.pieces import Piece, stage
+from oneloop.data.step_batches import to_device
+from oneloop.job.apple_gpu import reject_model, reject_training
+from oneloop.job.restore import has_drawn, random_states, restored
 from oneloop.launch import devices
-from worlds import run, train
+from oneloop.launch.interpreter import borrowed
+from oneloop.machine.recompute import recompute
+from oneloop.optim.adamw import AdamW
+from oneloop.optim.bad_step_guard import Guard
+from oneloop.optim.bad_step_policy import Fault
+from oneloop.optim.elementwise import _correction
+from oneloop.optim.muon import Muon
+from oneloop.optim.sgd import SGD
+from worlds import apply, here, run, train
 
 CUDA = torch.device("cuda")
 
@@ -246,3 +263,364 @@ def allocator_at_a_check() -> str | None:
 
 def test_the_allocator_is_set_before_a_check_starts_cuda():
     assert run(allocator_at_a_check).ok() == [EXPANDABLE]
+
+
+# An Apple GPU: there is none here, so what oneloop and accelerate ask torch and its libraries is
+# answered as on a Mac. No tensor gets onto it.
+MPS = torch.device("mps")
+
+
+def on_a_mac() -> None:
+    """Let oneloop and accelerate find an Apple GPU, but not torch itself."""
+    import accelerate.state
+
+    real = torch.accelerator.current_accelerator
+
+    def found(check_available: bool = False) -> Any:
+        caller = sys._getframe(1).f_globals["__name__"]
+        return MPS if caller.startswith("oneloop.") else real(check_available)
+
+    torch.accelerator.current_accelerator = found
+    accelerate.state.is_mps_available = lambda *_: True
+
+
+def train_on_a_mac(words: list[str]) -> None:
+    on_a_mac()
+    here(words)
+
+
+def apply_on_a_mac(words: list[str]) -> None:
+    on_a_mac()
+    apply(words)
+
+
+SHORT = ["r.yaml", "--run.dir", "a", "--duration", "3", "--save.every", "0", "--eval.every", "0"]
+
+
+@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
+def test_a_mac_trains_on_its_cpu_if_asked(tmp_path, config):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\nmachine: {device: cpu}\n")
+    how = {"ranks": 1 if config == "single" else 2, "config": config, "folder": tmp_path}
+    world = run(train_on_a_mac, SHORT, **how)
+    assert world.codes == [0] * how["ranks"], world.output
+    assert " on cpu, no mixed precision" in world.output
+    assert (tmp_path / "a" / "final" / "model.safetensors").exists()
+    if config == "single":
+        # evaluate uses the device of the run
+        assert run(apply_on_a_mac, ["evaluate", "a"], folder=tmp_path).codes == [0]
+
+
+QUANTIZED = """
+import torch
+from torch import nn
+from tiny import Ragged
+
+class Linear4bit(nn.Linear):
+    pass
+
+Linear4bit.__module__ = "bitsandbytes.nn.modules"
+
+class Quantized(Ragged):
+    def model(self):
+        model = super().model()
+        model.more = Linear4bit(2, 2)
+        return model
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "how", "message"),
+    [
+        (["--batch.grain", "4"], {}, "does not support batch.grain: it has no float64"),
+        ([], {"ranks": 2}, "does not support 2 processes: torch.distributed has no backend"),
+        (
+            [],
+            {"options": ["--mixed_precision", "fp16"]},
+            "fp16 was never tried on the Apple GPU (mps)",
+        ),
+        (["--task.name", "q.py:Quantized"], {}, "does not support 4-bit weights"),
+    ],
+    ids=["grain", "ddp", "fp16", "4-bit"],
+)
+def test_a_mac_rejects_what_its_gpu_cannot_do(tmp_path, words, how, message):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    (tmp_path / "q.py").write_text(QUANTIZED)
+    world = run(
+        train_on_a_mac,
+        [*SHORT, *words],
+        folder=tmp_path,
+        variables={"ACCELERATE_TORCH_DEVICE": "mps"},
+        **how,
+    )
+    assert set(world.codes) == {2}, world.output
+    assert world.output.count(message) == 1, world.output
+    assert "machine.device cpu" in world.output and "Traceback" not in world.output
+    assert not (tmp_path / "a").exists()
+
+
+def settings(**values: Any) -> Any:
+    """Return the groups of a recipe that are read for an Apple GPU."""
+    machine = SimpleNamespace(
+        dtype=values.get("dtype", "float32"), compile=values.get("compile", "none")
+    )
+    ema = SimpleNamespace(device=values.get("ema"))
+    optimizer = SimpleNamespace(name=values.get("optimizer", "adamw"))
+    return SimpleNamespace(machine=machine, ema=ema, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("values", "setting"),
+    [
+        ({"dtype": "float64"}, "machine.dtype float64: it has no float64"),
+        ({"compile": "regional"}, "machine.compile regional: "),
+        ({"ema": "cpu"}, "ema.device cpu: "),
+        ({"optimizer": "bitsandbytes.optim.AdamW8bit"}, "optimizer.name bitsandbytes.optim.Ad"),
+    ],
+)
+def test_settings_that_an_apple_gpu_does_not_support(values, setting):
+    def check(recipe: Any) -> None:
+        reject_model(recipe, torch.nn.Linear(2, 2))
+        reject_training(recipe)
+
+    check(settings())
+    with pytest.raises(BadInput, match=re.escape(f"(mps) does not support {setting}")) as error:
+        check(settings(**values))
+    assert "set machine.device cpu (evaluate and predict: --device cpu)" in str(error.value)
+
+
+def deterministic() -> str:
+    from oneloop.launch.processes import start
+
+    on_a_mac()
+    try:
+        start(deterministic=True)
+    except BadInput as error:
+        return str(error)
+    return ""
+
+
+def test_an_apple_gpu_has_no_deterministic_algorithms():
+    (found,) = run(deterministic).ok()
+    assert "does not support machine.deterministic true" in found
+
+
+def test_the_variables_of_accelerate_choose_the_device(monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: MPS)
+    for name in ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"):
+        monkeypatch.delenv(name, raising=False)
+    assert devices.kind() == MPS
+    for name, value in (("ACCELERATE_USE_CPU", "True"), ("ACCELERATE_TORCH_DEVICE", "cpu")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert devices.kind().type == "cpu"
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cuda:1")
+    devices.use_cpu()
+    assert devices.kind().type == "cpu" and "ACCELERATE_TORCH_DEVICE" not in os.environ
+
+
+def test_the_log_says_what_happens_to_operators_that_an_apple_gpu_lacks(monkeypatch):
+    assert devices.missing_operators(torch.device("cpu")) == []
+    (line,) = devices.missing_operators(MPS)
+    assert "ends the run" in line and "export PYTORCH_ENABLE_MPS_FALLBACK=1" in line
+    monkeypatch.setattr(devices, "FALLBACK", True)
+    (line,) = devices.missing_operators(MPS)
+    assert "lacks run on the CPU, slower" in line
+
+
+@pytest.fixture
+def generator(monkeypatch) -> torch.Generator:
+    """The generator of an emulated Apple GPU."""
+    made = torch.Generator().manual_seed(7)
+    monkeypatch.setattr(torch.mps, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.mps, "manual_seed", made.manual_seed)
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda device="mps": made.get_state())
+    monkeypatch.setattr(
+        torch.mps, "set_rng_state", lambda state, device="mps": made.set_state(state)
+    )
+    return made
+
+
+def test_the_generator_of_an_apple_gpu_is_seeded_and_restored(generator):
+    def drawn() -> list[float]:
+        return torch.rand(3, generator=generator).tolist()
+
+    # each micro-batch
+    reseed(MPS, 1, 2)
+    first = drawn()
+    reseed(MPS, 1, 2)
+    assert drawn() == first
+
+    # the checks before a run
+    model = torch.nn.Linear(2, 2)
+    states = random_states(MPS)
+    assert not has_drawn(states, MPS)
+    with restored(model, MPS):
+        inside = drawn()
+        assert has_drawn(states, MPS)
+    assert not has_drawn(states, MPS) and drawn() == inside
+
+    # a run in the user's interpreter
+    before = generator.get_state()
+    with borrowed():
+        drawn()
+    assert torch.equal(generator.get_state(), before)
+
+
+def test_activation_checkpointing_repeats_the_draws_of_an_apple_gpu(generator):
+    class Drop(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.ones(64))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # Its square keeps the masked value for the backward.
+            return (self.weight * x * (torch.rand(64, generator=generator) > 0.5)) ** 2
+
+    gradients = []
+    for mode in ("none", "full"):
+        generator.manual_seed(3)
+        model = torch.nn.Sequential(Drop(), Drop())
+        if mode == "full":
+            recompute(model, mode, names=["Drop"])
+        model(torch.ones(64, requires_grad=True)).sum().backward()
+        gradients.append(model[0].weight.grad)
+        last = torch.rand(1, generator=generator)
+    assert torch.equal(*gradients)
+    generator.manual_seed(3)
+    torch.rand(128, generator=generator)
+    assert torch.equal(torch.rand(1, generator=generator), last)  # recomputation changes nothing
+
+
+class OnMps(torch.Tensor):
+    """A tensor in host memory that says that it is on an Apple GPU."""
+
+    device = MPS
+
+
+def test_a_batch_is_copied_to_an_apple_gpu_at_once():
+    copies = []
+
+    class Copied(torch.Tensor):
+        def to(self, device, non_blocking):
+            copies.append((str(device), non_blocking))
+            return self
+
+    batch = {"x": torch.ones(2).as_subclass(Copied), "name": "a"}
+    for device in (MPS, CUDA):
+        assert to_device(batch, device)["name"] == "a"
+    assert copies == [("mps", False), ("cuda", True)]
+
+
+def test_a_checkpoint_is_copied_through_aligned_memory():
+    copies = []
+
+    class Copied(OnMps):
+        def cpu(self):
+            copies.append(len(self))
+            return torch.Tensor.clone(self).as_subclass(torch.Tensor)
+
+    values = [torch.arange(2).float(), torch.arange(3).bfloat16()]
+    buffer = torch.zeros(14, dtype=torch.uint8)
+    pieces = [Piece(name, one.as_subclass(Copied), ()) for name, one in zip("ab", values)]
+    stage(pieces, buffer)
+    assert copies == [2, 3]
+    assert torch.equal(buffer, torch.cat([one.view(torch.uint8) for one in values]))
+
+
+def test_memory_is_that_of_the_device_that_trains(monkeypatch):
+    monkeypatch.setattr(torch.mps, "driver_allocated_memory", lambda: 123)
+    assert peak_memory(MPS) == 123
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert peak_memory(torch.device("cpu")) > 1 << 20  # although a program has used a GPU
+
+
+def test_optimizers_skip_a_bad_step_on_an_apple_gpu_without_fused_kernels():
+    class Parameter(torch.nn.Parameter):
+        device = MPS
+
+    def parameter() -> Any:
+        made = Parameter(torch.ones(4, 4))
+        made.grad = torch.full((4, 4), torch.nan)
+        return made
+
+    for make in (AdamW, SGD, Muon):
+        mine = parameter()
+        optimizer = make([mine], lr=0.1)
+        assert optimizer.elementwise, make
+        if make is SGD:
+            optimizer.found_inf = torch.ones(())
+            optimizer.step()
+            assert bool((mine.detach() == 1).all())
+        assert not make([torch.nn.Parameter(torch.ones(4, 4))], lr=0.1).elementwise
+
+    # Other fused optimizers ignore the flag, so the guard reads it before the step.
+    mine = parameter()
+    for optimizer, waits in (
+        (torch.optim.Adam([mine], fused=True), True),
+        (SGD([mine], lr=0.1), False),
+    ):
+        guard = Guard(optimizer, device=torch.device("cpu"))
+        assert guard._on_device is not waits
+        guard.step(torch.tensor(torch.nan))
+        assert guard.resolve().fault is Fault.NONFINITE and bool((mine.detach() == 1).all())
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9, 0.999, 0.999999])
+def test_bias_corrections_without_float64(beta):
+    steps = torch.tensor([1.0, 2, 10, 1000, 1e6])
+    exact = _correction(beta, steps)
+    found = _correction(beta, steps.as_subclass(OnMps)).as_subclass(torch.Tensor)
+    assert exact.dtype is torch.float64 and found.dtype is torch.float32
+    torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=0.0)
+
+
+def train_as_on_cuda(words: list[str]) -> None:
+    """Train; checkpoints say that they are from a CUDA device."""
+    from oneloop.run import training_state
+
+    real = training_state.inputs_of
+    training_state.inputs_of = lambda *args: {**real(*args), "device": "cuda"}
+    train(words)
+
+
+def test_a_resume_on_another_device_says_what_differs(tmp_path):
+    (tmp_path / "r.yaml").write_text(
+        "task: {name: tiny.Ragged, dropout: 0.1}\nschedule: {name: constant}\n"
+    )
+    run(train_as_on_cuda, ["r.yaml", "--run.dir", "a", "--duration", "2"], folder=tmp_path).ok()
+    more = ["r.yaml", "--run.dir", "a", "--duration", "4", "--machine.device", "cpu"]
+    output = run(train, more, folder=tmp_path)
+    assert output.codes == [0], output.output
+    assert "the run continues on cpu; before: cuda." in output.output
+    assert "dropout draws other random numbers" in output.output
+
+
+def plan_on_a_mac(words: list[str]) -> int:
+    from oneloop.cli import main
+
+    on_a_mac()
+    return main(["plan", *words])
+
+
+@pytest.mark.slow
+def test_a_plan_needs_no_device(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\nbatch: {size: 8}\n")
+    words = ["--config_file", "ddp", "r.yaml", "--batch.grain", "4"]
+    world = run(plan_on_a_mac, words, folder=tmp_path)
+    assert "does not support" not in world.output, world.output
+    assert world.codes == [0], world.output
+
+
+def proved_keys(words: list[str]) -> list[str]:
+    """Return the words of a run that ``oneloop prove`` starts, without a GPU."""
+    from oneloop.plan import prove
+
+    sys.path.insert(0, "")
+    own = SimpleNamespace(config_file="ddp", processes=2, steps=2, json=False)
+    return prove._Proof(words, own, Path("scratch"), lambda *_: 0).training
+
+
+def test_prove_uses_the_cpu_if_there_are_fewer_gpus_than_processes(tmp_path):
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\nbatch: {size: 8}\n")
+    (words,) = run(proved_keys, ["r.yaml"], folder=tmp_path).ok()
+    assert words == ["2", "r.yaml", "--machine.device", "cpu"]

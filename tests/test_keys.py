@@ -107,6 +107,7 @@ LISTED = {
     "save.mirror": "changes no file of the run folder: tests/test_mirror.py",
     "save.upload_limit": "needs a mirror: tests/test_mirror.py",
     "save.max_failures": "needs a full disk: tests/test_resume.py",
+    "machine.device": "needs a GPU: tests/test_devices.py",
     "machine.base_dtype": "needs frozen matrices: tests/test_lora.py",
     "machine.deterministic": "a CPU's algorithms are deterministic",
     "machine.patience": "needs a hang: tests/test_endings.py",

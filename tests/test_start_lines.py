@@ -83,7 +83,10 @@ def test_tf32_and_weights_in_half_precision_round_more():
 
 
 def test_other_devices_are_not_told_to_use_what_they_do_not_support():
-    assert "batch.grain" not in promise("mps")
+    for precision in ("no", "bf16"):
+        line = promise("mps", precision)
+        assert "batch.grain" not in line and "machine.deterministic" not in line
+        assert "a rerun may differ by rounding" in line and "only with machine.device cpu" in line
     assert "FSDP2" not in promise("cuda", "fp8")
 
 

@@ -107,8 +107,8 @@ def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) ->
     Args:
         run: the run folder, or the summary that :func:`fit` returned.
         mixed_precision: as in :func:`fit`.
-        options: ``data``, ``checkpoint``, ``weights``, ``micro``, ``accept_changes`` and ``task``
-            of the command; a task may be a class.
+        options: ``data``, ``checkpoint``, ``weights``, ``micro``, ``device``, ``accept_changes``
+            and ``task`` of the command; a task may be a class.
 
     Raises:
         BadInput: the run, the data or an option is invalid.
@@ -193,6 +193,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "checkpoint": None,
         "weights": "raw",
         "micro": None,
+        "device": None,
         "accept_changes": False,
     },
     "export": {
@@ -215,6 +216,9 @@ def _options(command: str, run: Run, given: dict[str, Any]) -> Namespace:
     if unknown:
         raise TypeError(f"{command}() got an unexpected keyword argument {sorted(unknown)[0]!r}")
     options |= given
+
+    if options.get("device") not in (None, "auto", "cpu"):
+        raise BadInput(f"device must be auto or cpu, got {options['device']!r}")
 
     # On a command line, these are texts.
     if isinstance(options["task"], type):

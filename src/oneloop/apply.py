@@ -44,8 +44,9 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
         BadInput: The run, the data or an option is invalid.
     """
     recipe = recipe_of(given.run, command=command, task=given.task)
-    run = start(deterministic=recipe.machine.deterministic)
-    float32_products(recipe.machine.matmul, benchmark=recipe.machine.cudnn_benchmark)
+    machine = recipe.machine
+    run = start(device=given.device or machine.device, deterministic=machine.deterministic)
+    float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
     evaluates = command == "evaluate"
 
     # Load the model and the data; with a wrong input, all ranks raise the same error.

@@ -39,6 +39,8 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
     )
     options.add_argument("--weights", default="raw", help="raw (default), or the name of an EMA")
     options.add_argument("--micro", type=positive(int), metavar="N", help="samples at once")
+    where = "auto or cpu; default: the run's machine.device"
+    options.add_argument("--device", choices=("auto", "cpu"), help=where)
     accept = "accept other data than the run was trained with; its classes may differ"
     options.add_argument("--accept_changes", action="store_true", help=accept)
     options.add_argument(

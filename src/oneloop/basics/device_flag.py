@@ -18,7 +18,8 @@ class DeviceFlag:
 
     def send(self, value: Tensor) -> None:
         """Start the copy of a 0-dim tensor."""
-        self._host.copy_(value, non_blocking=True)
+        # Cast on the device: an Apple GPU copies bytes.
+        self._host.copy_(value.to(self._host.dtype), non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 

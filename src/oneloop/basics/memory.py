@@ -5,8 +5,16 @@ import torch
 from oneloop.basics.system.memory import peak_host_memory
 
 
-def peak_memory() -> int:
-    """Return the peak memory of this process in bytes: of the GPU, or of the host without one."""
-    if torch.cuda.is_initialized():
-        return int(torch.cuda.max_memory_reserved())
+def peak_memory(device: torch.device) -> int:
+    """Return the peak memory of this process in bytes: of the GPU, or of the host without one.
+
+    On an Apple GPU (mps), which reports no peak, it is the memory that the driver holds now.
+
+    Args:
+        device: that trains.
+    """
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_reserved(device))
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
     return peak_host_memory()

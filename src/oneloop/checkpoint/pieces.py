@@ -115,7 +115,9 @@ def stage(mine: list[Piece], buffer: Tensor) -> None:
         start = end
         end += piece.tensor.numel() * piece.tensor.element_size()
         views.append(buffer[start:end].view(piece.tensor.dtype).view(piece.tensor.shape))
-        sources.append(piece.tensor)
+        # Metal copies only to addresses that are multiples of four.
+        on_mps = piece.tensor.device.type == "mps"
+        sources.append(piece.tensor.cpu() if on_mps else piece.tensor)
     if not views:
         return
     try:

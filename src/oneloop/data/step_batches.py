@@ -390,7 +390,11 @@ def transferred(
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
     """Return the batch with its tensors on the device, and other values as they are."""
+    # An Apple GPU would read host memory that is free already (pytorch #189690).
+    at_once = device.type == "mps"
     moved = {}
     for name, value in batch.items():
-        moved[name] = value.to(device, non_blocking=True) if torch.is_tensor(value) else value
+        moved[name] = value
+        if torch.is_tensor(value):
+            moved[name] = value.to(device, non_blocking=not at_once)
     return moved

@@ -15,6 +15,7 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.step_batches import CollateWithWeight
 from oneloop.ema import gamma
+from oneloop.job.apple_gpu import reject_training
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.launch.agreement import where
 from oneloop.measure.noise_scale import Sensor
@@ -183,6 +184,8 @@ def build_job(
     collate = CollateWithWeight(
         task.collate, task.weight, sample_weight=sample_weight, dtype=torch_dtype(recipe)
     )
+    if device == "mps":
+        reject_training(recipe)
     built = build_model(recipe, task, layout, sharded=sharded, device=device, on_meta=on_meta)
     optimizer = resolve("optimizer", recipe.optimizer.name)
     return Job(

@@ -62,14 +62,15 @@ class Trial:
         # Set up the process as for the run.
         machine = self.recipe.machine
         run = start(
+            device=machine.device,
             sync_each_batch=machine.sync_each_batch,
             deterministic=machine.deterministic,
             connect=_CONNECT,
         )
         float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
-        if run.device.type == "cuda":
-            # Leave room for buffers of DDP and NCCL.
-            torch.cuda.set_per_process_memory_fraction(0.95)
+        if run.device.type in ("cuda", "mps"):
+            # Leave room for buffers of DDP and NCCL. An Apple GPU would use disk space.
+            torch.get_device_module(run.device).set_per_process_memory_fraction(0.95)
 
         # Build the job, and find its largest samples.
         share = self.recipe.batch.size // run.ranks  # samples of a step on this process
@@ -193,7 +194,12 @@ def find_micro(recipe: Recipe, run: Run) -> int | None:
         return int(cached)
 
     environment = trial_environment(run)
-    with Child(Trial(recipe), environment=environment, wait=partial(_on_all_ranks, run)) as child:
+    with Child(
+        Trial(recipe),
+        device=run.device,
+        environment=environment,
+        wait=partial(_on_all_ranks, run),
+    ) as child:
         try:
             sizes = [micro for micro in range(1, share + 1) if share % micro == 0]
             best = search(sizes, partial(_attempt, run, child, mode), fastest=mode == "fastest")
@@ -281,7 +287,8 @@ class _Cache:
         self.file = root / "oneloop" / "batch_size.json"
         resolved = recipe.resolved
         machine = dict(resolved["machine"])
-        for name in ("workers", "check_every", "gc_every"):  # do not matter to memory and speed
+        # These do not matter to memory and speed, or are known from the devices.
+        for name in ("workers", "check_every", "gc_every", "device"):
             machine.pop(name, None)
         self.about = {
             "task": resolved["task"],
@@ -360,7 +367,9 @@ def explained(job: Job, run: Run, error: BaseException) -> str:
         advice.append(
             "--machine.recompute full (activations are computed again: about a third more time)"
         )
-    if not run.sharded:
+    if run.device.type == "mps":
+        advice.append("a smaller model: an Apple GPU trains with one process")
+    elif not run.sharded:
         advice.append(
             "fsdp2.yaml (weights, gradients and optimizer, on this machine about "
             f"{4 * memory:.2f} GiB with AdamW, are divided among the processes)"
@@ -376,5 +385,7 @@ def explained(job: Job, run: Run, error: BaseException) -> str:
         peak = torch.cuda.max_memory_allocated(run.device)
         total = torch.cuda.get_device_properties(run.device).total_memory
         usage = f" (peak {peak / gib:.2f} of {total / gib:.2f} GiB)"
+    elif run.device.type == "mps":
+        usage = f" (of {torch.mps.recommended_max_memory() / gib:.2f} GiB)"
     choices = "; or ".join(advice)
     return f"out of memory on {run.device}{usage} with a micro-batch of {each}; {choices}"

@@ -16,6 +16,7 @@ from oneloop.basics.tensors import dense, one_element
 from oneloop.checkpoint.state_dict import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
+from oneloop.job.apple_gpu import reject_model
 from oneloop.machine.blocks import blocks, class_names, has_batch_statistics
 from oneloop.machine.compile import CUDA_GRAPHS, compile_
 from oneloop.machine.frozen_dtype import count, hold_frozen
@@ -80,6 +81,8 @@ def build_model(
             f"{named(task, 'model')} returned a {type(model).__name__}; a torch.nn.Module is needed"
         )
     _reject_unfit(model, task, sharded=sharded)
+    if device == "mps":
+        reject_model(recipe, model)
 
     # Load initial weights, in the dtype of the run.
     origin: BaseModel | None = getattr(task, "origin", None)
@@ -286,9 +289,10 @@ def _adapt_to_machine(
     machine = recipe.machine
     notes = []
     kind, share = parsed(machine.recompute)
-    if machine.offload and device == "cpu":
+    if machine.offload and device in ("cpu", "mps"):
         raise ValueError(
-            "machine.offload requires a GPU; on a CPU, activations are in host memory already"
+            f"machine.offload requires a GPU with its own memory; on {device}, activations are in "
+            "host memory already"
         )
 
     # Memory format. With batch.grain, auto would differ under FSDP2.

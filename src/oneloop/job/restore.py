@@ -19,10 +19,10 @@ _COPIED = 1 << 30  # bytes of parameters and buffers that are copied; larger mod
 
 
 def random_states(device: torch.device) -> list[Any]:
-    """Return the states of the generators of torch, Python and numpy (and of the CUDA device)."""
+    """Return the states of the generators of torch, Python and numpy (and of the device)."""
     states: list[Any] = [torch.get_rng_state(), other_states()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
     return states
 
 
@@ -150,8 +150,8 @@ def restored(model: nn.Module, device: torch.device) -> Iterator[None]:
             parameter.grad = None
         torch.set_rng_state(states[0])
         set_other_states(states[1])
-        if device.type == "cuda":
-            torch.cuda.set_rng_state(states[2], device)
+        if device.type != "cpu":
+            torch.get_device_module(device).set_rng_state(states[2], device)
 
 
 @contextmanager

@@ -17,14 +17,37 @@ _ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """variables with the settings of torch's allocator: the new name, and the old one"""
 _NOT_EXPANDABLE = ("microsoft", "tegra")
 """parts of the names of kernels (WSL, Jetson) under which expandable segments fail"""
+FALLBACK = os.environ.get("PYTORCH_ENABLE_MPS_FALLBACK", "0") != "0"
+"""whether torch may run operators on the CPU that an Apple GPU lacks; torch reads the variable when
+it is imported, and accelerate sets it later"""
+
+
+def use_cpu() -> None:
+    """Let this process, and those that it starts, train on the CPU: accelerate's use_cpu."""
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    os.environ.pop("ACCELERATE_TORCH_DEVICE", None)  # it would take precedence
 
 
 def kind() -> torch.device:
-    """Return the device type that trains: the CPU if accelerate's use_cpu asks for it."""
+    """Return the device type that trains: the CPU if accelerate's variables ask for it."""
     found = torch.accelerator.current_accelerator(check_available=True)
-    if found is None or parse_flag_from_env("ACCELERATE_USE_CPU"):
+    named = os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
+    if found is None or named or parse_flag_from_env("ACCELERATE_USE_CPU"):
         return torch.device("cpu")
     return found
+
+
+def not_on_mps(setting: str, why: str) -> BadInput:
+    """Return the error for a setting that an Apple GPU does not support.
+
+    Args:
+        setting: the key and its value.
+        why: the reason.
+    """
+    return BadInput(
+        f"the Apple GPU (mps) does not support {setting}: {why}; set machine.device cpu "
+        "(evaluate and predict: --device cpu)"
+    )
 
 
 def local_ranks() -> int:
@@ -160,3 +183,23 @@ def unused(device: torch.device) -> list[str]:
     elif ranks() > local_ranks():
         more = f"{count} processes on each host"
     return [f"GPUs of this host in use: {local_ranks()} of {count}; to use all: {more}"]
+
+
+def missing_operators(device: torch.device) -> list[str]:
+    """Return the line of the start-up log about operators that an Apple GPU lacks.
+
+    Args:
+        device: of this process.
+    """
+    if device.type != "mps":
+        return []
+    line = (
+        "an operator that the Apple GPU (mps) lacks ends the run; to run it on the CPU, slower, "
+        "export PYTORCH_ENABLE_MPS_FALLBACK=1 (accelerate sets it after torch has read it)"
+    )
+    if FALLBACK:
+        line = (
+            "PYTORCH_ENABLE_MPS_FALLBACK: operators that the Apple GPU (mps) lacks run on the CPU, "
+            "slower, with copies to the host and back"
+        )
+    return [line]

@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
+from oneloop.launch import devices
 from oneloop.launch.before_imports import read_once
 from oneloop.launch.bounded_store import BoundedStore
 from oneloop.launch.clocks import clock_problem, show_clock
@@ -80,6 +81,8 @@ def run(words: Sequence[str]) -> int:
     folder = None  # that all hosts share; with a mirror they need not
     if training[:-1]:
         recipe = read_once(tuple(training[:-1]))
+        if recipe.machine.device == "cpu":
+            devices.use_cpu()
         folder = recipe.folder if recipe.mirror is None else None
 
     # Check this host, then all of them together.
@@ -269,7 +272,7 @@ def _measured(store: TCPStore, ranks: int, rank: int, local: int) -> list[float]
     The number for itself is 0.
     """
     # Connect, and check that a sum is right.
-    gpu = torch.cuda.is_available()
+    gpu = devices.kind().type == "cuda"
     dist.init_process_group(
         "nccl" if gpu else "gloo",
         rank=rank,

@@ -99,8 +99,12 @@ def _random() -> Iterator[None]:
     python = random.getstate()
     arrays = np.random.get_state()
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    apple = range(torch.mps.device_count())
     try:
-        with torch.random.fork_rng(devices):
+        with (
+            torch.random.fork_rng(devices, device_type="cuda"),
+            torch.random.fork_rng(apple, device_type="mps"),
+        ):
             yield
     finally:
         random.setstate(python)

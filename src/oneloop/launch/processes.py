@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
-from typing import NoReturn, cast
+from typing import Literal, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.launcher import ranks
 from oneloop.data.step_batches import workers_here
 from oneloop.launch import devices
 from oneloop.launch.agreement import LONG, Agreement, limit_collectives
@@ -103,6 +104,7 @@ class Run(Agreement):
 
 def start(
     *,
+    device: Literal["auto", "cpu"] = "auto",
     sync_each_batch: bool = False,
     find_unused_parameters: bool = False,
     deterministic: bool = False,
@@ -114,6 +116,7 @@ def start(
     """Build the Accelerator that the launcher's environment configures.
 
     Args:
+        device: ``cpu``: train on the CPU, although there may be a GPU.
         sync_each_batch: reduce gradients in every micro-batch (accelerate).
         find_unused_parameters: let DDP search for unused parameters.
         deterministic: use torch's deterministic algorithms.
@@ -137,7 +140,9 @@ def start(
     # Check the settings before the ranks connect: all raise the same error, and none waits.
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     sharding = _is_true("ACCELERATE_USE_FSDP")
-    kind = _checked_device(precision, sharding=sharding, exact=exact)
+    if device == "cpu":
+        devices.use_cpu()
+    kind = _checked_device(precision, sharding=sharding, exact=exact, deterministic=deterministic)
     on_cpu = kind.type == "cpu"  # with cpu=True, accelerate uses gloo
 
     cores = devices.set_up(kind)
@@ -174,21 +179,29 @@ def start(
         step_scheduler_with_optimizer=False,
     )
     run = Run(accelerator, cores=cores)
-    # The number of threads changes the order of sums. The end of the run restores it.
     if exact and on_cpu:
-        run.closing.callback(torch.set_num_threads, torch.get_num_threads())
-        torch.set_num_threads(1)
+        _use_one_thread(run)
     return run
 
 
-def _checked_device(precision: str, *, sharding: bool, exact: bool) -> torch.device:
+def _use_one_thread(run: Run) -> None:
+    """Use one CPU thread until the end of the run: their number changes the order of sums."""
+    run.closing.callback(torch.set_num_threads, torch.get_num_threads())
+    torch.set_num_threads(1)
+
+
+def _checked_device(
+    precision: str, *, sharding: bool, exact: bool, deterministic: bool
+) -> torch.device:
     """Return the device type that trains. Raise BadInput for settings that it does not support."""
     reject_strategy(sharding=sharding)
     kind = devices.kind()
     devices.set_allocator(kind)  # before a check starts CUDA
     _reject_precision(precision, kind)
     if exact:
-        _reject_inexact(precision, kind)
+        _reject_inexact(precision)
+    if kind.type == "mps":
+        _reject_on_mps(exact=exact, deterministic=deterministic)
     devices.reject_shared(kind)
     return kind
 
@@ -258,7 +271,7 @@ def reject_strategy(*, sharding: bool, elastic: bool = False) -> None:
         )
 
 
-def _reject_inexact(precision: str, device: torch.device) -> None:
+def _reject_inexact(precision: str) -> None:
     if int(os.environ.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", 1)) > 1:
         raise BadInput(
             "batch.grain requires bit-identical runs on any number of processes, but hybrid "
@@ -269,10 +282,16 @@ def _reject_inexact(precision: str, device: torch.device) -> None:
             "batch.grain requires bit-identical runs on any number of processes, but fp8 scales "
             "by what each process has seen; use bf16 or no"
         )
-    if device.type == "mps":
-        raise BadInput(
-            "batch.grain requires bit-identical runs on any number of processes, but mps has no "
-            "float64, which exact sums require; remove batch.grain, or use a CPU"
+
+
+def _reject_on_mps(*, exact: bool, deterministic: bool) -> None:
+    if ranks() > 1:
+        raise devices.not_on_mps(f"{ranks()} processes", "torch.distributed has no backend for it")
+    if exact:
+        raise devices.not_on_mps("batch.grain", "it has no float64, which exact sums require")
+    if deterministic:
+        raise devices.not_on_mps(
+            "machine.deterministic true", "torch has deterministic algorithms for CUDA and the CPU"
         )
 
 
@@ -288,6 +307,11 @@ def _reject_precision(precision: str, device: torch.device) -> None:
         raise BadInput(
             "mixed_precision fp16 does not work on a CPU, which has no fp16 loss scaling; use "
             "bf16 or no"
+        )
+    if precision == "fp16" and device.type == "mps":
+        raise BadInput(
+            "mixed_precision fp16 was never tried on the Apple GPU (mps), whose loss scaling "
+            "differs; use bf16 or no, there or with machine.device cpu"
         )
     if precision == "fp8":
         # fp8 needs a GPU of compute capability 8.9 (Ada, Hopper), and a library.

@@ -116,6 +116,7 @@ class Child:
 
     Args:
         make: builds the model, and returns the steps. The child must be able to import it.
+        device: that the steps use, to measure its memory; None: the GPU if there is one.
         environment: variables that the child sets first (None removes a variable).
         wait: is called repeatedly with two flags: whether this process has an answer, and whether
             the attempt failed. It returns whether all processes have one, and whether any failed.
@@ -125,6 +126,7 @@ class Child:
         self,
         make: Callable[[], Steps],
         *,
+        device: torch.device | None = None,
         environment: Mapping[str, str | None] | None = None,
         wait: Callable[[bool, bool], tuple[bool, bool]] = lambda answered, failed: (
             answered,
@@ -132,6 +134,8 @@ class Child:
         ),
     ) -> None:
         self._make = make
+        found = torch.accelerator.current_accelerator(check_available=True)
+        self._device = device or found or torch.device("cpu")
         self.environment = dict(environment or {})
         self._wait = wait
         self._process: Any = None
@@ -158,7 +162,8 @@ class Child:
             context = multiprocessing.get_context("spawn")
             self._pipe, child_end = context.Pipe()
             self._process = context.Process(
-                target=_serve, args=(child_end, self._make, self.environment, os.getpid())
+                target=_serve,
+                args=(child_end, self._make, self._device, self.environment, os.getpid()),
             )
             self._process.start()
             child_end.close()
@@ -207,7 +212,11 @@ class _Failure:
 
 
 def _serve(
-    pipe: Connection, make: Callable[[], Steps], environment: dict[str, str | None], parent: int
+    pipe: Connection,
+    make: Callable[[], Steps],
+    device: torch.device,
+    environment: dict[str, str | None],
+    parent: int,
 ) -> None:
     # The environment must be set before the model is built.
     die_with(parent)
@@ -230,7 +239,7 @@ def _serve(
                 began = time.perf_counter()
                 steps(micro)
                 times.append(time.perf_counter() - began)
-            pipe.send(Attempt(micro, True, median(times) / micro, peak_memory()))
+            pipe.send(Attempt(micro, True, median(times) / micro, peak_memory(device)))
         except BaseException as error:
             fault = None
             if not is_out_of_memory(error):

@@ -147,12 +147,16 @@ class _Inside(NamedTuple):
     module: nn.Module
 
 
+def _apple_states() -> list[Tensor]:
+    return [torch.mps.get_rng_state() for _ in range(torch.mps.device_count())]
+
+
 class _Call:
     """One call of a block's forward, which its recomputation repeats bit for bit.
 
-    torch restores its own generators for the recomputation. This restores the buffers that the
-    forward had and, if they are seeded, the generators of numpy and Python. Afterwards it undoes
-    what the recomputation changed.
+    torch restores its own generators for the recomputation, but not that of an Apple GPU. This
+    restores it, the buffers that the forward had and, if they are seeded, the generators of numpy
+    and Python. Afterwards it undoes what the recomputation changed.
 
     Args:
         forward: of the block.
@@ -164,6 +168,7 @@ class _Call:
         self._inside = inside
         self._ran = False
         self._states: tuple[Any, ...] | None = None  # of the generators, before the forward
+        self._apple: list[Tensor] = []  # the same of each Apple GPU: one, or none
         # of each buffer before it: where it is, its key, the tensor, and whether it is copied
         self._buffers: list[tuple[dict[str, Tensor | None], str, Tensor, bool]] = []
 
@@ -174,6 +179,9 @@ class _Call:
 
         # Recompute with the random states and buffers of the forward.
         now = [dict(one.buffers) for one in self._inside]
+        apple = _apple_states()
+        for state in self._apple:
+            torch.mps.set_rng_state(state)
         if self._states is not None:
             states = other_states()
             set_other_states(self._states)
@@ -184,6 +192,8 @@ class _Call:
         finally:
             if self._states is not None:
                 set_other_states(states)
+            for state in apple:
+                torch.mps.set_rng_state(state)
             for one, buffers in zip(self._inside, now, strict=True):
                 one.buffers.clear()
                 one.buffers.update(buffers)
@@ -192,6 +202,7 @@ class _Call:
         """Run the forward, which may change in place only statistics of batches."""
         if others_seeded():
             self._states = other_states()
+        self._apple = _apple_states()
         versions = []
         for name, buffers, module in self._inside:
             statistics = isinstance(module, _NormBase)

@@ -180,7 +180,7 @@ def release_cache() -> None:
     Useful before work with other shapes (evaluation); too slow for the loop.
     """
     if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+        torch.get_device_module().empty_cache()
 
 
 @contextmanager

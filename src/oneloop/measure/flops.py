@@ -154,7 +154,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None 
         side: Rows and columns of the matrices (None: by device).
     """
     if side is None:
-        side = 512 if device.type == "cpu" else 8192
+        side = {"cpu": 512, "mps": 2048}.get(device.type, 8192)
     a = torch.randn(side, side, device=device).to(dtype)
     b = torch.randn(side, side, device=device).to(dtype)
     best = math.inf

@@ -271,7 +271,7 @@ class Meter:
         update = self._update.values(self._norm)
         device = [self._norm, *update, *self._metrics.flatten()]
         host = [
-            float(peak_memory()),
+            float(peak_memory(self._norm.device)),
             utilisation(self._norm.device),
             min(own[0], self._idle),
             *own[1:],

@@ -123,9 +123,10 @@ class Profiling:
             )
             torch.cuda.memory._record_memory_history(enabled=None)
         else:
+            peak = peak_memory(self._device) / 2**30
             self._say(
                 "watch.memory: a snapshot needs a GPU; the peak of this process is "
-                f"{peak_memory() / 2**30:.2f} GiB (watch.profile shows what operators allocate)"
+                f"{peak:.2f} GiB (watch.profile shows what operators allocate)"
             )
         self._recording = False
         self._memory = None

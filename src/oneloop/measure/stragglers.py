@@ -39,6 +39,8 @@ class DeviceTime:
     def __init__(self, model: nn.Module, device: torch.device, *, alone: bool = True) -> None:
         self._model = getattr(model, "module", model)
         self._device = device
+        # Events of an Apple GPU, which trains alone, are not worth their cost.
+        self._on_host = device.type in ("cpu", "mps")
         self._alone = alone and not any(
             isinstance(part, nn.SyncBatchNorm) for part in model.modules()
         )
@@ -90,14 +92,14 @@ class DeviceTime:
         return forwards, float(elements), product
 
     def _now(self) -> Any:
-        if self._device.type == "cpu":
+        if self._on_host:
             return perf_counter()
         event = torch.Event(self._device, enable_timing=True)
         event.record()
         return event
 
     def _seconds(self, begin: Any, end: Any) -> float:
-        if self._device.type == "cpu":
+        if self._on_host:
             return float(end - begin)
         end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 )
 
 from oneloop.basics.tensors import local
-from oneloop.optim.elementwise import adamw_
+from oneloop.optim.elementwise import adamw_, ignores_flag
 
 _KEPT = ("exp_avg", "exp_avg_sq", "step")
 
@@ -61,11 +61,13 @@ class AdamW(torch.optim.AdamW):
     """
 
     elementwise = False
-    """whether to update element by element, not fused: bit-identical for every sharding"""
+    """whether to update element by element, not fused: bit-identical for every sharding, and always
+    on an Apple GPU"""
 
     def __init__(self, params: Any, **options: Any) -> None:
         self._lists: list[_Lists] | None = None
         super().__init__(params, fused=True, **options)
+        self.elementwise = ignores_flag(self.param_groups)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         self._lists = None

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.device_flag import DeviceFlag
 from oneloop.optim.bad_step_policy import Fault, Policy
+from oneloop.optim.elementwise import ignores_flag
 
 _SMALLEST_SCALE = 2.0**-10
 
@@ -83,8 +84,12 @@ class Guard:
     ) -> None:
         self.optimizer = optimizer
         self.scaler = scaler
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        self._on_device = fused or hasattr(optimizer, "found_inf")
+        groups = optimizer.param_groups
+        if ignores_flag(groups):
+            self._on_device = bool(getattr(optimizer, "elementwise", False))
+        else:
+            fused = all(group.get("fused") for group in groups)
+            self._on_device = fused or hasattr(optimizer, "found_inf")
         self._total = total
         self._window: Window | None = None
         if policy.sigma:

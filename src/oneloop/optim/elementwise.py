@@ -6,10 +6,21 @@ to torch's foreach optimizers (2.15). They also take ``found_inf``: if it is 1, 
 without a host sync.
 """
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+
+def ignores_flag(groups: Sequence[dict[str, Any]]) -> bool:
+    """Return whether fused kernels ignore ``found_inf``: those of an Apple GPU (pytorch #186360).
+
+    Args:
+        groups: parameter groups of an optimizer.
+    """
+    return any(one.device.type == "mps" for group in groups for one in group["params"])
 
 
 @torch.no_grad()
@@ -50,10 +61,10 @@ def adamw_(
     second = torch._foreach_mul(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
 
-    # Calculate the bias corrections of all parameters at once, in float64.
-    wide = counted.double().clamp(min=1)  # no division by zero if the first step is bad
-    size = (-lr / (1 - beta1**wide)).to(first[0].dtype)
-    root = (1 - beta2**wide).sqrt().to(first[0].dtype)
+    # Calculate the bias corrections of all parameters at once.
+    counted_once = counted.clamp(min=1)  # no division by zero if the first step is bad
+    size = (-lr / _correction(beta1, counted_once)).to(first[0].dtype)
+    root = _correction(beta2, counted_once).sqrt().to(first[0].dtype)
 
     # Divide the first moments by the roots of the second ones.
     below = torch._foreach_sqrt(second)
@@ -68,6 +79,13 @@ def adamw_(
     torch._foreach_copy_(steps, counted.unbind())
     for held, made in ((exp_avgs, first), (exp_avg_sqs, second), (parameters, new)):
         _put(held, made, found_inf)
+
+
+def _correction(beta: float, steps: Tensor) -> Tensor:
+    """Return 1 - beta ** steps in float64; on an Apple GPU, which has none, to float32 rounding."""
+    if steps.device.type == "mps":
+        return -torch.expm1(steps * math.log(max(beta, 1e-40)))
+    return 1 - beta ** steps.double()
 
 
 @torch.no_grad()

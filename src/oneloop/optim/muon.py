@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.adamw import adamw
 
 from oneloop.basics.tensors import local
-from oneloop.optim.elementwise import adamw_
+from oneloop.optim.elementwise import adamw_, ignores_flag
 from oneloop.optim.matrix_rounds import Holders, rounds
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -143,6 +143,7 @@ class Muon(Optimizer):
         super().__init__(params, defaults)  # fills in missing settings of groups
         self.dtype = dtype
         self.found_inf: Tensor | None = None
+        self.elementwise = ignores_flag(self.param_groups)
         self._replicas = replicas
 
         # Make the whole state now, so that a checkpoint can be loaded before the first step.

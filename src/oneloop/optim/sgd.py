@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.sgd import sgd
 
 from oneloop.basics.tensors import local
-from oneloop.optim.elementwise import sgd_
+from oneloop.optim.elementwise import ignores_flag, sgd_
 
 
 class SGD(torch.optim.SGD):
@@ -46,6 +46,7 @@ class SGD(torch.optim.SGD):
             fused=True,
         )
         self.found_inf: Tensor | None = None
+        self.elementwise = ignores_flag(self.param_groups)
 
         # Make the whole state now, so that a checkpoint can be loaded before the first step.
         for group in self.param_groups:

@@ -135,6 +135,7 @@ def _plan(asked: Asked) -> Plan:
     # This process may be a fork, whose parent may have used accelerate's state.
     AcceleratorState._reset_state(reset_partial_state=True)
     run = start(
+        device="cpu",  # fake tensors need no other
         sync_each_batch=recipe.machine.sync_each_batch,
         find_unused_parameters=recipe.machine.find_unused_parameters,
         exact=recipe.batch.grain is not None,

@@ -3,7 +3,6 @@
 The answer comes from real runs of a few steps."""
 
 import json
-import os
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -137,7 +136,7 @@ class _Proof:
         # What the user should know about the comparison.
         self.notes = []
         if number > max(1, gpus):
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # inherited by the runs
+            self.training += ["--machine.device", "cpu"]
             self.notes.append(
                 f"{number} processes, {gpus} GPUs: all runs used the CPU; the processes used gloo"
             )

@@ -135,7 +135,7 @@ def _train(arguments: list[str], warm: int) -> Measured:
     from oneloop.train import train
 
     recipe = read(arguments)
-    run = start()
+    run = start(device=recipe.machine.device)
     job = build_job(recipe, ranks=1, device=run.device.type)
     machine = Machine(
         device=run.device.type,

@@ -12,6 +12,8 @@ from oneloop.basics.exit_codes import BadInput, at_least, within
 
 @dataclass(frozen=True)
 class MachineConfig:
+    device: Literal["auto", "cpu"] = "auto"
+    """where to train: a GPU if torch finds one (auto), or the CPU in any case"""
     workers: int | Literal["auto"] = "auto"
     """data loading processes per training process (0: load in the training process)"""
     pinned: bool = True

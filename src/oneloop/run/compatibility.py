@@ -86,6 +86,14 @@ class InputCheck:
         for line in changed:
             self._say(f"accepted: {line}")
 
+        # Another device is no error, but its kernels and generator are others.
+        device = there.get("device")
+        if device not in (None, self.about["device"]):
+            self._say(
+                f"the run continues on {self.about['device']}; before: {device}. It sees the same "
+                "samples, but rounds differently, and dropout draws other random numbers"
+            )
+
         # Another source of the task is no error: the user may have corrected it.
         before = there.get("source") or {}
         now = self.about.get("source") or {}
@@ -226,6 +234,7 @@ def inputs_of(job: Job, run: Run, optimizer: Optimizer, seen: Preflight) -> dict
         "source": source_of(type(job.task)),
         "follows": job.steps if hasattr(job.task, "progress") else None,
         "recipe": dict(job.recipe.resolved),
+        "device": run.device.type,
         "computed": computed_by(job.recipe, run.device) if job.exact else None,
         "others": seen.others.drawn and not always,
     }

@@ -83,6 +83,7 @@ def start_run(recipe: Recipe, *, command: Sequence[str]) -> Run:
     check_trackers(recipe.track)
     machine = recipe.machine
     run = start(
+        device=machine.device,
         sync_each_batch=machine.sync_each_batch,
         find_unused_parameters=machine.find_unused_parameters,
         deterministic=machine.deterministic,

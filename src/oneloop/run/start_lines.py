@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
-from oneloop.launch.devices import unused
+from oneloop.launch.devices import missing_operators, unused
 from oneloop.launch.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
@@ -60,6 +60,7 @@ def start_lines(
 
     # How the machine computes it.
     yield from unused(run.device)
+    yield from missing_operators(run.device)
     if run.sharded:
         yield from _exchanged(job, run)
     yield from job.built.notes
@@ -204,7 +205,9 @@ def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
     machine = job.recipe.machine
     deterministic = machine.deterministic and not machine.cudnn_benchmark
     same = "a rerun on the same layout is bit-identical"
-    if run.device.type != "cpu" and not deterministic:
+    if run.device.type == "mps":
+        same = "a rerun may differ by rounding (bit-identical only with machine.device cpu)"
+    elif run.device.type != "cpu" and not deterministic:
         same += " only with machine.deterministic true"
         if run.device.type == "cuda":  # which other devices do not support
             same += " or batch.grain"

@@ -139,7 +139,8 @@ def reset_sums(metrics: Any) -> None:
 @contextmanager
 def seeded(device: torch.device) -> Iterator[None]:
     """Seed torch's generators in this context: some metrics draw random numbers (bootstrap)."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices, device_type=device.type):
         torch.manual_seed(0)
         yield
 
