@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 import fake_cases
@@ -20,6 +21,7 @@ from oneloop.api import fit
 from oneloop.basics import wide_sums
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.wide_sums import WideSum, on_host, wide_dtype
+from oneloop.evaluation import evaluate
 from oneloop.recipe.parse import read
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.metric_collection import on_device
@@ -201,6 +203,32 @@ def test_tokens_are_counted_beyond_the_integers_of_float32():
             metrics.update(torch.tensor(0.1), count, right=count - 1, text=count)
         assert metrics.compute()["accuracy"] == 2**23 / (2**23 + 1)
         assert metrics._sums.value().tolist()[1] == 9 * (2**23 + 1)
+
+
+class Values:
+    """A task whose losses are its samples."""
+
+    def collate(self, samples: list[float]) -> dict[str, Tensor]:
+        return {"value": torch.tensor(samples)}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(float(len(batch["value"])))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return batch["value"].sum(), {}
+
+
+def evaluated(values: list[float]) -> float:
+    with without_float64() as mode:
+        accelerator = Accelerator()
+        found = evaluate(Values(), nn.Linear(1, 1), values, accelerator=accelerator, micro=1)
+    assert mode.rejected == []
+    return found["loss"]
+
+
+def test_losses_are_summed_beyond_the_digits_of_float32():
+    values = [2.0**24, 1.0, 1.0, 1.0]
+    assert run(evaluated, values).ok() == [sum(values) / 4]
 
 
 def test_metrics_in_float64_stay_on_the_host():
