@@ -52,7 +52,7 @@ FLOAT64_OF_STEPS = {
 """float64 on the device that is asked for in a training step, by a part of its line, and why"""
 
 FLOAT64_OF_EVALUATIONS = {
-    "tasks/evaluation_sums.py": "losses are summed over the whole set",
+    "basics/wide_sums.py": "losses and metrics are summed over the whole set",
     "tasks/evaluation_metrics.py": "so are the metrics",
     "tasks/metric_states.py": "batch.grain keeps the metrics of each micro-batch apart",
     "tasks/language/language_model.py": "losses of tokens are summed",

@@ -23,6 +23,7 @@ from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
 from oneloop.tasks.evaluation_metrics import Metrics, adapted, confusion, prefix, scalars
 from oneloop.tasks.evaluation_sums import Apart, Together, WholeBatches
+from oneloop.tasks.metric_collection import on_device
 from oneloop.tasks.protocol import Objective
 from oneloop.tasks.whole_batch import is_whole_batch
 
@@ -91,7 +92,7 @@ def evaluate(
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # weights may differ
 
     # Choose how to sum.
-    measured = task.metrics().to(device) if hasattr(task, "metrics") else None
+    measured = on_device(task.metrics(), device) if hasattr(task, "metrics") else None
     kind = Apart if exact else Together
     sums: Together | Apart | WholeBatches = kind(task, len(sources), device, measured, ranks=ranks)
     if is_whole_batch(task):

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from oneloop.basics.tensors import reshard
+from oneloop.basics.wide_sums import wide_dtype
 
 MOST = 1_000_000_000  # bytes of the copies
 _WIDER = {
@@ -89,7 +90,7 @@ def _reject(model: nn.Module) -> None:
         plain = type(tensor) in (Tensor, nn.Parameter)
         if not plain and not isinstance(tensor, DTensor):
             raise NotInFloat64(f"a tensor of the class {type(tensor).__name__} cannot be copied")
-        if tensor.device.type in ("mps", "meta"):
+        if tensor.is_meta or wide_dtype(tensor.device) is not torch.float64:
             raise NotInFloat64(f"{tensor.device.type} has no float64")
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise NotInFloat64("a parameter has a gradient hook, which its copy would not have")

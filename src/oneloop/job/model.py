@@ -13,6 +13,7 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.seeds import key, seed_others
 from oneloop.basics.system.memory import anonymous_memory
 from oneloop.basics.tensors import dense, one_element
+from oneloop.basics.wide_sums import wide_dtype
 from oneloop.checkpoint.state_dict import unsavable
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
@@ -70,6 +71,12 @@ def build_model(
     Raises:
         ValueError: weights, layout or batch.grain do not fit the model.
     """
+    if recipe.machine.dtype == "float64" and wide_dtype(torch.device(device)) is not torch.float64:
+        raise ValueError(
+            f"machine.dtype float64 requires a device with float64, and {device} has none; set "
+            "machine.device cpu, or remove machine.dtype"
+        )
+
     # Let the task build it.
     notes: list[str] = []
     if on_meta:

@@ -17,6 +17,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.seeds import other_states, reseed
 from oneloop.basics.tensors import as_real, local
+from oneloop.basics.wide_sums import wide_dtype
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, transferred
@@ -372,7 +373,7 @@ def projections(
         if matrix.dtype in (torch.float16, torch.bfloat16):
             matrix = matrix.float()
         # fixed, and without structure that a gradient may have
-        wide = torch.float32 if matrix.device.type == "mps" else torch.float64
+        wide = wide_dtype(matrix.device)
         rows, columns = (
             torch.arange(size, dtype=wide, device=matrix.device).cos() for size in matrix.shape
         )

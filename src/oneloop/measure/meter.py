@@ -13,6 +13,7 @@ from torch import Tensor
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.memory import peak_memory
+from oneloop.basics.wide_sums import wide_dtype
 from oneloop.measure.clock import Clock
 from oneloop.measure.flops import utilisation
 from oneloop.measure.update_ratio import ExactUpdateRatio, UpdateRatio
@@ -65,8 +66,8 @@ class Sums:
         if not self._names:
             return
 
-        # Weight the named metrics in the widest dtype of the device: float64, on mps float32.
-        wide = _wide(loss.device)
+        # Weight the named metrics in the widest dtype of the device.
+        wide = wide_dtype(loss.device)
         missing = loss.new_full((), torch.nan)
         means = [outputs.get(name, missing).detach().to(wide) for name in self._names]
         mine = torch.stack(means) * weight
@@ -82,11 +83,6 @@ def _with(rows: Any, row: Tensor) -> Tensor:
     if torch.is_tensor(rows):
         return torch.cat([rows, row[None]])
     return row[None]
-
-
-def _wide(device: torch.device) -> torch.dtype:
-    """Return the widest dtype that the device has."""
-    return torch.float32 if device.type == "mps" else torch.float64
 
 
 class _Sent(NamedTuple):
@@ -141,7 +137,7 @@ class Meter:
     ) -> None:
         device = accelerator.device
         self._accelerator = accelerator
-        self._wide = _wide(device)
+        self._wide = wide_dtype(device)
         self._flops = flops
         self._peak = peak
         self._tokens = tokens

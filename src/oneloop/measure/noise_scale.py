@@ -28,6 +28,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 
 from oneloop.basics.exact_sums import digit_rows, rounded_sum, square_sum
+from oneloop.basics.wide_sums import on_host, wide_dtype
 
 
 class Sensor:
@@ -139,7 +140,7 @@ class Sensor:
         """
         # Parts' gradients are divided by the step's weight, and scaled: undo both, and divide by
         # the part's weight.
-        squares = [square.double().cpu() for square, _ in self._parts]
+        squares = [on_host(square) for square, _ in self._parts]
         undone = [(weight / (self._means * own * self._scale)) ** 2 for _, own in self._parts]
         if self._exact:
             exact = [square_sum(rows.tolist()) for rows in squares]
@@ -152,8 +153,7 @@ class Sensor:
                 len(self._parts),
             ]
             device = self._accelerator.device
-            wide = torch.float32 if device.type == "mps" else torch.float64
-            sums = torch.tensor(mine, dtype=wide, device=device)
+            sums = torch.tensor(mine, dtype=wide_dtype(device), device=device)
             square, inverse, count = self._accelerator.reduce(sums, "sum").tolist()  # host sync
         self._parts = []
         each = weight / samples  # mean weight of a sample

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from oneloop.basics.device_flag import DeviceFlag
+from oneloop.basics.wide_sums import wide_dtype
 from oneloop.optim.bad_step_policy import Fault, Policy
 from oneloop.optim.elementwise import ignores_flag
 
@@ -227,8 +228,7 @@ class Window:
     def __init__(self, length: int, sigma: float, *, device: torch.device) -> None:
         self.length = length
         self.sigma = sigma
-        kind = torch.float32 if device.type == "mps" else torch.float64
-        self._values = torch.zeros(2, length, dtype=kind, device=device)
+        self._values = torch.zeros(2, length, dtype=wide_dtype(device), device=device)
         self._indices = torch.arange(length, device=device)
         self._count = torch.zeros((), dtype=torch.int64, device=device)
 

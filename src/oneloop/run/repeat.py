@@ -29,6 +29,7 @@ from oneloop.basics.seeds import key
 from oneloop.basics.snapshot import Snapshot
 from oneloop.basics.tensor_hash import tensor_hash, tensor_hashes
 from oneloop.basics.tensors import as_real, reshard
+from oneloop.basics.wide_sums import wide_dtype
 from oneloop.checkpoint.weights import bare
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import Batch, loader, to_device
@@ -347,9 +348,12 @@ def _without_sync(model: nn.Module) -> Iterator[None]:
 
 
 def _measured(gradient: Tensor) -> Tensor:
-    """Return hash, sum and sum of absolute values of a gradient, float64; the hash has 52 bits."""
+    """Return hash, sum and sum of absolute values of a gradient, in the widest dtype.
+
+    In float64, the hash has 52 bits.
+    """
     values = as_real(gradient.detach())
-    wide = torch.float32 if values.device.type == "mps" else torch.float64
+    wide = wide_dtype(values.device)
     short = (tensor_hash(values) >> 12).to(wide)
 
     # Part by part: a copy of a large gradient would need more memory than a step does.

@@ -60,7 +60,7 @@ def digits() -> tuple[dict[str, Any], list[str]]:
     70 % are for training, 15 % for validation, and 15 % for test.
     """
     pixels, labels = _sklearn_digits()
-    images = torch.tensor(pixels, dtype=torch.float32)[:, None] / 8 - 1
+    images = torch.from_numpy(pixels.astype(np.float32))[:, None] / 8 - 1
     splits = _stratified(images, torch.tensor(labels), (0.7, 0.15, 0.15))
     sets = dict(zip(("train", "validation", "test"), splits, strict=True))
     return sets, [*map(str, range(10))]

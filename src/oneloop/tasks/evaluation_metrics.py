@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from oneloop.basics.wide_sums import WideSum, on_host, widest
 from oneloop.tasks.contrastive import row_blocks
 from oneloop.tasks.metric_collection import Collection, as_tensor
 
@@ -104,7 +105,7 @@ class ClassCounts:
 
     def compute(self) -> dict[str, Any]:
         """Return the metrics by name, and the matrix as ``confusion``."""
-        right, predicted, targets = self._counts.double().cpu()
+        right, predicted, targets = on_host(self._counts)
         total = targets.sum()
 
         # F1 is 2 right / (predicted + targets), averaged over occurring classes (as torchmetrics).
@@ -127,7 +128,7 @@ class ClassCounts:
         if len(f1) == 2:
             metrics["f1"] = float(f1[1])
         if self.top:
-            metrics[f"top{self.top}_accuracy"] = float(self._in_top.double() / total)
+            metrics[f"top{self.top}_accuracy"] = float(on_host(self._in_top) / total)
         if self._matrix.numel():
             metrics["confusion"] = self._matrix
         return metrics
@@ -147,11 +148,11 @@ class TextSums:
             self.higher_is_better["bits_per_byte"] = False
         if whole:
             self.higher_is_better["exact"] = True
-        self._sums = torch.zeros(6, dtype=torch.float64)
+        self._sums = WideSum(6)
         """nats, tokens, correct tokens, bytes, texts, fully correct texts"""
 
     def to(self, device: torch.device) -> "TextSums":
-        self._sums = _moved(self._sums, device)
+        self._sums = self._sums.to(device)
         return self
 
     def update(
@@ -178,13 +179,13 @@ class TextSums:
         sums = [nats, tokens, right, text, zero, zero]
         if whole is not None:
             sums[4:] = [zero + len(whole), whole.sum()]
-        self._sums += torch.stack([value.to(self._sums.dtype) for value in sums])
+        self._sums.add(torch.stack([*map(widest, sums)]))
 
     def sums(self) -> Sequence[Tensor]:
-        return [self._sums]
+        return [self._sums.parts]
 
     def compute(self) -> dict[str, float]:
-        nats, tokens, right, text, texts, whole = self._sums.tolist()
+        nats, tokens, right, text, texts, whole = self._sums.value().tolist()
         metrics = {
             "perplexity": math.exp(min(nats / tokens, 700.0)),  # exp(710) overflows
             "accuracy": right / tokens,
@@ -244,11 +245,6 @@ def _ratio(part: float, whole: float) -> float:
     return part / whole
 
 
-def _moved(sums: Tensor, device: torch.device) -> Tensor:
-    """Return float64 sums on a device; MPS has no float64."""
-    return sums.to(device, torch.float32 if device.type == "mps" else torch.float64)
-
-
 class Retrieval:
     """Recall@1, 5 and 10 and mean reciprocal rank of the right document in the whole set.
 
@@ -267,11 +263,11 @@ class Retrieval:
         for direction in ("", "reverse_"):
             for name in ("recall@1", "recall@5", "recall@10", "mrr"):
                 self.higher_is_better[direction + name] = True
-        self._sums = torch.zeros(2, 5, dtype=torch.float64)
+        self._sums = [WideSum(5), WideSum(5)]
         """by direction: the sum of each metric, in this order, and the number of queries"""
 
     def to(self, device: torch.device) -> "Retrieval":
-        self._sums = _moved(self._sums, device)
+        self._sums = [sums.to(device) for sums in self._sums]
         return self
 
     def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
@@ -289,7 +285,9 @@ class Retrieval:
         self._add(self._sums[0], queries, documents, ids)
         self._add(self._sums[1], documents, queries, [*ids][::-1])
 
-    def _add(self, sums: Tensor, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]) -> None:
+    def _add(
+        self, sums: WideSum, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]
+    ) -> None:
         """Add the pairs to the ``sums`` of one direction, in place."""
         groups = _Groups(*ids) if self.group else None
         for rows in row_blocks(len(queries), len(documents)):
@@ -304,16 +302,17 @@ class Retrieval:
             before.diagonal(rows.start).fill_(False)
             if groups is not None:
                 before &= groups.counted(rows)
-            rank = 1 + before.sum(1).to(sums.dtype)
+            rank = widest(1 + before.sum(1))
             recalls = [(rank <= k).sum() for k in (1, 5, 10)]
             count = rank.new_full((), len(rank))
-            sums += torch.stack([*recalls, (1 / rank).sum(), count])
+            sums.add(torch.stack([*recalls, (1 / rank).sum(), count]))
 
     def sums(self) -> Sequence[Tensor]:
-        return [self._sums]
+        return [sums.parts for sums in self._sums]
 
     def compute(self) -> dict[str, float]:
-        means = self._sums[:, :4] / self._sums[:, 4:]
+        sums = torch.stack([sums.value() for sums in self._sums])
+        means = sums[:, :4] / sums[:, 4:]
         return dict(zip(self.higher_is_better, means.flatten().tolist(), strict=True))
 
 

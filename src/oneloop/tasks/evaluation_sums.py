@@ -13,6 +13,7 @@ from torch import Tensor
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.seeds import reseed
 from oneloop.basics.tensors import gathered
+from oneloop.basics.wide_sums import WideSum
 from oneloop.tasks.metric_states import MetricStates, compute_alone, reset_sums, seeded
 from oneloop.tasks.whole_batch import Described, check_alike, columns_of, described
 
@@ -34,8 +35,7 @@ class Together:
         self._task = task
         self._metrics = metrics
         self._states = MetricStates(metrics, apart=False, ranks=ranks)
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        self._totals = torch.zeros(sources, dtype=wide, device=device)
+        self._totals = [WideSum(device=device) for _ in range(sources)]
         self._weights = [0.0] * sources
 
     def batch(
@@ -61,7 +61,7 @@ class Together:
         return outputs
 
     def _add(self, source: int, loss: Tensor, weight: float) -> None:
-        self._totals[source] += loss
+        self._totals[source].add(loss)
         self._weights[source] += weight
 
     def summed(self, accelerator: Any, *, each: int) -> tuple[list[float], list[float]]:
@@ -69,8 +69,9 @@ class Together:
 
         ``each``: most micro-batches of a rank.
         """
-        weights = torch.tensor(self._weights, dtype=self._totals.dtype, device=self._totals.device)
-        own = torch.stack([self._totals, weights])
+        sums = torch.stack([total.value() for total in self._totals])
+        weights = torch.tensor(self._weights, dtype=sums.dtype, device=sums.device)
+        own = torch.stack([sums, weights])
         self._states.combine(accelerator, each=each)
         totals, total_weights = accelerator.reduce(own, "sum").tolist()
         return totals, total_weights

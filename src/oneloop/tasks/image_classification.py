@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.basics.wide_sums import on_host
 from oneloop.data.rows.images import labelled_image
 from oneloop.data.rows.open_data import (
     Source,
@@ -333,10 +334,10 @@ class ImageClassification(Task):
         label = batch["label"]
         if self.class_weights is None:
             return torch.tensor(float(len(label)))
-        weights = self.class_weights.double()
+        weights = on_host(self.class_weights)
         if label.ndim == 1:
             return weights[label].sum()
-        return (label.double() @ weights).sum()
+        return (on_host(label) @ weights).sum()
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         logits = model(batch["image"])

@@ -5,7 +5,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from oneloop.basics.wide_sums import wide_dtype
 
 
 class Collection:
@@ -57,6 +59,23 @@ class Collection:
         """Return whether a value is one number, or that of a confusion matrix."""
         metrics = dict(self._collection.items())
         return value.numel() == 1 or (name in metrics and _is_matrix(metrics[name]))
+
+
+def on_device(metrics: Any, device: torch.device) -> Any:
+    """Return the metrics of a task on a device.
+
+    On a device without float64, torchmetrics in float64 stay in host memory. The task's ``update``
+    then moves its values to the ``device`` of the metric.
+
+    Args:
+        metrics: the result of its ``metrics()``.
+        device: of the batches.
+    """
+    if isinstance(metrics, nn.Module) and wide_dtype(device) is not torch.float64:
+        dtypes = [getattr(metric, "dtype", None) for metric in metrics.modules()]
+        if torch.float64 in dtypes:
+            return metrics
+    return metrics.to(device)
 
 
 def not_logged(computed: Mapping[str, Any]) -> list[str]:

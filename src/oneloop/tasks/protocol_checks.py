@@ -21,7 +21,7 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.tasks.evaluation_metrics import adapted, scalars
-from oneloop.tasks.metric_collection import Collection, not_logged
+from oneloop.tasks.metric_collection import Collection, not_logged, on_device
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
     "model": (),
@@ -287,7 +287,7 @@ class Contract:
         """
         if not hasattr(self.task, "metrics"):
             return []
-        metrics = theirs(self.task, "metrics", lambda: self.task.metrics().to(device))
+        metrics = theirs(self.task, "metrics", lambda: on_device(self.task.metrics(), device))
         theirs(self.task, "update", lambda: self.task.update(metrics, batch, outputs))
         try:
             computed = metrics.compute()

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from oneloop.basics.wide_sums import widest
 from oneloop.data.rows.cache import key_of
 from oneloop.data.rows.cached_arrays import Ragged, ragged
 from oneloop.data.rows.open_data import (
@@ -315,7 +316,7 @@ class SFT(LanguageModel):
         is_target = batch["target"] != IGNORE
         right = outputs["right"] & is_target
         exact = (right | ~is_target).all(1)
-        loss = outputs["loss"].double().sum()
+        loss = widest(outputs["loss"]).sum()
         metrics.update(loss, is_target.sum(), right=right.sum(), whole=exact)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:

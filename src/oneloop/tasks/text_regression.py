@@ -25,8 +25,6 @@ class TextRegression(TextRows):
     sample_weight = 1.0
     classes = ("number",)
     predicts_classes = False
-    # The dtype of the torchmetrics sums: MPS has no float64.
-    _sum_dtype = torch.float32 if torch.backends.mps.is_available() else torch.float64
 
     def __init__(
         self,
@@ -69,13 +67,13 @@ class TextRegression(TextRows):
             "pearson": PearsonCorrCoef(),
             "mean_absolute_error": MeanAbsoluteError(),
         }
-        return MetricCollection(metrics, compute_groups=False).set_dtype(self._sum_dtype)
+        return MetricCollection(metrics, compute_groups=False).set_dtype(torch.float64)
 
     def update(self, metrics: Any, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> None:
-        metrics.update(
-            outputs["prediction"].to(self._sum_dtype),
-            batch["number"].to(self._sum_dtype),
-        )
+        # The sums are in host memory if the device has no float64.
+        device = metrics["pearson"].device
+        prediction = outputs["prediction"].to(device).double()
+        metrics.update(prediction, batch["number"].to(device).double())
 
     def predicted(
         self, batch: dict[str, Tensor], outputs: dict[str, Tensor]

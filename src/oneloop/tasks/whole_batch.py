@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
+from oneloop.basics.wide_sums import on_host
 from oneloop.tasks.protocol_checks import Contract, theirs
 
 Parts = Mapping[str, Tensor]
@@ -262,10 +263,7 @@ def check_loss(contract: Contract, parts: Parts, columns: Parts) -> None:
 
 def _same(some: Sequence[Tensor], others: Sequence[Tensor], tolerance: float) -> bool:
     """Whether the tensors are equal up to the tolerance."""
-    pairs = [
-        (a.detach().double().cpu(), b.detach().double().cpu())
-        for a, b in zip(some, others, strict=True)
-    ]
+    pairs = [(on_host(a), on_host(b)) for a, b in zip(some, others, strict=True)]
     return all(apart(a, b) <= tolerance for a, b in pairs)
 
 

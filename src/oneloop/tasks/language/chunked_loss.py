@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from oneloop.basics.tensors import on_gpu
+from oneloop.basics.wide_sums import widest
 
 Change = Callable[[Tensor], Tensor]  # what a model applies to the logits of its output layer
 
@@ -356,7 +357,7 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
             largest = forward(hidden).abs().max()
             boost = torch.where(largest > 0, 50 / largest, 0.0).to(head.weight.dtype)
             head.forward = ramped  # type: ignore[method-assign,assignment]
-            own = model(input_ids=tokens, use_cache=False).logits.double()
+            own = widest(model(input_ids=tokens, use_cache=False).logits)
         except Exception as error:
             why = " ".join(str(error).split())
             raise ValueError(
@@ -366,7 +367,7 @@ def _test_run(model: nn.Module, head: nn.Linear, change: Change | None) -> None:
             head.forward = forward  # type: ignore[method-assign]
 
     # Compare them with what the loss would compute.
-    logits = ramped(hidden).double()
+    logits = widest(ramped(hidden))
     if change is not None:
         logits = change(logits)
     # The two ways may round differently, in the dtype of the weights.

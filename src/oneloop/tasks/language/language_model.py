@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.tensors import Planned, on_gpu
+from oneloop.basics.wide_sums import widest
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
@@ -260,7 +261,7 @@ class LanguageModel(Task):
         sizes = self._sizes_on(target.device)
         if sizes is not None:
             text = (sizes[target.clamp(min=0)] * is_target).sum()
-        loss = outputs["loss"].double().sum()
+        loss = widest(outputs["loss"]).sum()
         metrics.update(loss, is_target.sum(), right=right.sum(), text=text)
 
     def _sizes_on(self, device: torch.device) -> Tensor | None:
@@ -278,7 +279,7 @@ class LanguageModel(Task):
         """Return mean loss (nats), number and accuracy of each sample's target tokens."""
         is_target = batch["target"] != IGNORE
         count = is_target.sum(1)
-        losses = (outputs["loss"].double() * is_target).sum(1) / count
+        losses = (widest(outputs["loss"]) * is_target).sum(1) / count
         right = (outputs["right"] & is_target).sum(1) / count
         return {"loss": losses.tolist(), "tokens": count.tolist(), "accuracy": right.tolist()}
 
