@@ -48,8 +48,9 @@ class WideSum:
         """Add values, of the shape of the sums."""
         *first, last = self.parts
         for part in first:
-            total, values = _two_sum(part, values)
+            total, lost = _two_sum(part, values)
             part.copy_(total)
+            values = torch.where(total.isfinite(), lost, torch.zeros_like(lost))
         last.add_(values)
 
     def value(self) -> Tensor:
@@ -61,6 +62,11 @@ class WideSum:
     def to(self, device: torch.device) -> "WideSum":
         """Return the sums on another device."""
         moved = WideSum(*self.parts.shape[1:], device=device)
+        if moved.parts.dtype is self.parts.dtype:
+            moved.parts = self.parts.to(device)
+            return moved
+
+        # Divide each sum into the numbers of the other form.
         rest = self.value()
         for _ in moved.parts:
             part = rest.to(moved.parts.dtype)

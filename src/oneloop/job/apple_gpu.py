@@ -16,8 +16,6 @@ def reject_model(recipe: Recipe, model: nn.Module) -> None:
         model: as the task returned it.
     """
     machine = recipe.machine
-    if machine.dtype == "float64":
-        raise not_on_mps("machine.dtype float64", "it has no float64")
     if machine.compile != "none":
         raise not_on_mps(
             f"machine.compile {machine.compile}", "torch's compiler for it is a prototype"

@@ -89,8 +89,8 @@ def reject_shared(device: torch.device) -> None:
         fewer = "on each host"
     raise BadInput(
         f"NCCL requires one GPU per process: this host starts {local_ranks()} processes, and each "
-        f"sees {count}{hidden}; start at most {count} {fewer}, or set CUDA_VISIBLE_DEVICES= "
-        f"(empty) to train on the CPU{more}"
+        f"sees {count}{hidden}; start at most {count} {fewer}, or train on the CPU "
+        f"(--machine.device cpu){more}"
     )
 
 

@@ -316,7 +316,9 @@ def about() -> str:
     # Describe the host.
     count = torch.cuda.device_count()
     devices = {torch.cuda.get_device_name(number) for number in range(count)}
-    gpus = f"{count} x {' and '.join(sorted(devices))}" if devices else "no GPU"
+    gpus = "an Apple GPU" if torch.backends.mps.is_available() else "no GPU"
+    if devices:
+        gpus = f"{count} x {' and '.join(sorted(devices))}"
     host = f"{usable_cores()} cores, {psutil.virtual_memory().total / 2**30:.0f} GiB"
 
     # List the checks that cannot be made.

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from oneloop.basics.wide_sums import wide_dtype
+
 
 def ignores_flag(groups: Sequence[dict[str, Any]]) -> bool:
     """Return whether fused kernels ignore ``found_inf``: those of an Apple GPU (pytorch #186360).
@@ -82,8 +84,8 @@ def adamw_(
 
 
 def _correction(beta: float, steps: Tensor) -> Tensor:
-    """Return 1 - beta ** steps in float64; on an Apple GPU, which has none, to float32 rounding."""
-    if steps.device.type == "mps":
+    """Return 1 - beta ** steps in float64, or rounded to float32 if the device has no float64."""
+    if wide_dtype(steps.device) is torch.float32:
         return -torch.expm1(steps * math.log(max(beta, 1e-40)))
     return 1 - beta ** steps.double()
 
