@@ -215,7 +215,7 @@ def is_python(process: int) -> bool:
     try:
         if _LINUX:
             return b"python" in Path(f"/proc/{process}/cmdline").read_bytes()
-        return "python" in _asked(process, "name").lower()
+        return "python" in _asked(process, "exe").lower()
     except OSError:
         return True
 
