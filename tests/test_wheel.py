@@ -115,7 +115,8 @@ def test_the_sdist_and_the_wheel_built_from_it_hold_the_package(tmp_path):
         metadata = archive.read(f"{name}.dist-info/METADATA").decode()
     about = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
     assert members == {*files.values(), *(f"{name}.dist-info/{file}" for file in about)}
-    assert (ROOT / "README.md").read_text() in metadata
+    readme = (ROOT / "README.md").read_text()
+    assert readme in metadata and f'pip install "dist/{wheel.name}[recipes]"' in readme
     for file in ("py.typed", "recipe/packaged/digits.yaml", "accelerate_configs/ddp.yaml"):
         assert f"oneloop/{file}" in members
 
