@@ -3,7 +3,7 @@
 # (.venv-lowest, or the folder $1), and train each packaged recipe for a few steps under each strategy.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-here=$PWD place=${1:-.venv-lowest} steps=3
+place=${1:-.venv-lowest} steps=3
 uv=$(command -v uv || echo "${VIRTUAL_ENV:-.venv}/bin/uv")
 [ -x "$place/bin/python" ] || "$uv" venv --quiet --python "${PYTHON:-python3}" "$place"
 "$uv" pip install --quiet --python "$place/bin/python" --resolution lowest-direct -e ".[vision,text]"
@@ -32,7 +32,7 @@ for recipe in digits gpt llama sft snippets images; do
     *) own=() ;;
   esac
   for strategy in single ddp fsdp2; do
-    "$place/bin/oneloop" launch --config_file "$strategy" "$recipe" "${own[@]}" --batch.size 16 --duration "$steps" \
+    "$place/bin/oneloop" launch --config_file "$strategy" "$recipe" ${own[@]+"${own[@]}"} --batch.size 16 --duration "$steps" \
       --run.dir "runs/$recipe-$strategy" > output.txt 2>&1 || { cat output.txt >&2; exit 1; }
     echo "$recipe under $strategy: $(tail -n 1 output.txt)"
   done

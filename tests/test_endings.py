@@ -3,6 +3,7 @@ run."""
 
 from __future__ import annotations
 
+import html
 import json
 import os
 import signal
@@ -96,6 +97,7 @@ def test_a_death_is_named_and_all_go(
     ended = summary(folder)
     assert ended["exit_code"] == 1 and expected_text in ended["exit_reason"], ended
     assert ranks == 1 or f"rank {rank}" in ended["exit_reason"]
+    assert ended["exit_reason"] in html.unescape((folder / "run" / "report.html").read_text())
     if fault.startswith("raise"):
         # of the cause, and its consequence
         assert world.output.count("Traceback (most recent call last)") in (1, 2)

@@ -45,7 +45,7 @@ ALLOWED = {
     "train": {"basics", "evaluation", "job", "launch", "run", *LEAVES},
     "api": {"apply", "basics", "cli", "launch", "recipe", "run", "train"},
     "plan": {"after", "basics", "evaluation", "job", "launch", "run", "train", *LEAVES},
-    "__main__": {"cli"},
+    "__main__": {"basics", "cli"},
     "cli": {
         "after",
         "apply",

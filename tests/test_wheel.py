@@ -9,11 +9,14 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from worlds import ROOT
+from oneloop.basics.extras import EXTRAS
+from worlds import ROOT, run, train
 
 TEMPLATE = """
 oneloop new my_task.py
@@ -75,6 +78,76 @@ def _typed(installed: Path, folder: Path, lines: str) -> None:
 
 def _ended(folder: Path, run: str) -> dict:
     return json.loads((folder / "runs" / run / "summary.json").read_text())
+
+
+def test_the_sdist_and_the_wheel_built_from_it_hold_the_package(tmp_path):
+    """They hold all files of the package, but no tests, caches or runs."""
+    # A clone after some work in it.
+    clone = tmp_path / "clone"
+    for name in ("src", "accelerate_configs", "docs", "launch"):
+        shutil.copytree(ROOT / name, clone / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md", ".gitignore"):
+        shutil.copy(ROOT / name, clone)
+    files = {}  # path in the clone and the sdist: path in the wheel
+    for path in clone.rglob("*"):
+        name = path.relative_to(clone).as_posix()
+        if path.is_file() and name.startswith("src/"):
+            files[name] = name.removeprefix("src/")
+        elif path.is_file() and name.startswith("accelerate_configs/"):
+            files[name] = f"oneloop/{name}"
+    for left in ("runs/digits/recipe.yaml", "src/oneloop/runs/digits/recipe.yaml", "tests/test.py"):
+        (clone / left).parent.mkdir(parents=True)
+        (clone / left).touch()
+    (clone / "src" / "oneloop" / "__pycache__").mkdir()
+    (clone / "src" / "oneloop" / "__pycache__" / "ema.cpython-311.pyc").touch()
+
+    # The sdist, and the wheel that is built from it.
+    _do([sys.executable, "-m", "build", "--no-isolation", str(clone)], tmp_path)
+    (sdist,) = (clone / "dist").glob("*.tar.gz")
+    (wheel,) = (clone / "dist").glob("*.whl")
+    name = sdist.name.removesuffix(".tar.gz")
+    with tarfile.open(sdist) as archive:
+        sources = {member.removeprefix(f"{name}/") for member in archive.getnames()}
+    about = {"README.md", "LICENSE", "CHANGELOG.md", "pyproject.toml", "PKG-INFO", ".gitignore"}
+    assert sources == {*files, *about}
+    with zipfile.ZipFile(wheel) as archive:
+        members = {*archive.namelist()}
+        metadata = archive.read(f"{name}.dist-info/METADATA").decode()
+    about = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
+    assert members == {*files.values(), *(f"{name}.dist-info/{file}" for file in about)}
+    readme = (ROOT / "README.md").read_text()
+    assert readme in metadata and f'pip install "dist/{wheel.name}[recipes]"' in readme
+    for file in ("py.typed", "recipe/packaged/digits.yaml", "accelerate_configs/ddp.yaml"):
+        assert f"oneloop/{file}" in members
+
+
+def test_every_module_of_an_extra_is_one_of_pyproject():
+    declared = (ROOT / "pyproject.toml").read_text()
+    for module, extra in EXTRAS.items():
+        package = {"sklearn": "scikit-learn"}.get(module, module)
+        assert re.search(rf'^{extra} = \[.*"{package}>=', declared, re.M), module
+
+
+def _without(module: str, words: list[str]) -> None:
+    sys.modules[module] = None
+    train(words)
+
+
+LACKING = {
+    "digits": ("sklearn", "comes with scikit-learn, which is not installed; oneloop's extra"),
+    "gpt": ("transformers", "None in sys.modules; oneloop's extra"),  # when its model is built
+    "sft": ("tokenizers", "None in sys.modules; oneloop's extra"),  # when the task is made
+}
+
+
+@pytest.mark.parametrize("recipe", LACKING)
+def test_a_recipe_without_its_packages_names_the_extra(tmp_path, recipe):
+    module, expected = LACKING[recipe]
+    world = run(_without, module, [recipe], folder=tmp_path)
+    assert world.codes == [2] and world.output.count("oneloop: ") == 1, world.output
+    extra = EXTRAS[module]
+    assert f"{expected} {extra!r} has it: pip install 'oneloop[{extra}]'\n" in world.output
+    assert not (tmp_path / "runs").exists()
 
 
 def test_the_template_and_the_notebook_run_without_a_checkout(installed, tmp_path):

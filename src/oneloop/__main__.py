@@ -1,7 +1,18 @@
-"""``python -m oneloop``: the ``oneloop`` command."""
+"""The ``oneloop`` command, also ``python -m oneloop``."""
 
 import sys
 
-from oneloop.cli import main
+from oneloop.basics.system import exit_if_not_supported
 
-sys.exit(main(sys.argv[1:]))
+
+def main() -> int:
+    """Run the command that the arguments name; return its exit code."""
+    exit_if_not_supported()
+    # imports modules that Windows lacks
+    from oneloop.cli import main as command
+
+    return command()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,9 @@
 """oneloop from Python: ``from oneloop import evaluate, export, fit, predict, report``."""
 
+from oneloop.basics.system import check_system
+
+check_system()  # before the imports that a system could lack
+
 import json
 import threading
 from argparse import Namespace

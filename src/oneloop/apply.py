@@ -4,6 +4,12 @@
 """
 
 import sys
+
+if __name__ == "__main__":  # before the imports that a system could lack
+    from oneloop.basics.system import exit_if_not_supported
+
+    exit_if_not_supported()
+
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
 from functools import partial

@@ -12,6 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors, trainers
 from torch import nn
 from transformers import ViTConfig, ViTForImageClassification
 
+from oneloop.tasks.language.synthetic_chats import SyntheticChats
+from oneloop.tasks.language.tokens import chat_tokenizer
 from own_files import rows
 
 
@@ -34,6 +36,25 @@ def vit(folder: Path, classes: int) -> Path:
         json.dumps({"image_mean": [0.4] * 3, "image_std": [0.3] * 3})
     )
     return folder
+
+
+def llama(folder: Path) -> list[list[dict[str, str]]]:
+    """Save a small Llama with its tokenizer, like transformers; return chats to train it on."""
+    chats = [*SyntheticChats("train").conversations[:200]]
+    tokenizer = chat_tokenizer([one["content"] for chat in chats for one in chat], 400)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=1,
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return chats
 
 
 def bert(folder: Path, *, positions: int = 16) -> Path:

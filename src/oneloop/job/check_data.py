@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.extras import how_to_install
 from oneloop.basics.progress import tracked
 from oneloop.data.rows.arrow_tables import NoColumn
 from oneloop.data.rows.cached_arrays import in_order
@@ -50,7 +51,7 @@ def check_data(source: str, words: Sequence[str] = ()) -> Findings:
     except BadInput:
         raise
     except (ValueError, ImportError) as error:
-        findings.unusable.append((source, str(error)))
+        findings.unusable.append((source, f"{error}{how_to_install(error)}"))
     finally:
         FINDINGS.reset(token)
     return findings

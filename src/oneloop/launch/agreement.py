@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
+from oneloop.basics.extras import how_to_install
 from oneloop.basics.files import printable
 from oneloop.launch.signals import leave_at_once
 
@@ -109,7 +110,7 @@ class Agreement:
         except (BadInput, Unavailable) as error:
             mine = type(error)(str(error))
         except (ValueError, ImportError) as error:
-            mine = BadInput(f"{error}{where(error)}")
+            mine = BadInput(f"{error}{where(error)}{how_to_install(error)}")
 
         # A rank with an error gets here at once. The others may wait in a collective of the model.
         with _exit_if_blocked(mine if self.ranks > 1 else None):

@@ -7,6 +7,8 @@ import os
 import sys
 from itertools import pairwise
 
+from oneloop.basics.system import exit_if_not_supported
+
 # keys whose value may be FILE.py:Name; in a recipe file, the name is below its group
 _KEYS = ("task", "task.name", "optimizer.name", "schedule.name", "name")
 
@@ -14,12 +16,13 @@ _KEYS = ("task", "task.name", "optimizer.name", "schedule.name", "name")
 def begin(words: list[str]) -> None:
     """Begin the run as :func:`oneloop.launch.before_imports.begin`.
 
-    Exit with code 2 if the command line, or the recipe that it names, has such a task file: other
-    imports would find it in place of Python's module.
+    Exit with code 2 if the system is not supported, or if the command line, or the recipe that it
+    names, has such a task file: other imports would find it in place of Python's module.
 
     Args:
         words: the command line: recipe and keys.
     """
+    exit_if_not_supported()
     for file in _files(words):
         name = os.path.basename(file).removesuffix(".py")
         folder = os.path.dirname(os.path.abspath(file))

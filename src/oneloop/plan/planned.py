@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.extras import how_to_install
 from oneloop.basics.system.processes import start_context
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
@@ -107,7 +108,7 @@ def _planned(asked: Asked) -> tuple[Plan | NotPlanned, list[str]]:
             f"tensor whose size depends on one ({error}); torch.where and masks need no values"
         )
     except (ValueError, ImportError) as error:
-        message = f"{error}{where(error)}"
+        message = f"{error}{where(error)}{how_to_install(error)}"
     except (Exception, SystemExit, KeyboardInterrupt) as error:
         message = f"the plan failed: {type(error).__name__}: {error}{where(error)}"
     return NotPlanned(" ".join(message.split())), []

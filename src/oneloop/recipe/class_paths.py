@@ -12,6 +12,7 @@ from types import ModuleType
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.extras import how_to_install
 from oneloop.recipe.expected import EXPECTED, MISFITS
 from oneloop.recipe.synonyms import suggestion
 
@@ -59,7 +60,7 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         raise BadInput(
             f"{group}.name {name!r} needs the module {error.name or str(error)!r}, which is not "
             "installed and not found from this folder; install it or correct the path"
-            f"{_extra(error.name)}"
+            f"{how_to_install(error)}"
         ) from error
     except BadInput as error:
         if ":" not in name:
@@ -387,12 +388,3 @@ def _has(module: ModuleType) -> str:
         if getattr(value, "__module__", None) == module.__name__
     ]
     return f"; it has {', '.join(own[:8])}" if own else ""
-
-
-def _extra(module: str | None) -> str:
-    packages = {
-        "sklearn": "scikit-learn",
-        "torchvision": "torchvision",
-        "transformers": "transformers",
-    }
-    return f" (pip install {packages[module]})" if module in packages else ""

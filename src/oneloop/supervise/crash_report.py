@@ -86,7 +86,7 @@ def write_summary(folder: Path, content: Mapping[str, Any]) -> None:
 
 def write_page(folder: Path) -> None:
     """Write the report page of such a run, unless that takes too long."""
-    command = [sys.executable, "-m", "oneloop.cli", "report", str(folder)]
+    command = [sys.executable, "-m", "oneloop", "report", str(folder)]
     with suppress(OSError, subprocess.SubprocessError):
         subprocess.run(command, capture_output=True, timeout=_PAGE, check=False)
 

@@ -73,9 +73,8 @@ def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """
     package = find_spec("sklearn")
     if package is None or package.origin is None:
-        raise ImportError(
-            "task.data digits comes with scikit-learn, which is not installed; pip install "
-            "scikit-learn"
+        raise ModuleNotFoundError(
+            "task.data digits comes with scikit-learn, which is not installed", name="sklearn"
         )
     file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
     table = np.loadtxt(file, delimiter=",")

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput, Inexact
+from oneloop.basics.extras import how_to_install
 from oneloop.tasks.evaluation_metrics import adapted, scalars
 from oneloop.tasks.metric_collection import Collection, not_logged, on_device
 
@@ -80,12 +81,12 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
     except Exception as error:
         if "DefaultCPUAllocator" in str(error):
             raise
-        if isinstance(error, ValueError) and _by_oneloop(task, error):
+        if isinstance(error, ValueError | ImportError) and _by_oneloop(task, error):
             # A packaged task's message is for the user already.
-            raise BadInput(str(error)) from error
+            raise BadInput(f"{error}{how_to_install(error)}") from error
         raise BadInput(
             f"{named(task, member)} failed: {type(error).__name__}: {error} "
-            f"({_source_line(task, error)})"
+            f"({_source_line(task, error)}){how_to_install(error)}"
         ) from error
 
 
