@@ -142,8 +142,9 @@ def live_iterators() -> list[int]:
     from torch.utils.data._utils import signal_handling
     from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+    from oneloop.data.data_workers import end_workers
     from oneloop.data.seeded_samples import SeededSamples
-    from oneloop.data.step_batches import CollateWithWeight, end_workers, loader
+    from oneloop.data.step_batches import CollateWithWeight, loader
 
     collate = CollateWithWeight(
         lambda samples: {"x": torch.tensor(samples)}, lambda batch: torch.tensor(1.0)

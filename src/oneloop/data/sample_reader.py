@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from oneloop.basics.system.processes import start_context
-from oneloop.data.step_batches import begin_worker, from_workers, identity
+from oneloop.basics.system.start_methods import start_context
+from oneloop.data.data_workers import begin_worker, from_workers
+from oneloop.data.step_batches import identity
 
 
 class CannotSend(TypeError):

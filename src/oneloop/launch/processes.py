@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import ranks
-from oneloop.data.step_batches import workers_here
+from oneloop.data.data_workers import workers_here
 from oneloop.launch import devices
 from oneloop.launch.agreement import LONG, Agreement, limit_collectives
 from oneloop.launch.signals import Stopping, leave

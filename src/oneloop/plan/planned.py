@@ -23,7 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
-from oneloop.basics.system.processes import start_context
+from oneloop.basics.system.start_methods import start_context
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
 from oneloop.job.find_micro_batch import loaded_sizes

@@ -16,7 +16,8 @@ from typing import Any
 from safetensors.torch import load_file
 from torch import Tensor
 
-from oneloop.basics.system.processes import die_with, server_context
+from oneloop.basics.system.processes import die_with
+from oneloop.basics.system.start_methods import server_context
 from oneloop.plan.techniques import PRECISION, Machine, as_arguments
 
 

@@ -14,8 +14,8 @@ from oneloop.basics.files import dumps, printable, vouched
 from oneloop.basics.launcher import rank, ranks
 from oneloop.checkpoint.background_save import SaveError
 from oneloop.checkpoint.store import Store, step_of
+from oneloop.data.data_workers import end_workers
 from oneloop.data.seeded_samples import UnfitSample
-from oneloop.data.step_batches import end_workers
 from oneloop.job.build import Job, build_job
 from oneloop.job.find_micro_batch import explained, find_micro
 from oneloop.launch.agreement import where

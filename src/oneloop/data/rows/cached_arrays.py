@@ -18,8 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
-from oneloop.basics.system.processes import die_with, start_context, usable_cores
+from oneloop.basics.system.processes import die_with, usable_cores
 from oneloop.basics.system.signals import on_stops
+from oneloop.basics.system.start_methods import start_context
 from oneloop.basics.untrusted import delete
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import FINDINGS, Row, Rows, unusable

@@ -1,0 +1,80 @@
+"""How new Python processes start: by fork where that is safe, else by spawn.
+
+>>> pool = ProcessPoolExecutor(4, start_context())
+"""
+
+import multiprocessing
+import sys
+from collections.abc import Sequence
+from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
+from typing import Any
+
+
+class _Spawned(SpawnProcess):
+    """A spawned process, which imports the program only if that is not a module of oneloop.
+
+    Those take seconds to import, and no process needs them.
+    """
+
+    alone = False  # whether the process does not import a script of the user's, either
+
+    def start(self) -> None:
+        program = sys.modules["__main__"]
+        spec = program.__spec__
+        ours = spec is not None and spec.name.partition(".")[0] == "oneloop"
+        if not (ours or self.alone):
+            super().start()
+            return
+
+        # multiprocessing imports nothing in the new process if the program has no name.
+        file = program.__dict__.pop("__file__", None)
+        program.__spec__ = None
+        try:
+            super().start()
+        finally:
+            program.__spec__ = spec
+            if file is not None:
+                program.__file__ = file
+
+
+class _SpawnedAlone(_Spawned):
+    alone = True
+
+
+class _Spawn(SpawnContext):
+    Process = _Spawned
+
+
+class _SpawnAlone(SpawnContext):
+    Process = _SpawnedAlone
+
+
+def start_context(*, alone: bool = False) -> BaseContext:
+    """Return the start method of new processes: fork on Linux, spawn elsewhere.
+
+    The libraries of macOS start threads, which makes fork unsafe. With spawn, the function of a new
+    process and its arguments must be picklable.
+
+    Args:
+        alone: the process needs no class of a script that is running: spawn does not import it. (A
+            script that trains as soon as it is imported would do so in the process, too.)
+    """
+    if sys.platform == "linux":
+        return multiprocessing.get_context("fork")
+    return _SpawnAlone() if alone else _Spawn()
+
+
+def server_context(preload: Sequence[str]) -> Any:
+    """Return the start method of processes with slow imports.
+
+    On Linux, each is a fork of a server process that has done the imports, and nothing else.
+    Elsewhere it is :func:`start_context`.
+
+    Args:
+        preload: names of the modules to import.
+    """
+    if sys.platform != "linux":
+        return start_context()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(preload))
+    return context

@@ -1,0 +1,99 @@
+"""The processes that load data: how many, how they begin, and how they end."""
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Iterable, Iterator
+from multiprocessing.queues import Queue
+from typing import TypeVar
+
+import torch
+
+from oneloop.basics.exit_codes import ERROR, BadInput
+from oneloop.basics.system.processes import die_with
+from oneloop.basics.system.signals import on_stops
+from oneloop.basics.system.start_methods import start_context
+
+Loaded = TypeVar("Loaded")
+
+_NO_SPACE = 28  # exit code of a data worker if shared memory is full: ENOSPC
+
+
+def workers_here(requested: int | str, *, device: torch.device, cores: int) -> int:
+    """Return the number of worker processes per training process.
+
+    Args:
+        requested: a number, or ``auto``.
+        device: the device that trains.
+        cores: CPUs of this training process.
+    """
+    if requested != "auto":
+        return int(requested)
+    # On a CPU the cores train. On a Mac, a process takes seconds to start, and can neither inherit
+    # the data nor find a class of a notebook.
+    if device.type in ("cpu", "mps"):
+        return 0
+    return max(1, min(8, cores - 1))
+
+
+def end_workers(error: BaseException | None) -> None:
+    """Shut down DataLoader workers after an exception.
+
+    The traceback of the exception, or of a cause, keeps their iterator alive. Torch would then
+    raise in unrelated code when a worker ends.
+
+    Args:
+        error: the exception; None does nothing.
+    """
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_code.co_filename == torch.utils.data.dataloader.__file__:
+                frame.clear()
+        error = error.__cause__ or error.__context__
+
+
+def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
+    """Yield what the workers load.
+
+    Raise RuntimeError if one has exited, however torch reports that, and BadInput if the system
+    starts workers by spawn, and the data cannot be sent to them.
+    """
+    try:
+        started = iter(loading)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if start_context().get_start_method() == "fork":
+            raise
+        raise BadInput(
+            f"the task or its data cannot be sent to data workers: {error}; define its classes and "
+            "functions at the top level of a file, or set --machine.workers 0"
+        ) from error
+    try:
+        yield from started
+    except (ConnectionError, EOFError) as error:
+        raise RuntimeError(
+            f"a DataLoader worker exited without an error message ({error})"
+        ) from error
+    except RuntimeError as error:
+        text = f"{error} {error.__cause__}"
+        if f"exit code {_NO_SPACE}" not in text and "Bus error" not in text:
+            raise
+        raise RuntimeError(
+            "a data worker cannot send a batch, because shared memory (/dev/shm) is full; make it "
+            "larger (docker run --shm-size 8g), or set a smaller machine.workers or batch.micro"
+        ) from error
+
+
+def begin_worker(parent: int, number: int) -> None:
+    """End with the training process, and ignore stop signals: the training process handles them."""
+    die_with(parent)
+    on_stops(signal.SIG_IGN)
+    # By default, a batch that cannot be sent is lost, and the training process waits for it.
+    Queue._on_queue_feeder_error = staticmethod(_cannot_send)  # type: ignore[attr-defined]
+
+
+def _cannot_send(error: Exception, batch: object) -> None:
+    """End this data worker, which cannot send a batch."""
+    print(f"oneloop: a data worker cannot send a batch: {error}", file=sys.stderr, flush=True)
+    os._exit(_NO_SPACE if "No space left" in str(error) else ERROR)
