@@ -3,8 +3,12 @@ slow."""
 
 import atexit
 import os
+import re
 import shutil
+import sys
 import tempfile
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -172,9 +176,25 @@ test_same_weights.py::test_same_weights_as_one_big_batch[2-2-fsdp2]
 time."""
 
 
+HELPERS = Path(__file__).parent / "helpers"
+
+
+@cache
+def needs_linux(file: Path) -> bool:
+    """Return whether a test file, or a helper that it imports, uses what only Linux has."""
+    text = file.read_text(encoding="utf-8")
+    for name in re.findall(r"^\s*(?:from|import) (\w+)", text, re.M):
+        helper = HELPERS / f"{name}.py"
+        if helper.exists():
+            text += helper.read_text(encoding="utf-8")
+    return re.search(r"/proc/(self|\{)|os\.sched_|memfd_create", text) is not None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     repeated = tuple(REPEATED.split("\n")[1:-1])
     for item in items:
         if item.nodeid.removeprefix("tests/").startswith(repeated):
             item.add_marker(pytest.mark.slow)
+        if sys.platform != "linux" and needs_linux(item.path):
+            item.add_marker(pytest.mark.skip(reason="reads files of Linux's kernel"))

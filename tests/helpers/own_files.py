@@ -118,11 +118,10 @@ def bulk(
 
 
 def anonymous() -> float:
-    """Return the megabytes of this process's anonymous memory."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon"):
-            return int(line.split()[1]) / 1024
-    raise AssertionError("no RssAnon")
+    """Return the MiB of memory of this process without mapped files."""
+    from oneloop.basics.system.memory import anonymous_memory
+
+    return anonymous_memory() / 2**20
 
 
 class Numbered:
