@@ -19,6 +19,7 @@ import torch
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.memory import peak_memory
 from oneloop.basics.seeds import reseed
+from oneloop.basics.system.processes import usable_cores
 from oneloop.checkpoint.pieces import Piece, stage
 from oneloop.data.step_batches import to_device
 from oneloop.job.apple_gpu import reject_model, reject_training
@@ -179,7 +180,7 @@ def narrow(variables: dict[str, str], options: dict[str, Any]) -> set[int]:
     return os.sched_getaffinity(0)
 
 
-_CPUS = len(os.sched_getaffinity(0))
+_CPUS = usable_cores()
 
 
 @pytest.mark.skipif(_CPUS < 2 or os.cpu_count() > _CPUS, reason="needs all CPUs of a host")
@@ -271,10 +272,17 @@ MPS = torch.device("mps")
 
 
 def on_a_mac() -> None:
-    """Let oneloop and accelerate find an Apple GPU, but not torch itself."""
+    """Let oneloop, accelerate and FSDP2's mesh find an Apple GPU, but not torch itself."""
     import accelerate.state
 
     real = torch.accelerator.current_accelerator
+    real_of_mesh = torch._C._get_accelerator
+
+    def of_mesh(*given: Any) -> Any:
+        caller = sys._getframe(1).f_globals["__name__"]
+        return MPS if caller.startswith("torch.distributed.fsdp") else real_of_mesh(*given)
+
+    torch._C._get_accelerator = of_mesh
 
     def found(check_available: bool = False) -> Any:
         caller = sys._getframe(1).f_globals["__name__"]

@@ -54,6 +54,17 @@ def test_whatever_is_raised_is_named(folder, fault, expected_text):
     assert summary(folder)["exit_reason"] == f"error: rank 1: {expected_text}", world.output
 
 
+def test_an_exit_code_that_cannot_be_reported_is_kept(tmp_path):
+    # Without a descriptor, or on a full disk, the launcher's file cannot be written.
+    (tmp_path / "exit_code").mkdir()
+    code = "from oneloop.launch.signals import leave; leave(2, main=True)"
+    variables = {**os.environ, "ONELOOP_EXIT_FILE": str(tmp_path / "exit_code")}
+    assert subprocess.run([sys.executable, "-c", code], env=variables).returncode == 2
+    (tmp_path / "exit_code").rmdir()
+    assert subprocess.run([sys.executable, "-c", code], env=variables).returncode == 0
+    assert (tmp_path / "exit_code").read_text() == "2"
+
+
 @pytest.mark.parametrize("told", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_thread_that_stays_holds_nobody(folder, told):
     words = ["--task.fault", "thread:600", "--duration", "40"]

@@ -129,6 +129,19 @@ def launched(folder: Path, *given: str, macos: bool = True, config: str = "singl
     )
 
 
+def script(folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run script.py of a folder under the emulation."""
+    return subprocess.run(
+        [sys.executable, "script.py"],
+        cwd=folder,
+        env=environment(folder, macos=True),
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
 def name_of(macos: bool) -> str:
     return "emulated" if macos else "plain"
 
@@ -225,9 +238,11 @@ def test_a_task_trains_with_a_spawned_data_worker(task):
 
 
 @pytest.mark.slow
-def test_a_data_set_of_1000_tensors(task, monkeypatch):
-    # On Linux, torch shares each by a file, so that more than 1,024 are open. (Not on macOS.)
-    monkeypatch.setenv("ONELOOP_EMULATION_FILES", "4096")
+@pytest.mark.parametrize(("shares", "limit"), [("file_system", "256"), ("file_descriptor", "4096")])
+def test_a_data_set_of_1000_tensors(task, monkeypatch, shares, limit):
+    # If torch shares each by a file, as on Linux, more than 1,024 are open. (Not on macOS.)
+    monkeypatch.setenv("ONELOOP_EMULATION_SHARES", shares)
+    monkeypatch.setenv("ONELOOP_EMULATION_FILES", limit)
     given = ["my_task.py:ManyTensors", *SHORT, *NO_EVALUATION, "--machine.workers", "2"]
     trained(task, *given, children=(SPAWNED,))
 
@@ -276,19 +291,81 @@ def test_a_script_without_a_guard_checks_its_images_in_processes(tmp_path):
         "fit('images', task={'data': 'images'}, batch={'size': 4}, duration=2,\n"
         "    run={'dir': 'run'}, track='none')\n"
     )
-    found = subprocess.run(
-        [sys.executable, "script.py"],
-        cwd=tmp_path,
-        env=environment(tmp_path, macos=True),
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=False,
-    )
+    found = script(tmp_path)
     assert found.returncode == 0, found.stderr
     assert (tmp_path / "run" / "final" / "model.safetensors").exists()
     started = (tmp_path / "log").read_text()
     assert SPAWNED in started
+
+
+MEMORY_MAPPED = """
+import numpy as np, pathlib, sys, tempfile
+from multiprocessing import get_context
+from oneloop.basics.system.start_methods import start_context
+
+
+def kind(array, queue):
+    queue.put((type(array.base).__name__, array.flags.writeable, array.tolist()))
+
+
+def sent(array):
+    context = start_context()
+    queue = context.SimpleQueue()
+    process = context.Process(target=kind, args=(array, queue))
+    process.start()
+    base, writeable, values = queue.get()
+    process.join()
+    assert values == array.tolist(), values
+    return base, writeable
+
+
+if __name__ == "__main__":
+    np.save("rows.npy", np.arange(12).reshape(3, 4))
+    np.save("columns.npy", np.asfortranarray(np.arange(12).reshape(3, 4)))
+    np.arange(20, dtype=np.int32).tofile("raw.bin")
+    assert sent(np.load("rows.npy", mmap_mode="r")) == ("mmap", False)
+    assert sent(np.load("columns.npy", mmap_mode="r")) == ("mmap", False)
+    assert sent(np.memmap("raw.bin", np.int32, "r", offset=8, shape=(3,)))[0] == "mmap"
+    assert sent(np.memmap("raw.bin", ">i4", "r"))[0] == "mmap"
+    assert sent(np.memmap("raw.bin", np.int32, "r")[2:5])[0] != "mmap"
+    changed = np.memmap("raw.bin", np.int32, "c")
+    changed[:] = 7
+    assert sent(changed)[0] != "mmap"
+    with tempfile.TemporaryFile() as file:
+        file.write(b"1234" * 4)
+        file.flush()
+        assert sent(np.memmap(file, np.int32, "r"))[0] != "mmap"
+    print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_memory_mapped_arrays_are_mapped_again_only_if_that_is_exact(tmp_path):
+    (tmp_path / "script.py").write_text(MEMORY_MAPPED)
+    found = script(tmp_path)
+    assert found.stdout.endswith("equal\n"), found.stderr
+
+
+SLOW_IMPORT = "import time, sys; time.sleep(20 if sys.argv[0] == '-c' else 0)\n"
+
+
+@pytest.mark.slow
+def test_a_worker_that_starts_slowly_is_no_hang(task):
+    (task / "my_task.py").write_text(SLOW_IMPORT + TASK)
+    given = ["my_task.py:MyTask", *SHORT, *NO_EVALUATION, "--machine.workers", "1"]
+    output = launched(task, *given).communicate(timeout=280)[0]
+    assert "done; results in" in output, output
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_gets_a_message(task):
+    (task / "script.py").write_text(
+        "from oneloop import fit\nimport my_task\nfit(my_task.MyTask, duration=2, "
+        "batch={'size': 8}, machine={'workers': 1}, run={'dir': 'run'}, track='none')\n"
+    )
+    found = script(task)
+    assert found.returncode == 1
+    assert 'put the call under if __name__ == "__main__":' in found.stderr
 
 
 @pytest.mark.slow

@@ -6,11 +6,13 @@ import ast
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torchmetrics
 from accelerate import Accelerator
 from torch import Tensor, nn
 
@@ -21,7 +23,9 @@ from oneloop.api import fit
 from oneloop.basics import wide_sums
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.wide_sums import WideSum, on_host, wide_dtype
+from oneloop.data.step_batches import to_device
 from oneloop.evaluation import evaluate
+from oneloop.job.apple_gpu import reject_model
 from oneloop.recipe.parse import read
 from oneloop.tasks.evaluation_metrics import TextSums
 from oneloop.tasks.metric_collection import on_device
@@ -262,3 +266,63 @@ def test_only_one_function_knows_which_devices_have_float64():
             if "mps" in ast.unparse(node.test) and "torch.float" in ast.unparse(node):
                 found.append(f"{file.name}:{node.lineno}")
     assert found == []
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [1.0, torch.inf, 2.0],
+        [torch.inf, -torch.inf],
+        [torch.nan, 1.0],
+        [-torch.inf, 1e30, 1.0],
+        [True, False, True],
+    ],
+)
+def test_sums_of_unusual_values_are_those_of_float64(values, monkeypatch):
+    made = WideSum()
+    monkeypatch.setattr(wide_sums, "NO_FLOAT64", {"cpu"})
+    narrow = WideSum()
+    for value in values:
+        made.add(torch.tensor(value))
+        narrow.add(torch.tensor(value))
+    assert len(narrow.parts) == 4
+    torch.testing.assert_close(narrow.value(), made.value(), rtol=0, atol=0, equal_nan=True)
+
+
+class WithDoubleState(torchmetrics.Metric):
+    """A metric whose dtype is float32, and whose state is not."""
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+
+    def update(self, values):
+        self.total += values.double().sum()
+
+    def compute(self):
+        return self.total
+
+
+def test_a_metric_with_a_state_in_float64_stays_on_the_host(monkeypatch):
+    metrics = torchmetrics.MetricCollection({"total": WithDoubleState()})
+    monkeypatch.setattr(wide_sums, "NO_FLOAT64", {"meta"})
+    assert on_device(metrics, torch.device("meta"))["total"].total.device.type == "cpu"
+    other = torchmetrics.MetricCollection({"mean": torchmetrics.MeanMetric()})
+    assert on_device(other, torch.device("meta"))["mean"].mean_value.device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+def test_a_batch_in_double_precision_gets_a_message(dtype):
+    batch = {"x": torch.ones(2), "y": torch.ones(2, dtype=dtype)}
+    with pytest.raises(BadInput, match=f"'y' in {str(dtype)[6:]}, which the device mps"):
+        to_device({"y": batch["y"]}, torch.device("mps"))
+    assert to_device(batch, torch.device("cpu"))["y"].dtype is dtype
+
+
+def test_a_model_with_a_buffer_in_float64_gets_a_message():
+    model = torch.nn.Linear(2, 2)
+    machine = SimpleNamespace(compile="none")
+    reject_model(SimpleNamespace(machine=machine), model)
+    model.register_buffer("scale", torch.ones(2, dtype=torch.float64))
+    with pytest.raises(BadInput, match="does not support scale in float64: it has no float64"):
+        reject_model(SimpleNamespace(machine=machine), model)

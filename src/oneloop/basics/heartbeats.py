@@ -52,7 +52,8 @@ class Beats:
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
         self._seen: defaultdict[str, int] = defaultdict(int)
         self._current = self._known[SET_UP]
-        # whether this is the first batch of an evaluation, in which a data set may do slow work
+        # whether the next beat may take long: it is the first one of an evaluation, in which a data
+        # set may do slow work, or a process starts
         self._opening = False
 
     def beat(self) -> None:
@@ -64,6 +65,12 @@ class Beats:
             self._current.append(now - self.last)
         self.last = now
         self.count += 1
+
+    def wait_for_start(self) -> None:
+        """Allow the next beat to take as long as the first one of its phase: a process starts."""
+        self._opening = True
+        self.last = monotonic()
+        self.changed()
 
     def moved(self) -> None:
         """Record that bytes were read or written, from any thread: progress of all but steps."""

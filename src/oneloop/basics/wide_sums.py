@@ -5,6 +5,8 @@ from torch import Tensor
 
 NO_FLOAT64 = {"mps"}
 """types of devices without float64"""
+DOUBLE = (torch.float64, torch.complex128)
+"""dtypes that they lack"""
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -46,6 +48,7 @@ class WideSum:
     @torch.no_grad()
     def add(self, values: Tensor) -> None:
         """Add values, of the shape of the sums."""
+        values = values.to(self.parts.dtype)
         *first, last = self.parts
         for part in first:
             total, lost = _two_sum(part, values)

@@ -89,6 +89,7 @@ class WritingProcess:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[shared],
+            start_new_session=True,  # Ctrl-C must not reach it while it starts
             env={**os.environ, "PYTHONPATH": path},
         )
         assert self._process.stdout is not None

@@ -5,6 +5,7 @@ import pickle
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Iterable, Iterator
 from multiprocessing.queues import Queue
 from typing import TypeVar
@@ -12,9 +13,10 @@ from typing import TypeVar
 import torch
 
 from oneloop.basics.exit_codes import ERROR, BadInput
+from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
-from oneloop.basics.system.start_methods import start_context
+from oneloop.basics.system.start_methods import spawns
 
 Loaded = TypeVar("Loaded")
 
@@ -60,10 +62,14 @@ def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
     Raise RuntimeError if one has exited, however torch reports that, and BadInput if the system
     starts workers by spawn, and the data cannot be sent to them.
     """
+    if spawns():
+        BEATS.wait_for_start()
     try:
-        started = iter(loading)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")  # and torch's wrong advice: fork
+            started = iter(loading)
     except (AttributeError, TypeError, pickle.PicklingError) as error:
-        if start_context().get_start_method() == "fork":
+        if not spawns():
             raise
         raise BadInput(
             f"the task or its data cannot be sent to data workers: {error}; define its classes and "

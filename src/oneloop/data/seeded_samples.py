@@ -18,6 +18,7 @@ from torch.utils.data import Dataset, get_worker_info
 from oneloop.basics.seeds import GOLDEN, mixed, seed_others
 
 Place = tuple[int, int]  # (epoch, index) of one sample
+STARTS = -2  # in place of the index of a sample: the data worker starts
 
 Collated = TypeVar("Collated")
 
@@ -44,7 +45,7 @@ class SeededSamples(Dataset[Any]):
         self.dataset = dataset
         self.seed = seed
         self.name = name
-        # index of the sample that each data worker is reading, in shared memory; -1: none
+        # index of the sample that each data worker is reading, in shared memory; -1: none, or STARTS
         self.reading: Any = [-1]
         self._worker = 0  # this process, in that list
         self._draws = False  # whether the set has drawn from Python's or numpy's generator
@@ -96,6 +97,8 @@ class SeededSamples(Dataset[Any]):
     def now(self, worker: int) -> str:
         """Describe what a data worker is doing, or this process, if it has none."""
         who = "it" if isinstance(self.reading, list) else f"data worker {worker}"
+        if self.reading[worker] == STARTS:
+            return f"{who} starts"
         if self.reading[worker] < 0:
             return f"{who} collates a batch"
         return f"{who} reads {self._sample(worker)}"

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.system.start_methods import start_context
+from oneloop.basics.wide_sums import DOUBLE, wide_dtype
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.data_workers import Loaded, begin_worker, from_workers
 from oneloop.data.order import Ordered
-from oneloop.data.seeded_samples import Batches, Place, SeededSamples
+from oneloop.data.seeded_samples import STARTS, Batches, Place, SeededSamples
 
 Batch = dict[str, Any]
 
@@ -160,7 +162,7 @@ def loader(
     if not workers and device.type != "cuda":
         return _watched(map(dataset.__getitem__, batches), samples)
     if workers:
-        samples.reading = start_context().RawArray("q", [-1] * workers)
+        samples.reading = start_context().RawArray("q", [STARTS] * workers)
     loading = DataLoader(
         dataset,
         batch_size=None,
@@ -309,6 +311,12 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     moved = {}
     for name, value in batch.items():
         moved[name] = value
-        if torch.is_tensor(value):
-            moved[name] = value.to(device, non_blocking=not at_once)
+        if not torch.is_tensor(value):
+            continue
+        if value.dtype in DOUBLE and wide_dtype(device) not in DOUBLE:
+            raise BadInput(
+                f"the batch has {name!r} in {str(value.dtype)[6:]}, which the device {device.type} "
+                "does not have; convert it in collate (.float()), or set machine.device cpu"
+            )
+        moved[name] = value.to(device, non_blocking=not at_once)
     return moved

@@ -1,7 +1,10 @@
 """What an Apple GPU (mps) does not support, found before anything is written."""
 
+from itertools import chain
+
 from torch import nn
 
+from oneloop.basics.wide_sums import DOUBLE
 from oneloop.launch.devices import not_on_mps
 from oneloop.recipe.schema import Recipe
 
@@ -22,6 +25,9 @@ def reject_model(recipe: Recipe, model: nn.Module) -> None:
         )
     if any(type(module).__module__.startswith(_LIBRARY) for module in model.modules()):
         raise not_on_mps("4-bit weights", f"the kernels of {_LIBRARY} are for CUDA and the CPU")
+    for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+        if tensor.dtype in DOUBLE:
+            raise not_on_mps(f"{name} in {str(tensor.dtype)[6:]}", "it has no float64")
 
 
 def reject_training(recipe: Recipe) -> None:

@@ -47,6 +47,10 @@ def report(argv: Sequence[str]) -> None:
     except SystemExit as end:  # --help
         CHANNEL.send(ended=end.code or 0)
         raise
+
+    # torch asks a visible GPU for its stream, even if the CPU trains: that would start CUDA.
+    if recipe.machine.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     CHANNEL.report(recipe.machine.patience)
 
 

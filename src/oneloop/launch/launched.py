@@ -44,8 +44,10 @@ class Launched:
         # inherits that.
         on_stops(self._record)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        self._process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-        signal.signal(signal.SIGINT, self._record)
+        try:
+            self._process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        finally:
+            signal.signal(signal.SIGINT, self._record)
 
     def _record(self, number: int, frame: object) -> None:
         """Record a signal."""

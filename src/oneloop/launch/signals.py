@@ -38,9 +38,9 @@ def leave(code: int, *, main: bool) -> NoReturn:
 
     # Choose the code for the launcher.
     if has_exit_file() and (code != exit_codes.ERROR or not several):
-        if main or os.environ.get("LOCAL_RANK") == "0":  # the file is on this node
-            report_exit_code(code)
-        code = 0
+        reports = main or os.environ.get("LOCAL_RANK") == "0"  # the file is on this node
+        if not reports or report_exit_code(code):
+            code = 0
     elif code == exit_codes.STOPPED and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")):
         code = 0  # torchrun would start the run again
 

@@ -78,7 +78,8 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     asked = configured or list(blocks)
     tied = _tied(model)
     try:
-        with _without_error(model, "get_input_embeddings"):
+        on_device = _mesh_on(accelerator.device)
+        with on_device, _without_error(model, "get_input_embeddings"):
             plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
             prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     # an unknown layer class, a container, a module in two units
@@ -98,6 +99,23 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     if accelerator.native_amp and plugin.mixed_precision_policy == MixedPrecisionPolicy():
         _autocast(prepared, accelerator)
     return prepared  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _mesh_on(device: torch.device) -> Iterator[None]:
+    """Let FSDP2 build its mesh on the CPU if that trains, although the host has a GPU.
+
+    accelerate gives it no mesh, and torch's default is on the GPU.
+    """
+    if device.type != "cpu":
+        yield
+        return
+    found = torch._C._get_accelerator
+    torch._C._get_accelerator = lambda *_: device
+    try:
+        yield
+    finally:
+        torch._C._get_accelerator = found
 
 
 def _tied(model: nn.Module) -> list[list[str]]:

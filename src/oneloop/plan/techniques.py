@@ -60,6 +60,8 @@ def _workers(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
 
 
 def _compile(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
+    if machine.device == "mps":
+        return "an Apple GPU does not support it"
     mode = "regional" if machine.blocks else "whole"
     return {"machine.compile": mode}, {"machine.compile": "none"}
 

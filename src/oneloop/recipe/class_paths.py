@@ -104,7 +104,17 @@ def _importing(path: str) -> Iterator[None]:
 
 
 def reject_while_importing() -> None:
-    """Raise BadInput if a class is being imported from a script, which must not train meanwhile."""
+    """Raise BadInput if a script is being imported, which must not train meanwhile.
+
+    This process imports it for a class in it, or because it is a spawned child.
+    """
+    from multiprocessing import current_process
+
+    if getattr(current_process(), "_inheriting", False):
+        raise BadInput(
+            "fit is called while a new process imports the script; put the call under "
+            'if __name__ == "__main__":, or set machine.workers 0'
+        )
     if _IMPORTING:
         raise BadInput(
             f"fit is called while {_IMPORTING[-1]} is imported for a class in it; put the call "

@@ -72,7 +72,10 @@ def on_device(metrics: Any, device: torch.device) -> Any:
         device: of the batches.
     """
     if isinstance(metrics, nn.Module) and wide_dtype(device) is not torch.float64:
-        dtypes = [getattr(metric, "dtype", None) for metric in metrics.modules()]
+        dtypes = []
+        for metric in metrics.modules():
+            states = getattr(metric, "_defaults", {}).values()  # of torchmetrics
+            dtypes += [getattr(one, "dtype", None) for one in (metric, *states)]
         if torch.float64 in dtypes:
             return metrics
     return metrics.to(device)

@@ -269,7 +269,8 @@ class _RecordedUpdates:
         self._metric.forward = self._forward
 
     def replay(self, calls: list[Any], device: torch.device) -> None:
-        """Update the metric with these inputs."""
+        """Update the metric with these inputs, where it is: it may have stayed in host memory."""
+        device = getattr(self._metric, "device", device)
         self._restore()
         with seeded(device):
             for given, named in _on_device(calls, device):

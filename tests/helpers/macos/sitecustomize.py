@@ -2,7 +2,7 @@
 
 An import of ``os``, ``sys``, ``ctypes`` or ``resource`` by a file of oneloop returns a view of that
 module as on macOS. Python, torch and psutil see the real modules. New processes of multiprocessing
-are spawned, and at most 256 files can be open, as is usual there.
+are spawned, torch shares tensors by name, and at most 256 files can be open, as is usual there.
 """
 
 import builtins
@@ -12,6 +12,7 @@ import resource
 import sys
 from types import ModuleType
 
+_SHARES = os.environ.get("ONELOOP_EMULATION_SHARES", "file_system")  # how torch sends tensors
 _FILES = "ONELOOP_EMULATION_FILES"  # variable with the number of files that can be open
 _LOG = "ONELOOP_EMULATION_LOG"  # variable with the file in which each process notes its id
 _KERNEL = ("/proc/", "/sys/")  # folders that macOS does not have
@@ -95,6 +96,8 @@ _import = builtins.__import__
 
 def _imported(name, globals=None, locals=None, fromlist=(), level=0):
     module = _import(name, globals, locals, fromlist, level)
+    if name == "torch.utils.data":
+        sys.modules["torch.multiprocessing"].set_sharing_strategy(_SHARES)
     importer = (globals or {}).get("__name__", "")
     if name not in _MISSING or importer.split(".")[0] != "oneloop":
         return module

@@ -32,7 +32,7 @@ def nameless_file(name: str) -> int:
     Args:
         name: for lists of open files.
     """
-    if hasattr(os, "memfd_create"):
+    if sys.platform == "linux" and hasattr(os, "memfd_create"):
         return os.memfd_create(name)
     with tempfile.TemporaryFile() as file:
         return os.dup(file.fileno())

@@ -18,7 +18,7 @@ _LINUX = sys.platform == "linux"
 
 def usable_cpus() -> set[int]:
     """Return the CPUs on which this process may run."""
-    if hasattr(os, "sched_getaffinity"):
+    if sys.platform == "linux":
         return os.sched_getaffinity(0)
     return set(range(os.cpu_count() or 1))
 
@@ -30,7 +30,7 @@ def usable_cores() -> int:
 
 def use_cpus(cpus: set[int]) -> None:
     """Let this process run only on these CPUs, if the system can do that. Raise OSError."""
-    if hasattr(os, "sched_setaffinity"):
+    if sys.platform == "linux":
         os.sched_setaffinity(0, cpus)
 
 
@@ -87,7 +87,12 @@ def handed_over() -> list[int] | None:
     None: this process is not such a child.
     """
     words = os.environ.pop(_HANDED_OVER, None)
-    return None if words is None else [int(word) for word in words.split(",")]
+    if words is None:
+        return None
+    parent, *handles = map(int, words.split(","))
+    for handle in handles:
+        os.set_inheritable(handle, False)
+    return [parent, *handles]
 
 
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h

@@ -6,8 +6,29 @@
 import multiprocessing
 import sys
 from collections.abc import Sequence
-from multiprocessing.context import BaseContext, SpawnContext, SpawnProcess
+from mmap import mmap
+from multiprocessing.context import (
+    BaseContext,
+    SpawnContext,
+    SpawnProcess,
+    get_spawning_popen,
+)
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
+
+import numpy as np
+
+
+def _reopened(array: "np.memmap[Any, Any]") -> Any:
+    """Let a spawned process map the file of an array that is only read, instead of a copy."""
+    mapped = isinstance(array.base, mmap) and array.mode == "r" and array.filename
+    if not mapped or get_spawning_popen() is None:
+        return array.__reduce_ex__(2)
+    order = "C" if array.flags.c_contiguous else "F"
+    return np.memmap, (array.filename, array.dtype, "r", array.offset, array.shape, order)
+
+
+ForkingPickler.register(np.memmap, _reopened)
 
 
 class _Spawned(SpawnProcess):
@@ -59,9 +80,14 @@ def start_context(*, alone: bool = False) -> BaseContext:
         alone: the process needs no class of a script that is running: spawn does not import it. (A
             script that trains as soon as it is imported would do so in the process, too.)
     """
-    if sys.platform == "linux":
+    if not spawns():
         return multiprocessing.get_context("fork")
     return _SpawnAlone() if alone else _Spawn()
+
+
+def spawns() -> bool:
+    """Return whether new processes are spawned: they take seconds, and inherit nothing."""
+    return sys.platform != "linux"
 
 
 def server_context(preload: Sequence[str]) -> Any:
@@ -73,7 +99,7 @@ def server_context(preload: Sequence[str]) -> Any:
     Args:
         preload: names of the modules to import.
     """
-    if sys.platform != "linux":
+    if spawns():
         return start_context()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(preload))

@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from mmap import mmap
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +18,7 @@ from numpy.typing import NDArray
 from oneloop.basics.progress import tracked
 from oneloop.basics.system.processes import die_with, usable_cores
 from oneloop.basics.system.signals import on_stops
-from oneloop.basics.system.start_methods import start_context
+from oneloop.basics.system.start_methods import spawns, start_context
 from oneloop.basics.untrusted import delete
 from oneloop.data.rows.cache import alone, key_of
 from oneloop.data.rows.rows import FINDINGS, Row, Rows, unusable
@@ -38,17 +36,6 @@ class Ragged:
     values: NDArray[np.int32]
     ends: NDArray[np.int64]  # end of each array in ``values``
     skipped: Sequence[tuple[int, str]] = ()  # index and error of each omitted row
-
-
-def _reopened(array: "np.memmap[Any, Any]") -> Any:
-    """Let a process that gets a memory-mapped array map the same file, instead of a copy."""
-    if isinstance(array.base, mmap):
-        about = (array.filename, array.dtype, "r", array.offset, array.shape)
-        return np.memmap, about
-    return np.ndarray.__reduce__(array)
-
-
-ForkingPickler.register(np.memmap, _reopened)
 
 
 def ragged(
@@ -140,7 +127,7 @@ def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iter
     cores = min(usable_cores(), len(shards))
     # A daemon may not start processes.
     here = partial(_make_shard, rows, make)
-    if cores == 1 or multiprocessing.current_process().daemon:
+    if cores == 1 or multiprocessing.current_process().daemon or not _can_send(rows, make):
         yield from map(here, shards)
         return
 
@@ -152,13 +139,20 @@ def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iter
     )
     with pool:
         try:
-            results = pool.map(_make_here, shards)
-        except (AttributeError, TypeError, pickle.PicklingError):
-            results = map(here, shards)  # the rows or the function cannot be sent to a process
-        try:
-            yield from results
+            yield from pool.map(_make_here, shards)
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _can_send(rows: Any, make: Callable[[Any], Any]) -> bool:
+    """Return whether the processes of a pool get the rows and the function."""
+    if not spawns():
+        return True
+    try:
+        # The processes do not import a script that is running, which may have no guard.
+        return b"__main__" not in pickle.dumps((rows, make))
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return False
 
 
 _given: list[Any] = []  # in a process of the pool: its rows and function
