@@ -346,7 +346,11 @@ def test_memory_mapped_arrays_are_mapped_again_only_if_that_is_exact(tmp_path):
     assert found.stdout.endswith("equal\n"), found.stderr
 
 
-SLOW_IMPORT = "import time, sys; time.sleep(20 if sys.argv[0] == '-c' else 0)\n"
+SLOW_IMPORT = """
+import multiprocessing, time
+if multiprocessing.parent_process() is not None:
+    time.sleep(20)
+"""
 
 
 @pytest.mark.slow

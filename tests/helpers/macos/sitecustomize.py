@@ -96,10 +96,12 @@ _import = builtins.__import__
 
 def _imported(name, globals=None, locals=None, fromlist=(), level=0):
     module = _import(name, globals, locals, fromlist, level)
-    if name == "torch.utils.data":
-        sys.modules["torch.multiprocessing"].set_sharing_strategy(_SHARES)
     importer = (globals or {}).get("__name__", "")
-    if name not in _MISSING or importer.split(".")[0] != "oneloop":
+    if importer.split(".")[0] != "oneloop":
+        return module
+    if name == "torch.utils.data":
+        _import("torch.multiprocessing").multiprocessing.set_sharing_strategy(_SHARES)
+    if name not in _MISSING:
         return module
     if name not in _views:
         _views[name] = _view(module)
