@@ -45,7 +45,7 @@ class SeededSamples(Dataset[Any]):
         self.dataset = dataset
         self.seed = seed
         self.name = name
-        # index of the sample that each data worker is reading, in shared memory; STARTS, or -1: none
+        # index of the sample that each data worker reads, in shared memory; STARTS, or -1: none
         self.reading: Any = [-1]
         self._worker = 0  # this process, in that list
         self._draws = False  # whether the set has drawn from Python's or numpy's generator
