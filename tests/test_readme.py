@@ -41,7 +41,7 @@ def test_the_task_of_the_readme_trains(tmp_path, typed):
     run(train, words, ranks=2 if config == "ddp" else 1, config=config, folder=tmp_path).ok()
     ended = json.loads(
         (
-            tmp_path / "runs" / ("on-two" if config == "ddp" else "sines") / "summary.json"
+            tmp_path / "runs" / ("sines-on-two" if config == "ddp" else "sines") / "summary.json"
         ).read_text()
     )
     assert ended["step"] == 313 and ended["eval/loss"] < 0.01

@@ -297,8 +297,9 @@ def _adapt_to_machine(
     notes = []
     kind, share = parsed(machine.recompute)
     if machine.offload and device in ("cpu", "mps"):
+        where = "a CPU" if device == "cpu" else "an Apple GPU"
         raise ValueError(
-            f"machine.offload requires a GPU with its own memory; on {device}, activations are in "
+            f"machine.offload requires a GPU with its own memory; on {where}, activations are in "
             "host memory already"
         )
 
