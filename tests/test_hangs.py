@@ -112,10 +112,10 @@ def test_bytes_are_progress_except_of_steps(monkeypatch, tmp_path):
         now[0] = 7.0
         seen.moved()
         assert seen.last == last
-    before = pipe._bytes_moved()
+    before = pipe.bytes_moved()
     (tmp_path / "file").write_bytes(bytes(1 << 20))
     (tmp_path / "file").read_bytes()
-    assert 2 << 20 <= pipe._bytes_moved() - before < 3 << 20
+    assert 2 << 20 <= pipe.bytes_moved() - before < 3 << 20
 
 
 def test_a_limit_is_learned_from_what_is_usual(monkeypatch):

@@ -62,21 +62,9 @@ def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
     Raise RuntimeError if one has exited, however torch reports that, and BadInput if the system
     starts workers by spawn, and the data cannot be sent to them.
     """
-    if spawns():
-        BEATS.wait_for_start()
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Got pickle error")  # and torch's wrong advice: fork
-            started = iter(loading)
-    except (AttributeError, TypeError, pickle.PicklingError) as error:
-        if not spawns():
-            raise
-        raise BadInput(
-            f"the task or its data cannot be sent to data workers: {error}; define its classes and "
-            "functions at the top level of a file, or set --machine.workers 0"
-        ) from error
-    try:
-        yield from started
+        # No variable holds the iterator: the traceback of an exception would keep the workers alive.
+        yield from _started(loading)
     except (ConnectionError, EOFError) as error:
         raise RuntimeError(
             f"a DataLoader worker exited without an error message ({error})"
@@ -88,6 +76,23 @@ def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
         raise RuntimeError(
             "a data worker cannot send a batch, because shared memory (/dev/shm) is full; make it "
             "larger (docker run --shm-size 8g), or set a smaller machine.workers or batch.micro"
+        ) from error
+
+
+def _started(loading: Iterable[Loaded]) -> Iterator[Loaded]:
+    """Start the workers. Raise BadInput if the data cannot be sent to them."""
+    if spawns():
+        BEATS.wait_for_start()
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Got pickle error")  # and torch's wrong advice: fork
+            return iter(loading)
+    except (AttributeError, TypeError, pickle.PicklingError) as error:
+        if not spawns():
+            raise
+        raise BadInput(
+            f"the task or its data cannot be sent to data workers: {error}; define its classes and "
+            "functions at the top level of a file, or set --machine.workers 0"
         ) from error
 
 
