@@ -414,6 +414,7 @@ def test_an_apple_gpu_has_no_deterministic_algorithms():
 def test_the_variables_of_accelerate_choose_the_device(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: MPS)
     for name in ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE"):
+        monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name, raising=False)
     assert devices.kind() == MPS
     for name, value in (("ACCELERATE_USE_CPU", "True"), ("ACCELERATE_TORCH_DEVICE", "cpu")):

@@ -63,7 +63,7 @@ def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
     starts workers by spawn, and the data cannot be sent to them.
     """
     try:
-        # No variable holds the iterator: the traceback of an exception would keep the workers alive.
+        # No variable holds the iterator: the traceback of an exception would keep the workers, too.
         yield from _started(loading)
     except (ConnectionError, EOFError) as error:
         raise RuntimeError(
