@@ -229,6 +229,11 @@ def test_the_emulation_hides_what_macos_lacks(tmp_path):
     assert others == "[True, True, 'linux', True, True]"
 
 
+def test_a_task_trains(task):
+    trained(task, "my_task.py:MyTask", *SHORT, *NO_EVALUATION)
+
+
+@pytest.mark.slow
 def test_a_task_trains_with_a_spawned_data_worker(task):
     trained(
         task,
@@ -339,7 +344,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.slow
 def test_memory_mapped_arrays_are_mapped_again_only_if_that_is_exact(tmp_path):
     (tmp_path / "script.py").write_text(MEMORY_MAPPED)
     found = script(tmp_path)
