@@ -98,7 +98,7 @@ def environment(folder: Path, *, macos: bool) -> dict[str, str]:
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),
-        "XDG_CACHE_HOME": str(folder / f"cache-{macos}"),
+        "ONELOOP_CACHE": str(folder / f"cache-{macos}"),
         "ONELOOP_EMULATION_LOG": str(folder / "log"),
     }
 
