@@ -86,7 +86,7 @@ class InputCheck:
         for line in changed:
             self._say(f"accepted: {line}")
 
-        # Another device is no error, but its kernels and generator are others.
+        # A different device is not an error, but it rounds and draws differently.
         device = there.get("device")
         if device not in (None, self.about["device"]):
             self._say(

@@ -2,7 +2,7 @@
 
 import sysconfig
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -383,5 +383,10 @@ def _find(where: str, *, whole: bool = False) -> Found:
         raise ValueError(f"task.data: {error}") from error
 
 
-def _tokens(encode: Callable[[str], NDArray[np.int32]], column: str, row: Any) -> NDArray[np.int32]:
+def _tokens(
+    encode: Callable[[str], NDArray[np.int32]],
+    column: str,
+    row: Mapping[str, Any],
+) -> NDArray[np.int32]:
+    """Return the tokens of a row's text."""
     return encode(row[column])
