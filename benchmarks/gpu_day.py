@@ -2,16 +2,18 @@
 
     PYTHONPATH=src python benchmarks/gpu_day.py --part check --minutes 9 --to benchmarks
     PYTHONPATH=src python benchmarks/gpu_day.py --part speed --only gpt2,llama-1b
+    PYTHONPATH=src python benchmarks/gpu_day.py --part check,bits,plan,faults --jobs 5
     PYTHONPATH=src python benchmarks/gpu_day.py --toy         # all parts, small, on a CPU
     PYTHONPATH=src python benchmarks/gpu_day.py --list
 
 The parts are check (what must hold), speed (oneloop beside hand-written loops), bits (batch.grain),
 plan (predicted beside measured memory) and faults (out of memory, kills, NaN). Each is a list of
 lines, the most valuable first; a line runs in a process of its own. No line is started that does
-not fit into the minutes; those are listed as left. The results are in DATE-gpu-PART.json and .txt,
-written after each line; a second call on the same day adds to them. A line is skipped only without
-CUDA, with one GPU if it needs two, or if a package is missing. A line that does not return its
-numbers has failed. The exit code is 1 if a line fails.
+not fit into the minutes; those are listed as left. --jobs runs lines side by side, except those
+that measure time or fill the memory: they run alone, after the others. The results are in
+DATE-gpu-PART.json and .txt, written after each line; a second call on the same day adds to them.
+A line is skipped only without CUDA, with one GPU if it needs two, or if a package is missing. A
+line that does not return its numbers has failed. The exit code is 1 if a line fails.
 """
 
 from __future__ import annotations
@@ -23,8 +25,10 @@ import platform
 import subprocess
 import sys
 import time
+from collections import Counter, deque
 from datetime import date, datetime
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +49,14 @@ import gpu_speed
 import oneloop
 import plan_on_gpu
 import same_bits_gpu
-from gpu_lines import FORK, LINES, PARTS, Line, Outcome, perform
+from gpu_lines import FORK, LINES, PARTS, Line, Outcome, Running
 
 # Each registers lines.
 MODULES = (gpu_check, gpu_meetings, gpu_speed, same_bits_gpu, plan_on_gpu, gpu_faults)
 PACKAGES = ("torch", "accelerate", "transformers", "triton", "torchvision", "timm", "peft")
 CARD = "card"  # the line that measures the rates of this card, before all others of speed
 SLACK = 5.0  # seconds that must remain when a line has taken as long as expected
+CROWDED = 1.5  # times the expected seconds, of a line that runs beside others
 
 
 def machine(toy: bool) -> dict[str, Any]:
@@ -131,6 +136,7 @@ class Record:
         self.calls: list[dict[str, Any]] = [*earlier.get("calls", [])]
         self.calls.append({"command": command, **about})
         self.outcomes: list[dict[str, Any]] = earlier.get("lines", [])
+        self.earlier = len(self.outcomes)  # outcomes of earlier calls
         self.left: list[str] = []
 
     def add(self, outcome: Outcome, card: str) -> None:
@@ -154,6 +160,8 @@ class Record:
             versions = ", ".join(f"{name} {one}" for name, one in call["versions"].items())
             lines.append(f"# {date.today()}  {call['command']}")
             lines.append(f"# {call['device']}, commit {call['commit']}; {versions}")
+            if call.get("jobs", 1) > 1:
+                lines.append(f"# {call['jobs']} lines at a time: times of these lines say little")
         for outcome in self.outcomes:
             lines += ["", headline(outcome)]
             for name, value in outcome.get("numbers", {}).items():
@@ -189,20 +197,25 @@ def parsed() -> argparse.Namespace:
     options = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    options.add_argument("--part", choices=PARTS, help="one part (default: all)")
+    options.add_argument("--part", default=",".join(PARTS), help="parts (default: all)")
     options.add_argument("--only", default="", help="names of lines, separated by commas")
     options.add_argument("--minutes", type=float, help="default: 9; for --toy 60")
+    options.add_argument("--jobs", type=int, default=1, help="lines that run side by side")
     options.add_argument("--to", type=Path, default=Path(), help="folder of the records")
     options.add_argument("--toy", action="store_true", help="run small shapes on a CPU")
     options.add_argument("--list", action="store_true", help="list the lines")
     return options.parse_args()
 
 
-def chosen_lines(part: str | None, only: str) -> list[Line]:
+def chosen_lines(parts: list[str], only: str) -> list[Line]:
     """Return the lines to run, in order. Exit with 2 for a name that does not exist."""
+    if unknown := set(parts) - set(PARTS):
+        print(f"unknown parts: {', '.join(sorted(unknown))}; known: {PARTS}", file=sys.stderr)
+        sys.exit(2)
     names = [name for name in only.split(",") if name]
-    of_part = [one for one in LINES if part in (None, one.part)]
-    of_part.sort(key=lambda one: PARTS.index(one.part))
+    of_part = [one for one in LINES if one.part in parts]
+    # Of a part, the lines that only compare more loops come last.
+    of_part.sort(key=lambda one: (PARTS.index(one.part), one.name.endswith("-others")))
     if unknown := set(names) - {one.name for one in of_part}:
         known = ", ".join(one.name for one in of_part)
         print(f"unknown lines: {', '.join(sorted(unknown))}; known: {known}", file=sys.stderr)
@@ -214,13 +227,65 @@ def chosen_lines(part: str | None, only: str) -> list[Line]:
     return chosen
 
 
+def perform(
+    chosen: list[Line],
+    record: Record,
+    about: dict[str, Any],
+    *,
+    until: float,
+    jobs: int,
+    toy: bool,
+) -> None:
+    """Run lines, at most ``jobs`` at a time, until a time on the clock of time.monotonic."""
+    rates: dict[str, float] = {}
+    waiting = deque(chosen)
+    running: list[Running] = []
+
+    def ended(outcome: Outcome) -> None:
+        record.add(outcome, about["device"])
+        print(headline(outcome.as_dict() | {"seconds": outcome.seconds}), flush=True)
+
+    while waiting or running:
+        # Start what can be started. A line that must be alone waits for the others, they for it.
+        while waiting and len(running) < jobs:
+            one = waiting[0]
+            if running and (one.alone or running[0].line.alone):
+                break
+            waiting.popleft()
+            left = until - time.monotonic()
+            needed = one.seconds * (CROWDED if jobs > 1 and not one.alone else 1)
+            if reason := one.why_skipped(about["gpus"]):
+                ended(Outcome(one.part, one.name, "skipped", reason))
+            elif (0 if toy else needed) + SLACK > left:
+                record.left.append(f"{one.part}/{one.name}")
+                record.write()
+            else:
+                running.append(Running(one, toy=toy, rates=rates, limit=left))
+
+        # Wait for a line that has ended, or for the end of the minutes.
+        if not running:
+            continue
+        left = max(0.0, until - time.monotonic())
+        ready = wait([one.answers for one in running], timeout=left)
+        over = [one for one in running if one.answers in ready] or running
+        running = [one for one in running if one not in over]
+        for one in over:
+            outcome = one.outcome()
+            if outcome.name == CARD:
+                rates.update(outcome.numbers)
+            ended(outcome)
+
+
 def main() -> None:
     given = parsed()
-    chosen = chosen_lines(given.part, given.only)
+    parts = given.part.split(",")
+    chosen = chosen_lines(parts, given.only)
     if given.list:
         for one in chosen:
             print(f"{one.part:8}{one.name:40}{one.seconds:5.0f} s")
         return
+    if given.jobs > 1:
+        chosen.sort(key=lambda one: one.alone)
     began = time.monotonic()
     minutes = given.minutes or (60 if given.toy else 9)
     about = machine(given.toy)
@@ -228,24 +293,12 @@ def main() -> None:
         sys.exit(f"there is no GPU ({about['device']}); --toy runs what can be run without one")
     print(f"{about['device']}, {about['gpus']} GPUs; {len(chosen)} lines in {minutes:g} minutes")
 
-    record = Record(given.to, given.part or "day", about, toy=given.toy)
-    rates: dict[str, float] = {}
-    counts = dict.fromkeys(("pass", "fail", "skipped"), 0)
-    for one in chosen:
-        left = 60 * minutes - (time.monotonic() - began)
-        if reason := one.why_skipped(about["gpus"]):
-            outcome = Outcome(one.part, one.name, "skipped", reason)
-        elif (0 if given.toy else one.seconds) + SLACK > left:
-            record.left.append(f"{one.part}/{one.name}")
-            record.write()
-            continue
-        else:
-            outcome = perform(one, toy=given.toy, rates=rates, limit=left)
-            if one.name == CARD:
-                rates = outcome.numbers
-        record.add(outcome, about["device"])
-        counts[outcome.outcome] += 1
-        print(headline(outcome.as_dict() | {"seconds": outcome.seconds}), flush=True)
+    until = began + 60 * minutes
+    named = parts[0] if len(parts) == 1 else "day"
+    record = Record(given.to, named, {**about, "jobs": given.jobs}, toy=given.toy)
+    perform(chosen, record, about, until=until, jobs=given.jobs, toy=given.toy)
+    outcomes = record.outcomes[record.earlier :]
+    counts = Counter(outcome["outcome"] for outcome in outcomes)
     if record.left:
         print(f"left, because they did not fit: {', '.join(record.left)}")
     ran = counts["pass"] + counts["fail"]

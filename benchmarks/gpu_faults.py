@@ -207,7 +207,7 @@ def not_a_number(place: Place) -> Result:
 TOO_MANY = 256  # rows of 1,024 tokens, with 0.5 B parameters: too many for 80 and for 141 GB
 
 
-@line("faults", seconds=150, numbers=["micro"], on_gpu=["peak_gib"])
+@line("faults", seconds=150, numbers=["micro"], on_gpu=["peak_gib"], alone=True)
 def out_of_memory(place: Place) -> Result:
     """The search for the micro-batch runs out of memory for real; the run at its size does not."""
     words = ["gpt", "--batch.micro", "auto", "--duration", "2", "--eval.every", "0"]

@@ -76,6 +76,7 @@ class Line:
     on_gpu: Sequence[str]  # more of them, which only a GPU gives
     gpus: int  # GPUs that it needs; 0: a toy runs it on a CPU
     packages: Sequence[str]  # that it imports, and that may be missing
+    alone: bool = False  # it measures time, or fills the memory: no other line may run beside it
 
     def why_skipped(self, gpus: int) -> str | None:
         """Return why the line cannot run on a machine with this many GPUs; None if it can."""
@@ -103,13 +104,24 @@ def line(
     on_gpu: Sequence[str] = (),
     gpus: int = 0,
     packages: Sequence[str] = (),
+    alone: bool = False,
     name: str = "",
 ) -> Callable[[Callable[[Place], Result]], Callable[[Place], Result]]:
     """Register a function as a line of ``part``; its name is that of the function by default."""
 
     def register(function: Callable[[Place], Result]) -> Callable[[Place], Result]:
         title = name or function.__name__
-        made = Line(part, title, function, seconds, numbers, on_gpu, gpus, packages)
+        made = Line(
+            part=part,
+            name=title,
+            run=function,
+            seconds=seconds,
+            numbers=numbers,
+            on_gpu=on_gpu,
+            gpus=gpus,
+            packages=packages,
+            alone=alone or part == "speed",
+        )
         assert part in PARTS
         assert (part, title) not in {(one.part, one.name) for one in LINES}
         LINES.append(made)
@@ -138,49 +150,70 @@ class Outcome:
         return {name: value for name, value in asdict(self).items() if value not in ({}, [], "")}
 
 
-def perform(chosen: Line, *, toy: bool, rates: dict[str, float], limit: float) -> Outcome:
-    """Run a line in a child process, for at most ``limit`` seconds, and end all that it started."""
-    folder = Path(tempfile.mkdtemp(prefix=f"gpu-{chosen.name}-"))
-    log = folder.with_suffix(".log")
-    ours, theirs = FORK.Pipe(duplex=False)
-    place = Place(folder, toy, rates, time.monotonic() + limit)
-    child = FORK.Process(target=_child, args=(chosen, place, theirs, log))
-    began = time.perf_counter()
-    child.start()
-    theirs.close()
-    try:
-        if ours.poll(limit):
-            outcome, result = ours.recv()
-        else:
-            outcome = "fail"
-            result = Result(f"it took longer than the {limit:.0f} s that were left for it")
-    except EOFError:
-        child.join(5)
-        outcome = "fail"
-        result = Result(f"its process ended with code {child.exitcode} and no result")
-    finally:
-        # The child leads a process group: what it has started ends with it.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(child.pid, signal.SIGKILL)
-        child.join()
-    output = log.read_text(errors="replace").splitlines() if log.exists() else []
-    shutil.rmtree(folder, ignore_errors=True)
-    log.unlink(missing_ok=True)
+class Running:
+    """A line in a child process, which has at most ``limit`` seconds.
 
-    # A line without its number is a failure.
-    if outcome == "pass" and (lacking := chosen.missing(result.numbers, toy=toy)):
+    Args:
+        chosen: the line.
+        toy: small shapes on a CPU.
+        rates: what the line speed/card has measured.
+        limit: seconds after which the line is ended.
+    """
+
+    def __init__(self, chosen: Line, *, toy: bool, rates: dict[str, float], limit: float) -> None:
+        self.line = chosen
+        self._toy = toy
+        self._limit = limit
+        self._folder = Path(tempfile.mkdtemp(prefix=f"gpu-{chosen.name}-"))
+        self._log = self._folder.with_suffix(".log")
+        self.answers, theirs = FORK.Pipe(duplex=False)
+        self.until = time.monotonic() + limit
+        place = Place(self._folder, toy, rates, self.until)
+        self._child = FORK.Process(target=_child, args=(chosen, place, theirs, self._log))
+        self._began = time.perf_counter()
+        self._child.start()
+        theirs.close()
+
+    def outcome(self) -> Outcome:
+        """Wait for the end of the line, end all that it has started, and return its outcome."""
         outcome = "fail"
-        result = Result(f"without its numbers {', '.join(lacking)}: {result.says}", result.numbers)
-    return Outcome(
-        part=chosen.part,
-        name=chosen.name,
-        outcome=outcome,
-        says=result.says,
-        seconds=round(time.perf_counter() - began, 1),
-        numbers=result.numbers,
-        tables=result.tables,
-        log=output[-LOG_LINES:] if outcome == "fail" else [],
-    )
+        try:
+            if self.answers.poll(max(0.0, self.until - time.monotonic())):
+                outcome, result = self.answers.recv()
+            else:
+                result = Result(
+                    f"it took longer than the {self._limit:.0f} s that were left for it"
+                )
+        except EOFError:
+            self._child.join(5)
+            code = self._child.exitcode
+            result = Result(f"its process ended with code {code} and no result")
+        finally:
+            # The child leads a process group: what it has started ends with it.
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+            self._child.join()
+            self.answers.close()
+        output = self._log.read_text(errors="replace").splitlines() if self._log.exists() else []
+        shutil.rmtree(self._folder, ignore_errors=True)
+        self._log.unlink(missing_ok=True)
+
+        # A line without its number is a failure.
+        lacking = self.line.missing(result.numbers, toy=self._toy)
+        if outcome == "pass" and lacking:
+            outcome = "fail"
+            says = f"without its numbers {', '.join(lacking)}: {result.says}"
+            result = Result(says, result.numbers)
+        return Outcome(
+            part=self.line.part,
+            name=self.line.name,
+            outcome=outcome,
+            says=result.says,
+            seconds=round(time.perf_counter() - self._began, 1),
+            numbers=result.numbers,
+            tables=result.tables,
+            log=output[-LOG_LINES:] if outcome == "fail" else [],
+        )
 
 
 def _child(chosen: Line, place: Place, answers: Connection, log: Path) -> None:

@@ -117,7 +117,7 @@ def processes_that_share_a_gpu(place: Place) -> Result:
     return Result("rejected before the ranks connect", {"code": float(ended.returncode)})
 
 
-@line("check", seconds=20, numbers=["tf32_tflops", "bf16_tflops"], gpus=1)
+@line("check", seconds=20, numbers=["tf32_tflops", "bf16_tflops"], gpus=1, alone=True)
 def peaks_of_the_data_sheet(place: Place) -> Result:
     """Measured matrix products are slower than the data sheet's peak, but not by much."""
     torch.set_float32_matmul_precision("high")  # a line has a process of its own

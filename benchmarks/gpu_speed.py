@@ -1,8 +1,9 @@
 """Part speed of ``gpu_day.py``: oneloop beside the best hand-written loop.
 
 The rates of this card come first, since floors are computed from them. Then each workload runs by
-hand and with oneloop, compiled, in turns (A B B A A B, and A again as a control); the Trainer, and
-both loops without compile, run once. Ratios are those of one round; their median is reported.
+hand and with oneloop, compiled, in turns (A B B A A B, and A again as a control). Ratios are those
+of one round; their median is reported. Lines named "-others" time more loops, once each: the
+Trainer, and both loops without compile.
 """
 
 from __future__ import annotations
@@ -109,13 +110,12 @@ class Other(NamedTuple):
     compiled: bool
 
 
-def beside(workload: Workload, place: Place, *, steps: int, others: list[Other]) -> Result:
-    """Run a workload by hand and with oneloop in turns; then each of ``others``, once."""
+def beside(workload: Workload, place: Place, *, steps: int) -> Result:
+    """Run a workload by hand and with oneloop in turns."""
     if "matmul_tflops" not in place.rates:
         raise RuntimeError("speed/card gave no rates, which all numbers are compared with")
     rounds = 1 if place.toy else ROUNDS
     pairs: dict[str, list[float]] = {"by hand": [], "oneloop": []}
-    more: list[dict[str, Any]] = []
     traces: dict[str, Reduced] = {}
     starts: dict[str, float] = {}
     memory: dict[str, float] = {}
@@ -144,7 +144,11 @@ def beside(workload: Workload, place: Place, *, steps: int, others: list[Other])
             traces[name] = one.ask("trace", 2 if place.toy else TRACED)
         waits = {name: one.ask("waits", waited) for name, one in loops.items()}
 
-    # Time the others once: a failure of theirs is noted, and does not fail the line.
+    return summed_up(workload, place, pairs, again, traces, waits, starts, memory)
+
+
+def once_each(workload: Workload, place: Place, *, steps: int, others: list[Other]) -> Result:
+    """Time other loops once each. A failure of one is noted, and does not fail the line."""
     plain = [
         Other("by hand, compile off", by_hand, False),
         Other("oneloop, compile off", by_oneloop, False),
@@ -154,7 +158,7 @@ def beside(workload: Workload, place: Place, *, steps: int, others: list[Other])
         if time.monotonic() > place.until - RESERVE:
             answers.append((name, "no time was left"))
             continue
-        one = contender(loop, workload, place, compiled and wanted, name)
+        one = contender(loop, workload, place, wanted and not place.toy, name)
         try:
             answers.append((name, one.ask("last", steps)))
         except RuntimeError as error:
@@ -163,13 +167,16 @@ def beside(workload: Workload, place: Place, *, steps: int, others: list[Other])
             one.stop()
 
     # Only now ask CUDA about the device: no process that is forked later could use CUDA.
+    rows: list[dict[str, Any]] = []
     for name, answer in answers:
         if isinstance(answer, str):
-            more.append({"loop": name, "failed": answer[:160]})
+            rows.append({"loop": name, "failed": answer[:160]})
         else:
-            more.append(row(name, answer["seconds"] / steps, workload, place, answer))
-
-    return summed_up(workload, place, pairs, again, traces, waits, starts, memory, more)
+            rows.append(row(name, answer["seconds"] / steps, workload, place, answer))
+    timed = [one for one in rows if "failed" not in one]
+    rate = f"{workload.unit} per second"
+    says = "; ".join(f"{one['loop']}: {one[rate]:,.0f} {workload.unit}/s" for one in timed)
+    return Result(says or "no loop ran", {"loops": float(len(timed))}, {"loops": rows})
 
 
 def contender(loop: Loop, workload: Workload, place: Place, compiled: bool, name: str) -> Contender:
@@ -204,7 +211,6 @@ def summed_up(
     waits: dict[str, dict[str, float]],
     starts: dict[str, float],
     memory: dict[str, float],
-    more: list[dict[str, Any]],
 ) -> Result:
     """Return the numbers and tables of a workload."""
     ratios = [hand / ours for hand, ours in zip(pairs["by hand"], pairs["oneloop"])]
@@ -239,7 +245,7 @@ def summed_up(
     }
     if place.toy:  # without a device there is nothing to trace, and memory is not measured
         numbers = {name: value for name, value in numbers.items() if value == value}
-    tables = {"loops": [_pair_row(name, pairs, workload, place, memory) for name in pairs] + more}
+    tables = {"loops": [_pair_row(name, pairs, workload, place, memory) for name in pairs]}
     for name, trace in traces.items():
         tables |= {f"{name}: {title}": rows for title, rows in trace.tables.items() if rows}
 
@@ -274,66 +280,86 @@ ON_GPU = ["idle_share", "kernels_outside", "peak_gib", "waits_in_trace_per_step"
 SMALL_TEXT = {"layers": 2, "heads": 2, "width": 32, "vocabulary": 256, "length": 32, "rows": 2}
 
 
-@line("speed", name="gpt2", seconds=380, numbers=["tokens_per_second", *NUMBERS], on_gpu=ON_GPU)
-def gpt2(place: Place) -> Result:
+def gpt2_workload(place: Place) -> Workload:
     """GPT-2 of 124 M parameters, rows of 1,024 tokens."""
     if place.toy:
-        workload = Text("gpt2", "gpt2", **SMALL_TEXT, texts=40)
-    else:
-        workload = Text(
-            "gpt2",
-            "gpt2",
-            layers=12,
-            heads=12,
-            width=768,
-            vocabulary=50_304,
-            length=1_024,
-            rows=32,
-        )
-    others = [
-        Other("oneloop, logits in memory", by_oneloop_with_logits, True),
-        Other("transformers' Trainer (a dense mask)", by_trainer, True),
-    ]
-    return beside(workload, place, steps=4 if place.toy else 40, others=others)
-
-
-@line("speed", name="llama-1b", seconds=400, numbers=["tokens_per_second", *NUMBERS], on_gpu=ON_GPU)
-def llama_1b(place: Place) -> Result:
-    """The shape of Llama 3.2 1B, rows of 2,048 tokens."""
-    if place.toy:
-        workload = Text("llama-1b", "llama", **SMALL_TEXT, kv_heads=1, texts=40)
-    else:
-        workload = Text(
-            "llama-1b",
-            "llama",
-            layers=16,
-            heads=32,
-            kv_heads=8,
-            width=2_048,
-            mlp=8_192,
-            vocabulary=128_256,
-            length=2_048,
-            rows=4,
-        )
-    others = [
-        Other("oneloop, logits in memory", by_oneloop_with_logits, True),
-        Other("transformers' Trainer (a dense mask)", by_trainer, True),
-    ]
-    return beside(workload, place, steps=4 if place.toy else 20, others=others)
+        return Text("gpt2", "gpt2", **SMALL_TEXT, texts=40)
+    return Text(
+        "gpt2",
+        "gpt2",
+        layers=12,
+        heads=12,
+        width=768,
+        vocabulary=50_304,
+        length=1_024,
+        rows=32,
+    )
 
 
 @line(
     "speed",
-    name="lora-8b",
-    seconds=480,
+    name="gpt2",
+    seconds=180,
     numbers=["tokens_per_second", *NUMBERS],
     on_gpu=ON_GPU,
-    packages=["peft"],
 )
-def lora_8b(place: Place) -> Result:
+def gpt2(place: Place) -> Result:
+    return beside(gpt2_workload(place), place, steps=4 if place.toy else 40)
+
+
+@line("speed", name="gpt2-others", seconds=200, numbers=["loops"])
+def gpt2_others(place: Place) -> Result:
+    others = [
+        Other("oneloop, logits in memory", by_oneloop_with_logits, True),
+        Other("transformers' Trainer (a dense mask)", by_trainer, True),
+    ]
+    steps = 4 if place.toy else 40
+    return once_each(gpt2_workload(place), place, steps=steps, others=others)
+
+
+def llama_1b_workload(place: Place) -> Workload:
+    """The shape of Llama 3.2 1B, rows of 2,048 tokens."""
+    if place.toy:
+        return Text("llama-1b", "llama", **SMALL_TEXT, kv_heads=1, texts=40)
+    return Text(
+        "llama-1b",
+        "llama",
+        layers=16,
+        heads=32,
+        kv_heads=8,
+        width=2_048,
+        mlp=8_192,
+        vocabulary=128_256,
+        length=2_048,
+        rows=4,
+    )
+
+
+@line(
+    "speed",
+    name="llama-1b",
+    seconds=200,
+    numbers=["tokens_per_second", *NUMBERS],
+    on_gpu=ON_GPU,
+)
+def llama_1b(place: Place) -> Result:
+    return beside(llama_1b_workload(place), place, steps=4 if place.toy else 20)
+
+
+@line("speed", name="llama-1b-others", seconds=220, numbers=["loops"])
+def llama_1b_others(place: Place) -> Result:
+    others = [
+        Other("oneloop, logits in memory", by_oneloop_with_logits, True),
+        Other("transformers' Trainer (a dense mask)", by_trainer, True),
+    ]
+    steps = 4 if place.toy else 20
+    return once_each(llama_1b_workload(place), place, steps=steps, others=others)
+
+
+def lora_8b_workload(place: Place) -> Workload:
     """Adapters on the shape of Llama 3 8B in bf16, packed rows of 4,096 tokens."""
     if place.toy:
-        workload = Text(
+        return Text(
             "lora-8b",
             "llama",
             **{**SMALL_TEXT, "rows": 1},
@@ -343,43 +369,51 @@ def lora_8b(place: Place) -> Result:
             lora=True,
             texts=40,
         )
-    else:
-        workload = Text(
-            "lora-8b",
-            "llama",
-            layers=32,
-            heads=32,
-            kv_heads=8,
-            width=4_096,
-            mlp=14_336,
-            vocabulary=128_256,
-            length=4_096,
-            rows=1,
-            tied=False,
-            packed=True,
-            lora=True,
-            compile="regional",
-        )
-    others = [
-        Other("oneloop, logits in memory", by_oneloop_with_logits, True),
-        Other("transformers' Trainer, without borders, compile off", by_trainer, False),
-    ]
-    return beside(workload, place, steps=2 if place.toy else 20, others=others)
+    return Text(
+        "lora-8b",
+        "llama",
+        layers=32,
+        heads=32,
+        kv_heads=8,
+        width=4_096,
+        mlp=14_336,
+        vocabulary=128_256,
+        length=4_096,
+        rows=1,
+        tied=False,
+        packed=True,
+        lora=True,
+        compile="regional",
+    )
 
 
 @line(
     "speed",
-    name="vit-s16",
-    seconds=200,
-    numbers=["images_per_second", *NUMBERS],
+    name="lora-8b",
+    seconds=240,
+    numbers=["tokens_per_second", *NUMBERS],
     on_gpu=ON_GPU,
-    packages=["timm"],
+    packages=["peft"],
 )
-def vit_s16(place: Place) -> Result:
+def lora_8b(place: Place) -> Result:
+    return beside(lora_8b_workload(place), place, steps=2 if place.toy else 20)
+
+
+@line("speed", name="lora-8b-others", seconds=240, numbers=["loops"], packages=["peft"])
+def lora_8b_others(place: Place) -> Result:
+    others = [
+        Other("oneloop, logits in memory", by_oneloop_with_logits, True),
+        Other("transformers' Trainer, without borders, compile off", by_trainer, False),
+    ]
+    steps = 2 if place.toy else 20
+    return once_each(lora_8b_workload(place), place, steps=steps, others=others)
+
+
+def vit_s16_workload(place: Place) -> Workload:
     """ViT-S/16 at 224 pixels."""
     if place.toy:
         small = (("img_size", 32), ("depth", 2), ("embed_dim", 32), ("num_heads", 2))
-        workload = Images(
+        return Images(
             "vit-s16",
             "timm",
             "vit_small_patch16_224",
@@ -390,24 +424,34 @@ def vit_s16(place: Place) -> Result:
             images=64,
             workers=0,
         )
-    else:
-        workload = Images("vit-s16", "timm", "vit_small_patch16_224", side=224, rows=256)
-    others = [Other("transformers' Trainer", by_trainer, True)]
-    return beside(workload, place, steps=3 if place.toy else 40, others=others)
+    return Images("vit-s16", "timm", "vit_small_patch16_224", side=224, rows=256)
 
 
 @line(
     "speed",
-    name="resnet50",
-    seconds=240,
+    name="vit-s16",
+    seconds=120,
     numbers=["images_per_second", *NUMBERS],
     on_gpu=ON_GPU,
-    packages=["torchvision"],
+    packages=["timm"],
 )
-def resnet50(place: Place) -> Result:
+def vit_s16(place: Place) -> Result:
+    return beside(vit_s16_workload(place), place, steps=3 if place.toy else 40)
+
+
+@line("speed", name="vit-s16-others", seconds=100, numbers=["loops"], packages=["timm"])
+def vit_s16_others(place: Place) -> Result:
+    others = [
+        Other("transformers' Trainer", by_trainer, True),
+    ]
+    steps = 3 if place.toy else 40
+    return once_each(vit_s16_workload(place), place, steps=steps, others=others)
+
+
+def resnet50_workload(place: Place) -> Workload:
     """ResNet-50 at 224 pixels, channels last."""
     if place.toy:
-        workload = Images(
+        return Images(
             "resnet50",
             "torchvision",
             "resnet18",
@@ -418,12 +462,28 @@ def resnet50(place: Place) -> Result:
             images=64,
             workers=0,
         )
-    else:
-        workload = Images(
-            "resnet50", "torchvision", "resnet50", side=224, rows=256, channels_last=True
-        )
-    others = [Other("transformers' Trainer", by_trainer, True)]
-    return beside(workload, place, steps=3 if place.toy else 40, others=others)
+    return Images("resnet50", "torchvision", "resnet50", side=224, rows=256, channels_last=True)
+
+
+@line(
+    "speed",
+    name="resnet50",
+    seconds=140,
+    numbers=["images_per_second", *NUMBERS],
+    on_gpu=ON_GPU,
+    packages=["torchvision"],
+)
+def resnet50(place: Place) -> Result:
+    return beside(resnet50_workload(place), place, steps=3 if place.toy else 40)
+
+
+@line("speed", name="resnet50-others", seconds=120, numbers=["loops"], packages=["torchvision"])
+def resnet50_others(place: Place) -> Result:
+    others = [
+        Other("transformers' Trainer", by_trainer, True),
+    ]
+    steps = 3 if place.toy else 40
+    return once_each(resnet50_workload(place), place, steps=steps, others=others)
 
 
 @line(

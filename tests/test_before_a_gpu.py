@@ -207,11 +207,11 @@ def _hanging(place):
 
 
 def test_a_line_needs_its_numbers_and_takes_its_processes_with_it(benchmarks):
-    from gpu_lines import Line, Result, perform
+    from gpu_lines import Line, Result, Running
 
     def tried(run, *numbers: str, limit: float = 60.0):
         line = Line("check", "one", run, 1.0, numbers, ["on_a_gpu"], 0, [])
-        return perform(line, toy=True, rates={}, limit=limit)
+        return Running(line, toy=True, rates={}, limit=limit).outcome()
 
     def broken(place):
         print("what happened before")
