@@ -1,20 +1,22 @@
 """Activation (gradient) checkpointing gives bit-identical gradients with much less memory, for any
 model."""
 
-from __future__ import annotations
-
 import copy
 import random
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy
 
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.seeds import other_states, reseed
+from oneloop.machine import recompute as recomputation
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.recompute import parsed, recompute
 from small_models import fresh, gradients
@@ -39,6 +41,56 @@ def test_the_same_gradients_and_less_kept(mode, saved):
     )
     assert kept + inputs < (1 - saved) * usual
     assert list(model.state_dict()) == names
+
+
+class _Noisy(nn.Module):
+    """Attention whose kernel draws random numbers, as those of a GPU do, and dropout after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(16, 16)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return nn.functional.dropout(attend_with_dropout(self.linear(inputs), 0.5), 0.5)
+
+
+@torch.library.custom_op("oneloop_tests::attend_with_dropout", mutates_args=())
+def attend_with_dropout(inputs: Tensor, dropout_p: float) -> Tensor:
+    return inputs * (torch.rand_like(inputs) > dropout_p)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor, float], output: Tensor) -> None:
+    ctx.save_for_backward(output != 0)
+
+
+def _masked(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    return gradient * ctx.saved_tensors[0], None
+
+
+attend_with_dropout.register_autograd(_masked, setup_context=_remember)
+
+
+def test_selective_draws_the_same_numbers_again_if_attention_draws_some(monkeypatch):
+    operation = torch.ops.oneloop_tests.attend_with_dropout.default
+    kept = [*recomputation._kept_operations(), operation]
+    monkeypatch.setattr(recomputation, "_kept_operations", lambda: kept)
+    found = []
+    for mode in ("none", "selective"):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(_Noisy() for _ in range(3)))
+        recompute(model, mode)
+        model(torch.randn(4, 16)).square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_selective_keeps_attention_without_dropout():
+    flash = torch.ops.aten._scaled_dot_product_flash_attention.default
+    policy = partial(recomputation._keeps, frozenset(recomputation._kept_operations()), None)
+    assert policy(flash, 1, 2, 3) is CheckpointPolicy.MUST_SAVE
+    assert policy(flash, 1, 2, 3, 0.0, True) is CheckpointPolicy.MUST_SAVE
+    assert policy(flash, 1, 2, 3, 0.1, True) is CheckpointPolicy.PREFER_RECOMPUTE
+    assert policy(flash, 1, 2, 3, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def test_offloaded_inputs_give_the_same_gradients():

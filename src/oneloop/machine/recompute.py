@@ -8,14 +8,18 @@ Korthikanti et al. 2022, as in torch.utils.checkpoint.)
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.parameter_names import bare_name
@@ -47,7 +51,8 @@ def recompute(
     Args:
         model: not yet wrapped, sharded or compiled.
         mode: ``none``; ``full``: keep only each block's input; ``every:K``: the same for each K-th
-            block; ``selective``: also keep the results of matrix products and attention.
+            block; ``selective``: also keep the results of matrix products, and of attention
+            without dropout.
         names: class names of the blocks; see :func:`oneloop.machine.blocks.blocks`.
         offload: keep the inputs in pinned host memory; not for ``selective``.
 
@@ -88,7 +93,8 @@ def recompute(
     # Replace their forward.
     contexts = None
     if kind == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, _kept_operations())
+        policy = partial(_keeps, frozenset(_kept_operations()))
+        contexts = partial(create_selective_checkpoint_contexts, policy)
     names_of = {module: name for name, module in model.named_modules()}
     for block in chosen:
         inside = [_Inside(names_of[one], one._buffers, one) for one in block.modules()]
@@ -137,6 +143,36 @@ def _kept_operations() -> list[Any]:
                 packet = getattr(namespace, name)
                 found += [getattr(packet, kind) for kind in packet.overloads() if kind != "out"]
     return found
+
+
+def _keeps(
+    kept: frozenset[Any], context: Any, operation: Any, *args: Any, **kwargs: Any
+) -> CheckpointPolicy:
+    """Return whether the result of an operation is kept for the backward.
+
+    Not that of attention with dropout: its kernel draws random numbers on a GPU. If the
+    recomputation left it out, all later dropout in the block would draw other numbers.
+
+    Args:
+        kept: operations whose results are kept.
+        context: torch's, unused.
+        operation: the operation.
+        args: of its call.
+        kwargs: of its call.
+    """
+    if operation not in kept or _dropout(operation, args, kwargs) > 0:
+        return CheckpointPolicy.PREFER_RECOMPUTE
+    return CheckpointPolicy.MUST_SAVE
+
+
+def _dropout(operation: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> float:
+    """Return the probability of dropout inside of an operation."""
+    for number, argument in enumerate(operation._schema.arguments):
+        if argument.name != "dropout_p":
+            continue
+        given = args[number] if number < len(args) else kwargs.get(argument.name, 0.0)
+        return float(given)
+    return 0.0
 
 
 class _Inside(NamedTuple):
