@@ -116,7 +116,7 @@ def weights(folder: Path) -> str:
 
 def recipe(place: Place) -> list[str]:
     """Return a run that takes some seconds, so that there is time to break it."""
-    steps, every = (400, 20) if place.toy else (6_000, 100)
+    steps, every = (400, 20) if place.toy else (2_000, 100)
     return [*DIGITS, "--duration", str(steps), "--save.every", str(every), "--log.every", "20"]
 
 
@@ -268,12 +268,16 @@ def process_group_of_one(place: Place) -> Result:
     words = ["digits", "--duration", "20", "--eval.every", "0", "--track", "none"]
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "1"]
     launcher += ["--standalone", "-m", "oneloop.train"]
-    folder = place.folder / "run"
-    command = [*launcher, *words, "--run.dir", str(folder)]
-    variables = {**environment(), "ACCELERATE_MIXED_PRECISION": place.precision}
-    done = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=PATIENCE)
-    print(done.stdout, done.stderr)
-    assert done.returncode == 0, done.stderr[-2_000:]
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["step"] == 20, summary
-    return Result("one process of torchrun trains", {"worlds": 1})
+    sharding = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+    for name, more in (("ddp", {}), ("fsdp2", sharding)):
+        folder = place.folder / name
+        command = [*launcher, *words, "--run.dir", str(folder)]
+        variables = {**environment(), "ACCELERATE_MIXED_PRECISION": place.precision, **more}
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=PATIENCE
+        )
+        print(done.stdout, done.stderr)
+        assert done.returncode == 0, done.stderr[-2_000:]
+        summary = json.loads((folder / "summary.json").read_text())
+        assert summary["step"] == 20, summary
+    return Result("one process of torchrun trains, under DDP and under FSDP2", {"worlds": 2})

@@ -9,8 +9,10 @@ fused AdamW with weight decay on matrices, gradient clipping and a learning rate
 
 from __future__ import annotations
 
+import cProfile
 import gc
 import os
+import pstats
 import time
 import traceback
 import warnings
@@ -48,6 +50,7 @@ WEIGHT_DECAY = 0.1
 CLIP = 1.0
 LOG_EVERY = 20  # steps; each loop reads its loss then. Timed phases are multiples of it
 SKIPPED = 3  # steps after a pause that are not timed: the cache of the device fills again
+FUNCTIONS = 40  # of a profile of the host
 FOREVER = 1_000_000  # steps; the other process ends the loop
 
 # A base of Llama in bf16 and adapters of rank 16 on all linear layers but the head.
@@ -314,6 +317,8 @@ class Pacer:
                 answer = yield from self._timed(count)
             elif kind == "trace":
                 answer = yield from self._traced(count)
+            elif kind == "host":
+                answer = yield from self._profiled(count)
             else:
                 answer = yield from self._waited(count)
             if kind != "last":
@@ -374,7 +379,42 @@ class Pacer:
             for _ in range(count):
                 yield
             self._synchronize()
-        return reduce(events_of(profiler), steps=count)  # type: ignore[return-value]
+        full = reduce(events_of(profiler), steps=count)
+        if self._device.type != "cuda":
+            return full  # type: ignore[return-value]
+
+        # Without the operations of the CPU, which slow down the host: when is the device idle?
+        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+            for _ in range(count):
+                yield
+            self._synchronize()
+        light = reduce(events_of(profiler), steps=count)
+        gaps = "longest gaps of the device"
+        tables = {**full.tables, gaps: light.tables[gaps]}
+        return replace(full, idle_share=light.idle_share, tables=tables)  # type: ignore[return-value]
+
+    def _profiled(self, count: int) -> Iterator[None]:
+        """Return the functions in which the host spends its time."""
+        yield from self._skip()
+        self._synchronize()
+        profiler = cProfile.Profile()
+        profiler.enable()
+        for _ in range(count):
+            yield
+        profiler.disable()
+        self._synchronize()
+        functions = pstats.Stats(profiler).stats  # type: ignore[attr-defined]
+        rows = [
+            {
+                "ms per step": 1e3 * own / count,
+                "with callees": 1e3 * whole / count,
+                "calls per step": calls / count,
+                "function": f"{name} ({'/'.join(Path(file).parts[-2:])}:{line})",
+            }
+            for (file, line, name), (_, calls, own, whole, _) in functions.items()
+        ]
+        rows.sort(key=lambda row: -row["ms per step"])
+        return rows[:FUNCTIONS]  # type: ignore[return-value]
 
     def _waited(self, count: int) -> Iterator[None]:
         """Count the warnings of torch about operations that wait for the device."""

@@ -138,7 +138,7 @@ def grouped_retrieval_is_deterministic(place: Place) -> Result:
     vectors: Tensor = torch.eye(4, device=place.device)
     torch.use_deterministic_algorithms(True)
     try:
-        metric = Retrieval(group=True)
+        metric = Retrieval(group=True).to(place.device)
         metric.update(vectors, vectors, ids=ids)
         found = {name: float(value) for name, value in metric.compute().items()}
     finally:

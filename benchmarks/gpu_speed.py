@@ -143,8 +143,12 @@ def beside(workload: Workload, place: Place, *, steps: int) -> Result:
         for name, one in loops.items():
             traces[name] = one.ask("trace", 2 if place.toy else TRACED)
         waits = {name: one.ask("waits", waited) for name, one in loops.items()}
+        hosts = {name: one.ask("host", 2 if place.toy else TRACED) for name, one in loops.items()}
 
-    return summed_up(workload, place, pairs, again, traces, waits, starts, memory)
+    result = summed_up(workload, place, pairs, again, traces, waits, starts, memory)
+    for name, rows in hosts.items():
+        result.tables[f"{name}: time of the host"] = rows
+    return result
 
 
 def once_each(workload: Workload, place: Place, *, steps: int, others: list[Other]) -> Result:
@@ -232,6 +236,7 @@ def summed_up(
         "peak_gib": memory["oneloop"],
         "by_hand_peak_gib": memory["by hand"],
         "idle_share": ours.idle_share,
+        "by_hand_idle_share": traces["by hand"].idle_share,
         "kernels_per_step": ours.kernels,
         "kernels_outside": ours.kernels_outside,
         "by_hand_kernels_outside": traces["by hand"].kernels_outside,

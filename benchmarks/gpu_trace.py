@@ -41,7 +41,8 @@ ROWS = 12  # rows of a table
 class Reduced:
     """What a trace says about a step."""
 
-    idle_share: float  # of the time from the first to the last work of the device
+    idle_share: float  # of the time from the first to the last work of the device; the host is
+    # slowed down if the trace has the operations of the CPU
     kernels: float  # per step
     kernels_outside: float  # per step, launched outside of forward and backward
     waits: float  # calls per step in which the host waits for the device
@@ -122,6 +123,7 @@ def reduce(events: list[dict[str, Any]], *, steps: int) -> Reduced:
             "time of the device by phase": phases,
             "longest kernels": kernels,
             "waits": waiting,
+            "longest gaps of the device": _gaps(device, steps),
         },
     )
 
@@ -144,6 +146,33 @@ def _idle_share(device: list[dict[str, Any]]) -> float:
     spans = [(event["ts"], event["ts"] + event["dur"]) for event in device]
     whole = max(end for _, end in spans) - min(start for start, _ in spans)
     return 1 - covered(spans) / whole
+
+
+def _gaps(device: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Return where the device had nothing to do: the time, and the kernels before and after."""
+    ordered = sorted(device, key=lambda event: event["ts"])
+    if not ordered:
+        return []
+    first = ordered[0]["ts"]
+    last = ordered[0]
+    rows = []
+    for event in ordered[1:]:
+        end = last["ts"] + last["dur"]
+        if event["ts"] > end:
+            rows.append(
+                {
+                    "ms": (event["ts"] - end) / 1e3,
+                    "at ms": (end - first) / 1e3,
+                    "after": last["name"][:40],
+                    "before": event["name"][:40],
+                }
+            )
+        if event["ts"] + event["dur"] > end:
+            last = event
+    rows.sort(key=lambda row: -row["ms"])
+    rest = sum(row["ms"] for row in rows[ROWS:])
+    summed = {"ms": rest, "at ms": "", "after": f"{len(rows[ROWS:])} shorter gaps", "before": ""}
+    return [*rows[:ROWS], summed]
 
 
 def _waits(calls: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
