@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fake_cases import OTHERS, RECIPES, prepared
 from fake_cuda import CUDA, Attention, Seen, fake_cuda, fake_run, on_cuda
 from fake_steps import FakeSteps, Prepared
+from oneloop.basics.tensors import Planned
 from oneloop.data.step_batches import to_device
 from oneloop.machine.recompute import _kept_operations
 from oneloop.machine.torch_settings import _NOT_DETERMINISTIC
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault, Policy
 from oneloop.tasks.evaluation_metrics import Retrieval
+from oneloop.tasks.language.logit_chunks import tokens_of_a_chunk
 from worlds import ROOT
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -294,8 +296,27 @@ def test_packed_rows_in_float32_compute_their_mask_once_per_forward(case):
         assert len(masks) == 2
 
 
-def test_selective_recomputation_keeps_the_attention_of_packed_rows():
+def test_selective_recomputation_keeps_the_attention_of_packedtokens_of_a_chunk():
     assert torch.ops.torch_attn._varlen_attn.default in _kept_operations()
+
+
+def test_chunks_of_the_loss_fill_the_tiles_of_a_gpu():
+    with fake_cuda():
+        hidden = torch.empty(1, device=CUDA)
+        assert tokens_of_a_chunk(hidden, 50_304, None) == 2_560  # 2^27 / 50,304 = 2,668
+        assert tokens_of_a_chunk(hidden, 1_000_000, None) == 134
+        assert tokens_of_a_chunk(hidden, 50_304, 1 << 20) == 20
+    assert tokens_of_a_chunk(torch.empty(1), 50_304, None) == 333
+
+
+def test_a_compiled_loss_has_larger_chunks(monkeypatch):
+    def added(one):
+        return one + tokens_of_a_chunk(one, 50_304, None)
+
+    monkeypatch.setattr(Planned, "capability", (9, 0))
+    assert int(added(torch.zeros(()))) == 2_560
+    compiled = torch.compile(added, backend="eager", fullgraph=True)
+    assert int(compiled(torch.zeros(()))) == 10_496
 
 
 MANY = ["--task.padded_vocab", "131072", "--task.block", "2048", "--task.layers", "1"]

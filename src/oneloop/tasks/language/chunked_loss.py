@@ -9,7 +9,7 @@ The forward also computes the gradients, while the logits of a chunk exist (as i
 2024).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import Any, NamedTuple
@@ -19,20 +19,22 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from oneloop.basics.tensors import on_gpu
 from oneloop.basics.wide_sums import widest
-
-Change = Callable[[Tensor], Tensor]  # what a model applies to the logits of its output layer
+from oneloop.tasks.language.logit_chunks import (
+    Change,
+    add_product,
+    in_dtype_of,
+    is_autocast,
+    losses_of_a_chunk,
+    product_dtype,
+    tokens_of_a_chunk,
+)
 
 # Names in configs of transformers of what a model does to its logits.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
 _FACTORS = ("logit_scale", "lm_head_multiplier")
 _DIVISORS = ("logits_scaling",)
 _MULTIPLIED = {"hyperclovax"}  # model types whose logits_scaling is a factor
-
-# Logits of a chunk: many on a GPU, few in the caches of a CPU.
-_ON_GPU = 1 << 27
-_ON_CPU = 1 << 24
 
 
 class Losses(NamedTuple):
@@ -41,12 +43,12 @@ class Losses(NamedTuple):
     Attributes:
         total: sum of the losses; differentiable.
         each: loss of each target; detached.
-        right: whether the target has the largest logit.
+        right: whether the target has the largest logit; None if it was not asked for.
     """
 
     total: Tensor
     each: Tensor
-    right: Tensor
+    right: Tensor | None
 
 
 def chunked_cross_entropy(
@@ -58,6 +60,7 @@ def chunked_cross_entropy(
     ignore: int = -100,
     change: Change | None = None,
     entries: int | None = None,
+    right: bool = True,
 ) -> Losses:
     """Return the summed cross-entropy of ``change(hidden @ weight.T + bias)``.
 
@@ -72,24 +75,32 @@ def chunked_cross_entropy(
         ignore: value of ignored targets.
         change: what the model applies to the logits; it must act on each logit or each row
             separately.
-        entries: maximum number of logits in memory; None: 2^27 on a GPU, which reads and writes the
-            weight's gradient for each chunk, and 2^24 on a CPU.
+        entries: maximum number of logits in memory; None: 2^24 on a CPU; on a GPU, which reads and
+            writes the weight's gradient for each chunk, 2^27, and 2^29 if it is compiled.
+        right: whether to find out which targets have the largest logit.
 
     Raises:
         ValueError: the products are in float16, in which small gradients of the logits underflow.
     """
-    if _product_dtype(hidden) is torch.float16:
+    if product_dtype(hidden) is torch.float16:
         raise ValueError(
             "the loss without logits does not work in fp16: small gradients of the logits "
             "underflow in fp16; use bf16, or task.fused_loss false"
         )
-    if entries is None:
-        entries = _ON_GPU if on_gpu(hidden) else _ON_CPU
     # Grad mode is off inside of forward, so read it here.
     differentiable = torch.is_grad_enabled()
-    return Losses(
-        *_Chunked.apply(hidden, weight, bias, target, ignore, change, entries, differentiable)
+    total, each, found = _Chunked.apply(
+        hidden,
+        weight,
+        bias,
+        target,
+        ignore,
+        change,
+        tokens_of_a_chunk(hidden, len(weight), entries),
+        right,
+        differentiable,
     )
+    return Losses(total, each, found if right else None)
 
 
 class _Chunked(torch.autograd.Function):
@@ -102,18 +113,20 @@ class _Chunked(torch.autograd.Function):
         target: Tensor,
         ignore: int,
         change: Change | None,
-        entries: int,
+        size: int,
+        wants_right: bool,
         differentiable: bool,
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Decide which gradients are needed, and in which precision they are computed and summed.
         needs = [differentiable and need for need in ctx.needs_input_grad[:3]]
         needs_hidden, needs_weight, needs_bias = needs
-        dtype = _product_dtype(hidden)
+        dtype = product_dtype(hidden)
         exact = torch.promote_types(dtype, torch.float32)
 
         # Allocate the results, and the gradients that are needed.
         each = torch.empty(target.shape, dtype=exact, device=hidden.device)
-        right = torch.empty(target.shape, dtype=torch.bool, device=hidden.device)
+        found = target.shape if wants_right else (0,)
+        right = torch.empty(found, dtype=torch.bool, device=hidden.device)
         hidden_slopes: Tensor | None = None
         weight_slopes: Tensor | None = None
         bias_slopes: Tensor | None = None
@@ -131,12 +144,11 @@ class _Chunked(torch.autograd.Function):
             layer_bias = bias.detach().to(dtype)
         autocast_off = (
             torch.autocast(hidden.device.type, enabled=False)
-            if _autocast(hidden)
+            if is_autocast(hidden)
             else nullcontext()
         )
 
         # Compute the loss of one chunk of tokens after the other.
-        size = max(1, entries // len(weight))
         with autocast_off:
             # torch.compile guards on this count, not on the tokens.
             for number in range(-(-len(hidden) // size)):
@@ -144,9 +156,11 @@ class _Chunked(torch.autograd.Function):
                 states = hidden[part].detach().to(dtype)
                 targets = target[part]
                 logits = F.linear(states, layer_weight, layer_bias)
-                each[part], right[part], slopes = _chunk(
-                    logits, targets, ignore, change, any(needs)
+                each[part], largest, slopes = losses_of_a_chunk(
+                    logits, targets, ignore, change, slopes=any(needs), largest=wants_right
                 )
+                if largest is not None:
+                    right[part] = (largest == targets) & (targets != ignore)
                 del logits  # before the products below allocate memory
 
                 # Run the output layer's backward, while the gradient of these logits exists.
@@ -155,7 +169,7 @@ class _Chunked(torch.autograd.Function):
                 if hidden_slopes is not None:
                     hidden_slopes[part] = slopes @ layer_weight
                 if weight_slopes is not None:
-                    _add_product(weight_slopes, slopes, states)
+                    add_product(weight_slopes, slopes, states)
                 if bias_slopes is not None:
                     bias_slopes += slopes.sum(0, dtype=exact)
 
@@ -163,8 +177,8 @@ class _Chunked(torch.autograd.Function):
         ctx.mark_non_differentiable(each, right)
         ctx.save_for_backward(
             hidden_slopes,
-            _in_dtype_of(weight, weight_slopes),
-            _in_dtype_of(bias, bias_slopes),
+            in_dtype_of(weight, weight_slopes),
+            in_dtype_of(bias, bias_slopes),
         )
         return each.sum(), each, right
 
@@ -180,66 +194,8 @@ class _Chunked(torch.autograd.Function):
             if saved is not None:
                 saved.mul_(slope)
             scaled.append(saved)
-        # The other five arguments of forward have no gradient.
-        return (*scaled, None, None, None, None, None)
-
-
-def _autocast(hidden: Tensor) -> bool:
-    device = hidden.device.type
-    available = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
-    return available and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
-
-
-def _product_dtype(hidden: Tensor) -> torch.dtype:
-    """Return the dtype of the matrix products."""
-    if _autocast(hidden):
-        return torch.get_autocast_dtype(hidden.device.type)
-    return hidden.dtype
-
-
-def _in_dtype_of(parameter: Tensor | None, slopes: Tensor | None) -> Tensor | None:
-    if parameter is None or slopes is None:
-        return None
-    return slopes.to(parameter.dtype)
-
-
-def _chunk(
-    logits: Tensor, target: Tensor, ignore: int, change: Change | None, slopes: bool
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss of each target, whether it is right, and the gradient of ``logits``.
-
-    Args:
-        logits: logits of the output layer, before ``change``, shape (tokens, vocabulary).
-        target: int64, shape (tokens,).
-        ignore: value of ignored targets.
-        change: what the model applies to the logits.
-        slopes: whether the gradient is needed; without it the last result is None.
-    """
-
-    def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if change is not None:
-            logits = change(logits)
-        largest = logits.argmax(-1)
-        return F.cross_entropy(logits, target, reduction="none", ignore_index=ignore), largest
-
-    # ``change`` is any function: let autograd differentiate it, while these logits exist.
-    slope: Tensor | None = None
-    if slopes:
-        each, backward, largest = torch.func.vjp(losses, logits, has_aux=True)  # type: ignore[misc]
-        (slope,) = backward(torch.ones_like(each))
-    else:
-        each, largest = losses(logits)
-    return each, (largest == target) & (target != ignore), slope
-
-
-def _add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
-    """Add the gradient of the output layer's weight, in place."""
-    if total.dtype == slopes.dtype:
-        total.addmm_(slopes.T, states)
-    else:
-        # The product is in half precision, the sum over the chunks in float32.
-        total += slopes.T @ states
+        # The other six arguments of forward have no gradient.
+        return (*scaled, None, None, None, None, None, None)
 
 
 def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
@@ -250,7 +206,8 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
 
     Args:
         model: a model with transformers' ``base_model`` and ``get_output_embeddings``; its new
-            argument ``target`` has the shape of its tokens.
+            argument ``target`` has the shape of its tokens. While gradients are computed, the
+            result has no ``right``.
         ignore: value of ignored targets.
 
     Raises:
@@ -287,8 +244,10 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
             bias=head.bias,
             ignore=ignore,
             change=change,
+            right=not torch.is_grad_enabled(),  # in training nobody reads it
         )
-        return Losses(found.total, found.each.view_as(target), found.right.view_as(target))
+        right = None if found.right is None else found.right.view_as(target)
+        return Losses(found.total, found.each.view_as(target), right)
 
     @wraps(model_forward)
     def losses(*args: Any, target: Tensor | None = None, **kwargs: Any) -> Any:

@@ -219,7 +219,9 @@ class LanguageModel(Task):
         if self._uses_fused_loss(target, self.shape.padded_vocab or self.entries):
             # The output layer returns the losses in place of logits.
             total, each, right = model(**self._model_inputs(batch), target=target)
-            outputs = {"loss": each, "right": right}
+            outputs = {"loss": each}
+            if right is not None:
+                outputs["right"] = right
         else:
             # Half-precision logits are too coarse for the loss.
             logits = model(**self._model_inputs(batch)).logits

@@ -1,0 +1,95 @@
+"""The arithmetic of :mod:`oneloop.tasks.language.chunked_loss` on one chunk of tokens."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from oneloop.basics.tensors import on_gpu
+
+Change = Callable[[Tensor], Tensor]  # what a model applies to the logits of its output layer
+
+# Logits of a chunk: many on a GPU, few in the caches of a CPU. A compiled loss holds 4 bytes per
+# logit, one that is not compiled 16: in both cases these are 2 GiB.
+_COMPILED = 1 << 29
+_ON_GPU = 1 << 27
+_ON_CPU = 1 << 24
+_TILE = 256  # tokens; matrix products of a GPU waste part of a tile if the rest is smaller
+
+
+def tokens_of_a_chunk(hidden: Tensor, vocabulary: int, entries: int | None) -> int:
+    """Return the number of tokens of a chunk."""
+    if entries is not None:
+        return max(1, entries // vocabulary)
+    if not on_gpu(hidden):
+        return max(1, _ON_CPU // vocabulary)
+    rows = (_COMPILED if torch.compiler.is_compiling() else _ON_GPU) // vocabulary
+    return max(1, rows - rows % _TILE if rows > _TILE else rows)
+
+
+def is_autocast(hidden: Tensor) -> bool:
+    device = hidden.device.type
+    available = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
+    return available and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+
+
+def product_dtype(hidden: Tensor) -> torch.dtype:
+    """Return the dtype of the matrix products."""
+    if is_autocast(hidden):
+        return torch.get_autocast_dtype(hidden.device.type)
+    return hidden.dtype
+
+
+def in_dtype_of(parameter: Tensor | None, slopes: Tensor | None) -> Tensor | None:
+    if parameter is None or slopes is None:
+        return None
+    return slopes.to(parameter.dtype)
+
+
+def losses_of_a_chunk(
+    logits: Tensor,
+    target: Tensor,
+    ignore: int,
+    change: Change | None,
+    *,
+    slopes: bool,
+    largest: bool,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the loss of each target, the entry with its largest logit, and the gradient of
+    ``logits``.
+
+    Args:
+        logits: logits of the output layer, before ``change``, shape (tokens, vocabulary).
+        target: int64, shape (tokens,).
+        ignore: value of ignored targets.
+        change: what the model applies to the logits.
+        slopes: whether the gradient is needed; without it the last result is None.
+        largest: whether the entries are needed; without them the second result is None.
+    """
+
+    def losses(logits: Tensor) -> tuple[Tensor, Tensor]:
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if change is not None:
+            logits = change(logits)
+        # A pass over all logits, which training does not need.
+        found = logits.argmax(-1) if largest else target
+        return F.cross_entropy(logits, target, reduction="none", ignore_index=ignore), found
+
+    # ``change`` is any function: let autograd differentiate it, while these logits exist.
+    slope: Tensor | None = None
+    if slopes:
+        each, backward, found = torch.func.vjp(losses, logits, has_aux=True)  # type: ignore[misc]
+        (slope,) = backward(torch.ones_like(each))
+    else:
+        each, found = losses(logits)
+    return each, found if largest else None, slope
+
+
+def add_product(total: Tensor, slopes: Tensor, states: Tensor) -> None:
+    """Add the gradient of the output layer's weight, in place."""
+    if total.dtype == slopes.dtype:
+        total.addmm_(slopes.T, states)
+    else:
+        # The product is in half precision, the sum over the chunks in float32.
+        total += slopes.T @ states
