@@ -11,7 +11,7 @@ plan (predicted beside measured memory) and faults (out of memory, kills, NaN). 
 lines, the most valuable first; a line runs in a process of its own. No line is started that does
 not fit into the minutes; those are listed as left. --jobs runs lines side by side, except those
 that measure time or fill the memory: they run alone, after the others. The results are in
-DATE-gpu-PART.json and .txt, written after each line; a second call on the same day adds to them.
+DATE-gpu.json and .txt, written after each line; a second call on the same day adds to them.
 A line is skipped only without CUDA, with one GPU if it needs two, or if a package is missing. A
 line that does not return its numbers has failed. The exit code is 1 if a line fails.
 """
@@ -124,10 +124,10 @@ def _output(command: list[str]) -> str:
 
 
 class Record:
-    """The results of a part, as JSON and as text, in files that grow line by line."""
+    """The results of a day, as JSON and as text, in files that grow line by line."""
 
-    def __init__(self, folder: Path, part: str, about: dict[str, Any], *, toy: bool) -> None:
-        stem = f"{date.today()}-gpu-{part}{'-toy' if toy else ''}"
+    def __init__(self, folder: Path, about: dict[str, Any], *, toy: bool) -> None:
+        stem = f"{date.today()}-gpu{'-toy' if toy else ''}"
         self._json = folder / f"{stem}.json"
         self._text = folder / f"{stem}.txt"
         folder.mkdir(parents=True, exist_ok=True)
@@ -142,7 +142,7 @@ class Record:
     def add(self, outcome: Outcome, card: str) -> None:
         outcome.card = card
         outcome.when = datetime.now().isoformat(timespec="seconds")
-        self.outcomes.append(outcome.as_dict())
+        self.outcomes.append({**outcome.as_dict(), "call": len(self.calls)})
         self.write()
 
     def write(self) -> None:
@@ -156,9 +156,9 @@ class Record:
 
     def _lines(self) -> list[str]:
         lines = []
-        for call in self.calls:
+        for number, call in enumerate(self.calls, 1):
             versions = ", ".join(f"{name} {one}" for name, one in call["versions"].items())
-            lines.append(f"# {date.today()}  {call['command']}")
+            lines.append(f"# call {number}, {date.today()}: {call['command']}")
             lines.append(f"# {call['device']}, commit {call['commit']}; {versions}")
             if call.get("jobs", 1) > 1:
                 lines.append(f"# {call['jobs']} lines at a time: times of these lines say little")
@@ -169,8 +169,10 @@ class Record:
             for title, rows in outcome.get("tables", {}).items():
                 lines += [f"    {title}", *(f"      {row}" for row in table(rows))]
             lines += [f"    | {text}" for text in outcome.get("log", [])]
-        if self.left:
-            lines += ["", f"left, because they did not fit: {', '.join(self.left)}"]
+        for number, call in enumerate(self.calls, 1):
+            if call.get("left"):
+                names = ", ".join(call["left"])
+                lines += ["", f"left by call {number}, because they did not fit: {names}"]
         return lines
 
 
@@ -178,7 +180,8 @@ def headline(outcome: dict[str, Any]) -> str:
     """Return the line that the terminal and the text show for an outcome."""
     seconds = f"{outcome['seconds']:6.1f} s"
     title = f"{outcome['part']}/{outcome['name']}"
-    return f"{outcome['outcome']:8}{title:44}{seconds}  {outcome['says']}"
+    call = f"[{outcome['call']}] " if "call" in outcome else ""
+    return f"{call}{outcome['outcome']:8}{title:44}{seconds}  {outcome['says']}"
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
@@ -278,8 +281,7 @@ def perform(
 
 def main() -> None:
     given = parsed()
-    parts = given.part.split(",")
-    chosen = chosen_lines(parts, given.only)
+    chosen = chosen_lines(given.part.split(","), given.only)
     if given.list:
         for one in chosen:
             print(f"{one.part:8}{one.name:40}{one.seconds:5.0f} s")
@@ -294,8 +296,7 @@ def main() -> None:
     print(f"{about['device']}, {about['gpus']} GPUs; {len(chosen)} lines in {minutes:g} minutes")
 
     until = began + 60 * minutes
-    named = parts[0] if len(parts) == 1 else "day"
-    record = Record(given.to, named, {**about, "jobs": given.jobs}, toy=given.toy)
+    record = Record(given.to, {**about, "jobs": given.jobs}, toy=given.toy)
     perform(chosen, record, about, until=until, jobs=given.jobs, toy=given.toy)
     outcomes = record.outcomes[record.earlier :]
     counts = Counter(outcome["outcome"] for outcome in outcomes)

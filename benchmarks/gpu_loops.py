@@ -460,7 +460,15 @@ class Contender:
     def ask(self, kind: str, count: int) -> Any:
         """Run a phase of ``count`` steps; return its answer. Raise RuntimeError if the loop
         fails."""
+        self.request(kind, count)
+        return self.answer()
+
+    def request(self, kind: str, count: int) -> None:
+        """Begin a phase of ``count`` steps."""
         self._connection.send((kind, count))
+
+    def answer(self) -> Any:
+        """Wait for the end of the phase, and return its answer."""
         try:
             answer = self._connection.recv()
         except EOFError:

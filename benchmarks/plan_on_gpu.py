@@ -39,15 +39,18 @@ def measured(words: list[str]) -> None:
     costs = StepCosts(build_job(read(words), ranks=1, device=run.device.type), run)
     allocated = reserved = workspaces = 0
     if run.device.type == "cuda":
-        # cuBLAS's workspaces (32 MiB for each thread that multiplies) are in no plan.
-        held = torch.cuda.memory_allocated()
-        torch._C._cuda_clearCublasWorkspaces()
-        workspaces = held - torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         costs._run_step()
         torch.cuda.synchronize()
-        allocated = torch.cuda.max_memory_allocated() - workspaces
+        peak = torch.cuda.max_memory_allocated()
         reserved = torch.cuda.max_memory_reserved()
+
+        # cuBLAS's workspaces (32 MiB for each thread that multiplies) are in no plan. They are
+        # there in the whole step, since the constructor has made one.
+        held = torch.cuda.memory_allocated()
+        torch._C._cuda_clearCublasWorkspaces()
+        workspaces = held - torch.cuda.memory_allocated()
+        allocated = peak - workspaces
     print(json.dumps([allocated, reserved, costs.step().peak, workspaces]))
 
 
