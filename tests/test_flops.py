@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import varlen_attn
+from torch.utils.flop_counter import FlopCounterMode
 
 from oneloop.launch.processes import start
 from oneloop.measure.advice import diagnosis
@@ -28,6 +29,7 @@ from oneloop.measure.flops import (
 )
 from oneloop.measure.meter import Meter
 from oneloop.measure.update_ratio import UpdateRatio
+from oneloop.plan.ledger import Ledger
 from oneloop.tasks.causal_lm import CausalLM
 from tiny import Ragged, Sequences, training_flops
 from worlds import ROOT, run, train
@@ -68,6 +70,46 @@ def test_products_in_place_and_packed_rows_are_counted():
         forward = counted.total
         output.sum().backward()
     assert forward == 4 * 16 * 8 * 2 * 8 and counted.total == 3.5 * forward
+
+
+@pytest.mark.parametrize(
+    ("kernel", "width", "given"),
+    [
+        ("flash_attention", 16, (0.0, True)),
+        ("flash_attention_for_cpu", 16, (0.0, True)),
+        ("efficient_attention", 24, (None, True, 0.0, True)),
+        ("cudnn_attention", 24, (None, True, 0.0, True)),
+    ],
+)
+def test_attention_with_shared_key_heads_counts_as_with_repeated_ones(kernel, width, given):
+    operator = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")
+
+    def counts(counter, heads: int, total) -> list[float]:
+        def made(heads: int, positions: int, width: int) -> torch.Tensor:
+            shape = (2, heads, positions, width)
+            return torch.zeros(shape, device="meta", dtype=torch.bfloat16, requires_grad=True)
+
+        with counter:
+            query, key, value = made(4, 32, 16), made(heads, 40, 16), made(heads, 40, width)
+            output = operator(query, key, value, *given)[0]
+            forward = total()
+            output.sum().backward()
+        return [forward, total()]
+
+    # Compare with torch's own formulas, which know the kernel of a CPU since torch 2.15.
+    formula = 2 * 32 * 40 * 2 * 4 * (16 + width)
+    expected = [formula, formula * 7 / 2]
+    if kernel != "flash_attention_for_cpu":
+        twin = FlopCounterMode(display=False)
+        expected = counts(twin, 4, twin.get_total_flops)
+        assert expected[0] == formula
+
+    # The efficient kernel always gets repeated heads.
+    for heads in (4,) if kernel == "efficient_attention" else (4, 2, 1):
+        operations = Operations()
+        ledger = Ledger()
+        assert counts(operations, heads, operations.get_total_flops) == expected
+        assert counts(ledger, heads, ledger.operations.total) == expected
 
 
 def test_resnet18_has_its_known_count():

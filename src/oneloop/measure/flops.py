@@ -72,6 +72,21 @@ def _packed_backward(slope: Any, query: Any, *given: Any, out_val: Any = None, *
     return _packed(query, *given[:2], *given[4:]) * 5 // 2
 
 
+def _attention(query: Any, key: Any, value: Any, *given: Any, out_val: Any = None, **_: Any) -> int:
+    """Return the operations of attention, which counts as full: two products for each head.
+
+    Several heads of the query may share one of the key.
+    """
+    scores = query.shape[:3].numel() * key.shape[2]
+    return int(2 * scores * (query.shape[3] + value.shape[3]))
+
+
+def _attention_backward(slope: Any, query: Any, key: Any, value: Any, *given: Any, **_: Any) -> int:
+    """Return the operations of its backward: the scores again, and two products for each."""
+    again = _attention(query, key, query) // 2
+    return again + 2 * _attention(query, key, value)
+
+
 # Formulas of operators that torch's counter lacks, or has in another form.
 _ATEN = torch.ops.aten
 FORMULAS = {
@@ -80,6 +95,16 @@ FORMULAS = {
     torch.ops.torch_attn._varlen_attn: _packed,
     torch.ops.torch_attn._varlen_attn_backward: _packed_backward,
 }
+
+# torch raises for shared key heads before 2.12, and counts nothing on a CPU before 2.15.
+for _name in (
+    "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_scaled_dot_product_efficient_attention",
+    "_scaled_dot_product_cudnn_attention",
+):
+    FORMULAS[getattr(_ATEN, _name)] = _attention
+    FORMULAS[getattr(_ATEN, f"{_name}_backward")] = _attention_backward
 
 
 class Operations(FlopCounterMode):
