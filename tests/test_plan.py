@@ -23,7 +23,7 @@ from oneloop.plan.planned import planned
 from oneloop.recipe.parse import read
 from oneloop.recipe.run_keys import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch
-from planning import LAYOUTS, LLAMA, one_step, planned_recipes
+from planning import GPT, LAYOUTS, LLAMA, one_step, planned_recipes
 from worlds import HERE, run, train
 
 BLOCKS = (f"{HERE / 'planning.py'}:Blocks", "--batch.size", "32")
@@ -250,6 +250,15 @@ def test_half_precision(config):
     for name in ("peak", "evaluation"):
         assert plan[name] == pytest.approx(real[name], rel=0.05)
     assert plan["collectives"] == real["collectives"] and plan["operations"] == real["operations"]
+
+
+@pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
+def test_a_block_is_recomputed_with_the_autocast_of_cuda(mode):
+    """GPT-2's GELU has a power, which is computed in float32 on CUDA and in bfloat16 on a CPU."""
+    words = (*GPT, *recomputing("gpt", mode))
+    (plan,) = planned([Asked(words, "single", 1, mixed_precision="bf16")])
+    assert isinstance(plan, Plan), plan
+    assert ("recompute" in plan.flops) == (mode == "full")
 
 
 def test_it_says_what_fits(capsys):

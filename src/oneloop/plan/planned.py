@@ -5,19 +5,21 @@ The other processes do not exist."""
 import os
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from importlib import import_module
 from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from torch._subclasses import fake_tensor as fake
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -160,7 +162,7 @@ def _plan(asked: Asked) -> Plan:
 
     # Run the step and the evaluation on fake tensors.
     evaluation = None
-    with _CudaRules() as rules:
+    with _CudaRules() as rules, rules.kept_in_backward():
         costs = StepCosts(job, run, fake.FakeTensorMode(allow_non_fake_inputs=True))
         step = costs.step()
         try:
@@ -241,6 +243,19 @@ class _CudaRules(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.fused: set[str] = set()
+
+    @contextmanager
+    def kept_in_backward(self) -> Iterator[None]:
+        """Keep the rules in a backward, which recomputes blocks.
+
+        torch leaves this mode while it runs one of its functions, such as a backward."""
+
+        def with_rules(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return _engine_run_backward(*args, **kwargs)
+
+        with patch.object(torch.autograd, "_engine_run_backward", with_rules):
+            yield
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
