@@ -48,9 +48,9 @@ from same_bits_gpu import environment
 ROUNDS = 3
 CONTROL = 0.03  # a control further from 1 makes the line void
 WAITED = 3 * LOG_EVERY  # steps in which host waits are counted
-TRACED = LOG_EVERY  # steps of a trace: it has exactly one log step
+TRACED = LOG_EVERY  # steps of a trace: it has exactly one log step if they are not slow
 PHASES = "time of the device by phase"  # table of a trace
-FAST = 0.1  # seconds of a step above which fewer waits are counted
+SLOW = 0.1  # seconds of a step above which these are fewer steps
 RESERVE = 60.0  # seconds that must be left to start another loop
 BYTES_PER_PARAMETER = 44  # norm 4, clip 8 or less, AdamW 28, EMA 12: read and written, float32
 PUBLIC = {  # units per second on one H100, and where the number is from
@@ -141,12 +141,15 @@ def beside(workload: Workload, place: Place, *, steps: int) -> Result:
         again = loops["by hand"].ask("time", steps)["seconds"] / steps
 
         # Look into a few steps, and count the host's waits.
-        waited = WAITED if statistics.median(pairs["oneloop"]) < FAST else WAITED // 4
-        waited = 4 if place.toy else waited
+        waited, traced = (WAITED, TRACED)
+        if place.toy:
+            waited, traced = (4, 2)
+        elif statistics.median(pairs["oneloop"]) > SLOW:
+            waited, traced = (WAITED // 4, TRACED // 2)
         for name, one in loops.items():
-            traces[name] = one.ask("trace", 2 if place.toy else TRACED)
+            traces[name] = one.ask("trace", traced)
         waits = {name: one.ask("waits", waited) for name, one in loops.items()}
-        hosts = {name: one.ask("host", 2 if place.toy else TRACED) for name, one in loops.items()}
+        hosts = {name: one.ask("host", traced) for name, one in loops.items()}
 
     result = summed_up(workload, place, pairs, again, traces, waits, starts, memory)
     for name, rows in hosts.items():

@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 import torch
 
@@ -58,16 +59,19 @@ def _beside(place: Place, words: list[str]) -> Result:
     """Plan a recipe, and measure it."""
     options = ["--config_file", "single", "--mixed_precision", place.precision, "--no_changes"]
     command = [sys.executable, "-m", "oneloop", "plan", *words, *options, "--json"]
-    plan = subprocess.run(command, capture_output=True, text=True, env=environment())
-    assert plan.stdout.startswith("{"), plan.stdout + plan.stderr  # exit code 1: it does not fit
-    planned = json.loads(plan.stdout)["memory"]["step"]["peak"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    plan = subprocess.Popen(command, env=environment(), **pipes)
 
+    # Measure meanwhile: the plan needs no GPU.
     variables = {**environment(), "ACCELERATE_MIXED_PRECISION": place.precision}
     command = [sys.executable, __file__, "--one", *words]
     done = subprocess.run(command, capture_output=True, text=True, env=variables)
     assert done.returncode == 0, done.stderr
     allocated, reserved, ledger, workspaces = json.loads(done.stdout.splitlines()[-1])
 
+    found, errors = plan.communicate()
+    assert found.startswith("{"), found + errors  # exit code 1: it does not fit
+    planned = json.loads(found)["memory"]["step"]["peak"]
     real = allocated or ledger
     error = planned / real - 1
     numbers = {
