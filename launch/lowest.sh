@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Test the lower version limits of pyproject.toml: install the lowest allowed versions into a separate environment
-# (.venv-lowest, or the folder $1), and train each packaged recipe for a few steps under each strategy.
+# (.venv-lowest, or the folder $1), train each packaged recipe for a few steps under each strategy, and plan two.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 place=${1:-.venv-lowest} steps=3
@@ -42,4 +42,7 @@ done
 "$place/bin/oneloop" evaluate runs/digits-ddp > /dev/null
 "$place/bin/oneloop" predict runs/digits-ddp --to predictions.parquet > /dev/null
 "$place/bin/oneloop" export runs/gpt-single --to out > /dev/null
+for recipe in gpt llama; do
+  "$place/bin/oneloop" plan "$recipe" --mixed_precision bf16 --machine.recompute full --no_changes > /dev/null
+done
 echo "the lowest versions train all recipes"
