@@ -403,18 +403,18 @@ class Noise:
 @line("check", seconds=60, numbers=["checkpoints", "overlapping"])
 def save_while_training(place: Place) -> Result:
     """All checkpoints of a run whose copies overlap with training are those of one that waits."""
-    chosen = SaveInProgress._side
+    chosen = SaveInProgress._overlapping
     overlapping = 0
 
     def counted(self: SaveInProgress, process: WritingProcess) -> Any:
         nonlocal overlapping
-        stream = chosen(self, process)
-        overlapping += stream is not None
-        return stream
+        device = chosen(self, process)
+        overlapping += device is not None
+        return device
 
     found = []
     for side in (lambda self, process: None, counted):
-        SaveInProgress._side = side
+        SaveInProgress._overlapping = side
         run = place.folder / "run"
         trained(
             run,
@@ -430,7 +430,7 @@ def save_while_training(place: Place) -> Result:
         files = sorted(run.glob("checkpoints/step-*/*.safetensors"))
         found.append({file.parent.name: hashed(file) for file in files})
         shutil.rmtree(run)
-    SaveInProgress._side = chosen
+    SaveInProgress._overlapping = chosen
     assert len(found[0]) >= 20, found
     assert found[0] == found[1], "the checkpoints differ"
     assert place.toy or overlapping >= 20, overlapping

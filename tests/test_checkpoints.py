@@ -472,7 +472,7 @@ def test_the_memory_of_saves_is_made_ahead_of_the_first_one(tmp_path, monkeypatc
 class Late(side_copies.SideCopy):
     """A copy that happens just before its sources may change, or when the host waits for it."""
 
-    def __init__(self, stream, sources, targets, *, after=None, watched=False) -> None:
+    def __init__(self, device, sources, targets, *, after=None, watched=False) -> None:
         side_copies._hook_optimizers()
         self._torn = False
         self._sources = sources
@@ -501,7 +501,7 @@ class Late(side_copies.SideCopy):
 def copy_late(patch) -> None:
     """Let saves that may overlap with training do so, on the host."""
     patch(pieces, "SideCopy", Late)
-    patch(SaveInProgress, "_side", lambda self, process: "late" if self.overlaps else None)
+    patch(SaveInProgress, "_overlapping", lambda self, process: "late" if self.overlaps else None)
 
 
 class Normed(nn.Module):

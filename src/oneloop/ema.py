@@ -313,7 +313,6 @@ class HostCopies:
         self._landing = []
         for tensor in weights:
             self._landing.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
-        self._stream = torch.Stream(weights[0].device)
         self._copy: SideCopy | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
         self._using: Future[None] | None = None
@@ -326,7 +325,9 @@ class HostCopies:
     def then(self, use: Callable[[list[Tensor]], None]) -> None:
         """Start a copy; call ``use`` with the copies in a thread, once they are complete."""
         self.wait()  # until the host memory is free again
-        self._copy = SideCopy(self._stream, self._weights, self._landing, after=self._stepped)
+        self._copy = SideCopy(
+            self._weights[0].device, self._weights, self._landing, after=self._stepped
+        )
         copied = self._copy.copied
 
         def used() -> None:

@@ -4,7 +4,7 @@ Whatever changes weights, optimizer state or EMA weights calls :func:`before_cha
 steps of all optimizers do so by themselves. The device then finishes the copies before it
 continues, and the host does not wait.
 
->>> copy = SideCopy(torch.Stream(device), weights, pinned)
+>>> copy = SideCopy(device, weights, pinned)
 >>> optimizer.step()                             # after the copy, on the device
 >>> copy.copied.synchronize()                    # on the host
 """
@@ -21,8 +21,8 @@ class SideCopy:
     """A copy on a separate stream.
 
     Args:
-        stream: the copy's own.
-        sources: on a device (or on the host: these are copied at once). They are kept until the
+        device: of the stream.
+        sources: on this device (or on the host: these are copied at once). They are kept until the
             copy is dropped, since their memory must not be used again.
         targets: in pinned host memory.
         after: what the copy waits for; None: all work of the current stream so far.
@@ -31,7 +31,7 @@ class SideCopy:
 
     def __init__(
         self,
-        stream: torch.Stream,
+        device: torch.device,
         sources: list[Tensor],
         targets: list[Tensor],
         *,
@@ -40,9 +40,10 @@ class SideCopy:
     ) -> None:
         _hook_optimizers()
         self._torn = False  # whether a source has changed without before_change()
-        self._device = stream.device
         self._sources = sources
         self._versions = [source._version for source in sources] if watched else None
+        stream = _stream(device)
+        self._device = stream.device  # with its index
         stream.wait_event(after or torch.accelerator.current_stream(self._device).record_event())
         with stream:
             if sources:
@@ -71,6 +72,11 @@ def before_change() -> None:
     """Let the device finish all copies before all work that it gets from now on."""
     for copy in [*_UNGUARDED]:
         copy.hold()
+
+
+@cache
+def _stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
 
 
 @cache

@@ -76,7 +76,6 @@ class SaveInProgress:
         # Whether copies from a GPU overlap with training. Then forward and backward must not change
         # parameters, and whatever else changes them calls before_change().
         self.overlaps = False
-        self._stream: torch.Stream | None = None  # of these copies
         self._mirror_failed = False  # as last reported
         self._warned = False  # that its memory is not pinned
         self._prepared = False  # whether its memory was asked for ahead of a save
@@ -97,7 +96,7 @@ class SaveInProgress:
     def begin(self, request: SaveRequest, pieces: list[Piece]) -> None:
         """Begin to copy to host memory; after it, the writing process writes."""
         process = self.start()
-        process.grow(max(1, request.size))
+        process.grow(max(1, request.size)).result()
         unpinned = process.unpinned
         if unpinned and not self._warned:
             self._warned = True
@@ -110,7 +109,7 @@ class SaveInProgress:
                 self._say(line)
             else:  # only rank 0 has the display
                 print(f"oneloop: {line}", file=sys.stderr)
-        process.write(asdict(request), pieces, self._side(process))
+        process.write(asdict(request), pieces, self._overlapping(process))
         self._pending = True
         self._began = time.monotonic()
         self._step = request.step
@@ -127,15 +126,13 @@ class SaveInProgress:
         """
         if not self._prepared and not self._pending:
             self._prepared = True
-            self.start().prepare(size())
+            self.start().grow(size())
 
-    def _side(self, process: WritingProcess) -> torch.Stream | None:
-        """Return the stream of a copy that overlaps with training; None: training waits for it."""
-        if not self.overlaps or self._device.type != "cuda" or process.unpinned:
-            return None
-        if self._stream is None:
-            self._stream = torch.Stream(self._device)
-        return self._stream
+    def _overlapping(self, process: WritingProcess) -> torch.device | None:
+        """Return the device of a copy that overlaps with training; None: training waits for it."""
+        if self.overlaps and self._device.type == "cuda" and not process.unpinned:
+            return self._device
+        return None
 
     def _hand_over(self, *, wait: bool) -> None:
         """:meth:`WritingProcess.hand_over`; the time limit of the save begins then."""
@@ -175,8 +172,8 @@ class SaveInProgress:
         Returns:
             The newest step in the mirror, and the error.
         """
+        self._hand_over(wait=True)
         process = self.start()
-        process.hand_over(wait=True)
         process.send({"end": {"final": final}})
         answer: Answer | None = None
         while answer is None or answer.step is not None:  # of a save that was in progress

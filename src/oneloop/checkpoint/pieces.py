@@ -112,14 +112,14 @@ def header_of(mine: list[Piece]) -> tuple[str, int]:
 
 
 @torch.no_grad()
-def stage(mine: list[Piece], buffer: Tensor, stream: torch.Stream | None = None) -> SideCopy | None:
+def stage(mine: list[Piece], buffer: Tensor, device: torch.device | None = None) -> SideCopy | None:
     """Copy the pieces into a buffer.
 
     Args:
         mine: the pieces.
         buffer: host memory, uint8.
-        stream: of a copy that overlaps with training, from a device to pinned memory. None: wait
-            for the copy (host sync).
+        device: from which a copy to pinned memory overlaps with training. None: wait for the copy
+            (host sync).
 
     Returns:
         The copy, if it overlaps. What a forward may change is copied before the device continues.
@@ -138,10 +138,10 @@ def stage(mine: list[Piece], buffer: Tensor, stream: torch.Stream | None = None)
         return None
     copy: SideCopy | None = None
     try:
-        if stream is None:
+        if device is None:
             torch._foreach_copy_(views, sources, non_blocking=True)
         else:
-            copy = _side_copy(mine, views, stream)
+            copy = _side_copy(mine, views, device)
     finally:
         # Wait for the copies from a GPU: the next update changes the tensors (host sync). After an
         # error, the buffer may be unmapped.
@@ -150,12 +150,12 @@ def stage(mine: list[Piece], buffer: Tensor, stream: torch.Stream | None = None)
     return copy
 
 
-def _side_copy(mine: list[Piece], views: list[Tensor], stream: torch.Stream) -> SideCopy:
+def _side_copy(mine: list[Piece], views: list[Tensor], device: torch.device) -> SideCopy:
     """Begin to copy; the device continues once what a forward may change is copied."""
     sources: dict[bool, list[Tensor]] = {False: [], True: []}
     targets: dict[bool, list[Tensor]] = {False: [], True: []}
     for piece, view in zip(mine, views, strict=True):
         sources[piece.steady].append(piece.tensor)
         targets[piece.steady].append(view)
-    SideCopy(stream, sources[False], targets[False]).hold()
-    return SideCopy(stream, sources[True], targets[True], watched=True)
+    SideCopy(device, sources[False], targets[False]).hold()
+    return SideCopy(device, sources[True], targets[True], watched=True)

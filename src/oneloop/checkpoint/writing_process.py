@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
 
 from oneloop.basics.side_copies import SideCopy
 from oneloop.basics.system.files import readable_within
@@ -30,9 +29,6 @@ TORN = (
     "waits for these copies"
 )
 """error of a save that may have values of two steps"""
-_NOTHING = torch.empty(0, dtype=torch.uint8)
-_PAGE = mmap.PAGESIZE
-_THREADS = 8  # that fault in the pages of pinned memory; one alone makes 1.4 GB/s
 
 
 class _Mapping(mmap.mmap):
@@ -98,10 +94,8 @@ class WritingProcess:
         self.wrote = self.began  # when it last reported that it had written something
         self.unpinned = ""  # CUDA's error, if the memory could not be pinned
         self._memory: _Mapping | None = None
-        self._threads = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._growing: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
         self._staged: _Staged | None = None
-        self._refused: Answer | None = None  # to a request that was not sent
         self._received = b""  # a part of the next line
 
         # Create the shared memory.
@@ -123,55 +117,39 @@ class WritingProcess:
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 
-    @property
-    def buffer(self) -> Tensor:
-        """The shared memory, uint8."""
-        if self._memory is None:
-            return _NOTHING
-        return torch.frombuffer(self._memory, dtype=torch.uint8)
+    def grow(self, size: int) -> Future[None]:
+        """Let the shared memory have at least ``size`` bytes, in a thread; its content may be lost.
 
-    def prepare(self, size: int) -> None:
-        """Begin to :meth:`grow`, in a thread. No save may be in progress."""
-        self._growing = self._threads.submit(self._grow, size)
-
-    def grow(self, size: int) -> None:
-        """Let the shared memory have at least ``size`` bytes; its content may be lost."""
-        if self._growing is not None:
-            self._growing.result()
-            self._growing = None
-        self._grow(size)
+        No save may be in progress.
+        """
+        return self._thread.submit(self._grow, size)
 
     def _grow(self, size: int) -> None:
-        if size <= len(self.buffer):
+        if self._memory is not None and size <= len(self._memory):
             return
         self._shared.truncate(size)
         memory = _Mapping(self._shared.fileno(), size)
-        if self._device.type != "cuda":
-            self._memory = memory
-            return
-
-        # Fault the pages in with several threads, since pinning uses only one.
-        buffer = torch.frombuffer(memory, dtype=torch.uint8)
-        with ThreadPoolExecutor(_THREADS) as threads:
-            [*threads.map(Tensor.zero_, buffer[::_PAGE].chunk(_THREADS))]
-
-        # A new thread would use the first GPU.
-        with torch.accelerator.device_index(self._device.index):
+        if self._device.type == "cuda":
+            if self._device.index:  # a new thread would use the first GPU
+                torch.cuda.set_device(self._device)
+            # Touch each page first, with all of torch's threads: to pin, CUDA uses only one.
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)
+            buffer[:: mmap.PAGESIZE].zero_()
             self.unpinned = memory.pin(buffer.data_ptr(), self._device)
-            self._memory = memory
+        self._memory = memory
 
     def write(
-        self, request: Mapping[str, Any], mine: list[Piece], stream: torch.Stream | None
+        self, request: Mapping[str, Any], mine: list[Piece], device: torch.device | None
     ) -> None:
         """Copy the pieces into the shared memory, and let the process write them.
 
         Args:
             request: is sent once the copy is complete.
             mine: the pieces.
-            stream: see :func:`stage`.
+            device: see :func:`stage`.
         """
         assert self._memory is not None
-        copy = stage(mine, self.buffer, stream)
+        copy = stage(mine, torch.frombuffer(self._memory, dtype=torch.uint8), device)
         if copy is not None:
             self._memory.copied = copy.copied
         self._staged = _Staged(request, copy)
@@ -193,8 +171,9 @@ class WritingProcess:
             copy.copied.synchronize()
             torn = copy.is_torn()
         self._staged = None
-        if torn:
-            self._refused = Answer(request["step"], error=TORN)
+        if torn:  # answer in place of the process
+            answer = Answer(request["step"], error=TORN)
+            self._received = json.dumps(asdict(answer)).encode() + b"\n" + self._received
         else:
             self.send(request)
         return True
@@ -220,10 +199,6 @@ class WritingProcess:
         assert self._process.stdout is not None
         handle = self._process.stdout.fileno()
         until = None if seconds is None else time.monotonic() + seconds
-        if self._refused is not None:
-            refused = self._refused
-            self._refused = None
-            return refused
         while True:
             # Take a line that has arrived.
             if b"\n" in self._received:
@@ -275,5 +250,5 @@ class WritingProcess:
         self._unmap()
 
     def _unmap(self) -> None:
-        self._threads.shutdown()
+        self._thread.shutdown()
         self._memory = None
