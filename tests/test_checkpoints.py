@@ -23,7 +23,7 @@ from oneloop.checkpoint import pieces
 from oneloop.checkpoint.background_save import SaveError, SaveInProgress
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.store import Keep, Store, problems
-from oneloop.checkpoint.writing_process import TORN
+from oneloop.checkpoint.writing_process import TORN, WritingProcess
 from oneloop.ema import EMA
 from worlds import run
 
@@ -320,11 +320,13 @@ class Cudart:
 
     def __init__(self, error: int = 0) -> None:
         self.error = error  # of every registration
+        self.seconds = 0.0  # that one takes
         self.registered: dict[int, int] = {}  # bytes by address
         self.ended = 0  # registrations
         self.wrong: list[str] = []
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        time.sleep(self.seconds)
         if self.error:
             return self.error
         if any(at < address + size and address < at + n for at, n in self.registered.items()):
@@ -457,10 +459,13 @@ def test_the_memory_of_saves_is_made_ahead_of_the_first_one(tmp_path, monkeypatc
     saving = saves.checkpoints.saving
     saves.save(2)
     saving.prepare(lambda: 5 * 4096)
+    saving._process._thread.submit(int).result()
     assert cuda.pages() == 2
     assert saves.checkpoints.finish() is None
+    cuda.seconds = 0.4
     saving.prepare(lambda: 5 * 4096)
     saves.checkpoints.close()  # waits for the thread
+    time.sleep(0.5)
     assert (cuda.pages(), cuda.wrong) == (0, [])
     assert [problems(path) for path in Store(tmp_path).sealed()] == [[], []]
 
@@ -520,7 +525,7 @@ class Noise:
     """A task with dropout and BatchNorm.
 
     Args:
-        clamped: the number of the loss after which the forward changes a parameter; 0: never.
+        clamped: the number of the first loss that changes a parameter; 0: none does.
     """
 
     def __init__(self, clamped: int = 0) -> None:
@@ -528,7 +533,7 @@ class Noise:
         self.calls = 0
 
     def model(self):
-        return nn.Sequential(Normed(), nn.Dropout(0.2))
+        return nn.Sequential(nn.BatchNorm1d(3), Normed(), nn.Dropout(0.2))
 
     def train_set(self):
         return torch.utils.data.TensorDataset(torch.arange(192.0).sin().view(64, 3))
@@ -544,9 +549,9 @@ class Noise:
 
     def loss(self, model, batch):
         self.calls += model.training
-        if 0 < self.clamped < self.calls:
+        if 0 < self.clamped <= self.calls:
             with torch.no_grad():
-                next(model.parameters()).mul_(0.9)
+                dict(model.named_parameters())["1.one.weight"].clamp_(-0.1, 0.1)
         return model(batch["x"]).sum(), {}
 
 
@@ -708,6 +713,15 @@ def test_a_writer_that_is_killed_before_a_copy_is_complete(tmp_path, monkeypatch
     check_saved(tmp_path, 2, expected)
     one.checkpoints.close()
     assert [path.name for path in Store(tmp_path).sealed()] == ["step-00000002"]
+
+
+def test_a_short_request_to_a_writer_that_has_gone_is_no_error_at_its_end():
+    process = WritingProcess("oneloop.checkpoint.writer", device=torch.device("cpu"))
+    process._process.kill()
+    process._process.wait()
+    process.send({})
+    assert "ended with -9" in process.answer(0.0).error
+    process.close()
 
 
 def test_a_forward_that_changes_a_parameter_fails_the_save_and_ends_the_overlap(

@@ -240,15 +240,11 @@ class WritingProcess:
             self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
             self.kill()  # its storage hangs, or it waits for a rank that has exited
-        self._unmap()
+        self._memory = None  # unmaps it; a thread that makes some drops it at its end
 
     def kill(self) -> None:
         """Kill the process; if it is blocked in storage I/O, it ends when that returns."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        self._unmap()
-
-    def _unmap(self) -> None:
-        self._thread.shutdown()
         self._memory = None
