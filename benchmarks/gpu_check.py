@@ -29,7 +29,9 @@ import same_bits_gpu
 from gpu_lines import Place, Result, line
 from gpu_trace import FORWARD, reduce
 from oneloop import fit
+from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.writing_process import WritingProcess
 from oneloop.ema import EMA
 from oneloop.optim.adamw import AdamW
 from oneloop.tasks.causal_lm import CausalLM
@@ -365,6 +367,75 @@ def saves_of_two_sizes_and_a_killed_writer(place: Place) -> Result:
     assert newest is not None and newest.name.endswith("4"), newest
     lost = "was lost, as it should be reported" if problem else "was written by a new one"
     return Result(f"the save after a killed writer {lost}; the next one is intact", {"saves": 4})
+
+
+class Noise:
+    """A task with dropout and BatchNorm, whose model has layers of this width."""
+
+    def __init__(self, width: int = 32) -> None:
+        self.width = width
+
+    def model(self) -> nn.Module:
+        layers: list[nn.Module] = []
+        for _ in range(4):
+            layers.append(nn.Linear(self.width, self.width))
+            layers.append(nn.BatchNorm1d(self.width))
+            layers += [nn.ReLU(), nn.Dropout(0.1)]
+        return nn.Sequential(*layers)
+
+    def train_set(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        return torch.utils.data.TensorDataset(torch.randn(256, self.width, generator=generator))
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {"validation": self.train_set()}
+
+    def collate(self, samples: Any) -> dict[str, Tensor]:
+        return {"x": torch.stack([one for (one,) in samples])}
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return (model(batch["x"]) - batch["x"]).square().mean(1).sum(), {}
+
+
+@line("check", seconds=60, numbers=["checkpoints", "overlapping"])
+def save_while_training(place: Place) -> Result:
+    """All checkpoints of a run whose copies overlap with training are those of one that waits."""
+    chosen = SaveInProgress._overlapping
+    overlapping = 0
+
+    def counted(self: SaveInProgress, process: WritingProcess) -> Any:
+        nonlocal overlapping
+        device = chosen(self, process)
+        overlapping += device is not None
+        return device
+
+    found = []
+    for side in (lambda self, process: None, counted):
+        SaveInProgress._overlapping = side
+        run = place.folder / "run"
+        trained(
+            run,
+            Noise,
+            steps=60,
+            task={"width": 32 if place.toy else 2048},
+            batch={"size": 64},
+            ema={"half_life": 500},
+            eval={"every": 7, "samples": 0},
+            machine=DETERMINISTIC,
+            save={"every": 3, "keep": 99, "best": False},
+        )
+        files = sorted(run.glob("checkpoints/step-*/*.safetensors"))
+        found.append({file.parent.name: hashed(file) for file in files})
+        shutil.rmtree(run)
+    SaveInProgress._overlapping = chosen
+    assert len(found[0]) >= 20, found
+    assert found[0] == found[1], "the checkpoints differ"
+    assert place.toy or overlapping >= 20, overlapping
+    says = f"{len(found[0])} checkpoints are bit-identical, {overlapping} copies overlapped"
+    return Result(says, {"checkpoints": len(found[0]), "overlapping": overlapping})
 
 
 @line("check", seconds=40, numbers=["runs"])

@@ -37,6 +37,7 @@ from gpu_loops import (
 )
 from gpu_trace import Reduced, events_of, reduce
 from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.store import Keep
 from oneloop.ema import EMA
 from oneloop.measure.flops import data_sheet
@@ -563,9 +564,15 @@ def _timed_update(model: nn.Module, place: Place) -> tuple[float, Reduced]:
     return took, reduce(events_of(profiler), steps=1)
 
 
-@line("speed", seconds=90, numbers=["small_stall_ms", "large_stall_ms"])
+STALLS = ["small_stall_ms", "small_call_ms", "large_stall_ms", "large_call_ms"]
+
+
+@line("speed", seconds=100, numbers=STALLS)
 def checkpoint_stall(place: Place) -> Result:
-    """Time how long a save holds up training, for 1.5 and 14.8 GB of weights and AdamW state."""
+    """Time what training loses by a save, for 1.5 and 14.8 GB of weights and AdamW state.
+
+    It is the time of the call and of the step after it, without the median time of a step.
+    """
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=place.toy, project_dir=str(place.folder))
@@ -575,35 +582,66 @@ def checkpoint_stall(place: Place) -> Result:
         width = int((size / 12 / 8) ** 0.5)
         layers = [nn.Linear(width, width, bias=False, device=place.device) for _ in range(8)]
         model = accelerator.prepare(nn.Sequential(*layers))
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-        inputs = torch.randn(64, width, device=place.device)
-        checkpoints = Checkpoints(place.folder / name, accelerator)
-        stalls = []
-        keep = Keep(newest=1)  # the disk need not hold three of them
-        for step in range(1, 4):  # the first save allocates and pins its buffer
-            model(inputs).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if not place.toy:
-                torch.cuda.synchronize()
-            began = time.perf_counter()
-            checkpoints.save(step, model, optimizer, {}, keep=keep)
-            stalls.append(time.perf_counter() - began)
-            problem = checkpoints.finish()
-            if problem is not None:
-                raise RuntimeError(problem)
-        checkpoints.close()
-        shutil.rmtree(place.folder / name)
         numbers[f"{name}_gb"] = 12 * 8 * width**2 / 1e9
-        numbers[f"{name}_first_stall_ms"] = 1e3 * stalls[0]
-        numbers[f"{name}_stall_ms"] = 1e3 * statistics.median(stalls[1:])
-        del model, optimizer, layers
+        stalls = _stalls(model, width, Checkpoints(place.folder / name, accelerator), place)
+        numbers |= {f"{name}_{key}": value for key, value in stalls.items()}
+        shutil.rmtree(place.folder / name)
+        del model, layers
     says = ", ".join(
-        f"{numbers[f'{name}_gb']:.1f} GB: {numbers[f'{name}_stall_ms']:.1f} ms "
-        f"(the first save {numbers[f'{name}_first_stall_ms']:.0f} ms)"
+        f"{numbers[f'{name}_gb']:.1f} GB: {numbers[f'{name}_stall_ms']:.1f} ms, of which the call "
+        f"{numbers[f'{name}_call_ms']:.1f} ms (the first save "
+        f"{numbers[f'{name}_first_stall_ms']:.0f} ms; steps of {numbers[f'{name}_step_ms']:.0f} ms)"
         for name in sizes
     )
     return Result(says, numbers)
+
+
+def _stalls(
+    model: nn.Module, width: int, checkpoints: Checkpoints, place: Place
+) -> dict[str, float]:
+    """Train, save a few times, and return the milliseconds that training loses."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    inputs = torch.randn(64 if place.toy else 2048, width, device=place.device)
+    state = RunState(model, optimizer, parts={})
+    checkpoints.saving.overlaps = True
+
+    def seconds_of_step() -> float:
+        began = time.perf_counter()
+        model(inputs).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not place.toy:
+            torch.cuda.synchronize()
+        return time.perf_counter() - began
+
+    # Warm up. As in a run, the memory of saves is made while the first steps train.
+    seconds_of_step()
+    if not place.toy:
+        checkpoints.saving.prepare(lambda: state.bytes_of_rank(checkpoints))
+    steps = [seconds_of_step() for _ in range(5 if place.toy else 40)]
+    usual = statistics.median(steps)
+
+    # Save.
+    calls = []
+    stalls = []
+    keep = Keep(newest=1)  # the disk need not hold all of them
+    for step in range(1, 5):
+        began = time.perf_counter()
+        state.save(checkpoints, step, keep=keep)
+        calls.append(time.perf_counter() - began)
+        stalls.append(calls[-1] + seconds_of_step() - usual)
+        checkpoints.poll()
+        problem = checkpoints.finish()
+        if problem is not None:
+            raise RuntimeError(problem)
+    checkpoints.close()
+    return {
+        "step_ms": 1e3 * usual,
+        "longest_early_step_ms": 1e3 * max(steps),
+        "first_stall_ms": 1e3 * stalls[0],
+        "call_ms": 1e3 * statistics.median(calls[1:]),
+        "stall_ms": 1e3 * statistics.median(stalls[1:]),
+    }
 
 
 @line("speed", seconds=60, numbers=["seconds", "seconds_again"])

@@ -18,9 +18,13 @@ import pytest
 import torch
 from torch import nn
 
-from oneloop.checkpoint.background_save import SaveError
+from oneloop.basics import side_copies
+from oneloop.checkpoint import pieces
+from oneloop.checkpoint.background_save import SaveError, SaveInProgress
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.store import Keep, Store, problems
+from oneloop.checkpoint.writing_process import TORN, WritingProcess
+from oneloop.ema import EMA
 from worlds import run
 
 
@@ -316,11 +320,13 @@ class Cudart:
 
     def __init__(self, error: int = 0) -> None:
         self.error = error  # of every registration
+        self.seconds = 0.0  # that one takes
         self.registered: dict[int, int] = {}  # bytes by address
         self.ended = 0  # registrations
         self.wrong: list[str] = []
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
+        time.sleep(self.seconds)
         if self.error:
             return self.error
         if any(at < address + size and address < at + n for at, n in self.registered.items()):
@@ -433,3 +439,328 @@ def test_memory_that_cannot_be_pinned_is_used_as_it_is(tmp_path, monkeypatch):
     assert len(saves.said) == 1
     assert "cannot be pinned on rank 0 (CUDA error 2)" in saves.said[0]
     assert [problems(path) for path in Store(tmp_path).sealed()] == [[], []]
+
+
+def test_the_memory_of_saves_is_made_ahead_of_the_first_one(tmp_path, monkeypatch):
+    cuda = Cudart()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cuda)
+    saves = OnCuda(tmp_path)
+    saving = saves.checkpoints.saving
+    saving.prepare(lambda: 7 * 4096)
+    saving.prepare(lambda: 1 / 0)  # once is enough
+    saves.save(7)
+    assert saves.checkpoints.finish() is None
+    assert (cuda.pages(), cuda.ended, cuda.wrong) == (7, 0, [])  # it was registered once
+    saves.checkpoints.close()
+
+    # While a save is in progress, its memory stays as it is.
+    saves = OnCuda(tmp_path)
+    saves.step = 1
+    saving = saves.checkpoints.saving
+    saves.save(2)
+    saving.prepare(lambda: 5 * 4096)
+    saving._process._thread.submit(int).result()
+    assert cuda.pages() == 2
+    assert saves.checkpoints.finish() is None
+    cuda.seconds = 0.4
+    saving.prepare(lambda: 5 * 4096)
+    saves.checkpoints.close()  # waits for the thread
+    time.sleep(0.5)
+    assert (cuda.pages(), cuda.wrong) == (0, [])
+    assert [problems(path) for path in Store(tmp_path).sealed()] == [[], []]
+
+
+# --- copies that overlap with training: on the host, each is made as late as it may be
+# --------------------------------------------------------------------------------------------------
+
+
+class Late(side_copies.SideCopy):
+    """A copy that happens just before its sources may change, or when the host waits for it."""
+
+    def __init__(self, device, sources, targets, *, after=None, watched=False) -> None:
+        side_copies._hook_optimizers()
+        self._torn = False
+        self._sources = sources
+        self._targets = targets
+        self._versions = [source._version for source in sources] if watched else None
+        self.copied = self  # stands for the event
+        self._done = False
+        side_copies._UNGUARDED.add(self)
+
+    def hold(self) -> None:
+        self.is_torn()
+        side_copies._UNGUARDED.discard(self)
+        self.synchronize()
+
+    def query(self) -> bool:
+        return self._done
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        if not self._done:
+            for source, target in zip(self._sources, self._targets, strict=True):
+                target.copy_(source)
+        self._done = True
+
+
+def copy_late(patch) -> None:
+    """Let saves that may overlap with training do so, on the host."""
+    patch(pieces, "SideCopy", Late)
+    patch(SaveInProgress, "_overlapping", lambda self, process: "late" if self.overlaps else None)
+
+
+class Normed(nn.Module):
+    """A linear layer and BatchNorm, whose statistics each forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.one(x)).square().sum()
+
+
+class Noise:
+    """A task with dropout and BatchNorm.
+
+    Args:
+        clamped: the number of the first loss that changes a parameter; 0: none does.
+    """
+
+    def __init__(self, clamped: int = 0) -> None:
+        self.clamped = clamped
+        self.calls = 0
+
+    def model(self):
+        return nn.Sequential(nn.BatchNorm1d(3), Normed(), nn.Dropout(0.2))
+
+    def train_set(self):
+        return torch.utils.data.TensorDataset(torch.arange(192.0).sin().view(64, 3))
+
+    def eval_sets(self):
+        return {"validation": self.train_set()}
+
+    def collate(self, samples):
+        return {"x": torch.stack([one for (one,) in samples])}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model, batch):
+        self.calls += model.training
+        if 0 < self.clamped <= self.calls:
+            with torch.no_grad():
+                dict(model.named_parameters())["1.one.weight"].clamp_(-0.1, 0.1)
+        return model(batch["x"]).sum(), {}
+
+
+def shards(root: Path) -> dict[str, str]:
+    """Return a hash of the tensors of each checkpoint."""
+    files = sorted(root.glob("checkpoints/step-*/*.safetensors"))
+    return {file.parent.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
+
+
+def trained(root: Path, **task) -> dict[str, str]:
+    from oneloop import fit
+
+    fit(
+        Noise,
+        task=task,
+        duration=20,
+        batch={"size": 8},
+        ema={"half_life": 20},
+        eval={"every": 7, "samples": 0},
+        run={"dir": str(root)},
+        save={"every": 3, "keep": 99},
+        track=[],
+        watch={"quiet": True},
+    )
+    return shards(root)
+
+
+def test_all_checkpoints_of_a_run_are_those_of_a_run_that_waits_for_its_copies(
+    tmp_path, monkeypatch
+):
+    expected = trained(tmp_path / "waits")
+    copy_late(monkeypatch.setattr)
+    assert trained(tmp_path / "overlaps") == expected
+    assert len(expected) >= 7
+
+
+def test_a_run_whose_forward_changes_parameters_waits_for_its_copies(tmp_path, monkeypatch):
+    copy_late(monkeypatch.setattr)
+    made = []
+    init = Late.__init__
+    monkeypatch.setattr(Late, "__init__", lambda *a, **k: made.append(1) or init(*a, **k))
+    assert len(trained(tmp_path, clamped=1)) >= 7
+    assert not made
+
+
+def test_a_forward_that_changes_parameters_late_costs_one_checkpoint(tmp_path, monkeypatch, capsys):
+    expected = trained(tmp_path / "waits", clamped=10)
+    copy_late(monkeypatch.setattr)
+    found = trained(tmp_path / "overlaps", clamped=10)
+    [lost] = expected.keys() - found.keys()
+    assert found == {name: one for name, one in expected.items() if name != lost}
+    assert capsys.readouterr().out.count(f"SAVE FAILED; the next save tries again: {TORN}") == 1
+
+
+class Overlapping:
+    """Saves of one process, whose copies are made late."""
+
+    def __init__(self, root: Path, monkeypatch, **options) -> None:
+        copy_late(monkeypatch.setattr)
+        self.said: list[str] = []
+        alone = SimpleNamespace(
+            process_index=0, num_processes=1, local_process_index=0, device=torch.device("cpu")
+        )
+        self.checkpoints = Checkpoints(root, alone, say=self.said.append, **options)
+        self.checkpoints.saving.overlaps = True
+        torch.manual_seed(0)
+        self.model = Normed()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+        self.ema = EMA(self.model, decay=0.5)
+        self.backward()
+        self.optimizer.step()
+        self.ema.update(1)
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        found = everything(self.model, self.optimizer)
+        return found | {name: one.clone() for name, one in self.ema.tensors().items()}
+
+    def save(self, number: int) -> dict[str, torch.Tensor]:
+        """Start to save, and return what the checkpoint must hold."""
+        expected = self.tensors()
+        extra = self.ema.tensors()
+        self.problem = self.checkpoints.save(
+            number, self.model, self.optimizer, {}, extra=extra, keep=Keep(newest=99)
+        )
+        return expected
+
+    def backward(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(5, 3)).backward()
+
+    def is_sent(self) -> bool:
+        self.checkpoints.poll()
+        return self.checkpoints.saving._process._staged is None
+
+
+def check_saved(root: Path, number: int, expected: dict[str, torch.Tensor]) -> None:
+    from safetensors.torch import load_file
+
+    found = load_file(root / f"step-{number:08d}" / "rank-00000.safetensors")
+    assert found.keys() == expected.keys()
+    wrong = [name for name in expected if not torch.equal(found[name], expected[name])]
+    assert not wrong
+
+
+def test_a_copy_overlaps_with_training_until_the_next_update(tmp_path, monkeypatch):
+    one = Overlapping(tmp_path, monkeypatch)
+    expected = one.save(1)
+    one.backward()  # changes the statistics of BatchNorm
+    assert not one.is_sent()  # the copy is not complete
+    one.optimizer.step()
+    assert one.is_sent()
+    one.ema.update(1)
+    assert one.checkpoints.finish() is None
+    check_saved(tmp_path, 1, expected)
+
+    # EMA weights change, are swapped into the model, or a checkpoint is loaded before the next
+    # step; or the host waits: for the next save, for this one, or at the end.
+    def swap() -> None:
+        with one.ema.swapped():
+            pass
+
+    def load() -> None:
+        one.checkpoints.load(tmp_path / "step-00000001", one.model, one.optimizer)
+
+    def save_again() -> None:
+        check_again.append(one.save(100))
+
+    changes = [lambda: one.ema.update(1), one.ema.restart, swap, load, save_again]
+    changes += [one.checkpoints.finish]
+    check_again: list[dict[str, torch.Tensor]] = []
+    for number, change in enumerate(changes, 2):
+        expected = one.save(number)
+        one.backward()
+        change()
+        one.optimizer.step()
+        assert one.checkpoints.finish() is None
+        check_saved(tmp_path, number, expected)
+    assert len(check_again) == 1
+    assert one.problem is None and one.said == []
+
+    expected = one.save(9)
+    one.backward()
+    one.checkpoints.close()
+    check_saved(tmp_path, 9, expected)
+
+
+def test_a_writer_that_is_killed_before_a_copy_is_complete(tmp_path, monkeypatch):
+    one = Overlapping(tmp_path, monkeypatch)
+    one.save(1)
+    writer = one.checkpoints.saving._process._process
+    writer.kill()
+    writer.wait()
+    one.backward()
+    one.optimizer.step()
+    assert "ended with -9" in one.checkpoints.finish()
+    expected = one.save(2)
+    one.optimizer.step()
+    assert one.checkpoints.finish() is None
+    check_saved(tmp_path, 2, expected)
+    one.checkpoints.close()
+    assert [path.name for path in Store(tmp_path).sealed()] == ["step-00000002"]
+
+
+def test_a_short_request_to_a_writer_that_has_gone_is_no_error_at_its_end():
+    process = WritingProcess("oneloop.checkpoint.writer", device=torch.device("cpu"))
+    process._process.kill()
+    process._process.wait()
+    process.send({})
+    assert "ended with -9" in process.answer(0.0).error
+    process.close()
+
+
+def test_a_forward_that_changes_a_parameter_fails_the_save_and_ends_the_overlap(
+    tmp_path, monkeypatch
+):
+    one = Overlapping(tmp_path, monkeypatch)
+    one.save(1)
+    one.backward()
+    with torch.no_grad():
+        one.model.one.weight.clamp_(-0.1, 0.1)
+    one.optimizer.step()
+    assert one.checkpoints.finish() == TORN
+    assert f"SAVE FAILED; the next save tries again: {TORN}" in one.said[0]
+
+    expected = one.save(2)
+    assert one.is_sent()
+    with torch.no_grad():
+        one.model.one.weight.clamp_(-0.01, 0.01)
+    assert one.checkpoints.finish() is None
+    check_saved(tmp_path, 2, expected)
+    one.checkpoints.close()
+
+
+def saved_late(root: str, make: str) -> dict[str, torch.Tensor]:
+    copy_late(setattr)
+    SaveInProgress.poll = lambda self: None  # so that only the next save, or the end, sends it
+    init = SaveInProgress.__init__
+
+    def overlapping(self, *given, **options) -> None:
+        init(self, *given, **options)
+        self.overlaps = True
+
+    SaveInProgress.__init__ = overlapping
+    return saved(root, make, False)
+
+
+@pytest.mark.parametrize(("ranks", "config"), LAYOUTS[1:4])
+def test_copies_overlap_on_several_ranks(tmp_path, ranks, config):
+    expected = run(saved_late, str(tmp_path), "adamw", ranks=ranks, config=config).ok()[0]
+    found, number, _ = run(loaded, str(tmp_path), "adamw").ok()[0]
+    assert number == 2 and found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)

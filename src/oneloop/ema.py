@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.side_copies import SideCopy, before_change
 from oneloop.basics.tensors import as_real, local, reshard
 
 
@@ -125,6 +126,7 @@ class EMA:
     @torch.no_grad()
     def restart(self) -> None:
         """Reset the average to the current weights."""
+        before_change()
         for mine, weight in zip(self._mine, self._weights, strict=True):
             mine.copy_(weight)
         self.seen = 0.0
@@ -134,6 +136,7 @@ class EMA:
     @torch.no_grad()
     def begin(self, names: Collection[str]) -> None:
         """Reset the average of these tensors (names of :meth:`tensors`) to the current weights."""
+        before_change()
         for name, mine, weight in zip(self._held, self._mine, self._weights, strict=True):
             if f"ema.{self.name}.{name}" in names:
                 mine.copy_(weight)
@@ -155,6 +158,7 @@ class EMA:
         if self._away is not None:
             self._away.then(lambda weights: average_(self._mine, weights, keep, cast=True))
         elif self._mine:  # else this rank has no shard
+            before_change()
             average_(self._mine, self._weights, keep, cast=self._cast)
 
     @contextmanager
@@ -176,6 +180,7 @@ class EMA:
         """Exchange averages and weights; return the weights that do not fit into the average.
 
         ``aside``: those of the exchange before, by number."""
+        before_change()
         reshard(self._model)  # else FSDP2 would use the gathered weights
         taken: dict[int, Tensor] = {}
         for number, (mine, weight) in enumerate(zip(self._mine, self._weights, strict=True)):
@@ -308,36 +313,28 @@ class HostCopies:
         self._landing = []
         for tensor in weights:
             self._landing.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
-        self._stream = torch.Stream(weights[0].device)
-        self._copied: torch.Event | None = None
+        self._copy: SideCopy | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
         self._using: Future[None] | None = None
 
         # The end of the last step: the copy waits for it only, not for work queued since.
         self._stepped = torch.Event(weights[0].device)
         self._stepped.record()
-        # No copy may read weights while a step writes them.
         optimizer.register_step_post_hook(lambda *_: self._stepped.record())
-        optimizer.register_step_pre_hook(lambda *_: self._hold())
 
     def then(self, use: Callable[[list[Tensor]], None]) -> None:
         """Start a copy; call ``use`` with the copies in a thread, once they are complete."""
         self.wait()  # until the host memory is free again
-        self._stream.wait_event(self._stepped)
-        with self._stream:
-            for there, here in zip(self._weights, self._landing, strict=True):
-                here.copy_(there, non_blocking=True)
-            self._copied = copied = self._stream.record_event()
+        self._copy = SideCopy(
+            self._weights[0].device, self._weights, self._landing, after=self._stepped
+        )
+        copied = self._copy.copied
 
         def used() -> None:
             copied.synchronize()
             use(self._landing)
 
         self._using = self._thread.submit(used)
-
-    def _hold(self) -> None:
-        if self._copied is not None:
-            torch.accelerator.current_stream(self._weights[0].device).wait_event(self._copied)
 
     def wait(self) -> None:
         """Wait until the last copy was used."""

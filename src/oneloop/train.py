@@ -182,7 +182,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         return Outcome.ACCEPTED
 
     def save() -> None:
-        """Start a checkpoint, which waits for a copy to host memory. No step may be pending."""
+        """Start a checkpoint, which waits at most for a copy. No step may be pending."""
         run_log.event("save")
         state.save(checkpoints, count.step, about=upkeep.best_so_far(), keep=upkeep.kept())
         upkeep.bad.saved()

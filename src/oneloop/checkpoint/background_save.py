@@ -16,7 +16,7 @@ from oneloop.checkpoint.pieces import Piece, stage
 from oneloop.checkpoint.save_request import Answer, Gone, News, SaveRequest
 from oneloop.checkpoint.store import Store
 from oneloop.checkpoint.uploads import UploadSettings
-from oneloop.checkpoint.writing_process import WritingProcess
+from oneloop.checkpoint.writing_process import TORN, WritingProcess
 
 WRITER = "oneloop.checkpoint.writer"  # module of the writing process
 _MIN_LIMIT = 10.0  # seconds; minimum of the time limit of a save
@@ -73,8 +73,12 @@ class SaveInProgress:
         # The process.
         self._process: WritingProcess | None = None
         self.uploads: UploadSettings | None = None  # if there is a mirror
+        # Whether copies from a GPU overlap with training. Then forward and backward must not change
+        # parameters, and whatever else changes them calls before_change().
+        self.overlaps = False
         self._mirror_failed = False  # as last reported
         self._warned = False  # that its memory is not pinned
+        self._prepared = False  # whether its memory was asked for ahead of a save
 
         # The save.
         self._pending = False  # it has no answer yet
@@ -90,9 +94,10 @@ class SaveInProgress:
         self._failures = 0  # in a row
 
     def begin(self, request: SaveRequest, pieces: list[Piece]) -> None:
-        """Copy to host memory and let the writing process write. Host sync."""
+        """Begin to copy to host memory; after it, the writing process writes."""
         process = self.start()
-        unpinned = process.grow(max(1, request.size))
+        process.grow(max(1, request.size)).result()
+        unpinned = process.unpinned
         if unpinned and not self._warned:
             self._warned = True
             line = (
@@ -104,13 +109,35 @@ class SaveInProgress:
                 self._say(line)
             else:  # only rank 0 has the display
                 print(f"oneloop: {line}", file=sys.stderr)
-        stage(pieces, process.buffer)
-        process.send(asdict(request))
+        process.write(asdict(request), pieces, self._overlapping(process))
         self._pending = True
         self._began = time.monotonic()
         self._step = request.step
         self._size = request.size
         self._shown = Working(f"saving step {request.step}")
+
+    def prepare(self, size: Callable[[], int]) -> None:
+        """Begin to make the memory of saves, so that the next one need not wait for it.
+
+        Do so once, and while no save is in progress.
+
+        Args:
+            size: returns the bytes of a save.
+        """
+        if not self._prepared and not self._pending:
+            self._prepared = True
+            self.start().grow(size())
+
+    def _overlapping(self, process: WritingProcess) -> torch.device | None:
+        """Return the device of a copy that overlaps with training; None: training waits for it."""
+        if self.overlaps and self._device.type == "cuda" and not process.unpinned:
+            return self._device
+        return None
+
+    def _hand_over(self, *, wait: bool) -> None:
+        """:meth:`WritingProcess.hand_over`; the time limit of the save begins then."""
+        if self._process is not None and self._process.hand_over(wait=wait):
+            self._began = time.monotonic()
 
     def start(self) -> WritingProcess:
         """Return the writing process; start it if it does not run."""
@@ -145,6 +172,7 @@ class SaveInProgress:
         Returns:
             The newest step in the mirror, and the error.
         """
+        self._hand_over(wait=True)
         process = self.start()
         process.send({"end": {"final": final}})
         answer: Answer | None = None
@@ -177,6 +205,7 @@ class SaveInProgress:
         """
         process = self._process
         if process is not None and (self._pending or self.uploads is not None):
+            self._hand_over(wait=False)
             answer = process.answer(0.0)
             if self._pending:
                 self._record(answer)
@@ -203,6 +232,7 @@ class SaveInProgress:
             self.stuck = False
             return None
         with BEATS.phase(SAVING):
+            self._hand_over(wait=True)
             errors = self._collect_errors(or_go_on=or_go_on)
         still = [rank for rank, problem in enumerate(errors) if problem == _STILL]
         real: dict[int, str] = {}
@@ -310,6 +340,7 @@ class SaveInProgress:
         """Note the end of the save, if there is an answer."""
         if answer is not None:
             self._pending = False
+            self.overlaps &= answer.error != TORN
             if self._shown is not None:
                 self._shown.done()
             self._error = answer.error

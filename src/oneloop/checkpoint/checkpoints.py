@@ -178,7 +178,7 @@ class Checkpoints:
             flush=[str(file.absolute()) for file in flush],
         )
 
-        # Write; without ``sync``, this waits only for a copy to host memory.
+        # Write; without ``sync``, this waits at most for a copy to host memory.
         if self._sync:
             self.saving.write_here(request, mine)
             return self.saving.finish() or problem

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from oneloop.basics.side_copies import SideCopy
+
 Tensors = Mapping[str, Tensor]
 NAMES = {
     torch.float64: "F64",
@@ -35,6 +37,7 @@ class Piece:
     name: str
     tensor: Tensor
     offset: tuple[int, ...]
+    steady: bool = False  # whether only updates change it: steps, EMAs, loads
 
 
 def pieces(
@@ -52,12 +55,15 @@ def pieces(
         tensors: all tensors, in the same order on all ranks.
         rank: of this process.
         ranks: their number.
-        of_rank_0: names of tensors that may differ between ranks; rank 0 writes them.
+        of_rank_0: names of tensors that may differ between ranks, since a forward changes them;
+            rank 0 writes them.
         only_here: tensors that only this rank has.
     """
     mine = []
     load = [0] * ranks  # bytes of unsharded tensors, by rank
     for name, tensor in tensors.items():
+        steady = name not in of_rank_0
+
         # Write its shard; under HSDP, only the first replica does.
         if isinstance(tensor, DTensor):
             own = tensor.to_local()
@@ -68,14 +74,14 @@ def pieces(
             placed = zip(tensor.placements, coordinate, strict=True)
             replica = any(placement.is_replicate() and at for placement, at in placed)
             if own.numel() and not replica:
-                mine.append(Piece(name, own, tuple(offset)))
+                mine.append(Piece(name, own, tuple(offset), steady))
             continue
 
         # The rank with the least bytes so far writes an unsharded tensor.
-        owner = 0 if name in of_rank_0 else load.index(min(load))
+        owner = load.index(min(load)) if steady else 0
         load[owner] += tensor.numel() * tensor.element_size() + 1
         if owner == rank:
-            mine.append(Piece(name, tensor, (0,) * tensor.ndim))
+            mine.append(Piece(name, tensor, (0,) * tensor.ndim, steady))
     for name, tensor in (only_here or {}).items():
         mine.append(Piece(name, tensor, (0,) * tensor.ndim))
     # keeps every tensor aligned
@@ -106,8 +112,18 @@ def header_of(mine: list[Piece]) -> tuple[str, int]:
 
 
 @torch.no_grad()
-def stage(mine: list[Piece], buffer: Tensor) -> None:
-    """Copy the pieces into ``buffer`` (host memory, uint8) and wait for the copies. Host sync."""
+def stage(mine: list[Piece], buffer: Tensor, device: torch.device | None = None) -> SideCopy | None:
+    """Copy the pieces into a buffer.
+
+    Args:
+        mine: the pieces.
+        buffer: host memory, uint8.
+        device: from which a copy to pinned memory overlaps with training. None: wait for the copy
+            (host sync).
+
+    Returns:
+        The copy, if it overlaps. What a forward may change is copied before the device continues.
+    """
     views = []
     sources = []
     end = 0  # bytes so far
@@ -119,11 +135,27 @@ def stage(mine: list[Piece], buffer: Tensor) -> None:
         on_mps = piece.tensor.device.type == "mps"
         sources.append(piece.tensor.cpu() if on_mps else piece.tensor)
     if not views:
-        return
+        return None
+    copy: SideCopy | None = None
     try:
-        torch._foreach_copy_(views, sources, non_blocking=True)
+        if device is None:
+            torch._foreach_copy_(views, sources, non_blocking=True)
+        else:
+            copy = _side_copy(mine, views, device)
     finally:
         # Wait for the copies from a GPU: the next update changes the tensors (host sync). After an
         # error, the buffer may be unmapped.
-        if any(source.device.type != "cpu" for source in sources):
+        if copy is None and any(source.device.type != "cpu" for source in sources):
             torch.accelerator.synchronize()
+    return copy
+
+
+def _side_copy(mine: list[Piece], views: list[Tensor], device: torch.device) -> SideCopy:
+    """Begin to copy; the device continues once what a forward may change is copied."""
+    sources: dict[bool, list[Tensor]] = {False: [], True: []}
+    targets: dict[bool, list[Tensor]] = {False: [], True: []}
+    for piece, view in zip(mine, views, strict=True):
+        sources[piece.steady].append(piece.tensor)
+        targets[piece.steady].append(view)
+    SideCopy(device, sources[False], targets[False]).hold()
+    return SideCopy(device, sources[True], targets[True], watched=True)

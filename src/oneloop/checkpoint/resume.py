@@ -14,11 +14,13 @@ from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
+from oneloop.basics.tensors import optimizer_tensors
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.moved_buffers import MovedBuffers
-from oneloop.checkpoint.state_dict import load_tensors, model_tensors
+from oneloop.checkpoint.pieces import header_of, pieces
+from oneloop.checkpoint.state_dict import buffers_of, load_tensors, model_tensors
 from oneloop.checkpoint.store import Keep
 
 
@@ -132,6 +134,21 @@ class RunState:
             keep=keep,
             flush=files,
         )
+
+    def bytes_of_rank(self, checkpoints: Checkpoints) -> int:
+        """Return the bytes that this rank writes to a checkpoint, at most.
+
+        The first optimizer step must have made the optimizer's state.
+        """
+        tensors = model_tensors(self.model, frozen=False) | self._extra()
+        mine = pieces(
+            tensors | optimizer_tensors(self.model, self.optimizer),
+            rank=checkpoints.rank,
+            ranks=checkpoints.ranks,
+            of_rank_0=buffers_of(self.model),
+        )
+        moved = sum(buffer.nbytes for buffer in self.model.buffers())
+        return header_of(mine)[1] + moved
 
     def take(self, folder: Path) -> None:
         """Load only weights and EMAs of an earlier checkpoint, in place.

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
+from oneloop.basics.side_copies import before_change
 from oneloop.basics.tensors import as_real, of_shape, optimized
 from oneloop.basics.untrusted import check_kind
 from oneloop.checkpoint.manifest import header
@@ -159,6 +160,7 @@ def load_tensors(
         targets |= _optimizer_targets(model, optimizer, saved)
 
     # Load; each rank reads its own shards, without communication.
+    before_change()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         for reader, names in zip(readers, held, strict=True):

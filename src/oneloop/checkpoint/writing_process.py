@@ -7,30 +7,39 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from oneloop.basics.side_copies import SideCopy
 from oneloop.basics.system.files import readable_within
 from oneloop.basics.system.memory import nameless_file
+from oneloop.checkpoint.pieces import Piece, stage
 from oneloop.checkpoint.save_request import Answer, News
 from oneloop.checkpoint.uploads import UploadSettings
 
 _PATIENCE = 15.0  # seconds for the save in progress when the writer must end
-_NOTHING = torch.empty(0, dtype=torch.uint8)
+TORN = (
+    "a forward has changed a parameter while it was copied to host memory; from now on, training "
+    "waits for these copies"
+)
+"""error of a save that may have values of two steps"""
 
 
 class _Mapping(mmap.mmap):
     """Memory that the writing process shares.
 
     CUDA knows pinned memory by its address, and rejects other memory at an address that is still
-    registered. So pinned memory is registered until it is unmapped, however that happens.
+    registered. So pinned memory is registered until it is unmapped, however that happens. It is
+    unmapped only after the last copy into it.
     """
 
+    copied: torch.Event | None = None  # the end of the last copy
     _unregister: Callable[[], object] | None = None
 
     def pin(self, address: int, device: torch.device) -> str:
@@ -47,8 +56,18 @@ class _Mapping(mmap.mmap):
         return str(cudart.cudaGetErrorString(error))
 
     def __del__(self) -> None:  # runs before mmap.mmap unmaps it; a weak reference would be late
+        if self.copied is not None:
+            with suppress(RuntimeError):  # after an error of CUDA, no copy runs
+                self.copied.synchronize()
         if self._unregister is not None:
             self._unregister()
+
+
+class _Staged(NamedTuple):
+    """A request that the process does not know yet."""
+
+    request: Mapping[str, Any]
+    copy: SideCopy | None  # what it waits for
 
 
 class WritingProcess:
@@ -73,7 +92,10 @@ class WritingProcess:
         self._heard = heard
         self.began = time.monotonic()
         self.wrote = self.began  # when it last reported that it had written something
-        self.buffer = _NOTHING
+        self.unpinned = ""  # CUDA's error, if the memory could not be pinned
+        self._memory: _Mapping | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._staged: _Staged | None = None
         self._received = b""  # a part of the next line
 
         # Create the shared memory.
@@ -95,20 +117,66 @@ class WritingProcess:
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 
-    def grow(self, size: int) -> str:
-        """Let the shared memory have at least ``size`` bytes; its content may be lost.
+    def grow(self, size: int) -> Future[None]:
+        """Let the shared memory have at least ``size`` bytes, in a thread; its content may be lost.
 
-        Returns:
-            CUDA's error if the memory could not be pinned, else an empty string.
+        No save may be in progress.
         """
-        if size <= len(self.buffer):
-            return ""
+        return self._thread.submit(self._grow, size)
+
+    def _grow(self, size: int) -> None:
+        if self._memory is not None and size <= len(self._memory):
+            return
         self._shared.truncate(size)
-        shared = _Mapping(self._shared.fileno(), size)
-        self.buffer = torch.frombuffer(shared, dtype=torch.uint8)
-        if self._device.type != "cuda":
-            return ""
-        return shared.pin(self.buffer.data_ptr(), self._device)
+        memory = _Mapping(self._shared.fileno(), size)
+        if self._device.type == "cuda":
+            if self._device.index:  # a new thread would use the first GPU
+                torch.cuda.set_device(self._device)
+            # Touch each page first, with all of torch's threads: to pin, CUDA uses only one.
+            buffer = torch.frombuffer(memory, dtype=torch.uint8)
+            buffer[:: mmap.PAGESIZE].zero_()
+            self.unpinned = memory.pin(buffer.data_ptr(), self._device)
+        self._memory = memory
+
+    def write(
+        self, request: Mapping[str, Any], mine: list[Piece], device: torch.device | None
+    ) -> None:
+        """Copy the pieces into the shared memory, and let the process write them.
+
+        Args:
+            request: is sent once the copy is complete.
+            mine: the pieces.
+            device: see :func:`stage`.
+        """
+        assert self._memory is not None
+        copy = stage(mine, torch.frombuffer(self._memory, dtype=torch.uint8), device)
+        if copy is not None:
+            self._memory.copied = copy.copied
+        self._staged = _Staged(request, copy)
+        self.hand_over(wait=False)
+
+    def hand_over(self, *, wait: bool) -> bool:
+        """Send the request of :meth:`write` if its copy is complete; return whether it was now.
+
+        Args:
+            wait: for the copy (host sync).
+        """
+        if self._staged is None:
+            return False
+        request, copy = self._staged
+        torn = False
+        if copy is not None:
+            if not wait and not copy.copied.query():
+                return False
+            copy.copied.synchronize()
+            torn = copy.is_torn()
+        self._staged = None
+        if torn:  # answer in place of the process
+            answer = Answer(request["step"], error=TORN)
+            self._received = json.dumps(asdict(answer)).encode() + b"\n" + self._received
+        else:
+            self.send(request)
+        return True
 
     def send(self, request: Mapping[str, Any] | None) -> None:
         """Send a request; None cancels the save in progress."""
@@ -164,16 +232,19 @@ class WritingProcess:
     def close(self) -> None:
         """Let the process end after the save in progress; kill it if that takes too long."""
         assert self._process.stdin is not None
-        self._process.stdin.close()
+        with suppress(RuntimeError):  # an error of CUDA, which ends the run
+            self.hand_over(wait=True)
+        with suppress(BrokenPipeError):  # it had exited before a request
+            self._process.stdin.close()
         try:
             self._process.wait(_PATIENCE)
         except subprocess.TimeoutExpired:
             self.kill()  # its storage hangs, or it waits for a rank that has exited
-        self.buffer = _NOTHING  # unmaps the memory
+        self._memory = None  # unmaps it; a thread that makes some drops it at its end
 
     def kill(self) -> None:
         """Kill the process; if it is blocked in storage I/O, it ends when that returns."""
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
-        self.buffer = _NOTHING
+        self._memory = None

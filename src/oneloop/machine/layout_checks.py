@@ -32,7 +32,8 @@ class Checks:
         model: as prepared: on one process, under DDP, or sharded by FSDP2.
         parameters: raise if a forward changes a parameter.
         buffers: raise if a forward changes a buffer.
-        report: gets the first changed tensor's name if that is no error (None: not checked).
+        report: gets the first changed tensor's name if that is no error, of a parameter if there is
+            one (None: not checked).
         union: combines flags over all ranks on the host, to find parameters that no rank used;
             these get no gradient, as on one process (None: all ranks must use the same parameters).
         state: returns the value of a tensor that is compared.
@@ -135,8 +136,8 @@ def _registered(
     model: nn.Module, kinds: Sequence[str]
 ) -> Iterator[tuple[dict[str, Tensor], str, str]]:
     """Yield the tensors of these kinds: where each is registered, its key there, and its name."""
-    for prefix, module in model.named_modules():
-        for kind in kinds:
+    for kind in kinds:
+        for prefix, module in model.named_modules():
             owner = getattr(module, f"_{kind}s")
             for key, tensor in owner.items():
                 if tensor is None:

@@ -79,6 +79,12 @@ class State(RunState):
             say=run.display.say,
         )
 
+        # Copies overlap with training, unless its forwards may change parameters. Once the first
+        # step has made the optimizer's state, make the memory of saves.
+        self.checkpoints.saving.overlaps = not (seen.moved.startswith("parameter") or seen.stateful)
+        if run.device.type == "cuda" and not recipe.save.sync:
+            optimizer.register_step_post_hook(self._prepare_saves)
+
         # One process waits for its save when it ends. Of several, one that fails exits at once:
         # its shard of the checkpoint never arrives.
         if run.ranks == 1 and not recipe.mirror:
@@ -125,6 +131,9 @@ class State(RunState):
             check=same.check,
             moved=MovedBuffers(model),
         )
+
+    def _prepare_saves(self, *_: Any) -> None:
+        self.checkpoints.saving.prepare(lambda: self.bytes_of_rank(self.checkpoints))
 
     @property
     def noise(self) -> NoiseScale:

@@ -1,0 +1,85 @@
+"""Copies to pinned host memory on a separate stream, while the device continues.
+
+Whatever changes weights, optimizer state or EMA weights calls :func:`before_change` first; the
+steps of all optimizers do so by themselves. The device then finishes the copies before it
+continues, and the host does not wait.
+
+>>> copy = SideCopy(device, weights, pinned)
+>>> optimizer.step()                             # after the copy, on the device
+>>> copy.copied.synchronize()                    # on the host
+"""
+
+from functools import cache
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+
+class SideCopy:
+    """A copy on a separate stream.
+
+    Args:
+        device: of the stream.
+        sources: on this device (or on the host: these are copied at once). They are kept until the
+            copy is dropped, since their memory must not be used again.
+        targets: in pinned host memory.
+        after: what the copy waits for; None: all work of the current stream so far.
+        watched: whether to find out if the sources change too early.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        sources: list[Tensor],
+        targets: list[Tensor],
+        *,
+        after: torch.Event | None = None,
+        watched: bool = False,
+    ) -> None:
+        _hook_optimizers()
+        self._torn = False  # whether a source has changed without before_change()
+        self._sources = sources
+        self._versions = [source._version for source in sources] if watched else None
+        stream = _stream(device)
+        self._device = stream.device  # with its index
+        stream.wait_event(after or torch.accelerator.current_stream(self._device).record_event())
+        with stream:
+            if sources:
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+            self.copied = stream.record_event()
+        _UNGUARDED.add(self)
+
+    def is_torn(self) -> bool:
+        """Return whether a watched source has changed, and :func:`before_change` was not called."""
+        if self in _UNGUARDED and self._versions is not None:
+            self._torn = self._versions != [source._version for source in self._sources]
+        return self._torn
+
+    def hold(self) -> None:
+        """Let the device finish the copy before all work that it gets from now on."""
+        self.is_torn()
+        _UNGUARDED.discard(self)
+        torch.accelerator.current_stream(self._device).wait_event(self.copied)
+
+
+_UNGUARDED: WeakSet[SideCopy] = WeakSet()
+"""copies that the current stream does not wait for yet"""
+
+
+def before_change() -> None:
+    """Let the device finish all copies before all work that it gets from now on."""
+    for copy in [*_UNGUARDED]:
+        copy.hold()
+
+
+@cache
+def _stream(device: torch.device) -> torch.Stream:
+    return torch.Stream(device)
+
+
+@cache
+def _hook_optimizers() -> None:
+    """Let the steps of all optimizers begin with :func:`before_change`."""
+    register_optimizer_step_pre_hook(lambda *_: before_change())
