@@ -43,7 +43,7 @@ class Losses(NamedTuple):
     Attributes:
         total: sum of the losses; differentiable.
         each: loss of each target; detached.
-        right: whether the target has the largest logit; None if it was not asked for.
+        right: whether the target has the largest logit; None if it was not wanted.
     """
 
     total: Tensor
