@@ -3,6 +3,7 @@ models."""
 
 import contextlib
 import pickle
+import re
 
 import pytest
 import torch
@@ -251,6 +252,40 @@ def test_in_one_compiled_graph():
     assert off(found.each, expected.each) <= 1e-12 and torch.equal(found.right, expected.right)
     for mine, theirs in zip(gradients(found, inputs), gradients(expected, inputs), strict=True):
         assert off(mine, theirs) <= 1e-12
+
+
+@pytest.mark.slow
+def test_a_compiled_loss_holds_the_logits_of_one_chunk():
+    from torch._inductor.utils import run_and_get_code
+
+    rows, vocabulary, chunks = 96, 1003, 8
+    hidden = torch.randn(rows * chunks, 8, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, requires_grad=True)
+    target = torch.randint(0, vocabulary, (rows * chunks,))
+
+    @torch.compile
+    def act(hidden, weight):
+        return chunked_cross_entropy(
+            hidden, weight, target, entries=rows * vocabulary, right=False
+        ).total
+
+    # Count the buffers of the size of a chunk that are alive at the same time.
+    [code, *_] = run_and_get_code(act, hidden, weight)[1]
+    made = re.compile(rf"\s*(buf\d+) = empty_strided\w*\(\({rows}, {vocabulary}\)")
+    taken_over = re.compile(r"\s*(buf\d+) = (buf\d+)[; ]")
+    dropped = re.compile(r"\s*del (.*)")
+    alive: set[str] = set()
+    most = 0
+    for line in code[code.index("def call(") :].splitlines():
+        if found := made.match(line):
+            alive.add(found[1])
+        if (found := taken_over.match(line)) and found[2] in alive:
+            alive.remove(found[2])
+            alive.add(found[1])
+        if found := dropped.match(line):
+            alive -= set(found[1].replace(" ", "").split(","))
+        most = max(most, len(alive))
+    assert 1 <= most <= 3
 
 
 SHAPE = {"vocab_size": 120, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}

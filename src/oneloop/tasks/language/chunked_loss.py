@@ -10,7 +10,7 @@ The forward also computes the gradients, while the logits of a chunk exist (as i
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any, NamedTuple
 
@@ -23,11 +23,12 @@ from oneloop.basics.wide_sums import widest
 from oneloop.tasks.language.logit_chunks import (
     Change,
     add_product,
+    after,
     in_dtype_of,
-    is_autocast,
     losses_of_a_chunk,
     product_dtype,
     tokens_of_a_chunk,
+    without_autocast,
 )
 
 # Names in configs of transformers of what a model does to its logits.
@@ -96,7 +97,7 @@ def chunked_cross_entropy(
         target,
         ignore,
         change,
-        tokens_of_a_chunk(hidden, len(weight), entries),
+        tokens_of_a_chunk(hidden, len(weight), entries, change),
         right,
         differentiable,
     )
@@ -139,39 +140,42 @@ class _Chunked(torch.autograd.Function):
 
         # Cast the layer once for all chunks. Autocast is off below: every cast is explicit.
         layer_weight = weight.detach().to(dtype)
-        layer_bias = None
-        if bias is not None:
-            layer_bias = bias.detach().to(dtype)
-        autocast_off = (
-            torch.autocast(hidden.device.type, enabled=False)
-            if is_autocast(hidden)
-            else nullcontext()
-        )
+        layer_bias = None if bias is None else bias.detach().to(dtype)
 
         # Compute the loss of one chunk of tokens after the other.
-        with autocast_off:
+        done: list[Tensor] = []  # results of the chunk before
+        with without_autocast(hidden):
             # torch.compile guards on this count, not on the tokens.
             for number in range(-(-len(hidden) // size)):
                 part = slice(number * size, (number + 1) * size)
                 states = hidden[part].detach().to(dtype)
+                if done and torch.compiler.is_compiling():
+                    states = after(states, done)
                 targets = target[part]
                 logits = F.linear(states, layer_weight, layer_bias)
-                each[part], largest, slopes = losses_of_a_chunk(
+                losses, largest, slopes = losses_of_a_chunk(
                     logits, targets, ignore, change, slopes=any(needs), largest=wants_right
                 )
+                each[part] = losses
+                done = [losses]
                 if largest is not None:
                     right[part] = (largest == targets) & (targets != ignore)
+                    done.append(largest)
                 del logits  # before the products below allocate memory
 
                 # Run the output layer's backward, while the gradient of these logits exists.
                 if slopes is None:
                     continue
                 if hidden_slopes is not None:
-                    hidden_slopes[part] = slopes @ layer_weight
+                    product = slopes @ layer_weight
+                    hidden_slopes[part] = product
+                    done.append(product)
                 if weight_slopes is not None:
                     add_product(weight_slopes, slopes, states)
+                    done.append(weight_slopes)
                 if bias_slopes is not None:
                     bias_slopes += slopes.sum(0, dtype=exact)
+                    done.append(bias_slopes)
 
         # Round the sums over all chunks once, to the dtypes of the parameters.
         ctx.mark_non_differentiable(each, right)

@@ -1,6 +1,7 @@
 """The arithmetic of :mod:`oneloop.tasks.language.chunked_loss` on one chunk of tokens."""
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -10,25 +11,53 @@ from oneloop.basics.tensors import on_gpu
 
 Change = Callable[[Tensor], Tensor]  # what a model applies to the logits of its output layer
 
-# Logits of a chunk: many on a GPU, few in the caches of a CPU. A compiled loss holds 4 bytes per
-# logit, one that is not compiled 16: in both cases these are 2 GiB.
-_COMPILED = 1 << 29
+# Logits of a chunk: many on a GPU, few in the caches of a CPU. On a GPU, the loss holds up to 16
+# bytes per logit, thus 2 GiB. If it is compiled, and the model does not change its logits, it holds
+# up to three tensors in the dtype of the products.
 _ON_GPU = 1 << 27
+_BYTES = 16
+_COMPILED = 3
 _ON_CPU = 1 << 24
 _TILE = 256  # tokens; matrix products of a GPU waste part of a tile if the rest is smaller
 
 
-def tokens_of_a_chunk(hidden: Tensor, vocabulary: int, entries: int | None) -> int:
+def tokens_of_a_chunk(
+    hidden: Tensor, vocabulary: int, entries: int | None, change: Change | None = None
+) -> int:
     """Return the number of tokens of a chunk."""
     if entries is not None:
         return max(1, entries // vocabulary)
     if not on_gpu(hidden):
         return max(1, _ON_CPU // vocabulary)
-    rows = (_COMPILED if torch.compiler.is_compiling() else _ON_GPU) // vocabulary
+    entries = _ON_GPU
+    if torch.compiler.is_compiling() and change is None:
+        entries = _ON_GPU * _BYTES // (_COMPILED * product_dtype(hidden).itemsize)
+    rows = entries // vocabulary
     return max(1, rows - rows % _TILE if rows > _TILE else rows)
 
 
-def is_autocast(hidden: Tensor) -> bool:
+@torch.library.custom_op("oneloop::after", mutates_args=())
+def after(states: Tensor, done: list[Tensor]) -> Tensor:
+    """Return a copy of ``states`` that torch.compile makes only after it has computed ``done``.
+
+    Without it, a compiled loss computes the logits of all chunks before the first loss.
+    """
+    return states.clone()
+
+
+@after.register_fake
+def _(states: Tensor, done: list[Tensor]) -> Tensor:
+    return torch.empty_like(states)
+
+
+def without_autocast(hidden: Tensor) -> AbstractContextManager[object]:
+    """Turn autocast off in this context, if it is on."""
+    if not _is_autocast(hidden):
+        return nullcontext()
+    return torch.autocast(hidden.device.type, enabled=False)
+
+
+def _is_autocast(hidden: Tensor) -> bool:
     device = hidden.device.type
     available = device in ("cpu", "cuda") or torch.amp.is_autocast_available(device)
     return available and torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
@@ -36,7 +65,7 @@ def is_autocast(hidden: Tensor) -> bool:
 
 def product_dtype(hidden: Tensor) -> torch.dtype:
     """Return the dtype of the matrix products."""
-    if is_autocast(hidden):
+    if _is_autocast(hidden):
         return torch.get_autocast_dtype(hidden.device.type)
     return hidden.dtype
 
