@@ -207,7 +207,12 @@ def parsed() -> argparse.Namespace:
     options.add_argument("--to", type=Path, default=Path(), help="folder of the records")
     options.add_argument("--toy", action="store_true", help="run small shapes on a CPU")
     options.add_argument("--list", action="store_true", help="list the lines")
-    return options.parse_args()
+    given = options.parse_args()
+    if given.jobs < 1:
+        options.error(f"--jobs {given.jobs}: at least one line must run")
+    if given.only and not given.only.strip(","):
+        options.error("--only names no line")
+    return given
 
 
 def chosen_lines(parts: list[str], only: str) -> list[Line]:

@@ -36,6 +36,7 @@ from gpu_loops import (
     by_trainer,
 )
 from gpu_trace import Reduced, events_of, reduce
+from oneloop.basics.side_copies import before_change
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.store import Keep
@@ -608,6 +609,7 @@ def _stalls(
     def seconds_of_step() -> float:
         began = time.perf_counter()
         model(inputs).square().mean().backward()
+        before_change()
         optimizer.step()
         optimizer.zero_grad()
         if not place.toy:

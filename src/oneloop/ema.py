@@ -321,6 +321,8 @@ class HostCopies:
         self._stepped = torch.Event(weights[0].device)
         self._stepped.record()
         optimizer.register_step_post_hook(lambda *_: self._stepped.record())
+        # No copy may read weights while a step writes them.
+        optimizer.register_step_pre_hook(lambda *_: before_change())
 
     def then(self, use: Callable[[list[Tensor]], None]) -> None:
         """Start a copy; call ``use`` with the copies in a thread, once they are complete."""

@@ -1,20 +1,20 @@
 """Copies to pinned host memory on a separate stream, while the device continues.
 
-Whatever changes weights, optimizer state or EMA weights calls :func:`before_change` first; the
-steps of all optimizers do so by themselves. The device then finishes the copies before it
-continues, and the host does not wait.
+Whatever changes weights, optimizer state or EMA weights calls :func:`before_change` first. The
+device then finishes the copies before it continues, and the host does not wait.
 
 >>> copy = SideCopy(device, weights, pinned)
+>>> before_change()
 >>> optimizer.step()                             # after the copy, on the device
 >>> copy.copied.synchronize()                    # on the host
 """
 
+from collections.abc import Sequence
 from functools import cache
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 
 class SideCopy:
@@ -26,7 +26,7 @@ class SideCopy:
             copy is dropped, since their memory must not be used again.
         targets: in pinned host memory.
         after: what the copy waits for; None: all work of the current stream so far.
-        watched: whether to find out if the sources change too early.
+        watched: tensors that must not change before :func:`before_change` is called.
     """
 
     def __init__(
@@ -36,12 +36,12 @@ class SideCopy:
         targets: list[Tensor],
         *,
         after: torch.Event | None = None,
-        watched: bool = False,
+        watched: Sequence[Tensor] = (),
     ) -> None:
-        _hook_optimizers()
-        self._torn = False  # whether a source has changed without before_change()
+        self._torn = False  # whether a watched tensor has changed without before_change()
         self._sources = sources
-        self._versions = [source._version for source in sources] if watched else None
+        self._watched = watched
+        self._versions = [tensor._version for tensor in watched]
         stream = _stream(device)
         self._device = stream.device  # with its index
         stream.wait_event(after or torch.accelerator.current_stream(self._device).record_event())
@@ -52,9 +52,9 @@ class SideCopy:
         _UNGUARDED.add(self)
 
     def is_torn(self) -> bool:
-        """Return whether a watched source has changed, and :func:`before_change` was not called."""
-        if self in _UNGUARDED and self._versions is not None:
-            self._torn = self._versions != [source._version for source in self._sources]
+        """Return whether a watched tensor has changed, and :func:`before_change` was not called."""
+        if self in _UNGUARDED:
+            self._torn = self._versions != [tensor._version for tensor in self._watched]
         return self._torn
 
     def hold(self) -> None:
@@ -77,9 +77,3 @@ def before_change() -> None:
 @cache
 def _stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
-
-
-@cache
-def _hook_optimizers() -> None:
-    """Let the steps of all optimizers begin with :func:`before_change`."""
-    register_optimizer_step_pre_hook(lambda *_: before_change())

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -76,9 +76,13 @@ class SaveInProgress:
         # Whether copies from a GPU overlap with training. Then forward and backward must not change
         # parameters, and whatever else changes them calls before_change().
         self.overlaps = False
+        # Returns these parameters; saves notice if one changes nevertheless.
+        self.watched: Callable[[], Sequence[torch.Tensor]] = tuple
+        # Returns the bytes of a save, or 0 if they are not known yet: if it is set, the memory of
+        # saves is made in the background.
+        self.ahead: Callable[[], int] | None = None
         self._mirror_failed = False  # as last reported
         self._warned = False  # that its memory is not pinned
-        self._prepared = False  # whether its memory was asked for ahead of a save
 
         # The save.
         self._pending = False  # it has no answer yet
@@ -96,7 +100,7 @@ class SaveInProgress:
     def begin(self, request: SaveRequest, pieces: list[Piece]) -> None:
         """Begin to copy to host memory; after it, the writing process writes."""
         process = self.start()
-        process.grow(max(1, request.size)).result()
+        process.grow(max(1, request.size))
         unpinned = process.unpinned
         if unpinned and not self._warned:
             self._warned = True
@@ -109,24 +113,12 @@ class SaveInProgress:
                 self._say(line)
             else:  # only rank 0 has the display
                 print(f"oneloop: {line}", file=sys.stderr)
-        process.write(asdict(request), pieces, self._overlapping(process))
+        process.write(asdict(request), pieces, self._overlapping(process), self.watched())
         self._pending = True
         self._began = time.monotonic()
         self._step = request.step
         self._size = request.size
         self._shown = Working(f"saving step {request.step}")
-
-    def prepare(self, size: Callable[[], int]) -> None:
-        """Begin to make the memory of saves, so that the next one need not wait for it.
-
-        Do so once, and while no save is in progress.
-
-        Args:
-            size: returns the bytes of a save.
-        """
-        if not self._prepared and not self._pending:
-            self._prepared = True
-            self.start().grow(size())
 
     def _overlapping(self, process: WritingProcess) -> torch.device | None:
         """Return the device of a copy that overlaps with training; None: training waits for it."""
@@ -203,6 +195,11 @@ class SaveInProgress:
         If the writing process of a mirror was killed between two saves, start another one, which
         renews the lease. Otherwise, another machine could take the mirror before the next save.
         """
+        if self.ahead is not None and not self._pending:  # a save in progress uses this memory
+            size = self.ahead()
+            if size:
+                self.start().grow_ahead(size)
+                self.ahead = None
         process = self._process
         if process is not None and (self._pending or self.uploads is not None):
             self._hand_over(wait=False)
@@ -299,7 +296,8 @@ class SaveInProgress:
 
     def _failed(self, problem: str, rank: int) -> str:
         """Report a failed save of a rank, and return its error. Raises SaveError after too many."""
-        self._failures += 1
+        if problem != TORN:  # training continues with copies that it waits for
+            self._failures += 1
         if problem.startswith(_TAKEN):
             raise self._error_of([rank], problem.removeprefix(_TAKEN))
         if self._failures > self._max_failures:
@@ -358,6 +356,8 @@ class SaveInProgress:
         """End the writing process."""
         if self._process is not None:
             self._process.close()
+            if self._pending and self._process.torn and self._rank == 0:
+                self._say(f"SAVE FAILED: {TORN} (the previous checkpoint is intact)")
             self._process = None
 
 

@@ -4,7 +4,7 @@ The files have the format of torch.distributed.checkpoint's safetensors storage.
 """
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -112,7 +112,12 @@ def header_of(mine: list[Piece]) -> tuple[str, int]:
 
 
 @torch.no_grad()
-def stage(mine: list[Piece], buffer: Tensor, device: torch.device | None = None) -> SideCopy | None:
+def stage(
+    mine: list[Piece],
+    buffer: Tensor,
+    device: torch.device | None = None,
+    watched: Sequence[Tensor] = (),
+) -> SideCopy | None:
     """Copy the pieces into a buffer.
 
     Args:
@@ -120,6 +125,7 @@ def stage(mine: list[Piece], buffer: Tensor, device: torch.device | None = None)
         buffer: host memory, uint8.
         device: from which a copy to pinned memory overlaps with training. None: wait for the copy
             (host sync).
+        watched: tensors that must not change while such a copy is made.
 
     Returns:
         The copy, if it overlaps. What a forward may change is copied before the device continues.
@@ -141,7 +147,7 @@ def stage(mine: list[Piece], buffer: Tensor, device: torch.device | None = None)
         if device is None:
             torch._foreach_copy_(views, sources, non_blocking=True)
         else:
-            copy = _side_copy(mine, views, device)
+            copy = _side_copy(mine, views, device, watched)
     finally:
         # Wait for the copies from a GPU: the next update changes the tensors (host sync). After an
         # error, the buffer may be unmapped.
@@ -150,7 +156,9 @@ def stage(mine: list[Piece], buffer: Tensor, device: torch.device | None = None)
     return copy
 
 
-def _side_copy(mine: list[Piece], views: list[Tensor], device: torch.device) -> SideCopy:
+def _side_copy(
+    mine: list[Piece], views: list[Tensor], device: torch.device, watched: Sequence[Tensor]
+) -> SideCopy:
     """Begin to copy; the device continues once what a forward may change is copied."""
     sources: dict[bool, list[Tensor]] = {False: [], True: []}
     targets: dict[bool, list[Tensor]] = {False: [], True: []}
@@ -158,4 +166,4 @@ def _side_copy(mine: list[Piece], views: list[Tensor], device: torch.device) -> 
         sources[piece.steady].append(piece.tensor)
         targets[piece.steady].append(view)
     SideCopy(device, sources[False], targets[False]).hold()
-    return SideCopy(device, sources[True], targets[True], watched=True)
+    return SideCopy(device, sources[True], targets[True], watched=watched)

@@ -103,7 +103,9 @@ def buffers_of(model: nn.Module) -> set[str]:
 
     Each rank updates them separately (BatchNorm statistics).
     """
-    return {f"model.{bare_name(name)}" for name, _ in model.named_buffers()}
+    # A buffer that modules share may be saved by any of its names.
+    named = model.named_buffers(remove_duplicate=False)
+    return {f"model.{bare_name(name)}" for name, _ in named}
 
 
 @torch.no_grad()

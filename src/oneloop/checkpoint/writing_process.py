@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from oneloop.basics.side_copies import SideCopy
 from oneloop.basics.system.files import readable_within
@@ -25,8 +26,8 @@ from oneloop.checkpoint.uploads import UploadSettings
 
 _PATIENCE = 15.0  # seconds for the save in progress when the writer must end
 TORN = (
-    "a forward has changed a parameter while it was copied to host memory; from now on, training "
-    "waits for these copies"
+    "a parameter has changed between two updates, while it was copied to host memory; from now on, "
+    "training waits for these copies"
 )
 """error of a save that may have values of two steps"""
 
@@ -94,8 +95,9 @@ class WritingProcess:
         self.wrote = self.began  # when it last reported that it had written something
         self.unpinned = ""  # CUDA's error, if the memory could not be pinned
         self._memory: _Mapping | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._ahead: Future[None] | None = None  # the memory of saves that is made in a thread
         self._staged: _Staged | None = None
+        self.torn = False  # whether the last save was dropped, see TORN
         self._received = b""  # a part of the next line
 
         # Create the shared memory.
@@ -117,16 +119,22 @@ class WritingProcess:
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 
-    def grow(self, size: int) -> Future[None]:
-        """Let the shared memory have at least ``size`` bytes, in a thread; its content may be lost.
+    def grow(self, size: int) -> None:
+        """Let the shared memory have at least ``size`` bytes; its content may be lost."""
+        if self._ahead is not None:
+            self._ahead.result()
+        self._grow(size)
 
-        No save may be in progress.
-        """
-        return self._thread.submit(self._grow, size)
+    def grow_ahead(self, size: int) -> None:
+        """Do so in a thread. Call it once, while no save is in progress."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="save")
+        self._ahead = thread.submit(self._grow, size)
+        thread.shutdown(wait=False)  # after its work
 
     def _grow(self, size: int) -> None:
         if self._memory is not None and size <= len(self._memory):
             return
+        self._memory = None  # CUDA releases the old memory before it pins the new one
         self._shared.truncate(size)
         memory = _Mapping(self._shared.fileno(), size)
         if self._device.type == "cuda":
@@ -139,7 +147,11 @@ class WritingProcess:
         self._memory = memory
 
     def write(
-        self, request: Mapping[str, Any], mine: list[Piece], device: torch.device | None
+        self,
+        request: Mapping[str, Any],
+        mine: list[Piece],
+        device: torch.device | None,
+        watched: Sequence[Tensor],
     ) -> None:
         """Copy the pieces into the shared memory, and let the process write them.
 
@@ -147,9 +159,10 @@ class WritingProcess:
             request: is sent once the copy is complete.
             mine: the pieces.
             device: see :func:`stage`.
+            watched: see there.
         """
         assert self._memory is not None
-        copy = stage(mine, torch.frombuffer(self._memory, dtype=torch.uint8), device)
+        copy = stage(mine, torch.frombuffer(self._memory, dtype=torch.uint8), device, watched)
         if copy is not None:
             self._memory.copied = copy.copied
         self._staged = _Staged(request, copy)
@@ -164,14 +177,14 @@ class WritingProcess:
         if self._staged is None:
             return False
         request, copy = self._staged
-        torn = False
+        self.torn = False
         if copy is not None:
             if not wait and not copy.copied.query():
                 return False
             copy.copied.synchronize()
-            torn = copy.is_torn()
+            self.torn = copy.is_torn()
         self._staged = None
-        if torn:  # answer in place of the process
+        if self.torn:  # answer in place of the process
             answer = Answer(request["step"], error=TORN)
             self._received = json.dumps(asdict(answer)).encode() + b"\n" + self._received
         else:

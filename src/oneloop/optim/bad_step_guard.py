@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from oneloop.basics.device_flag import DeviceFlag
+from oneloop.basics.side_copies import before_change
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.optim.bad_step_policy import Fault, Policy
 from oneloop.optim.elementwise import ignores_flag
@@ -127,6 +128,7 @@ class Guard:
         if self.pending:
             raise RuntimeError("the previous step is still pending: call resolve() first")
         mean = None if loss is None or self._window is None else loss.detach() / weight
+        before_change()  # a save may still copy the weights
         fault = self._update(norm, mean)
         if loss is None:
             loss = torch.full_like(norm, torch.nan)

@@ -35,7 +35,8 @@ class MachineConfig:
     """DDP, FSDP2: find parameters without a gradient in each step (routing, adapters)"""
     recompute: str = "none"
     """activation (gradient) checkpointing: none, full, every:K (each K-th block), selective (keep
-    matmuls and attention), or budget:SHARE (with compile: keep that share of the activations)"""
+    matmuls, and attention without dropout), or budget:SHARE (with compile: keep that share of the
+    activations)"""
     offload: bool = False
     """store the kept activations in pinned host memory (requires a GPU, and recompute full or
     every:K)"""

@@ -1,12 +1,15 @@
 """The state of a training run: what a checkpoint holds. A run opens its folder and restores it."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.basics.bucket import is_address
+from oneloop.basics.tensors import local
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.resume import RunState
@@ -79,11 +82,7 @@ class State(RunState):
             say=run.display.say,
         )
 
-        # Copies overlap with training, unless its forwards may change parameters. Once the first
-        # step has made the optimizer's state, make the memory of saves.
-        self.checkpoints.saving.overlaps = not (seen.moved.startswith("parameter") or seen.stateful)
-        if run.device.type == "cuda" and not recipe.save.sync:
-            optimizer.register_step_post_hook(self._prepare_saves)
+        self._let_saves_overlap(run, model, seen, sync=recipe.save.sync)
 
         # One process waits for its save when it ends. Of several, one that fails exits at once:
         # its shard of the checkpoint never arrives.
@@ -132,14 +131,36 @@ class State(RunState):
             moved=MovedBuffers(model),
         )
 
-    def _prepare_saves(self, *_: Any) -> None:
-        self.checkpoints.saving.prepare(lambda: self.bytes_of_rank(self.checkpoints))
+    def _let_saves_overlap(
+        self, run: Run, model: nn.Module, seen: Preflight, *, sync: bool
+    ) -> None:
+        """Let copies overlap with training, unless its forwards may change parameters."""
+        saving = self.checkpoints.saving
+        saving.overlaps = not (seen.moved.startswith("parameter") or seen.stateful)
+        saving.watched = partial(_trained, model)
+        # Once the first step has made the optimizer's state, make the memory of saves.
+        if run.device.type == "cuda" and not sync:
+            saving.ahead = self._bytes_of_save
+
+    def _bytes_of_save(self) -> int:
+        """Return the bytes of a save on this rank; 0 before the first step."""
+        return self.bytes_of_rank(self.checkpoints) if self.optimizer.state else 0
 
     @property
     def noise(self) -> NoiseScale:
         """Estimator of the gradient noise scale."""
         estimator: NoiseScale = self.parts["noise"]
         return estimator
+
+
+@torch.no_grad()
+def _trained(model: nn.Module) -> list[Tensor]:
+    """Return the trained parameters, and this rank's shards of them.
+
+    A change of a sharded parameter is counted by itself or by its shard.
+    """
+    whole = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [*whole, *map(local, whole)]
 
 
 def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:

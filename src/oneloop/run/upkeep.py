@@ -192,6 +192,7 @@ class Upkeep:
             examples = Examples(fixed=config.samples, worst=config.samples)
 
         run.be_patient()
+        state.checkpoints.poll()  # an evaluation may take long: the last save must not wait for it
         contents = self._gradients.checks.contents
         unchanged = nullcontext() if contents is None else contents.unchanged("an evaluation")
         with BEATS.phase(EVALUATION), unchanged:
