@@ -61,7 +61,7 @@ class Launched:
         self.folder = folder
         self._process = subprocess.Popen(
             [sys.executable, "-m", "oneloop", "launch", *options, *words, "--run.dir", str(folder)],
-            env=environment(),
+            env={**environment(), "XDG_CACHE_HOME": str(place.folder)},  # no earlier search
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
