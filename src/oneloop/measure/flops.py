@@ -72,7 +72,14 @@ def _packed_backward(slope: Any, query: Any, *given: Any, out_val: Any = None, *
     return _packed(query, *given[:2], *given[4:]) * 5 // 2
 
 
-def _attention(query: Any, key: Any, value: Any, *given: Any, out_val: Any = None, **_: Any) -> int:
+def _attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    *given: Any,
+    out_val: Any = None,
+    **_: Any,
+) -> int:
     """Return the operations of attention, which counts as full: two products for each head.
 
     Several heads of the query may share one of the key.

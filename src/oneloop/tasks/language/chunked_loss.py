@@ -248,7 +248,7 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
             bias=head.bias,
             ignore=ignore,
             change=change,
-            right=not torch.is_grad_enabled(),  # in training nobody reads it
+            right=not torch.is_grad_enabled(),  # training uses only the loss
         )
         right = None if found.right is None else found.right.view_as(target)
         return Losses(found.total, found.each.view_as(target), right)
