@@ -32,8 +32,8 @@ class Checks:
         model: as prepared: on one process, under DDP, or sharded by FSDP2.
         parameters: raise if a forward changes a parameter.
         buffers: raise if a forward changes a buffer.
-        report: gets the name of the first changed tensor, of a parameter if there is one, if the run
-            continues (None: not checked).
+        report: gets the name of the first changed tensor, of a parameter if there is one, where
+            the run continues (None: not checked).
         union: combines flags over all ranks on the host, to find parameters that no rank used;
             these get no gradient, as on one process (None: all ranks must use the same parameters).
         state: returns the value of a tensor that is compared.
