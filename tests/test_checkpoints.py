@@ -818,6 +818,26 @@ def test_a_shard_that_changes_while_it_is_copied_reaches_no_checkpoint(tmp_path,
     assert {name: waits.get(name) for name in overlaps} == overlaps
 
 
+def test_a_save_that_is_dropped_at_the_end_is_reported(tmp_path, monkeypatch):
+    one = Overlapping(tmp_path / "torn", monkeypatch)
+    one.save(1)
+    with torch.no_grad():
+        one.model.one.weight.clamp_(-0.1, 0.1)
+    one.checkpoints.close()
+    assert one.said == [f"SAVE FAILED: {TORN} (the previous checkpoint is intact)"]
+
+    def broken(self) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    one = Overlapping(tmp_path / "broken", monkeypatch)
+    one.save(1)
+    monkeypatch.setattr(Late, "synchronize", broken)
+    one.checkpoints.close()
+    assert len(one.said) == 1 and "an illegal memory access" in one.said[0]
+    assert not Store(tmp_path / "broken").sealed()
+    side_copies._UNGUARDED.clear()
+
+
 def saved_late(root: str, make: str) -> dict[str, torch.Tensor]:
     copy_late(setattr)
     register_optimizer_step_pre_hook(lambda *_: side_copies.before_change())

@@ -356,8 +356,9 @@ class SaveInProgress:
         """End the writing process."""
         if self._process is not None:
             self._process.close()
-            if self._pending and self._process.torn and self._rank == 0:
-                self._say(f"SAVE FAILED: {TORN} (the previous checkpoint is intact)")
+            why = self._process.dropped
+            if self._pending and why and self._rank == 0:
+                self._say(f"SAVE FAILED: {why} (the previous checkpoint is intact)")
             self._process = None
 
 

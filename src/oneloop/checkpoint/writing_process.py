@@ -97,7 +97,7 @@ class WritingProcess:
         self._memory: _Mapping | None = None
         self._ahead: Future[None] | None = None  # the memory of saves that is made in a thread
         self._staged: _Staged | None = None
-        self.torn = False  # whether the last save was dropped, see TORN
+        self.dropped = ""  # why the last save was not sent to the process
         self._received = b""  # a part of the next line
 
         # Create the shared memory.
@@ -177,14 +177,15 @@ class WritingProcess:
         if self._staged is None:
             return False
         request, copy = self._staged
-        self.torn = False
+        self.dropped = ""
         if copy is not None:
             if not wait and not copy.copied.query():
                 return False
             copy.copied.synchronize()
-            self.torn = copy.is_torn()
+            if copy.is_torn():
+                self.dropped = TORN
         self._staged = None
-        if self.torn:  # answer in place of the process
+        if self.dropped:  # answer in place of the process
             answer = Answer(request["step"], error=TORN)
             self._received = json.dumps(asdict(answer)).encode() + b"\n" + self._received
         else:
@@ -245,8 +246,10 @@ class WritingProcess:
     def close(self) -> None:
         """Let the process end after the save in progress; kill it if that takes too long."""
         assert self._process.stdin is not None
-        with suppress(RuntimeError):  # an error of CUDA, which ends the run
+        try:
             self.hand_over(wait=True)
+        except RuntimeError as error:  # of CUDA, which ends the run: the copy may be incomplete
+            self.dropped = f"{type(error).__name__}: {error}"
         with suppress(BrokenPipeError):  # it had exited before a request
             self._process.stdin.close()
         try:
