@@ -17,7 +17,7 @@ import time
 from datetime import date
 from pathlib import Path
 
-from oneloop.data.rows.cache import checksum_of
+from oneloop.tasks.rows.cache import checksum_of
 
 
 def plain(file: Path) -> None:

@@ -47,7 +47,7 @@ CLOCKED = {
     "oneloop.machine.layout_checks": ("Checks", "Units"),
     "oneloop.machine.contents": ("Contents",),
     "oneloop.machine.replicas": ("check_replicas",),
-    "oneloop.run.repeat": ("Repeats",),
+    "oneloop.loop.repeat": ("Repeats",),
 }
 """functions of the checks, and classes of which all public methods are timed, by module; a checkout
 may lack some"""

@@ -37,7 +37,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpu_lines import FORK
 from gpu_trace import FORWARD, events_of, reduce
 from oneloop import fit
-from oneloop.data.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.language import attention, chunked_loss
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.language_model import LanguageModel

@@ -38,8 +38,8 @@ from pyarrow import parquet
 
 from oneloop.data.order import Order, Ordered
 from oneloop.data.row_group_order import Windows
-from oneloop.data.rows.find_files import found
-from oneloop.data.rows.parquet import Parquet
+from oneloop.tasks.rows.find_files import found
+from oneloop.tasks.rows.parquet import Parquet
 
 BATCH, MICRO, GROUP, FILES = 64, 8, 100, 40
 

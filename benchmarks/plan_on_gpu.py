@@ -33,7 +33,7 @@ def measured(words: list[str]) -> None:
     """
     from oneloop.job.build import build_job
     from oneloop.launch.processes import start
-    from oneloop.plan.step_costs import StepCosts
+    from oneloop.tools.plan.step_costs import StepCosts
     from oneloop.recipe.parse import read
 
     run = start()

@@ -65,7 +65,7 @@ def peak(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 def main() -> None:
     from oneloop import train
-    from oneloop.run.repeat import Repeats
+    from oneloop.loop.repeat import Repeats
 
     Repeats.repeat = peak("repeat", Repeats.repeat)  # type: ignore[method-assign]
     train.accumulate = peak("step", train.accumulate)

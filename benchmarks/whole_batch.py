@@ -105,7 +105,7 @@ def job_of(words: list[str]) -> tuple[Any, Any]:
 
 
 def memory() -> Iterator[str]:
-    from oneloop.plan.step_costs import StepCosts
+    from oneloop.tools.plan.step_costs import StepCosts
 
     yield "batch.size   two passes: peak   inputs + embeddings   the rest   one forward: peak"
     for size in (64, 128, 256, 512, 1024, 2048, 4096, 8192):
@@ -136,7 +136,7 @@ def memory() -> Iterator[str]:
 def timed(rounds: int) -> Iterator[str]:
     from oneloop.job.preflight import preflight
     from oneloop.measure.meter import Meter
-    from oneloop.run.gradients import Gradients
+    from oneloop.loop.gradients import Gradients
     from oneloop.train import accumulate
     from whole_batches import group_of
 
@@ -238,7 +238,7 @@ def on_two(folder: str, cases: list[Any]) -> list[dict[str, Tensor]]:
 def ours(folder: str, micro: int) -> dict[str, Tensor]:
     from oneloop.job.preflight import preflight
     from oneloop.measure.meter import Meter
-    from oneloop.run.gradients import Gradients
+    from oneloop.loop.gradients import Gradients
     from oneloop.train import accumulate
     from whole_batches import group_of
 

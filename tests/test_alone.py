@@ -356,7 +356,7 @@ def test_contract_lines_and_sums_in_a_plain_script(tmp_path):
     from oneloop.basics.exit_codes import BadInput
     from oneloop.measure.meter import Sums
     from oneloop.show.metrics_file import Lines
-    from oneloop.tasks.protocol_checks import Contract
+    from oneloop.task_protocol.protocol_checks import Contract
 
     class Points:
         def collate(self, samples):

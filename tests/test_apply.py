@@ -319,7 +319,7 @@ def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
 def odd(to: str) -> int:
     """Write columns whose types change between rows."""
     from oneloop.launch.processes import start
-    from oneloop.prediction import write
+    from oneloop.tools.after_training.prediction import write
 
     world = start()
     each = 9 // world.ranks

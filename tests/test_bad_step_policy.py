@@ -215,7 +215,7 @@ class StoppedAt:
         self.steps = steps
 
     def __call__(self, words: list[str]) -> None:
-        from oneloop.run.steps import Steps
+        from oneloop.loop.steps import Steps
 
         agreed = Steps.__iter__
 

@@ -25,7 +25,7 @@ from oneloop.machine.torch_settings import reject_not_deterministic
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.optim.clip import global_norm
-from oneloop.plan.step_costs import StepCosts
+from oneloop.tools.plan.step_costs import StepCosts
 from oneloop.recipe.parse import read
 from oneloop.tasks.image_models import Quarters
 from oneloop.tasks.language.attention import attend_within_documents, causal

@@ -34,7 +34,7 @@ def own_weight() -> None:
 
 
 def _change_totals(changed: Any) -> None:
-    from oneloop.run.steps import Steps
+    from oneloop.loop.steps import Steps
 
     agreed = Steps.__iter__
 
@@ -172,7 +172,7 @@ def no_shards() -> None:
 
 def no_repeats() -> None:
     """Repeat no micro-batch."""
-    from oneloop.run.repeat import Repeats
+    from oneloop.loop.repeat import Repeats
 
     Repeats.due = lambda repeats, number: False
 
@@ -200,7 +200,7 @@ def models_not_compared() -> None:
 
 def metrics_of_a_rank() -> None:
     """Let each rank compute the metrics of its own micro-batches."""
-    from oneloop.tasks.metric_states import MetricStates
+    from oneloop.task_protocol.metric_states import MetricStates
 
     MetricStates.combine = lambda *given, **named: None
 

@@ -675,7 +675,7 @@ def test_long_conversations_are_cut_split_or_dropped_and_counted(tmp_path, qwen,
 
 
 def test_split_conversations_hold_every_trained_token_once():
-    from oneloop.data.rows.cached_arrays import Ragged
+    from oneloop.tasks.rows.cached_arrays import Ragged
 
     draw = np.random.default_rng(0)
     lengths = draw.integers(1, 60, 200)

@@ -14,7 +14,7 @@ import torch
 from PIL import Image
 from safetensors.torch import load_file
 
-from oneloop.data.rows.images import decoded
+from oneloop.tasks.rows.images import decoded
 from silent_cases import BASE
 from worlds import run, train
 
@@ -236,7 +236,7 @@ def test_a_failing_test_set_does_not_cost_the_final_weights(tmp_path, config, ra
 
 def test_rows_that_cannot_be_read_are_counted(tmp_path):
     """In a data set and in a recipe, which also checks what the rows hold."""
-    from oneloop.job.check_data import check_data
+    from oneloop.tools.check_data import check_data
 
     answer = {"role": "assistant", "content": "a"}
     asked = [{"role": "user", "content": f"q {number}"} for number in range(40)]

@@ -18,7 +18,7 @@ import pytest
 
 import lab
 from oneloop.cli import main
-from oneloop.launch.node_checks import gpu_problems, local_problems, xid_errors
+from oneloop.tools.elastic.node_checks import gpu_problems, local_problems, xid_errors
 
 SMALL = (
     shutil.disk_usage("/dev/shm").free < 512 << 20

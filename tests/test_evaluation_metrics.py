@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from oneloop.tasks.evaluation_metrics import ClassCounts, TextSums, adapted, directions
+from oneloop.task_protocol.evaluation_metrics import ClassCounts, TextSums, adapted, directions
 from worlds import run
 
 CLASSES, SAMPLES = 7, 131

@@ -19,7 +19,7 @@ from oneloop.launch.processes import start
 from oneloop.show.examples import Examples
 from oneloop.show.pictures import data_url, matrix, picture, tiles
 from oneloop.tasks.causal_lm import CausalLM
-from oneloop.tasks.evaluation_metrics import directions
+from oneloop.task_protocol.evaluation_metrics import directions
 from oneloop.tasks.image_classification import ImageClassification
 from worlds import ROOT, run, train
 
@@ -365,7 +365,7 @@ def test_pictures():
 
 
 def test_the_page_shows_them(tmp_path):
-    from oneloop.show.report.page import report
+    from oneloop.tools.report.page import report
 
     folder = Path(tmp_path / "run")
     folder.mkdir()

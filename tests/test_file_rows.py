@@ -14,9 +14,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oneloop.data.rows.file_rows import FileRow, file_rows
-from oneloop.data.rows.open_data import named_sources, opened
-from oneloop.data.rows.rows import divided
+from oneloop.tasks.rows.file_rows import FileRow, file_rows
+from oneloop.tasks.rows.open_data import named_sources, opened
+from oneloop.tasks.rows.rows import divided
 from oneloop.tasks.text_classification import TextClassification
 
 SMALL: dict[str, Any] = {"model": "bytes", "layers": 1, "heads": 2, "width": 16, "length": 64}
@@ -202,7 +202,7 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_a_column_that_no_task_reads_cannot_stop_a_run(tmp_path, monkeypatch, name):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("oneloop.data.rows.csv_json._ROWS", 50)
+    monkeypatch.setattr("oneloop.tasks.rows.csv_json._ROWS", 50)
     rows = [{**row, "odd": ODD[name](n)} for n, row in enumerate(LABELLED)]
     file = write(tmp_path / "train.jsonl", lines(rows))
     task = TextClassification(str(file), **SMALL)

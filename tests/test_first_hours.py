@@ -16,7 +16,7 @@ from oneloop import cli
 from oneloop.basics.exit_codes import BadInput
 from oneloop.show.examples import plain
 from oneloop.show.pictures import picture, side_by_side
-from oneloop.show.report.example_pages import _verdict
+from oneloop.tools.report.example_pages import _verdict
 from oneloop.show.terminal import metric, summary_table
 from silent_cases import unfinished
 from worlds import after, run, train

@@ -27,7 +27,7 @@ from oneloop.cli import main
 from oneloop.recipe.comparison import difference
 from oneloop.run.folder import Folder
 from oneloop.show.metrics_file import Lines
-from oneloop.show.run_reader import read_record
+from oneloop.tools.run_reader import read_record
 from silent_cases import BASE, CHANGES, DAMAGE, WORDS, lay, unfinished
 from worlds import here, run, train
 

@@ -20,7 +20,7 @@ from oneloop.checkpoint.weights import load_weights
 from oneloop.measure.noise_scale import NoiseScale
 from oneloop.recipe.class_paths import path_of, resolve
 from oneloop.show.tracking import check_trackers
-from oneloop.tasks.protocol import check_sets
+from oneloop.task_protocol.protocol import check_sets
 
 TASK = """
 from torch import nn

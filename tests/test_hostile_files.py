@@ -16,7 +16,7 @@ import pytest
 
 import hostile
 import stores
-from oneloop.after.trained_model import _recorded
+from oneloop.tools.after_training.trained_model import _recorded
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.untrusted import (
     check_form,
@@ -36,8 +36,8 @@ from oneloop.checkpoint.store import Store, problems, problems_of_files, vouch
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.saved_forms import FORMS
-from oneloop.show.report.page import report
-from oneloop.show.run_reader import Follower, read_record
+from oneloop.tools.report.page import report
+from oneloop.tools.run_reader import Follower, read_record
 
 MORE = int(os.environ.get("HOSTILE", 1))  # factor of the number of hostile values
 MOST_MORE = 200 << 20  # bytes

@@ -128,10 +128,10 @@ def test_imports_go_one_way():
             "from oneloop.recipe.schema import Recipe",
         ),  # a leaf imports the recipe
         ("basics/files.py", "from oneloop import ema"),  # basics imports any other room
-        ("run/counters.py", "import oneloop.train"),  # a lower room imports the loop
+        ("loop/counters.py", "import oneloop.train"),  # a lower room imports the loop
         (
             "ema.py",
-            "def late():\n    from oneloop.show.run_reader import Record",
+            "def late():\n    from oneloop.tools.run_reader import Record",
         ),  # inside a function, too
     ],
 )
@@ -393,7 +393,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
             ("tasks/augmentation.py", "def __getitem__"),
             ("data/seeded_samples.py", "class Batches"),
             ("data/step_batches.py", "Batches(samples, collate)", "\ndef groups("),
-            ("run/steps.py", "return groups(", "class Steps"),
+            ("loop/steps.py", "return groups(", "class Steps"),
             ("train.py", "= Steps(", "guard.step("),
             ("optim/bad_step_guard.py", "self.optimizer.step()"),
         ],
@@ -411,7 +411,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
         7,
         [
             ("launch/signals.py", "signal.Signals(number)", "def requested"),
-            ("run/steps.py", "stopping.requested", "group.stop ="),
+            ("loop/steps.py", "stopping.requested", "group.stop ="),
             ("train.py", "group.stop", "state.save("),
             ("checkpoint/resume.py", "checkpoints.save("),
             ("checkpoint/checkpoints.py", "SaveRequest(", "self.saving."),
@@ -424,7 +424,7 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
         [
             ("train.py", "contagious(loss", "upkeep.bad_step(step)"),
             ("optim/bad_step_guard.py", "def contagious", "found_inf"),
-            ("run/upkeep.py", "def bad_step", "self.bad.answer("),
+            ("loop/upkeep.py", "def bad_step", "self.bad.answer("),
             ("optim/bad_step_policy.py", "def answer"),
         ],
     ),

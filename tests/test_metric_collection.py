@@ -20,9 +20,9 @@ from torchmetrics.classification import (
 
 from oneloop import fit
 from oneloop.basics.exit_codes import BadInput
-from oneloop.run.counters import Best
-from oneloop.tasks.evaluation_metrics import adapted, directions, scalars
-from oneloop.tasks.metric_collection import Collection, not_logged
+from oneloop.loop.counters import Best
+from oneloop.task_protocol.evaluation_metrics import adapted, directions, scalars
+from oneloop.task_protocol.metric_collection import Collection, not_logged
 
 QUIET: dict[str, Any] = {"watch": {"quiet": True}, "track": [], "machine": {"workers": 0}}
 

@@ -21,7 +21,7 @@ from oneloop.machine.recompute import _kept_operations
 from oneloop.machine.torch_settings import _NOT_DETERMINISTIC
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault, Policy
-from oneloop.tasks.evaluation_metrics import Retrieval
+from oneloop.task_protocol.evaluation_metrics import Retrieval
 from oneloop.tasks.language.logit_chunks import tokens_of_a_chunk
 from worlds import ROOT
 
@@ -55,8 +55,8 @@ FLOAT64_OF_STEPS = {
 
 FLOAT64_OF_EVALUATIONS = {
     "basics/wide_sums.py": "losses and metrics are summed over the whole set",
-    "tasks/evaluation_metrics.py": "so are the metrics",
-    "tasks/metric_states.py": "batch.grain keeps the metrics of each micro-batch apart",
+    "task_protocol/evaluation_metrics.py": "so are the metrics",
+    "task_protocol/metric_states.py": "batch.grain keeps the metrics of each micro-batch apart",
     "tasks/language/language_model.py": "losses of tokens are summed",
     "tasks/sft.py": "losses of tokens are summed",
 }
@@ -138,7 +138,7 @@ def test_the_precision_of_a_run_on_fake_cuda_is_that_of_accelerate(precision, dt
 
 
 def test_each_packaged_recipe_is_a_case():
-    assert {path.stem for path in (ROOT / "src/oneloop/recipe/packaged").glob("*.yaml")} == set(
+    assert {path.stem for path in (ROOT / "src/oneloop/tasks/recipes").glob("*.yaml")} == set(
         RECIPES
     )
 

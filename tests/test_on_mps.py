@@ -27,8 +27,8 @@ from oneloop.data.step_batches import to_device
 from oneloop.evaluation import evaluate
 from oneloop.job.apple_gpu import reject_model
 from oneloop.recipe.parse import read
-from oneloop.tasks.evaluation_metrics import TextSums
-from oneloop.tasks.metric_collection import on_device
+from oneloop.task_protocol.evaluation_metrics import TextSums
+from oneloop.task_protocol.metric_collection import on_device
 from oneloop.tasks.text_regression import TextRegression
 from worlds import ROOT, run
 

@@ -13,10 +13,10 @@ import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
-from oneloop.data.rows.cached_arrays import ragged
-from oneloop.data.rows.open_data import named_sources, opened
-from oneloop.data.rows.rewrite import main as rewrite
-from oneloop.data.rows.rows import divided
+from oneloop.tasks.rows.cached_arrays import ragged
+from oneloop.tasks.rows.open_data import named_sources, opened
+from oneloop.tasks.rows.rewrite import main as rewrite
+from oneloop.tasks.rows.rows import divided
 from own_files import bulk, images, rows, write
 from worlds import run, train
 

@@ -120,7 +120,7 @@ def test_what_is_other_data_is_rejected_with_what_changed(tmp_path, change):
 
 
 def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):
-    from oneloop.data.rows import cache
+    from oneloop.tasks.rows import cache
 
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
     data = write(tmp_path / "data", "parquet", rows(30))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oneloop.data.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.language import attention
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel

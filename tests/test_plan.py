@@ -15,11 +15,11 @@ import torch
 from adapters import a_base
 from oneloop.cli import main
 from oneloop.launch.command import config_files
-from oneloop.plan.asked import Asked
-from oneloop.plan.changes import grid
-from oneloop.plan.description import Plan
-from oneloop.plan.gpus import GPUS
-from oneloop.plan.planned import planned
+from oneloop.tools.plan.asked import Asked
+from oneloop.tools.plan.changes import grid
+from oneloop.tools.plan.description import Plan
+from oneloop.tools.plan.gpus import GPUS
+from oneloop.tools.plan.planned import planned
 from oneloop.recipe.parse import read
 from oneloop.recipe.run_keys import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch

@@ -16,7 +16,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main, prove
 from oneloop.launch.command import launch_options
 from oneloop.plan import recorded_run
-from oneloop.plan.prove import _Proof
+from oneloop.tools.prove.prove import _Proof
 from own_files import images
 from worlds import run
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from oneloop.job.restore import KeptTensors
-from oneloop.run.repeat import Repeats, _Pass
+from oneloop.loop.repeat import Repeats, _Pass
 from worlds import run, train
 
 WORDS = ["--batch.size", "16", "--batch.micro", "4", "--duration", "16", "--machine.dtype"]

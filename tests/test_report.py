@@ -347,7 +347,7 @@ def test_it_reads_on_any_screen(folder, browser, width, dark):
 
 
 def test_charts_of_one_and_two_points_and_event_marks_can_be_read(tmp_path):
-    from oneloop.show.report.page import charts, read_record, report
+    from oneloop.tools.report.page import charts, read_record, report
 
     lines = [{"step": step, "train/loss": 1.0 / step, "train/lr": 3e-3} for step in (2, 4, 6)]
     lines += [{"step": 6, "eval/accuracy": 0.9, "weights": "raw"}, {"step": 4, "event": "save"}]
@@ -387,7 +387,7 @@ def test_what_is_no_run_is_reported(tmp_path, capsys):
 
 
 def test_names_cannot_run_code_in_the_page(tmp_path):
-    from oneloop.show.report.page import report
+    from oneloop.tools.report.page import report
 
     folder = tmp_path / "<script>alert(1)<"
     folder.mkdir()

@@ -172,7 +172,7 @@ def test_plateau_lowers_the_rate(tmp_path, recipe):
 
 def test_a_tasks_own_bug_states_where(tmp_path, recipe):
     (tmp_path / "mine.py").write_text(
-        "from oneloop.tasks.protocol import Task\n"
+        "from oneloop.task_protocol.protocol import Task\n"
         "class Bad(Task):\n    def __init__(self):\n        raise ValueError('no such file')\n"
     )
     ended = subprocess.run(

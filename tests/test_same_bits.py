@@ -288,7 +288,7 @@ def float_norm(words: list[str]) -> None:
 def seeded_by_rank(words: list[str]) -> None:
     """Make dropout depend on the rank and its micro-batch."""
     from oneloop.basics.seeds import reseed
-    from oneloop.run.gradients import Gradients
+    from oneloop.loop.gradients import Gradients
 
     def by_rank(own: Gradients, micro: int) -> None:
         reseed(own._run.device, own._job.recipe.seed, own._at[0], own._run.rank, micro)

@@ -17,7 +17,7 @@ from torchmetrics import MetricCollection, SumMetric
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.sample_reader import CannotSend, SampleReader, _pickled, read_once
-from oneloop.tasks.protocol_checks import theirs
+from oneloop.task_protocol.protocol_checks import theirs
 from worlds import run, train
 
 SIZE = 48

@@ -10,7 +10,7 @@ import torch
 from oneloop.basics.tensors import local
 from oneloop.job.sample_contents import copied, same
 from oneloop.job.trial_passes import projections
-from oneloop.plan.prove import _Proof
+from oneloop.tools.prove.prove import _Proof
 from worlds import run
 
 NOT_A_SUM = ["for samples whose losses are", "additive = False"]
@@ -95,7 +95,7 @@ def checked(names: list[str], *words: str) -> dict[str, str]:
     from oneloop.job.preflight import preflight
     from oneloop.launch.processes import start
     from oneloop.recipe.parse import read
-    from oneloop.run.start_lines import start_lines
+    from oneloop.loop.start_lines import start_lines
 
     there = start()
     found = {}

@@ -11,7 +11,7 @@ from torch import nn
 from oneloop.basics.duration import Duration, Scale
 from oneloop.optim import schedule
 from oneloop.optim.schedule import learning_rate
-from oneloop.run.counters import Best, Counters
+from oneloop.loop.counters import Best, Counters
 
 SCALE = Scale(batch=10, epoch=100)
 

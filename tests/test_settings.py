@@ -13,15 +13,15 @@ import pytest
 import torch
 from PIL import Image
 
-from oneloop.after.trained_model import recipe_of
+from oneloop.tools.after_training.trained_model import recipe_of
 from oneloop.basics.duration import Duration, Scale
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.rows import csv_json as tables
-from oneloop.data.rows import file_rows
-from oneloop.data.rows.arrow_tables import tables as of_files
-from oneloop.data.rows.cache import content_of
-from oneloop.data.rows.find_files import found
+from oneloop.tasks.rows import csv_json as tables
+from oneloop.tasks.rows import file_rows
+from oneloop.tasks.rows.arrow_tables import tables as of_files
+from oneloop.tasks.rows.cache import content_of
+from oneloop.tasks.rows.find_files import found
 from oneloop.launch import processes
 from oneloop.recipe.parse import parser, read
 from oneloop.tasks.image_classification import ImageClassification
@@ -277,7 +277,7 @@ def test_a_last_block_of_blank_lines_is_no_error(tmp_path, monkeypatch, ending, 
 
 
 def test_an_image_with_too_many_pixels_is_not_decoded():
-    from oneloop.data.rows.images import decoded
+    from oneloop.tasks.rows.images import decoded
 
     file = io.BytesIO()
     Image.new("1", (12_000, 12_000)).save(file, "png")

@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from oneloop.show.examples import with_earlier
-from oneloop.show.report.page import report
+from oneloop.tools.report.page import report
 from oneloop.tasks.language.synthetic_chats import SyntheticChats
 from oneloop.tasks.sft import SFT
 from silent_cases import unfinished

@@ -13,7 +13,7 @@ from torch import nn
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.job.preflight import Preflight
 from oneloop.run import start_lines
-from oneloop.run.start_lines import _promise, _slow_averages
+from oneloop.loop.start_lines import _promise, _slow_averages
 from worlds import ROOT
 
 ALWAYS = r"bit-identical(?! only)"  # without a condition

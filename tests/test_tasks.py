@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from oneloop.tasks.causal_lm import BPE, Bytes, CausalLM
 from oneloop.tasks.image_classification import ImageClassification
-from oneloop.tasks.protocol import check, check_sets
+from oneloop.task_protocol.protocol import check, check_sets
 from oneloop.tasks.text_classification import TextClassification
 from worlds import run, train
 
@@ -150,7 +150,7 @@ def test_own_text_as_one_file_or_json_lines(tmp_path):
 
 
 def test_a_member_may_be_set_on_the_task_itself_and_a_stub_is_none():
-    from oneloop.tasks.protocol import Task
+    from oneloop.task_protocol.protocol import Task
 
     class Mine(Task):
         def __init__(self, **members):

@@ -18,9 +18,9 @@ from rich.console import Console
 from oneloop.basics.progress import tracked
 from oneloop.cli import main
 from oneloop.measure.advice import Advice, diagnosis
-from oneloop.show.run_reader import Follower
+from oneloop.tools.run_reader import Follower
 from oneloop.show.terminal import Display
-from oneloop.show.watch import plotted, view, watch
+from oneloop.tools.watch import plotted, view, watch
 from worlds import ROOT, run, train
 
 FIGURES = {"train/loss": 1.5, "train/samples_per_second": 1234.0}

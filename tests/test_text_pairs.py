@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from oneloop.tasks.protocol import check
+from oneloop.task_protocol.protocol import check
 from oneloop.tasks.text_pairs import TextPairs
-from oneloop.tasks.whole_batch import columns_of, loss_alone
+from oneloop.task_protocol.whole_batch import columns_of, loss_alone
 from worlds import after, run, train
 
 COLOURS = ["red", "green", "blue", "black", "white", "pink", "brown", "grey"]
@@ -314,7 +314,7 @@ def test_a_csv_without_rows_is_named(tmp_path):
 
 def test_ranks_of_distinct_answers_are_those_of_a_set():
     """Copies count once, and every answer of an equal question is right."""
-    from oneloop.tasks.evaluation_metrics import Retrieval
+    from oneloop.task_protocol.evaluation_metrics import Retrieval
 
     draw = np.random.default_rng(0)
     questions, answers = draw.integers(0, 12, 60), draw.integers(0, 9, 60)

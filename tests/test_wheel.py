@@ -117,7 +117,7 @@ def test_the_sdist_and_the_wheel_built_from_it_hold_the_package(tmp_path):
     assert members == {*files.values(), *(f"{name}.dist-info/{file}" for file in about)}
     readme = (ROOT / "README.md").read_text()
     assert readme in metadata and f'pip install "dist/{wheel.name}[recipes]"' in readme
-    for file in ("py.typed", "recipe/packaged/digits.yaml", "accelerate_configs/ddp.yaml"):
+    for file in ("py.typed", "tasks/recipes/digits.yaml", "accelerate_configs/ddp.yaml"):
         assert f"oneloop/{file}" in members
 
 

@@ -109,7 +109,7 @@ def test_equal_texts_are_no_negatives_of_each_other():
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
 def test_retrieval_counts_ranks_and_no_ties(block, monkeypatch):
     from oneloop.tasks import contrastive
-    from oneloop.tasks.evaluation_metrics import Retrieval
+    from oneloop.task_protocol.evaluation_metrics import Retrieval
 
     monkeypatch.setattr(contrastive, "_SIMILARITIES", block)
     torch.manual_seed(1)
@@ -383,7 +383,7 @@ def odd(words: list[str]) -> dict[str, object]:
     from oneloop.launch.processes import start
     from oneloop.measure.meter import Meter
     from oneloop.recipe.parse import read
-    from oneloop.run.gradients import Gradients
+    from oneloop.loop.gradients import Gradients
     from oneloop.train import accumulate
 
     there, found = start(), {}
@@ -505,7 +505,7 @@ def test_rows_that_change_later_are_named():
 
 
 def test_a_task_has_one_kind_of_loss():
-    from oneloop.tasks.protocol import check
+    from oneloop.task_protocol.protocol import check
 
     class Both(whole_batches.Contrast):
         def loss(self, model, batch):
@@ -639,7 +639,7 @@ class Odd:
         return (each * F.cross_entropy(logits, target % len(e), reduction="none")).sum(), {}
 
     def metrics(self):
-        from oneloop.tasks.evaluation_metrics import Retrieval
+        from oneloop.task_protocol.evaluation_metrics import Retrieval
 
         return Retrieval()
 

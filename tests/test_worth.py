@@ -16,8 +16,8 @@ from torch import nn
 import worlds
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
-from oneloop.plan.short_run import Runner
-from oneloop.plan.techniques import TECHNIQUES, Machine, as_arguments
+from oneloop.tools.worth.short_run import Runner
+from oneloop.tools.worth.techniques import TECHNIQUES, Machine, as_arguments
 from oneloop.recipe.parse import read
 from oneloop.tasks.image_classification import ImageClassification
 
@@ -111,9 +111,9 @@ def test_what_fails_is_a_line_of_the_table(tmp_path, monkeypatch, how, expected_
 
 
 def test_a_page_is_drawn_also_where_all_together_fail():
-    from oneloop.plan.short_run import Measured
-    from oneloop.plan.worth import _faults, _peak, _ratios
-    from oneloop.show.worth_table import as_page, sentences
+    from oneloop.tools.worth.short_run import Measured
+    from oneloop.tools.worth.worth import _faults, _peak, _ratios
+    from oneloop.tools.worth.worth_table import as_page, sentences
 
     good, bad = (
         [Measured(rate=2.0, peak=3.0), Measured(rate=4.0, peak=5.0)],
@@ -185,7 +185,7 @@ def test_bad_input_is_reported(capsys, typed, expected_text):
 
 
 def test_a_recipe_that_does_not_train_is_reported():
-    from oneloop.plan.worth import measured as worth
+    from oneloop.tools.worth.worth import measured as worth
 
     with pytest.raises(BadInput, match="does not train"):
         worth(["digits", "--task", "test_worth.Unbuilt"], rounds=1)

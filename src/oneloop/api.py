@@ -13,7 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from oneloop.apply import check_file, perform
+from oneloop.tools.after_training.evaluate_and_predict import check_file, perform
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import die_with_launcher, ranks
 from oneloop.basics.streams import never_failing

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oneloop.after.exported import export_run as export_run
-from oneloop.after.options import parsed as apply_options
+from oneloop.tools.export.command import export_run as export_run
+from oneloop.tools.after_training.options import parsed as apply_options
 from oneloop.basics.command_options import Options, names, positive, summary
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
 from oneloop.basics.files import dumps, printable
@@ -22,11 +22,11 @@ from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import problems_at
 from oneloop.checkpoint.store import Store
 from oneloop.launch.command import CPP_LOG, config_files, read_config
-from oneloop.launch.doctor_words import checked as doctor_words
-from oneloop.plan.asked import parsed as plan_options
-from oneloop.plan.techniques import named
+from oneloop.tools.doctor.doctor_words import checked as doctor_words
+from oneloop.tools.plan.asked import parsed as plan_options
+from oneloop.tools.worth.techniques import named
 from oneloop.recipe.read import is_recipe
-from oneloop.show.report.page import write_report as write_report
+from oneloop.tools.report.page import write_report as write_report
 from oneloop.tasks.template import task_template
 
 # Commands that oneloop launch can run on several processes, with their parsers.
@@ -137,7 +137,7 @@ def verify(words: Sequence[str]) -> int:
     options.add_argument("--same", type=local_run, metavar="RUN", help=same)
     given = options.parse_args(words)
     if given.same:
-        from oneloop.after.first_difference import parting
+        from oneloop.tools.compare.first_difference import parting
 
         parted, lines = parting(given.same, given.run)
         print(printable("\n".join(lines)))
@@ -174,7 +174,7 @@ def check(words: Sequence[str]) -> int:
     if is_recipe(training[0]):
         _check_keys(training)
 
-    from oneloop.job.check_data import as_json, as_lines, check_data
+    from oneloop.tools.check_data import as_json, as_lines, check_data
     from oneloop.show.terminal import Display
 
     with Display(quiet=given.json) as display:
@@ -205,7 +205,7 @@ def report(words: Sequence[str]) -> int:
 def compare(words: Sequence[str]) -> int:
     """Print what differs between runs: keys, final and best metrics, curves, and whether they are
     bit-identical."""
-    from oneloop.after.compare_runs import compare as compared
+    from oneloop.tools.compare.compare_runs import compare as compared
 
     options = Options("compare", compare.__doc__)
     options.add_argument("runs", type=local_run, nargs="+", metavar="RUN")
@@ -221,7 +221,7 @@ def compare(words: Sequence[str]) -> int:
 
 def watch(words: Sequence[str]) -> int:
     """Draw the metrics of runs in the terminal, while they train."""
-    from oneloop.show.watch import watch as live
+    from oneloop.tools.watch import watch as live
 
     options = Options("watch", watch.__doc__)
     options.add_argument("runs", type=local_run, nargs="+", metavar="RUN")
@@ -264,7 +264,7 @@ def worth(words: Sequence[str]) -> int:
     named(given.only)
     _check_keys(training)
 
-    from oneloop.plan.worth import worth as command
+    from oneloop.tools.worth.worth import worth as command
 
     return command(training, given.to, only=given.only, rounds=given.rounds, seconds=given.seconds)
 
@@ -299,7 +299,7 @@ def prove(words: Sequence[str], **how: Any) -> int:
     read_config(given.config_file)
     _check_keys(training)
 
-    from oneloop.plan.prove import prove as command
+    from oneloop.tools.prove.prove import prove as command
 
     return command(given, training, **how)
 
@@ -354,8 +354,8 @@ ABOUT = {
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "new": new,
     "launch": launch_processes,
-    "doctor": partial(_elsewhere, "oneloop.launch.doctor", doctor_words),
-    "plan": partial(_elsewhere, "oneloop.plan.plan", plan_options),
+    "doctor": partial(_elsewhere, "oneloop.tools.doctor.doctor", doctor_words),
+    "plan": partial(_elsewhere, "oneloop.tools.plan.plan", plan_options),
     "verify": verify,
     "check": check,
     "report": report,
@@ -363,7 +363,7 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "watch": watch,
     "worth": worth,
     "prove": prove,
-    "evaluate": partial(_elsewhere, "oneloop.apply", AFTER["evaluate"]),
-    "predict": partial(_elsewhere, "oneloop.apply", AFTER["predict"]),
+    "evaluate": partial(_elsewhere, "oneloop.tools.after_training.evaluate_and_predict", AFTER["evaluate"]),
+    "predict": partial(_elsewhere, "oneloop.tools.after_training.evaluate_and_predict", AFTER["predict"]),
     "export": export,
 }

@@ -21,11 +21,11 @@ from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
-from oneloop.tasks.evaluation_metrics import Metrics, adapted, confusion, prefix, scalars
-from oneloop.tasks.evaluation_sums import Apart, Together, WholeBatches
-from oneloop.tasks.metric_collection import on_device
-from oneloop.tasks.protocol import Objective
-from oneloop.tasks.whole_batch import is_whole_batch
+from oneloop.task_protocol.evaluation_metrics import Metrics, adapted, confusion, prefix, scalars
+from oneloop.task_protocol.evaluation_sums import Apart, Together, WholeBatches
+from oneloop.task_protocol.metric_collection import on_device
+from oneloop.task_protocol.protocol import Objective
+from oneloop.task_protocol.whole_batch import is_whole_batch
 
 
 @contextmanager

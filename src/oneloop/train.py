@@ -26,11 +26,11 @@ from oneloop.optim.clip import clear_gradients, clip_
 from oneloop.optim.optimizers import set_lr
 from oneloop.run import entry
 from oneloop.run.folder import Folder
-from oneloop.run.gradients import Gradients
-from oneloop.run.start_lines import start_lines
-from oneloop.run.steps import NO_WEIGHT, Steps
-from oneloop.run.training_state import State, open_run
-from oneloop.run.upkeep import Upkeep
+from oneloop.loop.gradients import Gradients
+from oneloop.loop.start_lines import start_lines
+from oneloop.loop.steps import NO_WEIGHT, Steps
+from oneloop.loop.training_state import State, open_run
+from oneloop.loop.upkeep import Upkeep
 
 
 # --8<-- [start:loop]

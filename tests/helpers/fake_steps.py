@@ -22,8 +22,8 @@ from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.recipe.parse import read
-from oneloop.run.gradients import Gradients
-from oneloop.tasks.evaluation_sums import Apart, Together
+from oneloop.loop.gradients import Gradients
+from oneloop.task_protocol.evaluation_sums import Apart, Together
 from oneloop.train import accept, accumulate, update
 
 HOST = torch.device("cpu")

@@ -112,7 +112,7 @@ class Node:
 
     def agent(self) -> int:
         """Return the id of the elastic agent."""
-        return self.running("-m oneloop.launch.elastic")[0]
+        return self.running("-m oneloop.tools.elastic.elastic")[0]
 
     def trainers(self) -> list[int]:
         """Return the ids of the training processes (the children of their supervisors)."""

@@ -17,7 +17,7 @@ import torch
 from pyarrow import parquet
 from torch import Tensor, nn
 
-from oneloop.data.rows.open_data import named_sources, opened, sets_of
+from oneloop.tasks.rows.open_data import named_sources, opened, sets_of
 from silent_cases import unfinished
 from worlds import run, train
 

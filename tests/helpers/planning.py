@@ -60,7 +60,7 @@ def one_step(
     from oneloop.basics.tensors import Planned
     from oneloop.job.build import build_job
     from oneloop.launch.processes import start
-    from oneloop.plan.step_costs import StepCosts
+    from oneloop.tools.plan.step_costs import StepCosts
     from oneloop.recipe.parse import read
 
     if planned_ranks > 1:

@@ -20,7 +20,7 @@ import torchvision.transforms.v2
 import transformers.integrations.sdpa_attention
 from transformers import AutoTokenizer, BertForSequenceClassification, ViTForImageClassification
 
-import oneloop.apply
+import oneloop.tools.after_training.evaluate_and_predict
 import oneloop.launch.before_imports
 import oneloop.tasks.causal_lm
 import oneloop.tasks.image_classification

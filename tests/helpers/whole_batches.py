@@ -161,7 +161,7 @@ class Contrast:
         return loss / len(a) if self.fault == "mean" else loss, {"near": (a * b).sum(1).mean()}
 
     def metrics(self) -> Any:
-        from oneloop.tasks.evaluation_metrics import Retrieval
+        from oneloop.task_protocol.evaluation_metrics import Retrieval
 
         return Retrieval()
 
@@ -210,7 +210,7 @@ def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, 
     from oneloop.launch.processes import start
     from oneloop.measure.meter import Meter
     from oneloop.recipe.parse import read
-    from oneloop.run.gradients import Gradients
+    from oneloop.loop.gradients import Gradients
     from oneloop.train import accumulate
 
     run, found = start(), {}

@@ -214,7 +214,7 @@ def here(words: list[str]) -> None:
 
 
 def apply(words: list[str]) -> None:
-    from oneloop.apply import main
+    from oneloop.tools.after_training.evaluate_and_predict import main
 
     main(words)
 

@@ -26,10 +26,10 @@ from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.run_keys import EvalConfig
 from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import OptimizerConfig
-from oneloop.tasks.evaluation_metrics import directions, prefix
-from oneloop.tasks.protocol import Progress, Task, check, check_sets
-from oneloop.tasks.protocol_checks import theirs
-from oneloop.tasks.whole_batch import is_whole_batch, loss_alone
+from oneloop.task_protocol.evaluation_metrics import directions, prefix
+from oneloop.task_protocol.protocol import Progress, Task, check, check_sets
+from oneloop.task_protocol.protocol_checks import theirs
+from oneloop.task_protocol.whole_batch import is_whole_batch, loss_alone
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from oneloop.machine.micro_batch import Attempt, Child, Steps, is_outside_of_all
 from oneloop.machine.torch_settings import float32_products
 from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe.schema import Recipe
-from oneloop.tasks.whole_batch import is_whole_batch
+from oneloop.task_protocol.whole_batch import is_whole_batch
 
 _RANK_VARS = (
     "RANK",

@@ -26,8 +26,8 @@ from oneloop.machine.recompute import parsed, recompute
 from oneloop.machine.torch_settings import channels_last, reject_not_deterministic
 from oneloop.optim.parameter_groups import LR_FACTOR, chosen, freeze, layer_decay
 from oneloop.recipe.schema import Recipe
-from oneloop.tasks.protocol import Task
-from oneloop.tasks.protocol_checks import named, theirs
+from oneloop.task_protocol.protocol import Task
+from oneloop.task_protocol.protocol_checks import named, theirs
 
 _NOTABLE = 1e9  # bytes of host memory for which a note is worthwhile
 

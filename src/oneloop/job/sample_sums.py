@@ -30,7 +30,7 @@ from oneloop.job.trial_passes import (
 )
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import BATCH_STATISTICS
-from oneloop.tasks.protocol_checks import Contract, theirs
+from oneloop.task_protocol.protocol_checks import Contract, theirs
 
 _TRIES = 3  # runs to find all modules that draw: one in eval mode may run others
 AGREE = 1e-3  # relative distance of the losses with the weights and with their float64 copies

@@ -28,8 +28,8 @@ from oneloop.launch.processes import Run
 from oneloop.machine.compile import CUDA_GRAPHS
 from oneloop.machine.layout_checks import Checks
 from oneloop.measure.flops import Operations
-from oneloop.tasks.protocol import Task
-from oneloop.tasks.protocol_checks import Contract, theirs
+from oneloop.task_protocol.protocol import Task
+from oneloop.task_protocol.protocol_checks import Contract, theirs
 
 TRAINED = "train_set()"  # the task's methods that return data sets
 EVALUATED = "eval_sets()"  # followed by the set's name

@@ -19,7 +19,7 @@ from oneloop.job.build import Job
 from oneloop.job.preflight import tolerance_of
 from oneloop.job.restore import restored_buffers
 from oneloop.launch.processes import Run
-from oneloop.tasks.whole_batch import Described, apart, check_alike, columns_of, described
+from oneloop.task_protocol.whole_batch import Described, apart, check_alike, columns_of, described
 
 
 class TwoPasses:

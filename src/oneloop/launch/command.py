@@ -63,7 +63,7 @@ CPP_LOG = "TORCH_CPP_LOG_LEVEL"
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The work of one :mod:`oneloop.launch.elastic`, whose first argument it is, as JSON."""
+    """The work of one :mod:`oneloop.tools.elastic.elastic`, whose first argument it is, as JSON."""
 
     nodes: Nodes
     words: list[str]  # options of accelerate, recipe and keys
@@ -90,11 +90,11 @@ def launch(
     """Start a run and wait for its end.
 
     One process is started directly. Several are started by accelerate's launcher or, for several
-    nodes or restarts, by :mod:`oneloop.launch.elastic`.
+    nodes or restarts, by :mod:`oneloop.tools.elastic.elastic`.
 
     Args:
         words: options of the launcher, recipe and keys.
-        after: parsers of the commands that may replace the recipe; then oneloop.apply runs.
+        after: parsers of the commands that may replace the recipe; then oneloop.tools.after_training.evaluate_and_predict runs.
         module: the module that the processes run.
         seconds: time after which the processes are killed.
         output: file descriptor to which the processes write; None: this process's streams.
@@ -126,7 +126,7 @@ def launch(
     program = module
     if after and recipe_words[0] in after:
         after[recipe_words[0]](recipe_words[1:])
-        program = "oneloop.apply"
+        program = "oneloop.tools.after_training.evaluate_and_predict"
     elif module == "oneloop.train":
         check_keys(recipe_words)
 
@@ -160,7 +160,7 @@ def _by_accelerate(words: list[str]) -> _Start:
 
 def _by_agent(task: AgentTask) -> _Start:
     """Start the agent of this node, which starts, and restarts, the training processes."""
-    command = [sys.executable, "-m", "oneloop.launch.elastic", json.dumps(asdict(task))]
+    command = [sys.executable, "-m", "oneloop.tools.elastic.elastic", json.dumps(asdict(task))]
     return _Start(command, {CPP_LOG: os.environ.get(CPP_LOG, "ERROR")})
 
 

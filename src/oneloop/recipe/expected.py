@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 EXPECTED = {
-    "task": "a class with the members of oneloop.tasks.protocol.Task",
+    "task": "a class with the members of oneloop.task_protocol.protocol.Task",
     "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that returns one",
     "schedule": "a function (step, total) -> factor",
 }

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensor_hash import tensor_hashes
 from oneloop.job.build import Job
-from oneloop.launch.environment import computed_by
+from oneloop.run.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.run.compatibility import first_samples
 from oneloop.run.source_code import sources

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
-from oneloop.data.rows.rows import Mapped
+from oneloop.tasks.rows.rows import Mapped
 
 TORCHVISION = {
     "mnist": "MNIST",

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from oneloop.data.rows.open_data import (
+from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
     combined,

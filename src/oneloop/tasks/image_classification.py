@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import on_host
-from oneloop.data.rows.images import labelled_image
-from oneloop.data.rows.open_data import (
+from oneloop.tasks.rows.images import labelled_image
+from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
     named_sources,
@@ -34,7 +34,7 @@ from oneloop.tasks.augmentation import (
     torchvision_set,
 )
 from oneloop.tasks.columns import check_image_types, check_images
-from oneloop.tasks.evaluation_metrics import ClassCounts
+from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.tasks.image_models import (
     CNN,
     Pretrained,
@@ -53,13 +53,13 @@ from oneloop.tasks.labels import (
     numbers_of,
     shares_of,
 )
-from oneloop.tasks.protocol import Task
+from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.transformers_models import is_transformers
 
 _PACKAGED = ("digits", *TORCHVISION)
 _OWN_IMAGES = f"data!={'|'.join(_PACKAGED)}"
 _DOWNLOADED = f"data={'|'.join(TORCHVISION)}"
-_NEEDS = {  # see ``needs`` of :class:`oneloop.tasks.protocol.Task`
+_NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "image_size": _OWN_IMAGES,
     "held_out": _OWN_IMAGES,
     "mean": _OWN_IMAGES,

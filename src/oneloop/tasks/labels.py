@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
-from oneloop.data.rows.csv_json import OBJECTS
-from oneloop.data.rows.open_data import Source
+from oneloop.tasks.rows.csv_json import OBJECTS
+from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
 
 # by source name: a function from a label to its class number

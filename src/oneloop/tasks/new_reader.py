@@ -8,7 +8,7 @@ from torch import nn
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.seeds import mixed
-from oneloop.data.rows.cache import alone, key_of
+from oneloop.tasks.rows.cache import alone, key_of
 from oneloop.tasks.columns import number_of_text
 from oneloop.tasks.text_encoders import EncoderShape, TokenReader
 

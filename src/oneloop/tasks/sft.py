@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oneloop.basics.wide_sums import widest
-from oneloop.data.rows.cache import key_of
-from oneloop.data.rows.cached_arrays import Ragged, ragged
-from oneloop.data.rows.open_data import (
+from oneloop.tasks.rows.cache import key_of
+from oneloop.tasks.rows.cached_arrays import Ragged, ragged
+from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
     combined,
@@ -23,7 +23,7 @@ from oneloop.data.rows.open_data import (
     skipped_rows,
     whole,
 )
-from oneloop.tasks.evaluation_metrics import TextSums
+from oneloop.task_protocol.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, end_token_notes, ends_in
 from oneloop.tasks.language.conversations import (

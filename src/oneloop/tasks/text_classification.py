@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.tasks.evaluation_metrics import ClassCounts
+from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.tasks.labels import likeliest
 from oneloop.tasks.language.texts import held_out, stdlib
 from oneloop.tasks.text_rows import TextRows

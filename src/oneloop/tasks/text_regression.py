@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.data.rows.open_data import Source
+from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.columns import check_numbers
 from oneloop.tasks.text_rows import TextRows
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.data.rows.open_data import (
+from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
     named_sources,
@@ -18,14 +18,14 @@ from oneloop.data.rows.open_data import (
     skipped_rows,
     whole,
 )
-from oneloop.data.rows.rows import Row
+from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.columns import check_texts
-from oneloop.tasks.evaluation_metrics import ClassCounts
+from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.tasks.labels import RECORDED, classes_of, numbers_of
-from oneloop.tasks.protocol import Task
+from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.text_encoders import ByteReader, EncoderShape, TokenReader, reader
 
-_NEEDS = {  # see ``needs`` of :class:`oneloop.tasks.protocol.Task`
+_NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "layers": "model=bytes",
     "heads": "model=bytes",
     "width": "model=bytes",

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from oneloop.basics.base_models import HUB, fetched, place_of
-from oneloop.data.rows.cache import content_of
+from oneloop.tasks.rows.cache import content_of
 
 
 def is_transformers(name: str) -> bool:

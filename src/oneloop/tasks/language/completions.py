@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.cached_arrays import Ragged
 
 _INSPECTED = 100  # number of texts
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.rows.open_data import Source
-from oneloop.data.rows.rows import Row
+from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.columns import is_text as holds_text
 from oneloop.tasks.columns import type_name
 from oneloop.tasks.language.chat import Chat

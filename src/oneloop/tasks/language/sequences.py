@@ -15,7 +15,7 @@ from torch import Tensor
 
 from oneloop.data.order import Order, Ordered
 from oneloop.data.packing import Bucketed, packed
-from oneloop.data.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.cached_arrays import Ragged
 
 IGNORE = -100  # ignored target
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from oneloop.data.rows.cache import key_of
+from oneloop.tasks.rows.cache import key_of
 
 Message = dict[str, str]
 

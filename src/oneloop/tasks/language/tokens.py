@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
-from oneloop.data.rows.cache import alone, key_of
-from oneloop.data.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.cache import alone, key_of
+from oneloop.tasks.rows.cached_arrays import Ragged
 
 # ChatML template with {% generation %} tags
 _CHATML = (

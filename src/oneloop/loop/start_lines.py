@@ -1,0 +1,279 @@
+"""Lines of the start-up log: batch sizes, precision, and how exactly the run can be reproduced."""
+
+import os
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from oneloop.ema import EMA
+from oneloop.job.build import Job
+from oneloop.job.preflight import Preflight
+from oneloop.launch.devices import missing_operators, unused
+from oneloop.run.environment import computed_by
+from oneloop.launch.processes import Run
+from oneloop.machine.blocks import has_batch_statistics, has_dropout
+from oneloop.machine.mixed_precision import HALF
+from oneloop.machine.replicas import replica_group
+from oneloop.optim.muon import Muon
+from oneloop.task_protocol.evaluation_metrics import prefix
+
+_IGNORED = {
+    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": ("1",),
+    "FSDP_STATE_DICT_TYPE": ("SHARDED_STATE_DICT",),
+    "FSDP_CPU_RAM_EFFICIENT_LOADING": ("false", "False"),
+    "XLA_DOWNCAST_BF16": ("0",),
+    "ACCELERATE_DOWNCAST_BF16": ("false",),
+}
+"""settings of accelerate that oneloop ignores, and the values that have no effect anyway"""
+_MANY = 1e8  # parameters that one thread does not average within a step
+DEPENDS = "another parallel layout trains a different model"
+
+
+def start_lines(
+    job: Job, run: Run, model: nn.Module, optimizer: Optimizer, emas: Sequence[EMA], seen: Preflight
+) -> Iterator[str]:
+    """Yield the lines of the start-up log.
+
+    Args:
+        job: what the recipe describes.
+        run: this process.
+        model: the prepared model.
+        optimizer: of its trained parameters.
+        emas: EMAs of its weights.
+        seen: what the preflight check found out.
+    """
+    # What is trained, and how exactly.
+    yield from _sizes(job, run)
+    yield _promise(job, run, model, seen)
+    yield from seen.notes
+
+    # Remarks of the data and of the task.
+    about = getattr(job.train_set, "about", lambda: None)()
+    if about:
+        yield f"data: {about}"
+    yield from getattr(job.task, "notes", ())
+    if seen.unused:
+        first = ", ".join(seen.unused[:3])
+        yield f"parameters without a gradient in the preflight check: {len(seen.unused)} ({first})"
+
+    # How the machine computes it.
+    yield from unused(run.device)
+    yield from missing_operators(run.device)
+    if run.sharded:
+        yield from _exchanged(job, run)
+    yield from job.built.notes
+    ignored = [
+        f"{name}={os.environ[name]}"
+        for name, effective in _IGNORED.items()
+        if os.environ.get(name, effective[0]) not in effective
+    ]
+    if ignored:
+        yield (
+            f"accelerate's {', '.join(ignored)} has no effect: oneloop has batch.micro, its own "
+            "checkpoints and machine.in_turn"
+        )
+    if emas:
+        yield f"EMA weights: {', '.join(ema.name for ema in emas)}"
+        yield from _slow_averages(job, run)
+    yield from _checked(job, run, model)
+    matrices = sum(len(group["params"]) for group in optimizer.param_groups if group.get("muon"))
+    if matrices:
+        line = f"muon updates {matrices} matrices, adamw the rest"
+        if isinstance(optimizer, Muon) and run.ranks > 1:
+            line += f"; each process orthogonalizes {optimizer.largest_share()} of them at most"
+        yield line
+
+
+def _slow_averages(job: Job, run: Run) -> Iterator[str]:
+    """Yield advice if one thread of the host averages a large model."""
+    number = job.built.number / (run.ranks if run.sharded else 1)
+    away = job.recipe.ema.device == "cpu" and run.device.type != "cpu"
+    if away and number > _MANY and torch.get_num_threads() == 1:
+        yield (
+            f"ema.device cpu: one thread averages {number:,.0f} parameters (OMP_NUM_THREADS=1), "
+            "which may take longer than a step; set ema.every 10, or OMP_NUM_THREADS"
+        )
+
+
+def _checked(job: Job, run: Run, model: nn.Module) -> Iterator[str]:
+    """Yield the line on what is compared while the run trains."""
+    if "check" not in job.intervals:
+        yield (
+            "machine.check_every 0: nothing compares weights, buffers and repeated micro-batches "
+            "while the run trains, so a model that changes its own state may train otherwise on "
+            "another parallel layout"
+        )
+    elif replica_group(model) is not None:
+        yield (
+            "the processes compare weights and optimizer state every "
+            f"{job.intervals.every['check']:,} steps"
+        )
+    elif run.ranks > 1:
+        yield (
+            "machine.check_every: every process has its own shard (FSDP2), so there are no "
+            "replicas to compare"
+        )
+
+
+def _sizes(job: Job, run: Run) -> Iterator[str]:
+    """Yield the lines on model, data, batch, schedule and evaluation."""
+    recipe = job.recipe
+    layout = job.layout
+
+    # Model and processes.
+    if run.sharded:
+        strategy = "FSDP2"
+    elif run.ranks > 1:
+        strategy = "DDP"
+    else:
+        strategy = "one process"
+    sizes = f"{job.built.number:,} parameters, {len(job.train_set):,} samples"
+    precision = run.accelerator.mixed_precision
+    yield f"{recipe.name}: {sizes}, {strategy} on {run.device.type}, {precision} mixed precision"
+
+    # Batch and steps.
+    samples = f"{job.steps * layout.size:,} samples"
+    steps = f"{layout}; {job.steps:,} steps ({recipe.duration}, {samples})"
+    every = job.intervals.every["log"]
+    if every > 1:
+        steps += f", log lines are means of {every:,}"
+    yield steps
+
+    # Optimizer and schedule.
+    yield (
+        f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule "
+        f"{recipe.schedule.name}"
+    )
+
+    # Evaluation.
+    sets = [
+        f"{name} {len(part):,} samples ({prefix(name)}/…)" for name, part in job.eval_sets.items()
+    ]
+    if sets:
+        yield f"evaluation data: {', '.join(sets)}"
+    if recipe.eval.metric != "eval/loss":
+        direction = "larger" if job.upward else "smaller"
+        yield f"eval.best {recipe.eval.metric}: {direction} is better"
+
+
+def _exchanged(job: Job, run: Run) -> Iterator[str]:
+    """Yield the line on the gradients that FSDP2 exchanges in a step, and keeps in memory."""
+    layout = job.layout
+    held = 4 * job.built.number / 2**20  # MiB of float32 gradients
+    moved = layout.accumulate * held
+    if job.exact:
+        line = (
+            f"batch.grain under FSDP2: {moved:,.1f} MiB of gradients are exchanged per step, none "
+            "kept whole"
+        )
+        if run.accelerator.mixed_precision in HALF:
+            line += (
+                "; half precision is autocast, and weights are gathered in float32: twice the bytes"
+            )
+        yield line
+    elif layout.accumulate > 1 and job.recipe.machine.sync_each_batch:
+        yield (
+            f"machine.sync_each_batch: {moved:,.1f} MiB of gradients are scattered per step, "
+            "none kept whole"
+        )
+    elif layout.accumulate > 1:
+        yield (
+            f"each process keeps whole gradients between micro-batches: {held:,.1f} MiB; "
+            f"machine.sync_each_batch true keeps none, and scatters {moved:,.1f} MiB per step"
+        )
+
+
+def _promise(job: Job, run: Run, model: nn.Module, seen: Preflight) -> str:
+    """Return the line on how exactly this run can be reproduced, also on another layout."""
+    if job.exact:
+        leaves = job.layout.size // job.layout.each
+        about = computed_by(job.recipe, run.device)
+        return (
+            f"batch.grain {job.layout.each}: bit-identical on 1 to {leaves} processes (powers of "
+            f"two), sharded or not, on the same device ({about['device']}) and versions "
+            f"(torch {about['versions']['torch']}, …)"
+        )
+    if seen.stateful and not seen.moved:
+        return (
+            f"{seen.stateful}, so another parallel layout or a resume trains a different model; "
+            "use torch's global generator, and return copies from a data set"
+        )
+
+    # Is a rerun bit-identical? On a GPU, many kernels add in another order each time.
+    machine = job.recipe.machine
+    deterministic = machine.deterministic and not machine.cudnn_benchmark
+    same = "a rerun on the same layout is bit-identical"
+    if run.device.type == "mps":
+        same = "a rerun may differ by rounding (bit-identical only with machine.device cpu)"
+    elif run.device.type != "cpu" and not deterministic:
+        same += " only with machine.deterministic true"
+        if run.device.type == "cuda":  # which other devices do not support
+            same += " or batch.grain"
+        if machine.cudnn_benchmark:
+            same += ", and without machine.cudnn_benchmark"
+
+    # What differs on another layout? Perhaps only rounding.
+    other = _other_layout(model, seen)
+    if other:
+        return f"{other}; {same}"
+    return (
+        f"any parallel layout gives the same gradients ({_rounding(job, run, model)}), and {same}; "
+        "check: oneloop prove"
+    )
+
+
+def _rounding(job: Job, run: Run, model: nn.Module) -> str:
+    """Return how far the gradients of two layouts are apart."""
+    # Mixed precision, or weights in half precision.
+    precision = run.accelerator.mixed_precision
+    if precision in HALF:
+        return (
+            f"up to the rounding of {precision}, which autocast does at other places than FSDP2; "
+            "1e-6 only in float32"
+        )
+    if precision != "no":
+        return f"up to the rounding of {precision}; 1e-6 only in float32"
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and parameter.element_size() < 4:
+            kind = str(parameter.dtype).removeprefix("torch.")
+            return f"up to the rounding of {kind}, the dtype of weights; 1e-6 only in float32"
+
+    # Wider weights.
+    machine = job.recipe.machine
+    if machine.dtype == "float64":
+        return "relative difference up to 1e-12"
+    if machine.matmul != "highest" and run.device.type == "cuda":
+        return f"relative difference up to 1e-3, with machine.matmul {machine.matmul}"
+    return "relative difference up to 1e-6"
+
+
+def _other_layout(model: nn.Module, seen: Preflight) -> str:
+    """Return why another layout trains a different model; an empty string if it does not."""
+    if not seen.additive:
+        return f"the task declares additive = False: its loss is not a sum over samples; {DEPENDS}"
+    if has_batch_statistics(model):
+        return f"the model has BatchNorm, whose statistics depend on the micro-batch; {DEPENDS}"
+    if seen.moved:
+        return f"a forward in training changes the {seen.moved}: {DEPENDS}"
+    if seen.not_summed:
+        return (
+            f"the gradient of {seen.not_summed} of a batch is not the sum of those of its samples "
+            "(a hook, a custom backward, scale_grad_by_freq, or a small term of the loss): "
+            f"{DEPENDS}"
+        )
+    if has_dropout(model):
+        return "the model has dropout: another parallel layout draws other random numbers"
+    if seen.collate_draws:
+        return (
+            "collate draws random numbers for a whole batch: another parallel layout draws others; "
+            "draw them in data[index] (for collators of transformers: "
+            "oneloop.data.drawn_samples.DrawnSamples)"
+        )
+    if seen.draws:
+        return (
+            "model, loss or collate draw random numbers: another parallel layout draws other "
+            "random numbers"
+        )
+    return ""

@@ -1,0 +1,397 @@
+"""Evaluation metrics besides the loss: sums over samples, and metrics computed from the sums.
+
+A task's ``metrics()`` returns a new :class:`Metrics`, or a ``torchmetrics.MetricCollection``; its
+``update`` feeds it.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from oneloop.basics.wide_sums import WideSum, on_host, widest
+from oneloop.tasks.contrastive import row_blocks
+from oneloop.task_protocol.metric_collection import Collection, as_tensor
+
+
+class Metrics(Protocol):
+    """The metrics of one evaluation."""
+
+    @property
+    def higher_is_better(self) -> Mapping[str, bool | None]:
+        """Metric names, and whether a larger value is better (None: unknown)."""
+
+    def to(self, device: torch.device) -> Any:
+        """Move the sums to the device, and return itself."""
+
+    def sums(self) -> Sequence[Tensor]:
+        """Return the state: tensors that are summed over the ranks before :meth:`compute`.
+
+        They are changed in place.
+        """
+
+    def compute(self) -> Mapping[str, Any]:
+        """Return metrics by name, as numbers or one-element tensors.
+
+        It may add a (classes, classes) confusion matrix.
+        """
+
+
+class ClassCounts:
+    """Accuracy, macro F1, Matthews correlation coefficient, and the confusion matrix.
+
+    With two classes also the F1 of the second. The rows of the matrix are the true classes.
+
+    Args:
+        classes: number of classes.
+        top: k of an additional top-k accuracy (0: none).
+        matrix_limit: maximum number of classes for a confusion matrix.
+    """
+
+    def __init__(self, classes: int, *, top: int = 0, matrix_limit: int = 100) -> None:
+        self.top = top
+        self.higher_is_better: dict[str, bool | None] = {}
+        self.higher_is_better |= {"accuracy": True, "macro_f1": True, "matthews": True}
+        if classes == 2:
+            self.higher_is_better["f1"] = True
+        if top:
+            self.higher_is_better[f"top{top}_accuracy"] = True
+
+        # Tensors without elements stand for metrics that are off.
+        side = classes
+        if classes > matrix_limit:
+            side = 0
+        self._counts = torch.zeros(3, classes, dtype=torch.int64)
+        """true positives, predictions and targets of each class"""
+        self._matrix = torch.zeros(side, side, dtype=torch.int64)
+        self._in_top = torch.zeros(int(bool(top)), dtype=torch.int64)
+
+    def to(self, device: torch.device) -> "ClassCounts":
+        self._matrix = self._matrix.to(device)
+        self._counts = self._counts.to(device)
+        self._in_top = self._in_top.to(device)
+        return self
+
+    def update(self, logits: Tensor, target: Tensor) -> None:
+        """Add samples to the counts, without a host sync.
+
+        Args:
+            logits: (samples, classes).
+            target: (samples,), the true classes; negative targets are ignored. Or (samples,
+                classes), class probabilities; the class with the largest one counts as true.
+        """
+        if target.ndim == 2:
+            target = target.argmax(1)
+        prediction = logits.argmax(1)
+
+        # Multiply by 0 what does not count: boolean indexing would be a host sync.
+        counted = (target >= 0).to(target.dtype)
+        target = target.clamp(min=0)
+        right, predicted, targets = self._counts
+        right.index_add_(0, target, (prediction == target).to(target.dtype) * counted)
+        predicted.index_add_(0, prediction, counted)
+        targets.index_add_(0, target, counted)
+        if self.top:
+            is_in_top = (logits.topk(self.top).indices == target[:, None]).any(1)
+            self._in_top += (is_in_top.to(target.dtype) * counted).sum()
+        if self._matrix.numel():
+            # The entry of a pair of classes in the flattened matrix.
+            self._matrix.view(-1).index_add_(0, target * len(self._matrix) + prediction, counted)
+
+    def sums(self) -> Sequence[Tensor]:
+        return [sums for sums in (self._counts, self._matrix, self._in_top) if sums.numel()]
+
+    def compute(self) -> dict[str, Any]:
+        """Return the metrics by name, and the matrix as ``confusion``."""
+        right, predicted, targets = on_host(self._counts)
+        total = targets.sum()
+
+        # F1 is 2 right / (predicted + targets), averaged over occurring classes (as torchmetrics).
+        f1 = 2 * right / (predicted + targets).clamp(min=1)
+        occurs = predicted + targets > 0
+        metrics: dict[str, Any] = {
+            "accuracy": float(right.sum() / total),
+            "macro_f1": float(f1[occurs].mean()),
+        }
+
+        # The multiclass coefficient of Matthews (Gorodkin 2004); 0 if only one class occurs or is
+        # predicted.
+        covariance = float(right.sum() * total - (predicted * targets).sum())
+        spread_of_predicted = total**2 - (predicted**2).sum()
+        spread_of_targets = total**2 - (targets**2).sum()
+        spread = math.sqrt(float(spread_of_predicted * spread_of_targets))
+        metrics["matthews"] = covariance / spread if spread else 0.0
+
+        # Add what only some tasks have.
+        if len(f1) == 2:
+            metrics["f1"] = float(f1[1])
+        if self.top:
+            metrics[f"top{self.top}_accuracy"] = float(on_host(self._in_top) / total)
+        if self._matrix.numel():
+            metrics["confusion"] = self._matrix
+        return metrics
+
+
+class TextSums:
+    """Perplexity and accuracy per token, bits per byte, and the share of fully correct texts.
+
+    Args:
+        by_bytes: whether the number of bytes of each token is known.
+        whole: whether to count fully correct texts (``exact``).
+    """
+
+    def __init__(self, *, by_bytes: bool = True, whole: bool = False) -> None:
+        self.higher_is_better: dict[str, bool | None] = {"perplexity": False, "accuracy": True}
+        if by_bytes:
+            self.higher_is_better["bits_per_byte"] = False
+        if whole:
+            self.higher_is_better["exact"] = True
+        self._sums = WideSum(6)
+        """nats, tokens, correct tokens, bytes, texts, fully correct texts"""
+
+    def to(self, device: torch.device) -> "TextSums":
+        self._sums = self._sums.to(device)
+        return self
+
+    def update(
+        self,
+        nats: Tensor,
+        tokens: Tensor,
+        *,
+        right: Tensor,
+        text: Tensor | None = None,
+        whole: Tensor | None = None,
+    ) -> None:
+        """Add the sums of a micro-batch, without a host sync.
+
+        Args:
+            nats: summed loss, 0-dim.
+            tokens: number of target tokens, 0-dim.
+            right: number of target tokens with the largest logit, 0-dim.
+            text: number of bytes of the target tokens, 0-dim.
+            whole: (texts,), whether all target tokens of a text are correct.
+        """
+        zero = torch.zeros_like(tokens)
+        if text is None:
+            text = zero
+        sums = [nats, tokens, right, text, zero, zero]
+        if whole is not None:
+            sums[4:] = [zero + len(whole), whole.sum()]
+        self._sums.add(torch.stack([*map(widest, sums)]))
+
+    def sums(self) -> Sequence[Tensor]:
+        return [self._sums.parts]
+
+    def compute(self) -> dict[str, float]:
+        nats, tokens, right, text, texts, whole = self._sums.value().tolist()
+        metrics = {
+            "perplexity": math.exp(min(nats / tokens, 700.0)),  # exp(710) overflows
+            "accuracy": right / tokens,
+        }
+        if "bits_per_byte" in self.higher_is_better:
+            metrics["bits_per_byte"] = _ratio(nats / math.log(2), text)
+        if "exact" in self.higher_is_better:
+            metrics["exact"] = _ratio(whole, texts)
+        return metrics
+
+
+class _Groups:
+    """Documents of equal texts, of which only one counts, and the right ones of equal queries.
+
+    Args:
+        queries: integers (samples,), equal for equal queries.
+        documents: likewise.
+    """
+
+    def __init__(self, queries: Tensor, documents: Tensor) -> None:
+        # Number the distinct texts from 0.
+        distinct, self._query = torch.unique(queries, return_inverse=True)
+        kinds, self._document, copies = torch.unique(
+            documents, return_inverse=True, return_counts=True
+        )
+        self._kinds = len(kinds)
+
+        # The first of several equal documents stands for all. (scatter_reduce would find it, too,
+        # but has no deterministic kernel on a GPU.)
+        index = torch.arange(len(documents), device=documents.device)
+        sorted_ = self._document.argsort(stable=True)
+        first = sorted_[copies.cumsum(0) - copies]
+        self._is_first: Tensor = first[self._document] == index
+
+        # The right documents of each query, and where those of a query begin.
+        pairs = torch.unique(self._query * self._kinds + self._document)
+        self._right = pairs % self._kinds
+        numbers = torch.arange(len(distinct) + 1, device=pairs.device)
+        self._begin = torch.searchsorted(pairs, numbers * self._kinds)
+
+    def counted(self, rows: slice) -> Tensor:
+        """Return which documents count as wrong for the queries of these rows, as booleans."""
+        query = self._query[rows]
+        begin = self._begin[query]
+        count = self._begin[query + 1] - begin
+        row = torch.repeat_interleave(torch.arange(len(query), device=query.device), count)
+        earlier = count.cumsum(0) - count
+        within = torch.arange(len(row), device=row.device) - earlier[row]
+        right = torch.zeros(len(query), self._kinds, dtype=torch.bool, device=query.device)
+        right[row, self._right[begin[row] + within]] = True
+        return self._is_first & ~right[:, self._document]
+
+
+def _ratio(part: float, whole: float) -> float:
+    if not whole:
+        return math.nan
+    return part / whole
+
+
+class Retrieval:
+    """Recall@1, 5 and 10 and mean reciprocal rank of the right document in the whole set.
+
+    The same is computed in the other direction (``reverse_…``). A document that is as similar as
+    the right one counts as more similar.
+
+    Args:
+        group: rank distinct documents. Copies of a document count once, and each document that
+            belongs to an equal query is right. False: only the documents of samples with the same
+            number as the query are left out, and each copy counts.
+    """
+
+    def __init__(self, *, group: bool = False) -> None:
+        self.group = group
+        self.higher_is_better: dict[str, bool | None] = {}
+        for direction in ("", "reverse_"):
+            for name in ("recall@1", "recall@5", "recall@10", "mrr"):
+                self.higher_is_better[direction + name] = True
+        self._sums = [WideSum(5), WideSum(5)]
+        """by direction: the sum of each metric, in this order, and the number of queries"""
+
+    def to(self, device: torch.device) -> "Retrieval":
+        self._sums = [sums.to(device) for sums in self._sums]
+        return self
+
+    def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
+        """Add a set of pairs: query and right document have the same index.
+
+        Call it with the whole set.
+
+        Args:
+            queries: (samples, width).
+            documents: (samples, width); the similarity is the scalar product.
+            ids: integers (samples,). Documents of samples with the same number are not counted as
+                wrong. With ``group`` there are two: equal texts of queries, and of documents, have
+                equal numbers.
+        """
+        self._add(self._sums[0], queries, documents, ids)
+        self._add(self._sums[1], documents, queries, [*ids][::-1])
+
+    def _add(
+        self, sums: WideSum, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]
+    ) -> None:
+        """Add the pairs to the ``sums`` of one direction, in place."""
+        groups = _Groups(*ids) if self.group else None
+        for rows in row_blocks(len(queries), len(documents)):
+            # Find the documents that are more similar than the right one, or as similar, or NaN.
+            similarity = queries[rows] @ documents.T
+            right = similarity.diagonal(rows.start)[:, None]
+            before = ~(similarity < right)
+
+            # Leave out duplicates of the right document, and the right one.
+            for id_ in ids:
+                before &= id_[rows, None] != id_
+            before.diagonal(rows.start).fill_(False)
+            if groups is not None:
+                before &= groups.counted(rows)
+            rank = widest(1 + before.sum(1))
+            recalls = [(rank <= k).sum() for k in (1, 5, 10)]
+            count = rank.new_full((), len(rank))
+            sums.add(torch.stack([*recalls, (1 / rank).sum(), count]))
+
+    def sums(self) -> Sequence[Tensor]:
+        return [sums.parts for sums in self._sums]
+
+    def compute(self) -> dict[str, float]:
+        sums = torch.stack([sums.value() for sums in self._sums])
+        means = sums[:, :4] / sums[:, 4:]
+        return dict(zip(self.higher_is_better, means.flatten().tolist(), strict=True))
+
+
+def prefix(name: str) -> str:
+    """Return the prefix of the metrics of a set: ``eval`` for validation, else its name."""
+    return "eval" if name == "validation" else name
+
+
+def adapted(metrics: Any) -> Metrics:
+    """Return the metrics of a task as :class:`Metrics`.
+
+    Args:
+        metrics: the result of its ``metrics()``: a MetricCollection or :class:`Metrics`.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if has_sums(metrics):
+        return metrics  # type: ignore[no-any-return]
+    if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
+        raise ValueError(
+            f"task: metrics() returned a {type(metrics).__name__}, expected "
+            "torchmetrics.MetricCollection or oneloop.task_protocol.evaluation_metrics.Metrics (compute, "
+            "to, sums, higher_is_better)"
+        )
+    return Collection(metrics)
+
+
+def has_sums(metrics: Any) -> bool:
+    """Return whether metrics are :class:`Metrics`; a collection may have a metric of that name."""
+    if isinstance(metrics, nn.Module):
+        metrics = type(metrics)
+    return callable(getattr(metrics, "sums", None))
+
+
+def directions(task: object) -> dict[str, bool | None]:
+    """Return the names of a task's evaluation metrics, and whether a larger value is better.
+
+    The names are those of :func:`oneloop.evaluation.evaluate`. Raise ValueError if a metric
+    computes several values without names, or has the name of the loss.
+    """
+    known: dict[str, bool | None] = {"loss": False}
+    if hasattr(task, "metrics"):
+        own = adapted(task.metrics()).higher_is_better
+        _check_names(own)
+        known |= own
+    return known
+
+
+def scalars(computed: Mapping[str, Any]) -> dict[str, float]:
+    """Return the scalar metrics, without matrices. Raise ValueError if one is named ``loss``."""
+    _check_names(computed)
+    values = {name: as_tensor(name, value) for name, value in computed.items()}
+    return {name: float(value) for name, value in values.items() if not _is_table(value)}
+
+
+def _check_names(names: Iterable[str]) -> None:
+    """Raise ValueError if a metric would replace the loss of an evaluation."""
+    for name in names:
+        if name == "loss" or name.startswith("loss/"):
+            raise ValueError(
+                f"the metric {name!r} has the name of the loss of each evaluation; rename it in "
+                "metrics()"
+            )
+
+
+def confusion(task: object, computed: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the confusion matrix with class names; None if there is none, or one per label."""
+    table = None
+    for value in computed.values():
+        if _is_table(value) and value.ndim == 2:
+            table = value
+    if table is None:
+        return None
+    names = [*map(str, getattr(task, "classes", ()))]
+    if len(names) != len(table):
+        names = [*map(str, range(len(table)))]
+    return {"classes": names, "counts": table.tolist()}
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.numel() > 1

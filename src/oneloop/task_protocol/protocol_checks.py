@@ -1,0 +1,382 @@
+"""Checks of the task protocol on real samples.
+
+They call each method as a run calls it, and report what is wrong.
+
+>>> contract = Contract(task)
+>>> batch = contract.collated(samples)
+>>> weight = contract.weight(batch)
+>>> loss, outputs = contract.loss(model, batch)
+"""
+
+import inspect
+import json
+import math
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from oneloop.basics.exit_codes import BadInput, Inexact
+from oneloop.basics.extras import how_to_install
+from oneloop.task_protocol.evaluation_metrics import adapted, scalars
+from oneloop.task_protocol.metric_collection import Collection, not_logged, on_device
+
+_ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
+    "model": (),
+    "train_set": (),
+    "eval_sets": (),
+    "metrics": (),
+    "state_dict": (),
+    "collate": ("samples",),
+    "weight": ("batch",),
+    "loss": ("model", "batch"),
+    "save": ("model", "folder"),
+    "update": ("metrics", "batch", "outputs"),
+    "show": ("sample", "outputs"),
+    "generate": ("model", "batch"),
+    "load_state_dict": ("state",),
+    "embed": ("model", "batch"),
+    "batch_loss": ("parts", "columns"),
+}
+
+
+def named(task: Any, member: str) -> str:
+    """Return where a task's member is defined: ``my_task.py:23: Sines.loss``.
+
+    If it is defined elsewhere, return the line of the class.
+    """
+    kind = type(task)
+    code = getattr(getattr(kind, member, None), "__code__", None)
+    try:
+        file = inspect.getsourcefile(kind)
+        if code and code.co_filename == file:
+            line = code.co_firstlineno
+        else:
+            _, line = inspect.getsourcelines(kind)
+        return f"{file}:{line}: {kind.__name__}.{member}"
+    except (TypeError, OSError):  # a class that was typed into an interpreter
+        return f"{kind.__name__}.{member}"
+
+
+def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
+    """Return the result of ``call``, which runs the task's code.
+
+    Out-of-memory errors are raised unchanged.
+
+    Args:
+        task: the task.
+        member: name of the method that is called.
+        call: calls it.
+
+    Raises:
+        BadInput: the call raised an exception; the message has its file and line.
+    """
+    try:
+        return call()
+    except (BadInput, Inexact, torch.OutOfMemoryError, MemoryError):
+        raise
+    except Exception as error:
+        if "DefaultCPUAllocator" in str(error):
+            raise
+        if isinstance(error, ValueError | ImportError) and _by_oneloop(task, error):
+            # A packaged task's message is for the user already.
+            raise BadInput(f"{error}{how_to_install(error)}") from error
+        raise BadInput(
+            f"{named(task, member)} failed: {type(error).__name__}: {error} "
+            f"({_source_line(task, error)}){how_to_install(error)}"
+        ) from error
+
+
+def _by_oneloop(task: Any, error: Exception) -> bool:
+    """Whether the code of a packaged task raised the error."""
+    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return type(task).__module__.startswith("oneloop.") and raised.is_relative_to(
+        Path(__file__).parents[1]
+    )
+
+
+def _source_line(task: Any, error: Exception) -> str:
+    """Return file and line of the innermost frame in the task's file.
+
+    If there is none, return those of the innermost frame.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    try:
+        own = inspect.getsourcefile(type(task))
+    except TypeError:
+        own = None
+    frame = next((frame for frame in reversed(frames) if frame.filename == own), frames[-1])
+    return f"{frame.filename}:{frame.lineno}"
+
+
+def check_signatures(task: Any) -> None:
+    """Check that a run can call the task's methods. Raise BadInput with file, line and method."""
+    # Bind the arguments of a run to each method.
+    for member, arguments in _ARGUMENTS.items():
+        method = getattr(task, member, None)
+        if not callable(method):
+            continue
+        try:
+            inspect.signature(method).bind(*arguments)
+        except TypeError as error:
+            raise BadInput(
+                f"{named(task, member)} must accept the arguments ({', '.join(arguments)}): "
+                f"{error}; write def {member}({', '.join(('self', *arguments))})"
+            ) from None
+        except ValueError:  # a C function has no signature
+            continue
+
+    # Check the attributes.
+    sample_weight = getattr(task, "sample_weight", None)
+    unit = getattr(task, "unit", "samples")
+    number = isinstance(sample_weight, int | float) and not isinstance(sample_weight, bool)
+    if sample_weight is not None and not (number and 0 < sample_weight < math.inf):
+        raise BadInput(
+            f"{named(task, 'sample_weight')} must be a positive number or None, got "
+            f"{sample_weight!r}"
+        )
+    if unit not in ("samples", "tokens"):
+        raise BadInput(f'{named(task, "unit")} must be "samples" or "tokens", got {unit!r}')
+
+
+class Contract:
+    """Calls and checks a task's methods.
+
+    Every method raises BadInput with file, line and method, what it returned and how to fix it.
+
+    Args:
+        task: the task.
+    """
+
+    def __init__(self, task: Any) -> None:
+        self.task = task
+        self.whole = hasattr(task, "batch_loss")
+        """whether the loss is over the whole global batch"""
+        self.additive = bool(getattr(task, "additive", True)) and not self.whole
+        """whether the task declares that the loss of a batch is the sum of its samples' losses"""
+        self.draws = False  # whether a call drew random numbers
+        self.collate_draws = False  # whether one of collate did
+        self._keys: list[str] | None = None
+
+    def wrong(self, member: str, returned: str, fix: str) -> BadInput:
+        """Return the error for a method that returned something wrong.
+
+        Args:
+            member: name of the method.
+            returned: what it returned; continues the method's name.
+            fix: what to do about it.
+        """
+        return BadInput(f"{named(self.task, member)} {returned}; {fix}")
+
+    def state(self) -> Any:
+        """Return the task's state_dict() as it is after a checkpoint (JSON) round trip."""
+        state = theirs(self.task, "state_dict", self.task.state_dict)
+        try:
+            if not isinstance(state, dict):
+                raise TypeError(f"{_describe(state)} is not a dict")
+            return json.loads(json.dumps(state))
+        except (TypeError, ValueError) as error:
+            raise self.wrong(
+                "state_dict",
+                f"cannot be saved as it is ({error})",
+                "return a dict of numbers, texts, lists and dicts; tensors belong into buffers of "
+                "the model",
+            ) from None
+
+    def collated(self, samples: Sequence[Any]) -> dict[str, Any]:
+        """Return a batch; check that it is a dict with the same keys in every call."""
+        batch = theirs(self.task, "collate", lambda: self.task.collate(list(samples)))
+        if not isinstance(batch, dict) or not all(isinstance(name, str) for name in batch):
+            raise self.wrong(
+                "collate", f"returned {_describe(batch)}", "return a dict of tensors by name"
+            )
+        keys = sorted(batch)
+        if self._keys is not None and keys != self._keys:
+            raise self.wrong(
+                "collate",
+                f"returned the keys {', '.join(keys)} for {len(samples)} samples, "
+                f"{', '.join(self._keys)} before",
+                "return the same keys each time",
+            )
+        self._keys = keys
+        return batch
+
+    def weight(self, batch: Mapping[str, Any], *, samples: int, trained: bool = True) -> float:
+        """Return the weight of a batch.
+
+        Args:
+            batch: a batch of ``collate``.
+            samples: number of its samples.
+            trained: it is for training: check its weight against ``sample_weight``.
+        """
+        fix = (
+            "return a 0-dim tensor on the host: the number of samples or target tokens in the batch"
+        )
+        # Check the type. (A tensor on a device would be a host sync.)
+        result = theirs(self.task, "weight", lambda: self.task.weight(batch))
+        if not isinstance(result, Tensor) or result.ndim or result.is_complex():
+            raise self.wrong("weight", f"returned {_describe(result)}", fix)
+        if result.requires_grad or result.device.type != "cpu":
+            problem = "with a gradient" if result.requires_grad else f"on {result.device}"
+            raise self.wrong("weight", f"returned a tensor {problem}", fix)
+
+        # Check the value.
+        weight = float(result)
+        if not 0 <= weight < math.inf:
+            raise self.wrong("weight", f"returned {weight}", "a weight is finite and never below 0")
+        each = getattr(self.task, "sample_weight", None)
+        if trained and each is not None and not math.isclose(weight, each * samples, rel_tol=1e-6):
+            raise self.wrong(
+                "weight",
+                f"returned {weight:g} for {samples} samples, but sample_weight is {each:g}",
+                "remove sample_weight, or return the same value from weight",
+            )
+        return weight
+
+    def loss(self, model: Any, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """Return the summed loss and the outputs.
+
+        A whole-batch loss is computed for this batch on its own.
+        """
+        member = "batch_loss" if self.whole else "loss"
+        return self._loss(member, lambda: self.task.loss(model, batch))
+
+    def batch_loss(self, parts: Mapping[str, Tensor], columns: Mapping[str, Tensor]) -> Tensor:
+        """Return the summed loss of a whole batch."""
+        return self._loss("batch_loss", lambda: self.task.batch_loss(parts, columns))[0]
+
+    def _loss(self, member: str, call: Callable[[], Any]) -> tuple[Tensor, dict[str, Any]]:
+        fix = (
+            "return (loss, outputs): the SUM of the losses as a 0-dim tensor, and a dict of "
+            "detached tensors"
+        )
+
+        # Check the types.
+        result = theirs(self.task, member, call)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise self.wrong(member, f"returned {_describe(result)}", fix)
+        loss, outputs = result
+        if not isinstance(loss, Tensor) or loss.ndim or not loss.is_floating_point():
+            raise self.wrong(member, f"returned {_describe(loss)} as the loss", fix)
+        if outputs is not None and not isinstance(outputs, Mapping):
+            raise self.wrong(member, f"returned {_describe(outputs)} as the outputs", fix)
+
+        # Check that it can be trained.
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise self.wrong(
+                member,
+                "returned a loss without a gradient in training",
+                "compute it from the model's outputs, without detach(), .item() or torch.no_grad()",
+            )
+        return loss, dict(outputs or {})
+
+    def check_metrics(
+        self, batch: Mapping[str, Any], outputs: Mapping[str, Any], device: torch.device
+    ) -> list[str]:
+        """Check metrics() and update() with a batch, if the task has them.
+
+        Args:
+            batch: a batch of ``collate``, on the device.
+            outputs: the outputs of its loss.
+            device: device of the metrics.
+
+        Returns:
+            Lines about values that are neither logged nor drawn.
+        """
+        if not hasattr(self.task, "metrics"):
+            return []
+        metrics = theirs(self.task, "metrics", lambda: on_device(self.task.metrics(), device))
+        theirs(self.task, "update", lambda: self.task.update(metrics, batch, outputs))
+        try:
+            computed = metrics.compute()
+        except Exception:
+            return []  # a few samples may not suffice
+        if not isinstance(computed, Mapping):
+            raise self.wrong(
+                "metrics",
+                f"computes {_describe(computed)}",
+                "let compute return a dict of named metrics",
+            )
+        known = adapted(metrics)
+        values = known.compute()
+        scalars(values)  # raises ValueError if a value is not a number
+        left_out = known.left_out() if isinstance(known, Collection) else []
+        return [*left_out, *not_logged(values)]
+
+    @staticmethod
+    def is_double(once: float, twice: float, tolerance: float) -> bool:
+        """Whether ``twice`` is 2 x ``once``, up to the relative tolerance.
+
+        True if a value is not finite.
+        """
+        finite = math.isfinite(once) and math.isfinite(twice)
+        return not finite or abs(twice - 2 * once) <= tolerance * abs(2 * once)
+
+    def check_doubling(self, member: str, once: float, twice: float, tolerance: float) -> None:
+        """Check that a batch with a sample twice has twice the value of the sample.
+
+        Args:
+            member: ``weight`` or ``loss``.
+            once: value for one sample.
+            twice: value for a batch with this sample twice.
+            tolerance: relative tolerance for rounding.
+        """
+        if self.is_double(once, twice, tolerance):
+            return
+
+        # Name the likely reason: twice the same value is a mean.
+        if member == "weight":
+            fix = "the weight of a batch is the sum of its samples'"
+        elif abs(twice - once) <= tolerance * abs(once):
+            fix = (
+                "that is a mean: return the SUM over samples (reduction='sum'); the loop divides "
+                "once, by the weight"
+            )
+        else:
+            fix = (
+                "another parallel layout would train a different model: return the sum of the "
+                "samples' losses."
+                " If that is impossible (contrastive losses, mixup), set additive = False in "
+                "the class"
+            )
+        raise self.wrong(
+            member,
+            f"returned {once:.6g} for a sample and {twice:.6g} for the same sample twice",
+            fix,
+        )
+
+    def wrong_sum(self, whole: float, parts: Sequence[float], mode: str) -> BadInput:
+        """Return the error for a batch whose loss is not the sum of the losses of its parts.
+
+        Args:
+            whole: loss of the batch.
+            parts: losses of its parts.
+            mode: of the model, in words.
+        """
+        # Print enough digits to show the difference.
+        total = math.fsum(parts)
+        apart = abs(whole - total) / max(abs(whole), abs(total))
+        digits = min(15, max(6, 2 - math.floor(math.log10(apart))))
+        losses = " + ".join(f"{part:.{digits}g}" for part in parts)
+        return self.wrong(
+            "loss",
+            f"returned {whole:.{digits}g} {mode} for samples whose losses are {losses}",
+            "another parallel layout would train a different model: let each sample's loss "
+            "depend only on that sample."
+            " If that is impossible (auxiliary losses, batch statistics, mixup), set additive "
+            "= False in the class",
+        )
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        shape = "0-dim" if not value.ndim else f"of shape {tuple(value.shape)}"
+        return f"a tensor {shape}, {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    if value is None:
+        return "None"
+    return f"a {type(value).__name__}"

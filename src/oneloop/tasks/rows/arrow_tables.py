@@ -1,0 +1,289 @@
+"""Rows in memory-mapped Arrow files of ``datasets``.
+
+They come from JSON Lines, csv and Arrow files, image folders, and data sets of the hub.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oneloop.basics.progress import Working
+from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
+from oneloop.tasks.rows.csv_json import MIXED, Converted, converted
+from oneloop.tasks.rows.find_files import SPLITS, Found
+from oneloop.tasks.rows.image_rows import image_rows, metadata_of
+from oneloop.tasks.rows.rows import FINDINGS, Row
+
+_BATCH = 1000  # rows per Arrow array of a column
+
+
+class Table:
+    """The rows of a ``datasets.Dataset``.
+
+    Args:
+        dataset: the data set.
+        content: its fingerprint.
+        name: its name in messages.
+        about: how its rows seem to be stored, for the message that there are too few.
+    """
+
+    def __init__(
+        self, dataset: Any, content: Mapping[str, Any], name: str, about: str = ""
+    ) -> None:
+        self.dataset = dataset
+        self.content = content
+        self.name = name
+        self.about_rows = about
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        return dict(self.dataset.features)
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        row: Row = self.dataset[int(index)]
+        return row
+
+    def where(self, index: int) -> str:
+        # Report the row of the file, also after select().
+        mapping = self.dataset._indices
+        row = index if mapping is None else mapping.column(0)[int(index)].as_py()
+        return f"{self.name}, row {row}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"length": len(self), "columns": sorted(self.types), **self.content}
+
+    def values(self, column: str) -> Iterator[Any]:
+        """Yield the column as Arrow arrays, in row order."""
+        plain = self.dataset.with_format("arrow", columns=[column])
+        for start in range(0, len(self), _BATCH):
+            yield plain[start : start + _BATCH][column].combine_chunks()
+
+    def select(
+        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
+    ) -> "Table":
+        rows = np.delete(np.arange(len(self)), indices) if exclude else indices
+        cache_file = str(index_file) if index_file else None
+        dataset = self.dataset.select(rows, indices_cache_file_name=cache_file)
+        content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
+        return Table(dataset, content, self.name)
+
+
+def tables(
+    found: Found, columns: Sequence[str], *, skipped: list[str] | None = None
+) -> dict[str, Table]:
+    """Return the files' rows by split; JSON Lines and CSV are converted once, in the cache.
+
+    Args:
+        found: the files.
+        columns: the columns to keep.
+        skipped: gets the positions and reasons of the rows that cannot be read, which are left
+            out; None: they are an error.
+
+    Raises:
+        ValueError: a file or row cannot be read, or a column is missing.
+    """
+    made = {}
+    for split, files in found.parts.items():
+        made[split] = _table(found, split, files, columns, skipped)
+    return made
+
+
+def _table(
+    found: Found,
+    split: str,
+    files: Sequence[Path],
+    columns: Sequence[str],
+    skipped: list[str] | None,
+) -> Table:
+    name = str(files[0] if len(files) == 1 else found.root)
+    described = [*files]
+    if found.kind == "image":
+        described += metadata_of(found)
+    content = content_of(described, found.root)
+    made: Converted | None = None
+    with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
+        dataset = None
+        if found.kind == "image":
+            dataset, changed = image_rows(found, split, columns)
+            content |= changed
+        elif found.kind == "arrow":
+            dataset = _mapped(files)
+        if dataset is None:
+            made = converted(found, split, files, content)
+            dataset = made.dataset
+    if split:
+        content["part"] = split
+    about = made.about if made else ""
+    table = Table(with_columns(dataset, columns, name, about), content, name, about)
+    return _readable(table, made.unreadable, columns, skipped) if made else table
+
+
+def _readable(
+    table: Table,
+    unreadable: Sequence[tuple[int, str, str, str | None]],
+    columns: Sequence[str],
+    skipped: list[str] | None,
+) -> Table:
+    """Return the table without the rows that cannot be read, or raise an error about them.
+
+    Values of columns that are not read do not count.
+    """
+    bad: dict[int, tuple[str, str]] = {}  # position and reason by row
+    for index, where, why, column in unreadable:
+        if column is None or column in columns:
+            bad.setdefault(index, (where, why))
+    if not bad:
+        return table
+    reasons = [f"{where}: {why}" for where, why in bad.values()]
+    findings = FINDINGS.get()
+    if findings is not None:
+        findings.left_out += len(bad)
+        findings.unusable += bad.values()
+    elif skipped is None:
+        raise ValueError(
+            f"{len(bad):,} rows cannot be read, the first: {reasons[0]}; correct it, or set "
+            "task.unreadable skip to train without such rows"
+        )
+    elif len(bad) == len(table):
+        raise ValueError(f"{table.name}: no row can be read, the first: {reasons[0]}; correct it")
+    else:
+        skipped += reasons
+    return table.select(np.array(sorted(bad), dtype=np.int64), exclude=True)
+
+
+def _mapped(files: Sequence[Path]) -> Any:
+    """Memory-map Arrow files that ``datasets`` wrote; return None if one has another format."""
+    import pyarrow
+    from datasets import Dataset, concatenate_datasets
+
+    try:
+        return concatenate_datasets([Dataset.from_file(str(file)) for file in files])
+    except (pyarrow.ArrowInvalid, OSError):
+        return None
+
+
+def with_columns(dataset: Any, columns: Sequence[str], name: str, about: str = "") -> Any:
+    """Return the data set with only these columns, images and sounds as stored.
+
+    Args:
+        dataset: a ``datasets.Dataset``.
+        columns: names of the columns.
+        name: name of the data set in messages.
+        about: more about its columns, for the message about a missing one.
+
+    Raises:
+        ValueError: a column is missing, or holds several types.
+    """
+    from datasets import Audio, Image
+
+    for column in columns:
+        if dataset.column_names.count(column) != 1:
+            raise no_column(name, column, dataset.column_names, about)
+        wrong = getattr(dataset.features[column], "id", None) or ""
+        if wrong.startswith(MIXED):
+            raise ValueError(f"{name}: column {column!r} {wrong}")
+    dataset = dataset.select_columns(list(columns))
+    for column, feature in dataset.features.items():
+        if isinstance(feature, Image | Audio):
+            dataset = dataset.cast_column(column, type(feature)(decode=False))
+    return dataset
+
+
+class NoColumn(ValueError):
+    """The rows have no column of that name.
+
+    Args:
+        name: name of the rows in the message.
+        column: the missing column.
+        known: the columns that exist.
+        about: more about them.
+    """
+
+    def __init__(self, name: str, column: str, known: Sequence[str], about: str = "") -> None:
+        super().__init__(f"{name} has no column {column!r}; it has {', '.join(known)}{about}")
+        self.column = column
+
+
+def no_column(name: str, column: str, known: Sequence[str], about: str = "") -> ValueError:
+    """Return the error for a column that is missing or occurs twice.
+
+    Args:
+        name: name of the rows in the message.
+        column: the column.
+        known: the columns that exist.
+        about: more about them.
+    """
+    if column in known:
+        return ValueError(f"{name} has two columns {column!r}; rename one of them")
+    return NoColumn(name, column, known, about)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Silence ``datasets``.
+
+    Its progress bars appear on every rank, and it logs errors that it also raises.
+    """
+    import datasets
+
+    shown = datasets.is_progress_bar_enabled()
+    level = datasets.logging.get_verbosity()
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    try:
+        yield
+    finally:
+        datasets.logging.set_verbosity(level)
+        if shown:
+            datasets.enable_progress_bars()
+
+
+def hub(name: str, columns: Sequence[str]) -> dict[str, Table]:
+    """Open a data set of the hub by its own splits.
+
+    Args:
+        name: ``NAME[:CONFIG][@REVISION]``.
+        columns: the columns to keep.
+
+    Raises:
+        ValueError: the data set, its training split or a column is missing.
+    """
+    from datasets import load_dataset_builder
+
+    if not name.strip(":@ "):
+        raise ValueError(
+            "task.data hf: has no data set name; write hf:NAME, hf:NAME:CONFIG or hf:NAME@REVISION"
+        )
+
+    # Other processes wait for the download, and then read the local copy.
+    wanted, _, revision = name.partition("@")
+    path, _, config = wanted.partition(":")
+    with alone(f"hub/{key_of(name)}"), quiet(), Working(f"loading {name}"):
+        try:
+            builder = load_dataset_builder(path, config or None, revision=revision or None)
+            builder.download_and_prepare()
+            loaded = builder.as_dataset()
+        except Exception as error:  # datasets passes on any error of its file system
+            raise ValueError(
+                f"data set {name!r} cannot be loaded: {type(error).__name__}: {error}"
+            ) from error
+    if not any(SPLITS.get(split) == "train" for split in loaded):
+        raise ValueError(
+            f"data set {name!r} has no training split; its splits are {', '.join(loaded)}"
+        )
+
+    # Keep the splits with known names, under oneloop's names.
+    splits = {}
+    for hub_split, rows in loaded.items():
+        if hub_split in SPLITS:
+            content = {"hub": path, "config": config, "commit": builder.hash, "split": hub_split}
+            kept = with_columns(rows, columns, f"data set {name!r}")
+            splits[SPLITS[hub_split]] = Table(kept, content, f"{name} {hub_split}")
+    return splits

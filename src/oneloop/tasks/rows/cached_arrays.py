@@ -1,0 +1,184 @@
+"""Arrays of different lengths: computed once per row on all cores, cached and memory-mapped."""
+
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oneloop.basics.progress import tracked
+from oneloop.basics.system.processes import die_with, usable_cores
+from oneloop.basics.system.signals import on_stops
+from oneloop.basics.system.start_methods import spawns, start_context
+from oneloop.basics.untrusted import delete
+from oneloop.tasks.rows.cache import alone, key_of
+from oneloop.tasks.rows.rows import FINDINGS, Row, Rows, unusable
+
+Make = Callable[[Row], NDArray[np.int32]]
+# arrays of a shard's rows; index and error of each invalid row
+ShardResult = tuple[list[Any], list[tuple[int, str]]]
+_SHARD = 2000  # rows per task of a worker process
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Concatenated arrays of different lengths."""
+
+    values: NDArray[np.int32]
+    ends: NDArray[np.int64]  # end of each array in ``values``
+    skipped: Sequence[tuple[int, str]] = ()  # index and error of each omitted row
+
+
+def ragged(
+    rows: Rows,
+    make: Make,
+    *,
+    made_by: Any,
+    what: str,
+    skip: bool = False,
+    empty: bool = False,
+    shard: int = _SHARD,
+) -> Ragged:
+    """Return the arrays that ``make`` returns for each row, cached by the rows' content.
+
+    ``oneloop check`` collects the invalid rows in its findings.
+
+    Args:
+        rows: the rows.
+        make: converts a row to an array; raises ValueError if the row is invalid.
+        made_by: JSON values that describe ``make``: a part of the cache key.
+        what: label of the progress bar.
+        skip: omit invalid rows, unless every row is invalid.
+        empty: with ``skip``, omit them even then.
+        shard: rows per task of a process.
+
+    Raises:
+        ValueError: a row is invalid, with its position.
+    """
+    checks = FINDINGS.get() is not None
+    allowed = 0  # invalid rows
+    if skip or checks:
+        allowed = len(rows) if empty or checks else len(rows) - 1
+    with alone(f"made/{key_of(rows.fingerprint(), made_by)}") as path:
+        if not (path / "ends.npy").exists():
+            draft = path.with_suffix(f".{os.getpid()}.draft")
+            delete(draft, inside=path.parent)
+            draft.mkdir()
+            try:
+                _write_arrays(rows, make, draft, what, allowed=allowed, shard=shard)
+                delete(path, inside=path.parent)
+                draft.rename(path)
+            finally:
+                delete(draft, inside=path.parent)
+
+    ends: NDArray[np.int64] = np.load(path / "ends.npy", mmap_mode="r")
+    values: NDArray[np.int32] = np.zeros(0, np.int32)
+    if len(ends) and ends[-1]:  # an empty file cannot be mapped
+        values = np.memmap(path / "values.bin", np.int32, "r")
+
+    # Report the invalid rows, also those that an earlier call has cached.
+    skipped = json.loads((path / "skipped.json").read_text())
+    if len(skipped) > allowed and skip:  # oneloop check has cached that every row is invalid
+        raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
+    if not skip or (checks and not empty):  # with ``empty``, the caller reports them
+        for index, why in skipped:
+            unusable(rows.where(index), f": {why}")
+    return Ragged(values, ends, skipped)
+
+
+def _write_arrays(
+    rows: Rows, make: Make, folder: Path, what: str, *, allowed: int, shard: int
+) -> None:
+    """Write values.bin, ends.npy and skipped.json; stop above ``allowed`` invalid rows."""
+    shards = []
+    for start in range(0, len(rows), shard):
+        shards.append(range(start, min(start + shard, len(rows))))
+    lengths = list[int]()
+    skipped = list[tuple[int, str]]()
+    with (folder / "values.bin").open("wb") as file:
+        for arrays, invalid in tracked(in_order(rows, make, shards), what, total=len(shards)):
+            skipped += invalid
+            if len(skipped) > allowed:
+                raise ValueError(f"{rows.where(skipped[0][0])}: {skipped[0][1]}")
+            lengths += [len(array) for array in arrays]
+            if arrays:
+                np.concatenate(arrays).tofile(file)
+    (folder / "skipped.json").write_text(json.dumps(skipped))
+    np.save(folder / "ends.npy", np.cumsum(lengths, dtype=np.int64))
+
+
+def in_order(rows: Any, make: Callable[[Any], Any], shards: list[range]) -> Iterator[ShardResult]:
+    """Yield the results of ``make`` for the rows of each shard, computed on all cores.
+
+    Args:
+        rows: a sequence of rows.
+        make: converts a row; a ValueError marks the row as invalid.
+        shards: indices of the rows of each task.
+    """
+    cores = min(usable_cores(), len(shards))
+    # A daemon may not start processes.
+    here = partial(_make_shard, rows, make)
+    if cores == 1 or multiprocessing.current_process().daemon or not _can_send(rows, make):
+        yield from map(here, shards)
+        return
+
+    pool = ProcessPoolExecutor(
+        cores,
+        start_context(alone=True),
+        initializer=_begin_worker,
+        initargs=(os.getpid(), rows, make),
+    )
+    with pool:
+        try:
+            yield from pool.map(_make_here, shards)
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _can_send(rows: Any, make: Callable[[Any], Any]) -> bool:
+    """Return whether the processes of a pool get the rows and the function."""
+    if not spawns():
+        return True
+    try:
+        # The processes do not import a script that is running, which may have no guard.
+        return b"__main__" not in pickle.dumps((rows, make))
+    except (AttributeError, TypeError, pickle.PicklingError):
+        return False
+
+
+_given: list[Any] = []  # in a process of the pool: its rows and function
+
+
+def _begin_worker(parent: int, rows: Any, make: Callable[[Any], Any]) -> None:
+    """Ignore stop signals and end with the parent, which decides whether to stop."""
+    on_stops(signal.SIG_IGN)
+    die_with(parent)
+    _given[:] = [rows, make]
+
+
+def _make_here(shard: range) -> ShardResult:
+    """:func:`_make_shard` with the rows and the function of this process."""
+    rows, make = _given
+    return _make_shard(rows, make, shard)
+
+
+def _make_shard(rows: Any, make: Callable[[Any], Any], shard: range) -> ShardResult:
+    """Return the arrays of these rows, and index and error of the invalid ones."""
+    arrays = []
+    invalid = []
+    for index in shard:
+        row = rows[index]
+        try:
+            arrays.append(make(row))
+        except ValueError as error:
+            invalid.append((index, str(error)))
+    return arrays, invalid

@@ -1,0 +1,386 @@
+"""Files of text rows (JSON Lines, csv) as memory-mapped Arrow.
+
+They are converted once, and cached by content.
+"""
+
+import glob
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from oneloop.basics.files import replacing
+from oneloop.basics.progress import Working
+from oneloop.basics.untrusted import delete
+from oneloop.tasks.rows.cache import alone, checksum_of, key_of
+from oneloop.tasks.rows.file_rows import FileRow, about_one_object, csv_columns, file_rows
+from oneloop.tasks.rows.find_files import Found
+
+_JsonRows = Sequence[Mapping[str, Any]]
+_Entry = tuple[int, int, int, str, str | None]  # index, file, line, reason and column of a row
+_VERSION = 5  # version of the conversion; increase it if the result for the same files changes
+OBJECTS = "JSON objects"  # ``id`` of the type of a column that holds objects as JSON text
+MIXED = "must hold values of one type"  # begin of the ``id`` of a column with several types
+_ROWS = 1000  # rows of a batch
+_DEEPEST = 30  # most lists within each other; Arrow allows about twice as many
+_STARTED = time.time()  # of this process
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Rows of text files in Arrow, and what the conversion noticed.
+
+    Args:
+        dataset: the ``datasets.Dataset``, with nulls in place of what cannot be read.
+        unreadable: index, position, reason and column of each row that cannot be read; column None:
+            the whole row.
+        about: how the rows seem to be stored, if the file is one JSON object; for messages.
+    """
+
+    dataset: Any
+    unreadable: Sequence[tuple[int, str, str, str | None]]
+    about: str
+
+
+def converted(
+    found: Found, split: str, files: Sequence[Path], content: Mapping[str, Any]
+) -> Converted:
+    """Convert files once to a ``datasets.Dataset`` that is cached by content.
+
+    Verify its checksum once per host and start; rebuild a damaged table. CSV values stay text:
+    ``007`` stays ``007``, an empty field is an empty text.
+
+    Args:
+        found: the data set of the files, for its kind and its path in messages.
+        split: name of the split.
+        files: the files of the split.
+        content: their content, as :func:`oneloop.tasks.rows.cache.content_of` returns it.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    import pyarrow
+    from datasets import Dataset
+
+    filled = [file for file in files if file.stat().st_size]
+    if not filled:
+        raise ValueError(f"{found.root}: {files[0].name} is empty")
+    with alone(f"tables/{key_of(_VERSION, found.kind, split, content)}.arrow") as path:
+        # Try twice: a table that cannot be opened is rebuilt once.
+        checksum_file = path.with_suffix(".xxh3")
+        report_file = path.with_suffix(".json")
+        for again in (False, True):
+            if path.exists() and not _intact(path, checksum_file):
+                path.unlink()
+            if not path.exists():
+                _convert(found, filled, path, checksum_file, report_file)
+            try:
+                dataset = Dataset.from_file(str(path))
+                report = json.loads(report_file.read_text())
+                break
+            except (pyarrow.ArrowInvalid, OSError, ValueError):
+                if again:
+                    raise
+                path.unlink()
+
+    unreadable = []
+    for index, number, line, why, column in report["unreadable"]:
+        unreadable.append((index, f"{filled[number]}, line {line}", why, column))
+    return Converted(dataset, unreadable, report["about"])
+
+
+def _convert(
+    found: Found, files: Sequence[Path], table: Path, checksum_file: Path, report_file: Path
+) -> None:
+    """Write the table of these files, its checksum, and the report of the conversion."""
+    draft = table.with_suffix(f".{os.getpid()}.draft")
+    report = _Report(files)
+    try:
+        if found.kind == "json":
+            _write_json(files, report, draft)
+        elif found.kind in ("csv", "tsv"):
+            _write(_csv(files, found.kind, report), draft)
+        else:
+            _by_datasets(found, files, draft)
+        report.write(report_file)
+        checksum_file.write_text(checksum_of(draft))
+        draft.replace(table)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _intact(table: Path, checksum: Path) -> bool:
+    """Return whether the table has its checksum.
+
+    Skip the check if another process did it after this one started.
+    """
+    if not checksum.is_file():
+        return False
+    if checksum.stat().st_mtime > _STARTED:
+        return True
+    with Working("verifying the cached rows"):
+        if checksum.read_text() != checksum_of(table):
+            return False
+    os.utime(checksum)
+    return True
+
+
+def _write(batches: Iterator[Any], file: Path) -> None:
+    import pyarrow
+
+    first = next(batches, None)
+    if first is None:
+        raise ValueError("the file has no rows")
+    with (
+        pyarrow.OSFile(str(file), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, first.schema) as writer,
+    ):
+        # Write small batches, so that reading a row touches little of the mapped file.
+        for batch in chain([first], batches):
+            for start in range(0, batch.num_rows, _ROWS):
+                writer.write_batch(batch.slice(start, _ROWS))
+
+
+class _Report:
+    """What the conversion of files notices; it is stored next to the table."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        self._files = files
+        self.rows = 0
+        self.unreadable = list[_Entry]()
+        self._about = ""  # how the rows seem to be stored, if the file is one JSON object
+
+    def add(self, file: int, rows: Sequence[FileRow]) -> None:
+        """Number these rows of a file, and note those that cannot be read."""
+        for row in rows:
+            if row.values is None:
+                self.unreadable.append((self.rows, file, row.line, row.why, None))
+            for column, why in row.bad.items():
+                self.unreadable.append((self.rows, file, row.line, why, column))
+            self.rows += 1
+            self._about = ""
+            if self.rows == 1 and row.values:
+                self._about = about_one_object(row.values)
+
+    def write(self, file: Path) -> None:
+        """Write the report. Raise ValueError if no row can be read."""
+        whole = [entry for entry in self.unreadable if entry[-1] is None]
+        if whole and len(whole) == self.rows:
+            _, number, line, why, _ = whole[0]
+            raise ValueError(f"{self._files[number]}, line {line}: {why}")
+        with replacing(file) as draft:
+            draft.write_text(json.dumps({"unreadable": self.unreadable, "about": self._about}))
+
+
+def _in_batches(files: Sequence[Path], kind: str) -> Iterator[tuple[int, list[FileRow]]]:
+    """Yield the number of a file and its next rows, for all files in order."""
+    for number, file in enumerate(files):
+        rows = list[FileRow]()
+        for row in file_rows(file, kind):
+            rows.append(row)
+            if len(rows) == _ROWS:
+                yield number, rows
+                rows = []
+        if rows:
+            yield number, rows
+
+
+def _csv(files: Sequence[Path], kind: str, report: _Report) -> Iterator[Any]:
+    """Yield batches of text columns, in the order of the columns of the first file."""
+    import pyarrow
+
+    # All files must have the same columns.
+    names = csv_columns(files[0], kind)
+    for file in files[1:]:
+        own = csv_columns(file, kind)
+        if sorted(own) != sorted(names):
+            raise ValueError(
+                f"{file} has the columns {', '.join(own)}, and {files[0].name} has "
+                f"{', '.join(names)}"
+            )
+
+    with_rows = set[int]()  # numbers of the files
+    for number, rows in _in_batches(files, kind):
+        with_rows.add(number)
+        report.add(number, rows)
+        arrays = []
+        for name in names:
+            values = [_value(row, name) for row in rows]
+            arrays.append(pyarrow.array(values, pyarrow.large_string()))
+        yield pyarrow.record_batch(arrays, names=names)
+
+    for number, file in enumerate(files):
+        if number not in with_rows:
+            raise ValueError(
+                f"{file} has no rows; remove it, or write rows below the names of the columns"
+            )
+
+
+def _value(row: FileRow, column: str) -> Any:
+    """Return a value of a row; None if it is missing, or cannot be read."""
+    return row.values.get(column) if row.values else None
+
+
+def _write_json(files: Sequence[Path], report: _Report, draft: Path) -> None:
+    """Write the rows of JSON files.
+
+    Strings stay strings (pyarrow would convert dates). Objects become JSON text, which keeps their
+    nulls, as do the values of a column with several types.
+    """
+    # Read all files once for the types, so that the batches have one schema.
+    columns = Columns()
+    for number, rows in _in_batches(files, "json"):
+        report.add(number, rows)
+        columns.add(files[number], [row.values or {} for row in rows])
+    for _ in range(1 + len(columns.types)):
+        try:
+            _write(_json(files, columns), draft)
+            return
+        except Misfit as error:
+            columns.mix(error.column, error.why)
+
+
+def _json(files: Sequence[Path], columns: "Columns") -> Iterator[Any]:
+    """Yield batches of the rows of JSON files."""
+    import pyarrow
+
+    schema = columns.schema()
+    for _, rows in _in_batches(files, "json"):
+        yield pyarrow.record_batch(columns.arrays([row.values or {} for row in rows]), schema)
+
+
+class Misfit(Exception):
+    """Values of a column do not fit the type that other rows need: a large integer and a float.
+
+    Args:
+        column: its name.
+        why: the reason.
+    """
+
+    def __init__(self, column: str, why: str) -> None:
+        super().__init__(f"{column}: {why}")
+        self.column = column
+        self.why = why
+
+
+class Columns:
+    """The columns of rows, as far as the rows are known, to store them in Arrow."""
+
+    def __init__(self) -> None:
+        self.types: dict[str, Any] = {}  # Arrow type by name
+        # columns that become JSON text, by name: "" for objects, an error for several types
+        self.nested: dict[str, str] = {}
+
+    def add(self, file: Path, rows: _JsonRows) -> None:
+        """Widen the types to these rows of a file."""
+        import pyarrow
+
+        names: dict[str, None] = {}  # in order of appearance
+        for row in rows:
+            names.update(dict.fromkeys(row))
+        for name in names:
+            if any(_holds_objects(row.get(name)) for row in rows):
+                self.nested.setdefault(name, "")
+            try:
+                self.types[name] = self._widened(name, rows)
+            except (pyarrow.ArrowException, OverflowError) as error:
+                self.mix(name, f"{error} ({file.name})")
+
+    def mix(self, name: str, why: str) -> None:
+        """Make a column JSON text, which no task can read; the others can be read."""
+        import pyarrow
+
+        self.nested[name] = f"{MIXED}: {' '.join(why.split())}"
+        self.types[name] = pyarrow.string()
+
+    def _widened(self, name: str, rows: _JsonRows) -> Any:
+        """Return the type of a column that holds these rows and the earlier ones."""
+        import pyarrow
+
+        if name in self.nested:
+            return pyarrow.string()
+        new = pyarrow.array(self._values(name, rows)).type
+        old = self.types.get(name, new)
+        both = [pyarrow.schema({name: old}), pyarrow.schema({name: new})]
+        kind = pyarrow.unify_schemas(both, promote_options="permissive").types[0]
+        if str(kind).count("list<") > _DEEPEST:
+            raise pyarrow.ArrowInvalid(f"lists are nested more than {_DEEPEST} times")
+        return kind
+
+    def schema(self) -> Any:
+        """Return the Arrow schema; it marks the columns of JSON text."""
+        import pyarrow
+        from datasets import Features, Value
+
+        features = Features.from_arrow_schema(pyarrow.schema(self.types))
+        for name, about in self.nested.items():
+            features[name] = Value("string", id=about or OBJECTS)
+        return features.arrow_schema
+
+    def arrays(self, rows: _JsonRows) -> list[Any]:
+        """Return these rows as Arrow arrays, one for each column."""
+        import pyarrow
+
+        arrays = []
+        for name, kind in self.types.items():
+            try:
+                arrays.append(pyarrow.array(self._values(name, rows), kind))
+            except (pyarrow.ArrowException, OverflowError) as error:
+                raise Misfit(name, str(error)) from error
+        return arrays
+
+    def _values(self, name: str, rows: _JsonRows) -> list[Any]:
+        """Return the values of a column; objects as JSON text, None if a row lacks the column."""
+        values = [row.get(name) for row in rows]
+        if self.nested.get(name):
+            # Text, too, so that a text differs from a number.
+            return [None if value is None else json.dumps(value, default=str) for value in values]
+        if name in self.nested:
+            return list(map(_text, values))
+        return values
+
+
+def _holds_objects(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_holds_objects, value))
+    return isinstance(value, dict)
+
+
+def _text(value: Any) -> str | None:
+    """Return a value as JSON text; texts and None stay."""
+    if value is None or isinstance(value, str):
+        return value
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _by_datasets(found: Found, files: Sequence[Path], draft: Path) -> None:
+    """Convert files of other kinds with the readers of ``datasets``."""
+    from datasets import load_dataset
+
+    # Use a separate folder: the cache of datasets depends on path and mtime.
+    work = draft.with_suffix(".work")
+    load = partial(
+        load_dataset,
+        found.kind,
+        data_files=[glob.escape(str(file)) for file in files],
+        split="train",
+        cache_dir=str(work),
+    )
+    try:
+        made = load(sample_by="document") if found.kind == "text" else load()
+        _write(iter(made.data.table.to_batches()), draft)
+    except Exception as error:  # datasets passes on any error of its reader
+        raise ValueError(_reason(error, found.root)) from error
+    finally:
+        delete(work, inside=work.parent)
+
+
+def _reason(error: BaseException, root: Path) -> str:
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"{root} cannot be read: {type(error).__name__}: {' '.join(str(error).split())}"

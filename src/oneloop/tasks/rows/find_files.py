@@ -1,0 +1,268 @@
+"""The files of a data set: find them at a path, with their split and class."""
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from oneloop.tasks.rows.cache import below
+from oneloop.tasks.rows.file_rows import COMPRESSED
+
+_JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".j2k", ".jpx")
+_IMAGES = (".png", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff", ".ppm", ".pgm", *_JPEG)
+KINDS = {
+    ".parquet": "parquet",
+    ".arrow": "arrow",
+    ".csv": "csv",
+    ".tsv": "tsv",
+    **dict.fromkeys((".jsonl", ".ndjson", ".json"), "json"),
+    **dict.fromkeys((".txt", ".md", ".rst", ".py"), "text"),
+    **dict.fromkeys(_IMAGES, "image"),
+}
+"""kind of file by suffix"""
+KINDS_OF_ROWS = ("parquet", "arrow", "json", "csv", "tsv", "image")
+SPLITS = {
+    "train": "train",
+    "training": "train",
+    "test": "test",
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+}
+"""split by the names of files, folders and hub splits"""
+# next to images: their labels and other columns
+METADATA = ("metadata.csv", "metadata.jsonl", "metadata.parquet")
+_COMPRESSED = (*COMPRESSED, ".xz", ".zip")
+_DECOMPRESSED = ("json", "csv", "tsv")  # kinds of files that may be compressed
+_AUXILIARY = re.compile(
+    r"(readme|licen[sc]e|copying|changelog|dataset_info|state|dataset_dict|metadata)\b.*", re.I
+)
+"""files next to the data that are not data"""
+
+
+@dataclass(frozen=True)
+class Found:
+    """Files of one kind, by split; all under ``""`` if no name contains a split."""
+
+    root: Path
+    kind: str
+    parts: dict[str, list[Path]]
+    others: Mapping[str, int] = field(default_factory=dict)  # number of other files, by ending
+
+    @property
+    def notes(self) -> list[str]:
+        """Return a line for the log about files that are not read."""
+        if not self.others:
+            return []
+        kinds = ", ".join(f"{count:,} {ending}" for ending, count in self.others.items())
+        return [f"{self.root}: files that are not read: {kinds}"]
+
+    @property
+    def files(self) -> list[Path]:
+        """Return the files of all splits, sorted."""
+        return sorted(file for split in self.parts.values() for file in split)
+
+
+def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: bool = False) -> Found:
+    """Return the files of one kind at a path, by split; follow links.
+
+    Args:
+        where: a file or a folder.
+        kinds: the kinds to look for.
+        whole: return the files as one set.
+
+    Raises:
+        ValueError: files are missing, unreadable or of several kinds, or only some belong to a
+            split.
+    """
+    root = Path(where).expanduser()
+    wanted = set(kinds)
+    endings = ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
+    if not root.exists():
+        raise ValueError(
+            f"{str(where)!r} is not a file or folder; give a file, or a folder of {endings} files"
+        )
+    there = [root] if root.is_file() else sorted(_files(root))
+    names = set(there)
+    for file in there:
+        if file.suffix.lower() in COMPRESSED and file.with_suffix("") in names:
+            raise ValueError(
+                f"{file} is there twice, compressed and as {file.stem}; move one of them away"
+            )
+        inner = KINDS.get(Path(file.stem).suffix.lower())
+        unread = inner and kind_of(file) is None
+        if file.suffix.lower() in _COMPRESSED and (unread or file.stem in METADATA):
+            raise ValueError(
+                f"{file} is compressed, which is not supported; decompress it or move it away"
+            )
+
+    # Group the files by kind.
+    by_kind: dict[str, list[Path]] = {}
+    others = Counter[str]()
+    for file in there:
+        kind = kind_of(file)
+        if kind in wanted:
+            by_kind.setdefault(kind, []).append(file)
+        elif not _AUXILIARY.fullmatch(file.name):
+            others[file.suffix.lower() or "without an ending"] += 1
+    if not by_kind:
+        raise ValueError(
+            f"{str(where)!r} holds no data; give a file, or a folder of {endings} files"
+        )
+
+    # Drop what is not data: metadata.csv belongs to an image folder.
+    if len(by_kind) > 1:
+        by_kind = _without_auxiliary(by_kind)
+    if len(by_kind) > 1:
+        described = [
+            f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items()
+        ]
+        raise ValueError(
+            f"{str(where)!r} holds files of several kinds: {' and '.join(described)}; keep one "
+            "kind, or move the others away"
+        )
+
+    ((kind, chosen),) = by_kind.items()
+    if kind == "arrow":
+        # datasets stores results of map and filter next to its data.
+        chosen = [file for file in chosen if file == root or not file.name.startswith("cache-")]
+    parts = {"": sorted(chosen)} if whole else parted(chosen, root, kind)
+    return Found(root, kind, parts, dict(sorted(others.items())))
+
+
+def kind_of(file: Path) -> str | None:
+    """Return the kind of a file by its ending; None if it is unknown."""
+    suffix = file.suffix.lower()
+    if suffix not in COMPRESSED:
+        return KINDS.get(suffix)
+    inner = KINDS.get(Path(file.stem).suffix.lower())
+    return inner if inner in _DECOMPRESSED else None
+
+
+def _without_auxiliary(by_kind: Mapping[str, list[Path]]) -> dict[str, list[Path]]:
+    """Return the files by kind without those that are not data, such as a README."""
+    kept = {}
+    for kind, files in by_kind.items():
+        data = [file for file in files if not _AUXILIARY.fullmatch(file.name)]
+        if data:
+            kept[kind] = data
+    return kept
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """Yield all files below a folder, without hidden ones."""
+    seen = set()
+    for folder, inside, names in os.walk(root, followlinks=True, onerror=_reject):
+        real = os.path.realpath(folder)
+        if real in seen:
+            raise ValueError(
+                f"{folder} links to {real}, which has already been read; remove the link"
+            )
+        seen.add(real)
+
+        # os.walk enters what is left in this list.
+        inside[:] = [name for name in inside if not name.startswith(".")]
+        for name in names:
+            if name.startswith("."):
+                continue
+            file = Path(folder, name)
+            if not file.exists():
+                raise ValueError(f"{file} is a broken link; remove it")
+            yield file
+
+
+def _reject(error: OSError) -> None:
+    raise ValueError(f"{error.filename} cannot be read: {error.strerror}")
+
+
+def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]]:
+    """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``).
+
+    All are under ``""`` if none has a split.
+
+    Args:
+        files: the files.
+        root: the folder of the data set, or its only file.
+        kind: their kind.
+
+    Raises:
+        ValueError: only some files have a split, or none is for training.
+    """
+    files = list(files)
+    split_of = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
+
+    # Find images without a folder per class: they have metadata, or are directly in their split.
+    folders = {file.parent for file in files}
+    described = {folder for folder in folders if metadata_in(folder) is not None}
+    in_split = (file == root or file.parent.name.lower() in SPLITS for file in files)
+    flat = kind == "image" and all(in_split)
+
+    parts: dict[str, list[Path]] = {}
+    for file in files:
+        inside = file.parent in described or flat
+        split = "" if file == root else split_of(file.relative_to(root), inside)
+        parts.setdefault(split, []).append(file)
+
+    if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
+        return {"": sorted(files)}
+    there = ", ".join(sorted(filter(None, parts)))
+    if "" in parts:
+        raise ValueError(
+            f"{str(root)!r} has files of {there}, but {below(parts[''][0], root)} belongs to no "
+            "split; name the training data train.…, or put it into a folder train/, or move the "
+            "others away"
+        )
+    if "train" not in parts:
+        raise ValueError(
+            f"{str(root)!r} has files of {there}, but no training data; name the training data "
+            "train.…, or put it into a folder train/, or move the others away"
+        )
+    return parts
+
+
+def _are_splits(parts: Mapping[str, list[Path]], root: Path) -> bool:
+    """Return whether the names of text files mean splits; code often has such names, too."""
+    if all(file.suffix == ".py" for files in parts.values() for file in files):
+        return False
+    return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
+
+
+def _of_rows(path: Path, inside: bool) -> str:
+    """Return the split by a folder at any depth or a word of the file name.
+
+    A file name may be ``train-00000-of-00002.parquet``.
+    """
+    return _first_split([*path.parts[:-1], *re.split(r"[-_. ]", path.name)])
+
+
+def _of_image(path: Path, inside: bool) -> str:
+    """Return the split by a folder above the class folder."""
+    return _first_split(path.parts[:-1] if inside else path.parts[:-2])
+
+
+def _first_split(words: Iterable[str]) -> str:
+    """Return the split of the first word that is the name of one; empty if there is none."""
+    for word in words:
+        if word.lower() in SPLITS:
+            return SPLITS[word.lower()]
+    return ""
+
+
+def _of_text(path: Path, inside: bool) -> str:
+    """Return the split by the first folder or the first word of the file name.
+
+    Deeper folders are ignored, because code has test/ and dev/ folders, too. train.py is code.
+    """
+    if len(path.parts) > 1:
+        return SPLITS.get(path.parts[0].lower(), "")
+    if path.suffix == ".py":
+        return ""
+    return SPLITS.get(re.split(r"[-_.]", path.name)[0].lower(), "")
+
+
+def metadata_in(folder: Path) -> Path | None:
+    """Return the metadata file of a folder. Raise ValueError if it has several."""
+    found = [folder / name for name in METADATA if (folder / name).is_file()]
+    if len(found) > 1:
+        raise ValueError(f"{folder} has {found[0].name} and {found[1].name}; keep one of them")
+    return found[0] if found else None

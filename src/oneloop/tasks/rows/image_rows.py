@@ -1,0 +1,187 @@
+"""Rows of image files: their classes by folder, or by metadata files next to them."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from oneloop.tasks.rows.csv_json import Columns
+from oneloop.tasks.rows.file_rows import csv_columns, file_rows
+from oneloop.tasks.rows.find_files import Found, metadata_in
+
+IMAGE = "image"
+LABEL = "label"
+FILE = "file_name"
+_SHOWN = 5  # values in a message
+
+
+def image_rows(there: Found, split: str, read: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+    """Return the images of a split as a ``datasets.Dataset``.
+
+    Its columns are ``image`` and ``label``, the name of the image's folder. If a ``metadata.csv``
+    (.jsonl, .parquet) is next to the images or in a folder above, its columns replace the label:
+    each row has a relative ``file_name``, as in ``datasets``.
+
+    Args:
+        there: the files.
+        split: name of the split.
+        read: the columns that are read.
+
+    Returns:
+        The images, and what to add to their fingerprint: a line if older versions read other
+        values.
+
+    Raises:
+        ValueError: a metadata file is unreadable, lacks an image, or names one twice or one that
+            is missing.
+    """
+    import pyarrow
+    from datasets import Dataset, Image
+
+    files = there.parts[split]
+    changed = {}
+    metadata = {
+        folder: _Metadata.read(file, read) for folder, file in _metadata_files(there).items()
+    }
+    if metadata:
+        rows = [{IMAGE: str(file), **_about(file, metadata)} for file in files]
+        if any(one.was_guessed for one in metadata.values()):
+            changed["metadata.csv"] = (
+                "its values are text; older versions of oneloop guessed types, so begin a new run"
+            )
+    else:
+        rows = [{IMAGE: str(file), LABEL: file.parent.name} for file in files]
+
+    columns = Columns()
+    columns.add(next(iter(_metadata_files(there).values()), there.root), rows)
+    table = pyarrow.Table.from_arrays(columns.arrays(rows), schema=columns.schema())
+    return Dataset(table).cast_column(IMAGE, Image(decode=False)), changed
+
+
+def metadata_of(there: Found) -> list[Path]:
+    """Return the metadata files of the images."""
+    return sorted(_metadata_files(there).values())
+
+
+def _metadata_files(there: Found) -> dict[Path, Path]:
+    """Return the metadata file of each folder that has one, in the root or above an image."""
+    if not there.root.is_dir():
+        return {}
+    folders = {there.root}
+    for file in there.files:
+        folders.update(there.root / folder for folder in file.relative_to(there.root).parents)
+    found = {}
+    for folder in sorted(folders):
+        metadata = metadata_in(folder)
+        if metadata is not None:
+            found[folder] = metadata
+    return found
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """The content of a metadata file.
+
+    Args:
+        images: the other columns, by image.
+        was_guessed: whether older versions read other values: 01 and 1 were the same number.
+    """
+
+    images: Mapping[Path, Mapping[str, Any]]
+    was_guessed: bool
+
+    @staticmethod
+    def read(file: Path, columns: Sequence[str]) -> "_Metadata":
+        """Read a metadata file. Raise ValueError if it is unreadable or contradicts itself.
+
+        ``columns``: those that are read.
+        """
+        rows = _parquet(file) if file.suffix == ".parquet" else _text(file, columns)
+        images: dict[Path, Mapping[str, Any]] = {}
+        for number, row in enumerate(rows):
+            name = row.get(FILE)
+            if not isinstance(name, str) or not name:
+                raise ValueError(
+                    f"{file} has no text in a column {FILE!r} of row {number}, which must name "
+                    "the image"
+                )
+            if IMAGE in row:
+                raise ValueError(
+                    f"{file} has a column {IMAGE!r}, which is what the image itself is called; "
+                    "rename it"
+                )
+            others = {column: value for column, value in row.items() if column != FILE}
+            image = file.parent / os.path.normpath(name)
+            if image in images:
+                raise ValueError(
+                    f"{file} names {name} twice, with {_brief(images[image])} and "
+                    f"{_brief(others)}; keep one of the rows"
+                )
+            if not image.is_file():
+                raise ValueError(
+                    f"{file} names {name}, which does not exist; remove the row, or add the image"
+                )
+            images[image] = others
+        return _Metadata(images, file.suffix == ".csv" and _was_guessed(file, rows, columns))
+
+
+def _text(file: Path, columns: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Return the rows of a CSV or JSON Lines file. Raise ValueError if one cannot be read."""
+    kind = "csv" if file.suffix == ".csv" else "json"
+    if kind == "csv":
+        csv_columns(file, kind)  # raises ValueError if the first line is wrong
+    rows = list[Mapping[str, Any]]()
+    for row in file_rows(file, kind):
+        if row.values is None:
+            raise ValueError(f"{file}, line {row.line}: {row.why}")
+        for column, why in row.bad.items():
+            if column == FILE or column in columns:
+                raise ValueError(f"{file}, line {row.line}: {why}")
+        rows.append(row.values)
+    return rows
+
+
+def _parquet(file: Path) -> list[Mapping[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        rows: list[Mapping[str, Any]] = parquet.read_table(file).to_pylist()
+    except (OSError, pyarrow.ArrowException) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())}") from error
+    return rows
+
+
+def _was_guessed(file: Path, rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> bool:
+    """Return whether older versions read other values in these columns, with guessed types."""
+    import pyarrow
+    from pyarrow import csv
+
+    try:
+        guessed = csv.read_csv(file)
+    except pyarrow.ArrowException:
+        return True
+    for name, column in zip(guessed.column_names, guessed.columns, strict=True):
+        if name not in columns:
+            continue
+        texts = [row.get(name) for row in rows]
+        # Texts and plain integers have the same classes and splits.
+        plain = pyarrow.types.is_string(column.type) or pyarrow.types.is_integer(column.type)
+        if not plain or texts != list(map(str, column.to_pylist())):
+            return True
+    return False
+
+
+def _about(file: Path, metadata: Mapping[Path, _Metadata]) -> Mapping[str, Any]:
+    """Return the columns of an image from the nearest metadata file that lists it."""
+    for folder in file.parents:
+        if folder in metadata and file in metadata[folder].images:
+            return metadata[folder].images[file]
+    raise ValueError(f"{file} is in no metadata file above it; add its row, or move it away")
+
+
+def _brief(values: Mapping[str, Any]) -> str:
+    """Return the first values of a row as text."""
+    shown = [f"{name} {value!r}" for name, value in values.items()]
+    return ", ".join(shown[:_SHOWN]) or "no other value"

@@ -1,0 +1,240 @@
+"""Images in rows: decode them to RGB, and check all of them before a run, once and on all cores."""
+
+import io
+import os
+import warnings
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oneloop.tasks.rows.cached_arrays import ragged
+from oneloop.tasks.rows.find_files import SPLITS, kind_of
+from oneloop.tasks.rows.rows import Row, Rows
+
+_VERSION = 3  # version of the check; increase it if its result for the same image changes
+_CONVERTED = {
+    "CMYK": "CMYK",
+    "RGBA": "RGBA",
+    "PA": "RGBA",
+    "LA": "grayscale with alpha",
+    "P": "palette",
+    "L": "grayscale",
+    "1": "black and white",
+    "I;16": "16-bit",
+    "I;16B": "16-bit",
+    "I;16L": "16-bit",
+    "I;16N": "16-bit",
+}
+"""kind of conversion by the mode of the stored image (Pillow's names)"""
+_MODES = ("RGB", *_CONVERTED)  # their indices are cached; others are counted as "other"
+
+
+def is_image(kind: Any) -> bool:
+    """Return whether a column of this type may hold images.
+
+    Args:
+        kind: a feature of ``datasets``: ``Image``, bytes, or an object of bytes and path.
+    """
+    if isinstance(kind, Mapping):
+        return set(kind) == {"bytes", "path"}
+    if type(kind).__name__ == "Image":
+        return True
+    return getattr(kind, "dtype", None) in ("binary", "large_binary")
+
+
+def decoded(value: Any, *, limit: int) -> Any:
+    """Decode an image to RGB (16 bits: / 257), turned as its EXIF orientation says.
+
+    Args:
+        value: the encoded bytes, or an object of bytes and path.
+        limit: largest number of pixels.
+
+    Raises:
+        ValueError: the image is damaged or has more pixels.
+    """
+    return _read(value, limit).image
+
+
+def labelled_image(
+    columns: Mapping[str, str], number: Callable[[Any], Any], limit: int
+) -> Callable[[Row], tuple[Any, Any]]:
+    """Return a function from a row to its decoded image and its label.
+
+    Args:
+        columns: names of the columns ``image`` and ``label``.
+        number: converts a stored label; a row to predict has none.
+        limit: largest number of pixels of an image.
+    """
+    return partial(_labelled, columns["image"], columns["label"], number, limit)
+
+
+def _labelled(
+    image: str, label: str, number: Callable[[Any], Any], limit: int, row: Row
+) -> tuple[Any, Any]:
+    return decoded(row[image], limit=limit), number(row.get(label, 0))
+
+
+@dataclass(frozen=True)
+class _Decoded:
+    """An image in RGB."""
+
+    image: Any
+    mode: str  # in which it is stored (Pillow's names)
+    turned: bool  # by its EXIF orientation
+
+
+def _read(value: Any, limit: int) -> _Decoded:
+    """Decode an image."""
+    from PIL import Image
+
+    data = value
+    path = None
+    if isinstance(value, Mapping):
+        data = value.get("bytes")
+        path = value.get("path")
+    if data is None and path is None:
+        raise ValueError("the image is missing")
+    try:
+        with warnings.catch_warnings():
+            # task.pixel_limit is the limit, not Pillow's.
+            warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+            opened = Image.open(io.BytesIO(data) if data else str(path))
+        with opened as image:
+            pixels = image.width * image.height
+            if pixels > limit:
+                raise ValueError(
+                    f"it has {image.width:,} x {image.height:,} = {pixels:,} pixels, more than "
+                    f"task.pixel_limit {limit:,}; scale it down or raise the key"
+                )
+            mode = image.mode
+            turn = _turn_of(image)
+            turned = turn is not None
+            upright = image if turn is None else image.transpose(turn)
+            if mode.startswith("I;16"):
+                # Pillow would clip 16 bits to 8; 65,535 = 257 x 255.
+                wide = np.asarray(upright).astype(np.uint32)
+                narrow = ((wide + 128) // 257).astype(np.uint8)
+                return _Decoded(Image.fromarray(narrow).convert("RGB"), mode, turned)
+            if mode.startswith(("I", "F")):
+                raise ValueError(
+                    f"its pixels ({mode}) have more than 16 bits; write it with 8 or 16"
+                )
+            return _Decoded(upright.convert("RGB"), mode, turned)
+    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path or 'the image'} cannot be read as an image: {error}") from error
+
+
+def _turn_of(image: Any) -> Any:
+    """Return how to turn an open image, by its EXIF orientation; None if it is upright.
+
+    Pillow turns TIFF files itself.
+    """
+    from PIL import ExifTags
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    try:
+        orientation = image.getexif().get(ExifTags.Base.Orientation)
+        return None if image.format == "TIFF" else turns.get(orientation)
+    except Exception:  # damaged EXIF, for which Pillow raises many kinds of errors
+        return None
+
+
+@dataclass(frozen=True)
+class Checked:
+    """The result of a check."""
+
+    unusable: list[tuple[int, str]]  # index and reason of each image that cannot be used
+    converted: dict[str, int]  # number of converted images, by kind
+    turned: int  # number of images that are turned by their EXIF orientation
+
+    @property
+    def indices(self) -> NDArray[np.int64]:
+        """Return the indices of the images that cannot be used."""
+        return np.array([index for index, _ in self.unusable], dtype=np.int64)
+
+
+def checked_images(rows: Rows, column: str, *, limit: int, what: str) -> Checked:
+    """Decode the images of all rows; cached by the rows' content.
+
+    Args:
+        rows: the rows.
+        column: the column of the images.
+        limit: largest number of pixels of an image.
+        what: label of the progress bar.
+    """
+    shard = max(1, min(500, len(rows) // (4 * (os.cpu_count() or 1))))
+    key = ["images", _VERSION, column, limit]
+    made = ragged(
+        rows,
+        partial(_mode, column, limit),
+        made_by=key,
+        what=f"checking {what}",
+        skip=True,
+        shard=shard,
+        empty=True,
+    )
+
+    # Count the kinds of conversion. The first mode, RGB, needs none.
+    kinds = Counter[str]()
+    counts = np.bincount(made.values[::2], minlength=99)[1:].tolist()
+    for kind, count in zip([*_CONVERTED.values(), "other"], counts, strict=False):
+        kinds[kind] += count
+    converted = {kind: kinds[kind] for kind in sorted(kinds) if kinds[kind]}
+
+    bad = [(index, _reason(rows[index][column], limit) or why) for index, why in made.skipped]
+    return Checked(bad, converted, int(made.values[1::2].sum()))
+
+
+def _mode(column: str, limit: int, row: Row) -> NDArray[np.int32]:
+    """Return the number of the mode in which an image is stored, and whether it is turned."""
+    read = _read(row[column], limit)
+    number = _MODES.index(read.mode) if read.mode in _MODES else len(_MODES)
+    return np.array([number, read.turned], dtype=np.int32)
+
+
+def _reason(value: Any, limit: int) -> str:
+    """Return why an image cannot be read.
+
+    The cached reason may name another path, which the file had then.
+    """
+    try:
+        _read(value, limit)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def empty_classes(root: Path) -> list[Path]:
+    """Return the classes of an image data set without images.
+
+    These are the folders that hold neither data nor folders, apart from those of the splits.
+
+    Args:
+        root: the folder of the data set.
+    """
+    root = root.expanduser()
+    found = []
+    for name, inside, names in os.walk(root, followlinks=True):
+        # os.walk enters what is left in this list.
+        inside[:] = [one for one in inside if not one.startswith(".")]
+        folder = Path(name)
+        if inside or any(kind_of(Path(file)) for file in names):
+            continue
+        if folder != root and folder.name.lower() not in SPLITS:
+            found.append(folder)
+    return sorted(found)

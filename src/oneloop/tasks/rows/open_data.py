@@ -1,0 +1,351 @@
+"""Open what ``task.data`` names, one source or a mixture of several, as rows by split."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from oneloop.data.mixture import Mixture, proportions
+from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables
+from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
+from oneloop.tasks.rows.parquet import parquets
+from oneloop.tasks.rows.rows import Mapped, Row, Rows, divided
+
+Data = str | list[dict[str, Any]]
+"""a path or ``hf:NAME[:CONFIG][@REVISION]``; or several, each ``{"data": …, "weight": …}``"""
+
+Unreadable = Literal["stop", "skip"]
+"""what to do with a row that cannot be read"""
+
+
+@dataclass
+class Source:
+    """One source of rows: a path or a hub data set."""
+
+    where: str
+    columns: Mapping[str, str]  # the task's key of each column -> its name in the data
+    name: str = ""  # in a mixture
+    weight: float = 1.0  # in a mixture, in any unit
+
+    optional: Sequence[str] = ()  # keys of columns that a data set need not have
+    parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
+    # positions and reasons of the rows that cannot be read and are left out; None: they are errors
+    skipped: list[str] | None = None
+    # indices of rows to leave out, by split before dividing
+    unusable: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # for the log
+
+
+def named_sources(
+    data: Data, columns: Mapping[str, str], *, unreadable: Unreadable = "stop"
+) -> list[Source]:
+    """Return the sources that ``task.data`` names, unopened.
+
+    Args:
+        data: the value of ``task.data``.
+        columns: default names of the columns, by key of the task.
+        unreadable: stop at a row that cannot be read, or skip such rows.
+
+    Raises:
+        ValueError: ``data`` is invalid.
+    """
+    if isinstance(data, str):
+        sources = [Source(data, columns)]
+    elif data:
+        sources = [_named_source(item, columns) for item in data]
+    else:
+        raise ValueError("task.data is an empty list; give at least one data set")
+    for source in sources:
+        source.skipped = [] if unreadable == "skip" else None
+    if isinstance(data, str):
+        return sources
+
+    names = [source.name for source in sources]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(
+                f"task.data has two entries named {name!r}; give each a different name"
+            )
+    proportions([source.weight for source in sources])  # raises if the weights are invalid
+    return [source for source in sources if source.weight]
+
+
+def _named_source(item: Any, columns: Mapping[str, str]) -> Source:
+    """Return the source of one entry of a mixture."""
+    if not isinstance(item, Mapping) or not isinstance(item.get("data"), str):
+        raise ValueError(
+            f"task.data: {item!r} has no data; write {{data: PATH, weight: 0.7}} for each"
+        )
+    known = {"data", "weight", "name", *columns}
+    strange = sorted(set(item) - known)
+    if strange:
+        raise ValueError(
+            f"task.data: {strange[0]!r}: unknown entry; known: {', '.join(sorted(known))}"
+        )
+    weight = item.get("weight", 1.0)
+    if not isinstance(weight, int | float) or isinstance(weight, bool):
+        raise ValueError(f"task.data: the weight {weight!r} of {item['data']!r} is not a number")
+    return Source(
+        where=item["data"],
+        columns={key: str(item.get(key, name)) for key, name in columns.items()},
+        name=str(item.get("name") or Path(item["data"]).stem),
+        weight=float(weight),
+    )
+
+
+def opened(
+    source: Source,
+    *,
+    held_out: float,
+    window: int,
+    kinds: Sequence[str] = KINDS_OF_ROWS,
+    check: Callable[[Sequence[Source]], None] | None = None,
+    label: str = "",
+) -> Source:
+    """Open a source: the rows of its columns, by split.
+
+    Args:
+        source: is changed: its ``parts`` and its ``notes``.
+        held_out: share of the training rows for each missing split.
+        window: memory for the row groups of Parquet files, in megabytes.
+        kinds: kinds of files to look for.
+        check: may reject the rows before they are split, or set ``unusable``.
+        label: task key of the column of the class; each class gets training rows.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: the source cannot be opened, or has too few rows.
+    """
+    checked(held_out, window)
+    splits = _named(source, window, kinds)
+    for split, rows in splits.items():
+        if not len(rows):
+            raise ValueError(f"task.data {source.where!r}: the {split or 'whole'} set is empty")
+
+    # Check the rows before they are split, so that the splits do not depend on the check.
+    source.parts = dict(splits)
+    if check:
+        check([source])
+    source.parts = divided(
+        splits,
+        held_out,
+        source.unusable,
+        label=source.columns[label] if label else "",
+        notes=source.notes,
+    )
+    return source
+
+
+def first_columns(
+    source: Source, choices: Sequence[Mapping[str, str]], open_: Callable[[Source], Source]
+) -> Source:
+    """Open a source with the first choice of columns that all exist.
+
+    Args:
+        source: is changed.
+        choices: the columns' names by key of the task ("": no such column).
+        open_: opens the source.
+
+    Raises:
+        ValueError: no choice fits; the message lists the columns of the source.
+    """
+    missing: dict[str, None] = {}  # columns, in order of the attempts
+    available = ""
+    for columns in choices:
+        source.columns = columns
+        try:
+            return open_(source)
+        except ValueError as error:
+            if not isinstance(error.__cause__, NoColumn):
+                raise
+            missing[error.__cause__.column] = None
+            available = str(error.__cause__).partition("; ")[2]
+
+    # Name the choices that need the fewest keys, and their columns that are missing.
+    wanted = [[key for key, name in columns.items() if name] for columns in choices]
+    fewest = []
+    needed = set[str]()
+    for columns, keys in zip(choices, wanted, strict=True):
+        if not any(set(other) < set(keys) for other in wanted):
+            fewest.append(" and ".join(keys))
+            needed.update(columns[key] for key in keys)
+    lacking = [repr(name) for name in missing if name in needed]
+    options = dict.fromkeys(f"task.{key}" for keys in wanted for key in keys)
+    raise ValueError(
+        f"{source.where}: {available}; oneloop needs {' or '.join(fewest)}, and cannot find "
+        f"{' and '.join(lacking)}; name other columns with {' or '.join(options)}"
+    )
+
+
+def _named(
+    source: Source, window: int, kinds: Sequence[str], *, whole: bool = False
+) -> Mapping[str, Rows]:
+    """Return :func:`_rows_of`; add the task's key to an error about a missing column."""
+    try:
+        return _rows_of(source, window, kinds, whole=whole)
+    except NoColumn as error:
+        keys: dict[str, None] = {}
+        for key, name in source.columns.items():
+            if name == error.column:
+                # negatives_1 is the first of task.negatives
+                keys[f"task.{key.rstrip('_0123456789')}"] = None
+        raise ValueError(f"{error}; name another with {' or '.join(keys)}") from error
+
+
+def _rows_of(
+    source: Source, window: int, kinds: Sequence[str], *, whole: bool
+) -> Mapping[str, Rows]:
+    """Return the rows by split; omit a test split that lacks a column, with a note."""
+    # An earlier choice of columns may have left notes.
+    source.notes.clear()
+    if source.skipped:
+        source.skipped.clear()
+    columns = list(dict.fromkeys(name for name in source.columns.values() if name))
+    if source.where.startswith("hf:"):
+        return hub(source.where[3:], columns)
+    try:
+        files = found(source.where, kinds, whole=whole)
+    except ValueError as error:
+        raise ValueError(f"task.data: {error}") from error
+    source.notes += files.notes
+
+    def of(parts: dict[str, list[Path]]) -> Mapping[str, Rows]:
+        chosen = replace(files, parts=parts)
+        try:
+            return _of_files(chosen, columns, source, window)
+        except NoColumn as error:
+            # A column that only some files have would be left out of all.
+            if _has_column(files, error.column, source, window):
+                raise ValueError(_only_some(error)) from None
+            raise
+
+    # Only a data set with a training split can do without its test split.
+    if "train" not in files.parts or "test" not in files.parts:
+        return of(files.parts)
+    test = files.parts["test"]
+    splits = dict(of({split: part for split, part in files.parts.items() if split != "test"}))
+    try:
+        splits |= _of_files(replace(files, parts={"test": test}), columns, source, window)
+    except NoColumn as error:
+        if error.column in [source.columns[key] for key in source.optional]:
+            raise ValueError(_only_some(error)) from None
+        source.notes.append(f"{error}: the test split is ignored")
+    return splits
+
+
+def _only_some(error: NoColumn) -> str:
+    return (
+        f"only some files have the column {error.column!r}: {error}; add it to all (an empty "
+        "value means none)"
+    )
+
+
+def _of_files(
+    files: Found, columns: Sequence[str], source: Source, window: int
+) -> Mapping[str, Rows]:
+    """Return the rows of files by split."""
+    if files.kind == "parquet":
+        return parquets(files, columns, window=window)
+    return tables(files, columns, skipped=source.skipped)
+
+
+def _has_column(files: Found, column: str, source: Source, window: int) -> bool:
+    """Return whether a file, or the files of a split that are read together, have a column."""
+    for split, several in files.parts.items():
+        each = [[file] for file in several] if files.kind == "parquet" else [several]
+        for group in each:
+            try:
+                _of_files(replace(files, parts={split: group}), [column], source, window)
+                return True
+            except NoColumn:
+                continue
+    return False
+
+
+def whole(source: Source, *, window: int, kinds: Sequence[str] = KINDS_OF_ROWS) -> Source:
+    """Open a source as one set, in file order; of the hub: test, else validation, else train.
+
+    Args:
+        source: is changed: its ``parts`` have the rows as ``all``.
+        window: memory for the row groups of Parquet files, in megabytes.
+        kinds: kinds of files to look for.
+
+    Returns:
+        The source.
+
+    Raises:
+        ValueError: the source cannot be opened, or is empty.
+    """
+    splits = _named(source, window, kinds, whole=True)
+    rows = next(splits[name] for name in ("", "test", "validation", "train") if name in splits)
+    if not len(rows):
+        raise ValueError(f"{source.where!r} is empty")
+    source.parts = {"all": rows}
+    return source
+
+
+def notes_of(sources: Sequence[Source]) -> list[str]:
+    """Return the notes of all sources for the log."""
+    notes = []
+    for source in sources:
+        notes += source.notes
+        if source.skipped:
+            notes.append(
+                f"{len(source.skipped):,} rows were skipped and listed in environment.json; the "
+                f"first: {source.skipped[0]}"
+            )
+    return notes
+
+
+def skipped_rows(sources: Sequence[Source]) -> list[str]:
+    """Return position and reason of each row that is left out because it cannot be read."""
+    return [row for source in sources for row in source.skipped or ()]
+
+
+def checked(held_out: float, window: int) -> None:
+    """Raise ValueError if the share or the window (megabytes) is out of range."""
+    if not 0 < held_out < 0.5:
+        raise ValueError(f"task.held_out {held_out} must be between 0 and 0.5; the default is 0.05")
+    if window < 1:
+        raise ValueError(
+            f"task.window {window} must be a positive number of megabytes (default 256)"
+        )
+
+
+def sets_of(
+    sources: Sequence[Source], make: Callable[[Source], Callable[[Row], Any]]
+) -> dict[str, Any]:
+    """Return the data sets by split; several sources are mixed.
+
+    Args:
+        sources: opened sources.
+        make: returns for a source the function that converts each row to a sample.
+    """
+    each = []
+    for source in sources:
+        each.append({split: Mapped(rows, make(source)) for split, rows in source.parts.items()})
+    return combined(sources, each)
+
+
+def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the data sets by split, mixed by the sources' weights.
+
+    Args:
+        sources: the sources.
+        each: the data sets by split, of each source.
+    """
+    if len(sources) == 1:
+        return dict(each[0])
+    made = {}
+    for split in ("train", "validation", "test"):
+        sets = {}
+        weights = []
+        for source, of_source in zip(sources, each, strict=True):
+            if split in of_source:
+                sets[source.name] = of_source[split]
+                weights.append(source.weight)
+        if sets:
+            made[split] = Mixture(sets, weights)
+    return made

@@ -1,0 +1,368 @@
+"""Rows of Parquet files, read in place; only a few row groups are in memory at a time."""
+
+import os
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oneloop.data.order import Ordered
+from oneloop.data.row_group_order import Windows
+from oneloop.tasks.rows.arrow_tables import no_column
+from oneloop.tasks.rows.cache import content_of, numbers_key
+from oneloop.tasks.rows.find_files import Found
+from oneloop.tasks.rows.rows import Row
+
+_MEGABYTE = 1 << 20
+_SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
+_SAMPLED_GROUPS = 16  # groups that are read to estimate their size in memory
+_OPEN_FILES = 16  # files that stay open: reading the metadata of many groups is slow
+
+# columns of ``Parquet._groups``, the table of row groups
+_FILE = 0  # number of the file
+_NUMBER = 1  # number of the group in its file
+_ROWS = 2
+_BYTES = 3  # in memory
+
+
+class Parquet:
+    """The rows of Parquet files, in the order of :class:`oneloop.data.row_group_order.Windows`.
+
+    Args:
+        files: the files.
+        root: the folder of the data set, or its only file; for messages.
+        columns: the columns to read.
+        window: megabytes that a process caches.
+        content: the fingerprint.
+
+    Raises:
+        ValueError: a file or column is missing, or a group exceeds the window.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[Path],
+        root: Path,
+        columns: Sequence[str],
+        *,
+        window: int,
+        content: Any,
+    ) -> None:
+        self.files = list(files)
+        self.columns = list(columns)
+        self.root = root
+        self.window = window
+        self.content = content
+
+        # Read the metadata of all row groups.
+        self._types: Mapping[str, Any] = {}
+        # whether a text column is dictionary-encoded, and so larger in memory than its recorded
+        # size
+        self._repeats = False
+        groups: list[tuple[int, int, int, int]] = []
+        for number, file in enumerate(self.files):
+            groups += self._groups_of(number, file)
+        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)
+
+        # Number the rows, all of which are selected.
+        self._exclude = False  # whether the rows are all but the picked ones
+        self._picked: list[NDArray[np.int64]] | None = None
+        self._number(self._groups[:, _ROWS])
+
+        # Estimate the groups' sizes in memory.
+        self.reads = 0  # groups that this process has read
+        self._clear_cache()
+        self._groups[:, _BYTES] = np.ceil(self._groups[:, _BYTES] * self._memory_ratio())
+        self.reads = 0
+        for file_number, group, rows, size in self._groups.tolist():
+            if size > self.window * _MEGABYTE:
+                self._reject_size(self.files[file_number], group, rows, size)
+
+    def _memory_ratio(self) -> float:
+        """Return the ratio of size in memory to recorded size, from a few groups.
+
+        It is rounded up to a power of 2 ** (1/4), since the order of samples depends on it.
+        """
+        if not self._repeats:
+            return 1.0
+        spread = np.linspace(0, len(self._groups) - 1, _SAMPLED_GROUPS).astype(np.int64)
+        larger = 1.0
+        for group in np.unique(spread).tolist():
+            _, size = self.read(group)
+            larger = max(larger, size / max(1, self._groups[group, _BYTES]))
+        return float(2 ** (np.ceil(4 * np.log2(larger)) / 4))
+
+    def _clear_cache(self) -> None:
+        # columns of the cached groups, and their bytes
+        self._tables: OrderedDict[int, tuple[dict[str, Any], int]] = OrderedDict()
+        self._open: OrderedDict[int, Any] = OrderedDict()
+        self._held = 0  # bytes of the cached tables
+        self._owner = os.getpid()
+
+    def _drop_inherited(self) -> None:
+        """Drop the parent's tables and open files in a forked worker process."""
+        if self._owner != os.getpid():
+            self._clear_cache()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tables": OrderedDict(), "_open": OrderedDict(), "_held": 0}
+
+    def _number(self, sizes: NDArray[np.int64]) -> None:
+        """Number the rows, given the selected rows of each group."""
+        self.sizes = sizes
+        self._length = int(sizes.sum())
+        self._firsts = np.cumsum(sizes) - sizes  # number of each group's first row
+
+    def _groups_of(self, number: int, file: Path) -> list[tuple[int, int, int, int]]:
+        """Return the rows of the table of groups for one file; check its columns and types."""
+        with self._opened(file) as parquet:
+            schema = parquet.schema_arrow
+            metadata = parquet.metadata
+        for column in self.columns:
+            if schema.names.count(column) != 1:
+                raise no_column(str(file), column, schema.names)
+
+        # All files must have the types of the first one.
+        types = _types(schema, self.columns, file)
+        if self._types:
+            for name, kind in types.items():
+                if kind != self._types[name]:
+                    raise ValueError(
+                        f"{file}: column {name!r} has type {kind} here and {self._types[name]} in "
+                        f"{self.files[0]}; write the files with one schema"
+                    )
+        self._types = types
+
+        # Count only the bytes of the columns that will be read.
+        found = []
+        for group in range(metadata.num_row_groups):
+            about = metadata.row_group(group)
+            size = 0
+            for index in range(about.num_columns):
+                column = about.column(index)
+                if _wanted(column.path_in_schema, self.columns):
+                    size += _bytes(column)
+                    self._repeats |= _has_dictionary(column)
+            found.append((number, group, about.num_rows, size))
+        return found
+
+    def _reject_size(self, file: Path, group: int, rows: int, size: int) -> NoReturn:
+        """Raise ValueError about a group that exceeds the window, with two ways out."""
+        fitting = max(1, rows * self.window * _MEGABYTE // (16 * size))
+        larger = 2 ** int(8 * size / _MEGABYTE).bit_length()
+        raise ValueError(
+            f"{file}: row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and "
+            f"task.window is {self.window} MB; write smaller groups "
+            f"(python -m oneloop.tasks.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}), or "
+            f"give it more memory (--task.window {larger})"
+        )
+
+    def _opened(self, file: Path) -> Any:
+        import pyarrow
+        from pyarrow import parquet
+
+        try:
+            return parquet.ParquetFile(file, memory_map=True)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise ValueError(
+                f"{file} cannot be read as parquet: {' '.join(str(error).split())}"
+            ) from error
+
+    @property
+    def types(self) -> Mapping[str, Any]:
+        return self._types
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Row:
+        group, row = self._locate(index)
+        return {name: column[row].as_py() for name, column in self._table(group).items()}
+
+    def values(self, column: str) -> Iterator[Any]:
+        """Yield the column as Arrow arrays, in row order."""
+        for group in range(len(self._groups)):
+            array = self.read(group, [column])[0][column]
+            if self._picked is not None:
+                picked = self._picked[group]
+                if self._exclude:
+                    picked = np.delete(np.arange(len(array)), picked)
+                array = array.take(picked)
+            yield array
+
+    def near(self, index: int) -> range:
+        """Return the rows of the same row group."""
+        group, _ = self._locate(index)
+        first = int(self._firsts[group])
+        if group + 1 == len(self._firsts):
+            return range(first, self._length)
+        return range(first, int(self._firsts[group + 1]))
+
+    def _locate(self, index: int) -> tuple[int, int]:
+        """Return the group of a row, and the row's number in the group as stored."""
+        if not 0 <= index < self._length:
+            raise IndexError(index)
+        group = int(np.searchsorted(self._firsts, index, side="right")) - 1
+        row = int(index - self._firsts[group])
+        if self._picked is None:
+            return group, row
+        picked = self._picked[group]
+        if not self._exclude:
+            return group, int(picked[row])
+        # Skip the excluded rows that are stored before this one.
+        before = picked - np.arange(len(picked))
+        return group, row + int(np.searchsorted(before, row, side="right"))
+
+    def where(self, index: int) -> str:
+        group, row = self._locate(index)
+        file, number, _, _ = self._groups[group].tolist()
+        of_file = self._groups[:, _FILE] == file
+        earlier = of_file & (self._groups[:, _NUMBER] < number)
+        first = int(self._groups[earlier, _ROWS].sum())
+        return f"{self.files[file]}, row {first + row}"
+
+    def _table(self, group: int) -> dict[str, Any]:
+        """Return the columns of a group, from the cache if they are there."""
+        self._drop_inherited()
+        if group in self._tables:
+            self._tables.move_to_end(group)
+            columns, _ = self._tables[group]
+            return columns
+        columns, size = self.read(group)
+
+        # Drop the groups that were used least recently.
+        while self._tables and self._held + size > _SLACK * self.window * _MEGABYTE:
+            _, (_, dropped) = self._tables.popitem(last=False)
+            self._held -= dropped
+        self._tables[group] = columns, size
+        self._held += size
+        return columns
+
+    def read(self, group: int, columns: Sequence[str] | None = None) -> tuple[dict[str, Any], int]:
+        """Return columns of a group as Arrow arrays, and their bytes.
+
+        Args:
+            group: number of the group.
+            columns: names of the columns; None: all of this object.
+
+        Raises:
+            ValueError: the group cannot be read.
+        """
+        import pyarrow
+
+        self._drop_inherited()
+        names = list(columns or self.columns)
+        file, number, _, _ = self._groups[group].tolist()
+        try:
+            table = self._file(file).read_row_group(number, columns=names, use_threads=False)
+        except (OSError, pyarrow.ArrowException) as error:
+            why = " ".join(str(error).split())
+            raise ValueError(
+                f"{self.files[file]}: row group {number} cannot be read: {why}"
+            ) from error
+        self.reads += 1
+        return {name: table.column(name).combine_chunks() for name in names}, table.nbytes
+
+    def _file(self, number: int) -> Any:
+        """Return an open file; close the one that was used least recently."""
+        if number not in self._open:
+            if len(self._open) == _OPEN_FILES:
+                _, oldest = self._open.popitem(last=False)
+                oldest.close()
+            self._open[number] = self._opened(self.files[number])
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def select(
+        self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
+    ) -> "Parquet":
+        # Copy without __init__, which reads the metadata of all files.
+        made = object.__new__(Parquet)
+        made.__dict__.update(self.__dict__)
+        made.content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
+
+        # Divide the indices by group, and number them within it.
+        bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
+        made._picked = []
+        for start, end, first in zip(bounds, bounds[1:], self._firsts, strict=False):
+            made._picked.append(indices[start:end] - first)
+        made._exclude = exclude
+        counts = np.diff(bounds)
+        made._number(self.sizes - counts if exclude else counts)
+        made.reads = 0
+        made._clear_cache()
+        return made
+
+    @property
+    def open_groups(self) -> int:
+        """Return how many groups fit into the window, by the largest group."""
+        largest = max(1, int(self._groups[:, _BYTES].max()))
+        return max(1, self.window * _MEGABYTE // largest)
+
+    def order(self, *, seed: int, batch: int) -> Ordered:
+        return Windows(self.sizes, seed=seed, open_groups=self.open_groups, batch=batch)
+
+    def about(self) -> str:
+        """Return how the rows are read, for the log."""
+        groups = len(self._groups)
+        where = f"{len(self.files):,} parquet files, {groups:,} row groups"
+        if self.open_groups >= groups:
+            return f"{where}, all of which fit into task.window ({self.window} MB per process)"
+        return (
+            f"{where}, shuffled among {self.open_groups} at a time (task.window: {self.window} MB "
+            "per process)"
+        )
+
+    def fingerprint(self) -> dict[str, Any]:
+        return {"length": len(self), "columns": sorted(self.columns), **self.content}
+
+
+def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
+    """Return the columns' types: features of ``datasets`` by name."""
+    import pyarrow
+    from datasets import Features
+
+    kept = pyarrow.schema([schema.field(column) for column in columns], metadata=schema.metadata)
+    try:
+        return dict(Features.from_arrow_schema(kept))
+    except Exception as error:  # types that datasets does not support
+        kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
+        raise ValueError(f"{file}: {kinds}, which is not supported ({error})") from error
+
+
+def _wanted(path: str, columns: Sequence[str]) -> bool:
+    """Return whether a stored column is one of the columns, or a field of one."""
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
+
+
+def _has_dictionary(about: Any) -> bool:
+    """Return whether a column of a group stores repeated texts once."""
+    if about.physical_type != "BYTE_ARRAY":
+        return False
+    return any("DICTIONARY" in encoding for encoding in about.encodings)
+
+
+def _bytes(about: Any) -> int:
+    """Return the bytes of a column of a group in memory, from the file's metadata."""
+    widths = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}
+    width = widths.get(about.physical_type, 0)
+    return max(int(about.total_uncompressed_size), int(width * about.num_values))
+
+
+def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
+    """Return the files' rows by split; raise as :class:`Parquet`.
+
+    Args:
+        found: the files.
+        columns: the columns to read.
+        window: megabytes that a process caches.
+    """
+    made = {}
+    for split, files in found.parts.items():
+        content = content_of(files, found.root)
+        content["part"] = split
+        made[split] = Parquet(files, found.root, columns, window=window, content=content)
+    return made

@@ -1,0 +1,172 @@
+"""Evaluate and predict after training, on one or more processes.
+
+``python -m oneloop.tools.after_training.evaluate_and_predict evaluate|predict RUN …``
+"""
+
+import sys
+
+if __name__ == "__main__":  # before the imports that a system could lack
+    from oneloop.basics.system import exit_if_not_supported
+
+    exit_if_not_supported()
+
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from oneloop.tools.after_training.options import check_file as check_file
+from oneloop.tools.after_training.options import parsed
+from oneloop.tools.after_training.trained_model import Trained, recipe_of, trained
+from oneloop.basics import exit_codes
+from oneloop.basics.exit_codes import BadInput, Unavailable
+from oneloop.basics.files import dumps
+from oneloop.basics.launcher import die_with_launcher
+from oneloop.basics.streams import replace_unknown_characters
+from oneloop.evaluation import evaluate_all
+from oneloop.launch.before_imports import is_main, reject
+from oneloop.launch.processes import Run, start
+from oneloop.launch.signals import leave
+from oneloop.machine.torch_settings import float32_products
+from oneloop.tools.after_training.prediction import predictions, write
+from oneloop.task_protocol.protocol import check_sets
+from oneloop.task_protocol.protocol_checks import theirs
+
+
+def perform(command: str, given: Namespace) -> tuple[Run, Any]:
+    """Evaluate or predict. Collective: call on every rank.
+
+    Args:
+        command: ``evaluate`` or ``predict``.
+        given: The options of :func:`parsed`.
+
+    Returns:
+        The processes, and the metrics of ``evaluate`` or a line about the file of ``predict``.
+
+    Raises:
+        BadInput: The run, the data or an option is invalid.
+    """
+    recipe = recipe_of(given.run, command=command, task=given.task)
+    machine = recipe.machine
+    run = start(device=given.device or machine.device, deterministic=machine.deterministic)
+    float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
+    evaluates = command == "evaluate"
+
+    # Load the model and the data; with a wrong input, all ranks raise the same error.
+    with run.setting_up():
+        of = trained(
+            given.run,
+            recipe,
+            checkpoint=given.checkpoint,
+            weights=given.weights,
+            sharded=run.sharded,
+            device=run.device.type,
+            accept_changes=given.accept_changes,
+            own_data=evaluates or given.data is None,
+        )
+        sets = _sets(of, given.data, labelled=evaluates)
+
+    model = _prepared(of, run)
+    options = of.options
+    if given.micro:
+        options["micro"] = given.micro
+    with run.setting_up():
+        if not evaluates:
+            return run, _predicted(of, model, sets, run, options, given.to, raw=given.raw)
+        # A loss over a whole batch is evaluated in windows of the training's batch size.
+        options["window"] = recipe.batch.size
+        found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
+        assert found is not None
+        return run, {"weights": of.about, **found["raw"]}
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Run ``evaluate`` or ``predict``; end the process with oneloop's exit code."""
+    try:
+        command, *words = argv or [""]
+        given = parsed(command, words)
+    except (BadInput, Unavailable) as error:
+        reject(error)
+    run(given)
+
+
+def run(given: Namespace) -> NoReturn:
+    """Run the command of these options; end the process with oneloop's exit code."""
+    try:
+        processes, result = perform(given.command, given)
+    except (BadInput, Unavailable) as error:
+        reject(error)
+    if processes.main:
+        if given.command == "evaluate":
+            result = dumps(result) if given.json else _table(result)
+        print(result, flush=True)
+    leave(exit_codes.DONE, main=is_main())
+
+
+def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
+    """Return the data sets by name: those of the run, or ``data``. Without labels, only one."""
+    if data is None:
+        sets = of.task.eval_sets()
+        if not labelled:
+            sets = {name: sets[name] for name in list(sets)[:1]}
+        if not sets:
+            raise ValueError("the run's task has no validation set; give data with --data")
+    elif not hasattr(of.task, "samples_of"):
+        raise ValueError(
+            f"--data {data}: {type(of.task).__name__} has no samples_of() to open it; remove --data"
+        )
+    else:
+        opened = partial(of.task.samples_of, data, labelled=labelled)
+        try:
+            sets = {"data": theirs(of.task, "samples_of", opened)}
+        except ValueError as error:
+            raise ValueError(f"--data {data}: {str(error).removeprefix('task.data: ')}") from error
+    check_sets(next(iter(sets.values())), sets)
+    return sets
+
+
+def _prepared(of: Trained, run: Run) -> nn.Module:
+    """Return the model for distributed execution."""
+    if run.sharded:
+        return run.prepare(of.model, blocks=of.built.blocks)
+    prepared: nn.Module = run.accelerator.prepare_model(of.model, evaluation_mode=True)
+    return prepared
+
+
+def _table(metrics: Mapping[str, Any]) -> str:
+    width = max(map(len, metrics))
+    lines = []
+    for name, value in metrics.items():
+        text = value if isinstance(value, str) else f"{value:.6g}"
+        lines.append(f"{name:{width}}  {text}")
+    return "\n".join(lines)
+
+
+def _predicted(
+    of: Trained,
+    model: nn.Module,
+    sets: dict[str, Any],
+    run: Run,
+    options: dict[str, Any],
+    to: Path,
+    *,
+    raw: bool,
+) -> str:
+    ((_, dataset),) = sets.items()
+    result = predictions(of.task, model, dataset, accelerator=run.accelerator, raw=raw, **options)
+    try:
+        rows = write(to, result, accelerator=run.accelerator)
+    except OSError as error:
+        raise ValueError(f"--to {to} cannot be written: {error.strerror or error}") from error
+    line = f"{rows:,} rows of {of.about} are in {to}"
+    warning = getattr(dataset, "warning", "")
+    return f"{line}\n{warning}" if warning else line
+
+
+if __name__ == "__main__":
+    die_with_launcher()
+    replace_unknown_characters()
+    main(sys.argv[1:])

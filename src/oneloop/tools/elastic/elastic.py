@@ -1,0 +1,195 @@
+"""The agent of one node, which starts the node's training processes.
+
+It starts them again after a failure. ``oneloop launch`` runs it if there are several nodes, or
+restarts. It is torch's elastic agent, with oneloop's exit codes: only an error (1) leads to a
+restart, and each attempt has a separate exit-code file. Ranks over which the batch does not divide
+evenly are spares: no process is started for them.
+"""
+
+import json
+import logging
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from secrets import token_bytes
+from typing import NoReturn
+
+from torch.distributed import DistError  # type: ignore[attr-defined]
+from torch.distributed.elastic.agent.server.api import (
+    WorkerSpec,
+)
+from torch.distributed.elastic.rendezvous.api import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+
+from oneloop.basics.exit_codes import BAD_INPUT, ERROR, STOPPED, BadInput
+from oneloop.basics.files import printable
+from oneloop.basics.launcher import HOST, register_process
+from oneloop.basics.system.processes import die_with
+from oneloop.basics.system.signals import on_stops
+from oneloop.tools.elastic.agent import Agent
+from oneloop.launch.before_imports import read_once
+from oneloop.tools.elastic.bounded_store import BoundedStore
+from oneloop.tools.elastic.clocks import show_clock
+from oneloop.launch.command import AgentTask, accelerate_variables
+from oneloop.launch.nodes import Nodes, address_towards
+from oneloop.tools.elastic.rendezvous import (
+    lost,
+    not_joined,
+    open_store,
+    rendezvous_handler,
+)
+from oneloop.tools.elastic.signed_backend import SECRET, SECRET_FILE, agree_on_secret, secret
+from oneloop.supervise.supervisor import say
+
+_OVER = "the run has ended on the other nodes"
+
+
+def _secret(nodes: Nodes) -> bytes | None:
+    """Return the secret of the run, which the training processes need not know."""
+    given = secret(os.environ)
+    for name in (SECRET, SECRET_FILE):
+        os.environ.pop(name, None)
+    return token_bytes() if nodes.most == 1 else given
+
+
+def _joined(nodes: Nodes, training: Sequence[str], key: bytes | None) -> tuple[BoundedStore, bool]:
+    """Return the store of the rendezvous, and whether this process holds it.
+
+    Raise BadInput if this node was started in another way than the first one.
+    """
+    store, holds = open_store(nodes)
+    if holds and key is None:
+        say(
+            f"this run trusts its network: anyone who reaches {nodes.host}:{nodes.port} can run "
+            f"code on all nodes; set {SECRET} on all of them"
+        )
+    agree_on_secret(store, key)
+
+    # The first node writes its command into the store, and the others compare theirs.
+    mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
+    other = store.compare_set("command", "", mine).decode()
+    if other != mine:
+        raise BadInput(
+            f"start the same command on all nodes: another was started with {other!r}, this "
+            f"with {mine!r}"
+        )
+    return store, holds
+
+
+def run(task: AgentTask) -> int:
+    """Train on this node until the run ends; return oneloop's exit code.
+
+    Raises:
+        BadInput: wrong options, or nodes that were started with other ones.
+        OSError, RendezvousError, DistError: the rendezvous or another node does not answer.
+    """
+    # Set the variables of accelerate's launcher and of torch's agent.
+    nodes = task.nodes
+    variables, training, processes = accelerate_variables(task.words, nodes)
+    os.environ |= variables
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # the others are handled here
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+    # Check the settings and the recipe before this node waits for others.
+    from oneloop.launch.processes import reject_strategy
+
+    reject_strategy(
+        sharding=os.environ.get("ACCELERATE_USE_FSDP") == "true", elastic=nodes.least < nodes.most
+    )
+    recipe = read_once(tuple(training)) if task.module == "oneloop.train" else None
+    say(f"{nodes}; processes on this node: {processes}")
+
+    # Open the store, and build the agent.
+    key = _secret(nodes)
+    store, holds = _joined(nodes, training, key)
+    address = address_towards(nodes.host, nodes.port)
+    os.environ[HOST] = f"{socket.gethostname()} ({address})"
+    handler = rendezvous_handler(nodes, store, address, key)
+    spec = WorkerSpec(
+        role="oneloop",
+        local_world_size=processes,
+        rdzv_handler=handler,
+        entrypoint=sys.executable,
+        args=("-m", task.module, *training),
+        max_restarts=nodes.restarts,
+        monitor_interval=0.2,
+    )
+    agent = Agent(spec, nodes, Path(task.folder), recipe, store, holds=holds)
+    on_stops(agent.stop)
+    if holds:
+        show_clock(store, os.environ[HOST])
+
+    # Train. The first node that ends tells the others the exit code.
+    try:
+        agent.run()
+        store.set("final", str(agent.code))
+    except RendezvousTimeoutError:
+        say(not_joined(nodes, handler))
+    except RendezvousClosedError:
+        say(printable(store.get("wrong").decode()) if store.check(["wrong"]) else _OVER)
+        agent.code = int(store.get("final")) if store.check(["final"]) else ERROR
+    except BadInput as error:
+        # nodes that wait for this one end, too
+        if not agent.refused:
+            store.set("wrong", str(error))
+            store.set("final", str(BAD_INPUT))
+        raise
+    except RendezvousStateError as error:
+        say(str(error))
+    except (RendezvousError, DistError):
+        code = agent.reported()
+        if code is not None:
+            agent.code = code
+        if agent.code == ERROR:
+            say(lost(nodes) if store.lost else "another node does not answer; see its output")
+    finally:
+        with suppress(RendezvousError, DistError):
+            if not agent.refused:
+                handler.shutdown()
+            agent.leave()
+    return agent.code
+
+
+def main() -> NoReturn:
+    """Run the agent that the first argument, an AgentTask, describes.
+
+    Exit with oneloop's exit code.
+    """
+    logging.disable(logging.ERROR)  # the messages of torch's agent name no remedy
+    given = json.loads(sys.argv[1])
+    nodes = Nodes(**given.pop("nodes"))
+    task = AgentTask(nodes=nodes, **given)
+    die_with(task.parent)
+
+    # Until the agent runs, a signal ends this process.
+    register_process()
+    on_stops(lambda number, _: os._exit(STOPPED))
+    try:
+        code = run(task)
+    except BadInput as error:
+        say(str(error))
+        code = BAD_INPUT
+    except OSError as error:
+        say(str(error))
+        code = ERROR
+    except (RendezvousError, DistError):
+        say(lost(task.nodes))
+        code = ERROR
+    _exit(Path(task.folder), code)
+
+
+def _exit(folder: Path, code: int) -> NoReturn:
+    (folder / "exit_code").write_text(str(code))
+    os._exit(code)  # without destructors: the store of another node may be gone
+
+
+if __name__ == "__main__":
+    main()

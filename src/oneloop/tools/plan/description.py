@@ -1,0 +1,293 @@
+"""The answer of a plan: what a run takes, as plain numbers."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from oneloop.checkpoint.resume import RunState
+from oneloop.job.build import Job
+from oneloop.machine.blocks import has_batch_statistics
+from oneloop.tools.plan.asked import Asked
+from oneloop.tools.plan.gpus import GIB
+from oneloop.tools.plan.ledger import Costs, PeakMemory
+from oneloop.tools.plan.step_costs import StepCosts
+
+# Rules of thumb, in bytes, for what no tensor holds.
+ALLOWANCES = {"CUDA context": 0.5 * GIB, "cuBLAS workspace": 0.03 * GIB}
+NCCL = 0.4 * GIB  # buffers of several processes
+
+# Operators of attention in packed rows, of GPUs with the compute capability 8.0 or higher.
+VARLEN = {"torch_attn::_varlen_attn", "torch_attn::_varlen_attn_backward"}
+
+_LABELS = {  # stage that allocated a tensor: kind that the user reads
+    "forward": "activations",
+    "backward": "temporaries (backward)",
+    "update": "temporaries (update)",
+    "recompute": "activations (recomputed)",
+    "evaluation": "activations",
+    "setup": "metrics and checks",
+}
+
+
+@dataclass
+class NotPlanned:
+    """Why a run cannot be planned."""
+
+    error: str
+
+
+@dataclass
+class Memory:
+    """Memory of one process on its device, in bytes."""
+
+    total: float  # the largest peak and the allowances
+    allowances: dict[str, float]  # by what they are for
+    kept: dict[str, int]  # between two steps, by kind
+    step: PeakMemory
+    evaluation: PeakMemory | None  # None: no evaluation, or one that cannot be planned
+
+    def phases(self) -> dict[str, PeakMemory]:
+        """Return the planned phases by name."""
+        phases = {"step": self.step}
+        if self.evaluation is not None:
+            phases["evaluation"] = self.evaluation
+        return phases
+
+
+@dataclass
+class Calls:
+    """Equal collective operations of one step."""
+
+    name: str  # all-gather, reduce-scatter, …
+    size: int  # bytes of the whole tensor
+    ranks: int  # of the process group
+    calls: int
+    wire: float  # bytes that one process sends in all calls
+
+
+@dataclass
+class RunLength:
+    """Length of the whole run."""
+
+    steps: int
+    samples: int
+    tokens: float | None  # None: the unit of the task is not tokens
+
+
+@dataclass
+class Disk:
+    """Disk space of a run, in bytes."""
+
+    checkpoint: int
+    once: int  # what is written once: final weights, EMA weights, frozen weights
+    total: int
+
+
+@dataclass
+class NotCounted:
+    """What the plan does not count exactly, as lines."""
+
+    more: list[str] = field(default_factory=list)  # so that the run may need more memory
+    less: list[str] = field(default_factory=list)  # so that it may need less
+    other: list[str] = field(default_factory=list)  # in every plan, or not about memory
+
+    def doubts(self, enough: bool) -> list[str]:
+        """Return why the true answer may differ from the plan's.
+
+        ``enough``: whether the memory is enough for what the plan counts."""
+        return self.more if enough else self.less
+
+
+@dataclass
+class Plan:
+    """What a run takes; docs/how-to/plan.md describes each value."""
+
+    # The layout.
+    processes: int
+    nodes: int
+    config_file: str
+    micro: int  # samples per micro-batch
+    accumulate: int  # micro-batches of one step on one process
+    sharded: bool  # FSDP2
+    exact: bool  # with batch.grain
+    mixed_precision: str
+    capability: tuple[int, int]  # compute capability of the GPU whose kernels are planned
+    varlen: bool  # whether packed rows use the variable-length kernel, which older GPUs lack
+
+    # The model's memory, and settings that a change may replace.
+    blocks: list[str]  # class names of its repeated blocks
+    memory: Memory
+    recompute: str
+    sync_each_batch: bool
+    host: dict[str, int]  # bytes on each node, by purpose
+    batch_statistics: bool  # whether it has BatchNorm
+
+    # One step of one process.
+    collectives: list[Calls]
+    fused_loss: Any  # auto, true or false; None: the task has no such option
+    wire: float  # bytes that it sends
+    flops: dict[str, float]  # by stage
+
+    # The whole run.
+    run: RunLength
+    parameters: int
+    disk: Disk
+    not_counted: NotCounted
+
+    @property
+    def total_flops(self) -> float:
+        """Floating-point operations of one step of one process."""
+        return sum(self.flops.values())
+
+    def sent(self, name: str) -> float:
+        """Return the bytes that one process sends in one step by a collective operation."""
+        size = 0.0
+        for call in self.collectives:
+            if call.name == name:
+                size += call.wire
+        return size
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what ``--json`` prints."""
+        content = asdict(self)
+        content["flops"]["total"] = self.total_flops
+        if self.memory.evaluation is None:
+            del content["memory"]["evaluation"]
+        return content
+
+
+def describe(
+    asked: Asked,
+    job: Job,
+    costs: StepCosts,
+    *,
+    step: Costs,
+    evaluation: Costs | None,
+    not_counted: NotCounted,
+) -> Plan:
+    """Return the plan of a run.
+
+    Args:
+        asked: What was planned.
+        job: What the recipe builds.
+        costs: The parts of the run, after the measured steps.
+        step: What one step takes.
+        evaluation: What the evaluation takes; None: it is not planned.
+        not_counted: What the plan leaves out.
+    """
+    machine = job.recipe.machine
+    layout = job.layout
+    run = costs.run
+    owned = costs.owned()
+
+    # The ledger counts EMA weights on the host as if they were on the device.
+    away = 0
+    if job.recipe.ema.device == "cpu":
+        away = owned.get("EMA", 0)
+    memory = _memory(owned, step, evaluation, away=away, ranks=run.ranks)
+
+    collectives = []
+    for call, number in step.collectives:
+        wire = call.wire * number
+        collectives.append(Calls(call.name, call.size, call.ranks, number, wire))
+
+    # Count the whole run.
+    samples = job.steps * layout.size
+    tokens = None
+    if job.collate.sample_weight is not None and job.unit == "tokens":
+        tokens = samples * job.collate.sample_weight
+    state = RunState(costs.model, costs.optimizer, emas=costs.emas, parts={}, own=[])
+    once, each = state.size(job.optimizer_share, getattr(job.task, "origin", None))
+
+    return Plan(
+        processes=run.ranks,
+        nodes=asked.nodes,
+        config_file=asked.config_file,
+        micro=layout.each,
+        accumulate=layout.accumulate,
+        sharded=run.sharded,
+        exact=job.exact,
+        mixed_precision=run.accelerator.mixed_precision,
+        capability=asked.capability,
+        varlen=bool(costs.ledger.foreign & VARLEN),
+        blocks=job.built.blocks,
+        memory=memory,
+        recompute=machine.recompute,
+        sync_each_batch=machine.sync_each_batch,
+        host=_host(costs, run.ranks // asked.nodes, owned, emas=away, saved=each),
+        batch_statistics=has_batch_statistics(costs.model),
+        collectives=collectives,
+        fused_loss=getattr(job.task, "fused_loss", None),
+        wire=sum(call.wire for call in collectives),
+        flops=step.operations,
+        run=RunLength(job.steps, samples, tokens),
+        parameters=sum(parameter.numel() for parameter in costs.model.parameters()),
+        disk=Disk(each, once, job.checkpoints_kept * each + once),
+        not_counted=not_counted,
+    )
+
+
+def _memory(
+    owned: Mapping[str, int], step: Costs, evaluation: Costs | None, *, away: int, ranks: int
+) -> Memory:
+    """Return the memory on the device; ``away``: bytes of EMA weights on the host."""
+    allowances = dict(ALLOWANCES)
+    if ranks > 1:
+        allowances["NCCL"] = NCCL
+
+    first = _peak(step, away)
+    largest = first.peak
+    second = None
+    if evaluation is not None:
+        second = _peak(evaluation, away)
+        largest = max(largest, second.peak)
+    total = largest + sum(allowances.values())
+    return Memory(total, allowances, _labelled(owned, away), first, second)
+
+
+def _peak(costs: Costs, away: int) -> PeakMemory:
+    kinds = _labelled(costs.kinds, away)
+    return PeakMemory(costs.peak - away, kinds, costs.stage, costs.module, costs.operator)
+
+
+def _labelled(kinds: Mapping[str, int], away: int) -> dict[str, int]:
+    """Return sizes by the kinds that the user reads, the largest first, without empty ones."""
+    sizes = Counter[str]()
+    for kind, size in kinds.items():
+        sizes[_LABELS.get(kind, kind)] += size
+    if "EMA" in sizes:
+        sizes["EMA"] -= away
+    return {kind: size for kind, size in sizes.most_common() if size}
+
+
+def _host(
+    costs: StepCosts, local: int, owned: Mapping[str, int], *, emas: int, saved: int
+) -> dict[str, int]:
+    """Return the bytes of host memory on each node, by purpose.
+
+    ``local``: processes on each node; ``emas``: bytes of one process's EMA weights on the host;
+    ``saved``: bytes of a checkpoint."""
+    machine = costs.job.recipe.machine
+    building = 0
+    for parameter in costs.model.parameters():
+        building += parameter.numel() * parameter.element_size()
+    if not machine.in_turn:  # else one process after the other builds the model
+        building *= local
+
+    # Under FSDP2 each process copies its shard, else rank 0 copies everything.
+    if costs.run.sharded:
+        saved = saved // costs.run.ranks * local
+
+    # The loader holds two batches for each worker, and two more.
+    workers = machine.workers
+    if not isinstance(workers, int):
+        workers = 8  # auto: at most so many on a GPU
+    batches = owned.get("inputs", 0) * (2 * workers + 2)
+
+    return {
+        "building the model": building,
+        "EMA": 2 * emas * local,
+        "copy for the checkpoint writer": saved,
+        "batches of the workers": batches * local,
+    }

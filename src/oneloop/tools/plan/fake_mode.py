@@ -1,0 +1,60 @@
+"""What a step needs to run on fake tensors, which have sizes but no memory."""
+
+from contextlib import nullcontext
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from oneloop.tools.plan.ledger import Ledger
+
+
+class RealValues(TorchDispatchMode):
+    """Keeps operations on real tensors real in fake mode.
+
+    The task may read their result, since it depends on the data only. int32 tensors are real, too:
+    DDP's reducer reads them. A value that an optimizer reads is 1; ``read``: it did."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._ledger = ledger
+        self.read = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        values = [value for value in tree_leaves([args, kwargs]) if isinstance(value, Tensor)]
+        real = not any(isinstance(value, FakeTensor) or value.is_meta for value in values)
+        if not values:
+            real = (kwargs or {}).get("dtype") is torch.int32
+        reads = func is torch.ops.aten._local_scalar_dense.default
+        if reads and not real and self._ledger.now() == "update":
+            self.read = True
+            return 1.0
+        with cast(Any, _disable_current_modes() if real else nullcontext()):
+            return func(*args, **(kwargs or {}))
+
+
+def empty(model: nn.Module, mode: FakeTensorMode) -> None:
+    """Replace parameters and buffers by fake ones of the same sizes; shared ones stay shared."""
+    made: dict[int, Any] = {}
+
+    def fake(tensor: Tensor) -> Any:
+        if id(tensor) not in made:
+            with _disable_current_modes(), mode:
+                new = torch.empty_like(tensor, device="cpu")
+            if isinstance(tensor, nn.Parameter):
+                new = nn.Parameter(new, tensor.requires_grad)
+            made[id(tensor)] = new
+        return made[id(tensor)]
+
+    for module in model.modules():
+        for held in (module._parameters, module._buffers):
+            for name, tensor in held.items():
+                if tensor is not None:
+                    held[name] = fake(tensor)
+
+
+def skip(*_: Any, **__: Any) -> None:
+    """Stand in for a function that would compare the ranks."""

@@ -1,0 +1,353 @@
+"""``oneloop prove``: does a parallel layout train the same weights as one process?
+
+The answer comes from real runs of a few steps."""
+
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import yaml
+from torch import Tensor
+
+from oneloop.tools.compare.first_difference import FirstDifference, parting
+from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
+from oneloop.basics.files import dumps, printable
+from oneloop.basics.system.signals import on_stops
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.launch.command import config_file, launch, launch_options
+from oneloop.tools.worth.techniques import as_arguments
+from oneloop.recipe.parse import read
+
+Start = Callable[[Sequence[str], int], int]
+"""runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the
+exit code"""
+_SECONDS = 1800.0  # time limit of one run
+
+# Keys of every run.
+_KEYS = {
+    "eval.every": 0,
+    "save.every": 0,
+    "save.best": False,
+    "save.final": "last",
+    "save.mirror": None,
+    "log.every": 1,
+    "log.noise_scale": False,
+    "watch.quiet": False,
+    "watch.profile": None,
+    "watch.memory": None,
+    "track": "none",
+    "run.resume": "auto",
+    "stop.after": None,
+    "debug.dry_run": False,
+    # Only rank 0's weights are compared: end a run whose replicas differ.
+    "machine.check_every": 1,
+}
+
+# the layout may differ from the reference by at most this multiple of the control's difference
+_FACTOR = 10.0
+# relative limit: minimum, and maximum
+_GRADIENTS = {"float64": (1e-12, 1e-12), "float32": (1e-6, 1e-4)}
+# relative distance of its weights; more is not rounding
+_CONTROL = {"float64": 1e-5, "float32": 1e-2}
+
+
+# Words of the lines that name a cause, the most certain first; and lines that name none.
+_CAUSES = (
+    "trains a different model",
+    "parallel layout",
+    "parameters without a gradient in the preflight check",
+    "random numbers",
+    "generator",
+)
+_PROMISES = ("any parallel layout", "batch.grain ")
+
+
+class _Failed(RuntimeError):
+    """A run ended with an error."""
+
+
+def prove(own: Namespace, training: Sequence[str], *, start: Start | None = None) -> int:
+    """Compare a parallel layout with one process, and print the verdict. Raise BadInput.
+
+    Args:
+        own: The options config_file, processes, steps and json.
+        training: Recipe and keys.
+        start: Starts a run; default: ``oneloop launch``.
+
+    Returns:
+        The exit code: 0 (the same) or 1 (different, failed).
+    """
+    with TemporaryDirectory(prefix="oneloop-") as scratch:
+        proof = _Proof(training, own, Path(scratch), start or _launch)
+        try:
+            result = proof.result()
+        except _Failed as error:
+            result = {"verdict": "failed", "reason": str(error)}
+    result = {"verdict": "", **proof.about, **result}
+    print(dumps(result) if own.json else printable("\n".join(_lines(result))))
+    return DONE if result["verdict"] in ("equal", "bit-identical") else ERROR
+
+
+class _Proof:
+    """The runs of one recipe: on one process, and on the parallel layout."""
+
+    def __init__(
+        self, training: Sequence[str], own: Namespace, scratch: Path, start: Start
+    ) -> None:
+        self.recipe = read(training)
+        batch = self.recipe.batch
+        file = launch_options(["--config_file", own.config_file, "recipe"])[0][1]
+        settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        number = own.processes or settings.get("num_processes") or 1
+        gpus = torch.cuda.device_count()
+
+        micro = batch.micro if isinstance(batch.micro, int) else None
+        sharded = settings.get("distributed_type") == "FSDP"
+        try:
+            self.batch = BatchLayout(batch.size, number, micro, grain=batch.grain, sharded=sharded)
+        except ValueError as error:
+            raise BadInput(str(error)) from None
+        if (settings.get("num_machines") or 1) > 1:
+            raise BadInput(
+                f"oneloop prove runs on one machine, but {own.config_file} is for several; use "
+                "ddp or fsdp2"
+            )
+
+        # Options of the two layouts.
+        half = settings.get("mixed_precision") or "no"
+        precision = ["--mixed_precision", half if batch.grain else "no"]
+        self.single = ["--config_file", config_file("single"), *precision]
+        self.layout = ["--config_file", file, "--num_processes", str(number), *precision]
+        self.training = [str(own.steps), *training]
+        self.scratch = scratch
+        self.start = start
+
+        # One process recomputes nothing, so that a fault of recompute is found. (The compiler would
+        # fuse other operations, and round differently.)
+        self.plain: dict[str, Any] = {}
+        if self.recipe.machine.compile == "none":
+            self.plain = {"machine.recompute": "none", "machine.offload": False}
+
+        # What the user should know about the comparison.
+        self.notes = []
+        if number > max(1, gpus):
+            self.training += ["--machine.device", "cpu"]
+            self.notes.append(
+                f"{number} processes, {gpus} GPUs: all runs used the CPU; the processes used gloo"
+            )
+        if half != "no" and not batch.grain:
+            self.notes.append(
+                f"compared without mixed precision ({half}), because half precision rounds "
+                "differently"
+            )
+        self.about = {
+            "recipe": self.recipe.name,
+            "layout": f"{Path(file).stem} on {number} process{'es' * (number > 1)}",
+            "steps": own.steps,
+            "notes": self.notes,
+        }
+
+    def result(self) -> dict[str, Any]:
+        """Make the runs and compare them. Raise BadInput, or _Failed if a run fails."""
+        machine = self.recipe.machine
+        # With batch.grain, layouts promise the same bits: compare the hashes in the logs.
+        if self.recipe.batch.grain:
+            layout = self._run("layout", self.layout, {})
+            reference = self._run("reference", self.single, self.plain)
+            verdict = _verdict(parting(reference, layout)[0], "bit-identical")
+            reason = self._reason(layout, control=False) if verdict["step"] else None
+            return {"dtype": machine.dtype, **verdict, "reason": reason}
+
+        keys: dict[str, Any] = {"machine.matmul": "highest"}
+        if machine.base_dtype not in (None, "float32"):
+            keys["machine.base_dtype"] = "float32"
+        try:
+            return self._compare_runs({**keys, "machine.dtype": "float64"}, "float64")
+        except (_Failed, BadInput) as error:
+            if machine.dtype == "float64":
+                raise
+            failed = str(error).splitlines()[-1]
+
+        # Not every operation exists in float64.
+        result = self._compare_runs({**keys, "machine.dtype": "float32"}, "float32")
+        self.notes.append(f"compared in float32, because a run in float64 failed: {failed}")
+        return result
+
+    def _compare_runs(self, keys: Mapping[str, Any], dtype: str, again: str = "") -> dict[str, Any]:
+        # The control differs from the reference only in its micro-batch: that is the rounding.
+        size = self.batch.size
+        each = self.batch.each
+        if self.recipe.batch.micro != each and each % 2 == 0:
+            each //= 2  # so that the layout also accumulates gradients
+        larger = each
+        for micro in range(2 * each, size + 1, each):
+            if size % micro == 0:
+                larger = micro
+                break
+        layout = self._run(f"layout{again}", self.layout, {**keys, "batch.micro": each})
+        plain = {**keys, **self.plain}
+        reference = self._run(f"reference{again}", self.single, {**plain, "batch.micro": larger})
+        control = self._run(f"control{again}", self.single, {**plain, "batch.micro": each})
+        parted, result = _compare([layout, control, reference], dtype)
+        result |= {"dtype": dtype, **_verdict(parted, "equal"), "reason": None}
+        if parted:
+            result["reason"] = self._reason(layout, control=result["control"] > _CONTROL[dtype])
+
+        # Clipping spreads a difference to all tensors at once; without it, the first tensor is the
+        # cause.
+        if parted and self.recipe.optimizer.clip and not (result["reason"] or again):
+            other = self._compare_runs({**keys, "optimizer.clip": 0.0}, dtype, " without clipping")
+            if other["step"]:
+                for key in ("step", "tensor", "tensors", "by"):
+                    result[key] = other[key]
+        return result
+
+    def _run(self, name: str, options: Sequence[str], keys: Mapping[str, Any]) -> Path:
+        folder = self.scratch / f"{name}-{keys.get('machine.dtype', '')}"
+        print(f"oneloop prove: {name} …", file=sys.stderr, flush=True)
+        own = as_arguments({**_KEYS, **keys, "run.dir": str(folder)})
+        output = folder.with_suffix(".txt")
+        try:
+            with output.open("wb") as stream:
+                code = self.start([*options, *self.training, *own], stream.fileno())
+        except TimeoutError:
+            raise _Failed(f"the {name} run did not end within {_SECONDS:.0f} s") from None
+
+        text = output.read_text(encoding="utf-8", errors="replace").strip()
+        summary = folder / "summary.json"
+        if code == BAD_INPUT:
+            raise BadInput(text.rpartition("oneloop: ")[2])
+        if code == STOPPED:
+            sys.exit(code)
+        if code:
+            why = text[-2000:]
+            if summary.exists():
+                why = json.loads(summary.read_text())["exit_reason"]
+            raise _Failed(f"the {name} run ended with exit code {code}: {why}")
+        return folder
+
+    def _reason(self, layout: Path, *, control: bool) -> str | None:
+        """Return a known cause of a difference, or None.
+
+        It is a line of the run (BatchNorm, random numbers, a changed buffer, unused parameters), or
+        that the ``control`` differs, too."""
+        lines = (
+            layout.with_suffix(".txt").read_text(encoding="utf-8", errors="replace").splitlines()
+        )
+        for word in _CAUSES:
+            for line in lines:
+                if word in line and not line.startswith(_PROMISES):
+                    return line.strip()
+        if control:
+            return "on one process, another micro-batch (the control) changes the weights, too"
+        return None
+
+
+def _compare(runs: Sequence[Path], dtype: str) -> tuple[FirstDifference | None, dict[str, Any]]:
+    """Compare gradients (first step) and weights (each step).
+
+    ``runs``: layout, control and reference. Return the first difference, and the relative distances
+    by name."""
+    result = dict[str, Any]()
+    rounding = torch.zeros(())
+    eps = torch.finfo(getattr(torch, dtype)).eps
+    always, most = _GRADIENTS[dtype]
+    parted = None
+    steps = len(list(runs[0].glob("step-*.pt")))
+    for step in range(1, 1 + steps):
+        saved = [torch.load(run / f"step-{step}.pt", map_location="cpu") for run in runs]
+        for kind, tensors in zip(("gradients", "weights"), zip(*saved, strict=True), strict=True):
+            names, distance, noise, norm, size = _distances(*tensors)
+            if kind == "weights":
+                # The rounding per element; the larger one of tensor and model.
+                each = torch.maximum(noise / size.sqrt(), noise.norm() / size.sum().sqrt())
+                rounding = torch.maximum(rounding, each)
+                limit = torch.maximum(_FACTOR * rounding * size.sqrt(), 16 * eps * norm)
+                result[kind] = float(distance.norm() / norm.norm())
+                result["control"] = float(noise.norm() / norm.norm())
+            elif step == 1:
+                # A norm may be small by cancellation: no tensor has less than a share of the whole.
+                norm = norm.clamp(min=float(norm.norm()) / 1000)
+                largest = float((noise / norm).nan_to_num().max())
+                limit = norm * max(always, min(_FACTOR * largest, most))
+                result[kind] = float((distance / norm).nan_to_num().max())
+            else:
+                continue  # later gradients are those of other weights
+
+            # Keep the first difference.
+            if parted is None and not bool((distance <= limit).all()):
+                differing = [
+                    name for name, fits in zip(names, distance <= limit, strict=True) if not fits
+                ]
+                parted = FirstDifference(step, differing, len(names))
+                first = names.index(differing[0])
+                result["by"] = (distance / norm).tolist()[first]
+
+    # A control that differs as much proves nothing.
+    if parted is None and not result["control"] <= _CONTROL[dtype]:
+        parted = FirstDifference(steps, [], len(names))
+    return parted, result
+
+
+def _distances(*runs: Mapping[str, Tensor]) -> tuple[list[str], Tensor, Tensor, Tensor, Tensor]:
+    """Compare the tensors of layout, control and reference.
+
+    Return names in model order, the L2 distances of layout and control from the reference, its
+    norm, and sizes. A tensor that a run lacks (the gradient of an unused parameter) counts as 0."""
+    rows = {}
+    for name in {name: None for run in reversed(runs) for name in run}:
+        layout, control, reference = (run.get(name, torch.zeros(())).double() for run in runs)
+        rows[name] = (
+            float((layout - reference).norm()),
+            float((control - reference).norm()),
+            float(reference.norm()),
+            float(max(1, layout.numel(), reference.numel())),
+        )
+    columns = torch.tensor(list(rows.values()), dtype=torch.float64).T
+    return list(rows), *columns  # type: ignore[return-value]
+
+
+def _verdict(parted: FirstDifference | None, same: str) -> dict[str, Any]:
+    if parted is None:
+        return {"verdict": same, "step": None, "tensor": None, "tensors": None}
+    parted = parted._replace(names=[name.removeprefix("model.") for name in parted.names])
+    tensor = parted.names[0] if parted.names else None
+    return {"verdict": "different", "step": parted.step, "tensor": tensor, "tensors": str(parted)}
+
+
+def _lines(result: Mapping[str, Any]) -> Iterator[str]:
+    verdict = result["verdict"]
+    layout = result["layout"]
+    numbers = f"{result['steps']} steps in {result.get('dtype')}"
+    if "weights" in result:
+        numbers += (
+            f": gradients within {result['gradients']:.1e}, weights within {result['weights']:.1e}"
+            f", control {result['control']:.1e}"
+        )
+
+    if verdict == "failed":
+        yield f"failed: {layout}: {result['reason']}"
+    elif verdict == "different":
+        by = f", by {result['by']:.1e}" if "by" in result else ""
+        first = f", first in {result['tensors']}{by}" if result["tensors"] else ""
+        yield f"different: {layout} differs from one process from step {result['step']} on{first}"
+        yield numbers
+        yield f"likely reason: {result['reason'] or 'unknown; see docs/how-to/prove.md'}"
+    else:
+        yield f"{verdict}: {layout} trains like one process ({numbers})"
+    for note in result["notes"]:
+        yield f"note: {note}"
+
+
+def _launch(arguments: Sequence[str], output: int) -> int:
+    try:
+        return launch(
+            arguments, module="oneloop.tools.prove.recorded_run", seconds=_SECONDS, output=output
+        )
+    finally:  # launch() replaced the signal handlers
+        on_stops(lambda *_: sys.exit(STOPPED))

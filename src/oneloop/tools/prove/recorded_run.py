@@ -1,0 +1,77 @@
+"""One run of ``oneloop prove``: train a few steps, and save gradients and weights of each step.
+
+``accelerate launch … -m oneloop.tools.prove.recorded_run STEPS RECIPE [--key value …]``
+"""
+
+if __name__ == "__main__":  # before the slow imports, as in oneloop.train
+    import sys
+
+    from oneloop.launch import before_imports
+
+    STEPS = sys.argv.pop(1)
+    before_imports.begin()
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from oneloop.basics.parameter_names import bare_name
+from oneloop.checkpoint.state_dict import model_tensors
+from oneloop.job.build import Job
+from oneloop.launch.processes import Run
+from oneloop.run import entry
+from oneloop.run.folder import Folder
+from oneloop.train import train
+
+
+def _train_recorded(steps: int, job: Job, run: Run, folder: Folder) -> dict[str, Any]:
+    """Train the first steps without evaluation; the learning rate follows the whole schedule."""
+    make = job.make_optimizer
+
+    def optimizer(model: nn.Module) -> Optimizer:
+        made = make(model)
+        numbers = count(1)
+
+        def keep(*_: Any) -> None:
+            gradients = {}
+            for name, parameter in model.named_parameters():
+                gradients[f"model.{bare_name(name)}"] = parameter.grad
+            # Collective under FSDP2: every rank gathers, rank 0 writes.
+            both = _full_tensors(gradients), _full_tensors(model_tensors(model, frozen=False))
+            if run.main:
+                torch.save(both, folder.path / f"step-{next(numbers)}.pt")
+
+        made.register_step_post_hook(keep)
+        return made
+
+    intervals = replace(job.intervals, total=min(steps, job.steps))
+    job = replace(job, intervals=intervals, eval_sets={}, make_optimizer=optimizer)
+    return train(job, run, folder)
+
+
+def _full_tensors(tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return whole tensors, without those that are None. Collective: call on every rank."""
+    whole = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            mine = tensor.detach()
+            whole[name] = mine.full_tensor() if isinstance(mine, DTensor) else mine
+    return whole
+
+
+def main(argv: Sequence[str]) -> NoReturn:
+    """Train, and end the process with oneloop's exit code.
+
+    ``argv`` is the number of steps, and the recipe with its keys."""
+    entry.main(partial(_train_recorded, int(argv[0])), argv[1:])
+
+
+if __name__ == "__main__":
+    main([STEPS, *sys.argv[1:]])

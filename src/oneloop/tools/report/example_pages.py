@@ -1,0 +1,191 @@
+"""The samples and classes of the report page."""
+
+import html
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from oneloop.tools.run_reader import number
+
+
+def of_classes(confusion: Mapping[str, Any]) -> list[tuple[str, int, str, str, str]]:
+    """Return for each class its name, its samples, precision, recall and F1.
+
+    A dash stands for a number without samples to divide by.
+
+    Args:
+        confusion: ``classes``, the names, and ``counts``, whose rows are the true classes.
+    """
+    counts = confusion["counts"]
+    found = []
+    for index, name in enumerate(confusion["classes"]):
+        right = counts[index][index]
+        there = sum(counts[index])
+        shown = sum(row[index] for row in counts)
+        precision = _share(right, shown)
+        recall = _share(right, there)
+        f1 = _share(2 * right, shown + there)
+        found.append((name, there, precision, recall, f1))
+    return found
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / whole:.4f}" if whole else "–"
+
+
+_PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]*")
+_DARKEST = 8.0  # loss (nats) of a token with the full shade
+
+
+def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
+    """Return the HTML sections of the last evaluation's samples.
+
+    Args:
+        examples: the content of examples.json.
+        of: follows the titles; names the run if there are several.
+    """
+    given = examples.get("samples")
+    samples = []
+    if isinstance(given, list):
+        samples = [sample for sample in given if isinstance(sample, Mapping)]
+    at = f"at step {examples.get('step')}"
+    worst = [sample for sample in samples if sample.get("worst")]
+    fixed = [sample for sample in samples if not sample.get("worst")]
+    written = [sample for sample in fixed if "continuation" in sample]
+
+    # A language model writes texts. Others predict.
+    shown = []
+    if written:
+        shown.append(_section(f"Generated texts{of}, {at}", map(_written, written), "texts"))
+        partly = [sample for sample in written if _has_untrained(sample)]
+        if partly:
+            title = f"Trained tokens of a sample{of}, {at}"
+            shown.append(_section(title, [_card(partly[0])], "texts"))
+    elif fixed:
+        title = f"Predictions for validation samples{of}, {at}"
+        shown.append(_section(title, map(_card, fixed), _kind(fixed)))
+    if worst:
+        title = f"Validation samples with the largest losses{of}, {at}"
+        shown.append(_section(title, map(_card, worst), _kind(worst)))
+    return shown
+
+
+def _has_untrained(sample: Mapping[str, Any]) -> bool:
+    """Return whether some tokens after the first one are not trained."""
+    return any(loss is None for _, loss in _pairs(sample.get("tokens"))[1:])
+
+
+def _kind(samples: Sequence[Mapping[str, Any]]) -> str:
+    return "pictures" if "image" in samples[0] else "texts"
+
+
+def _section(title: str, cards: Iterable[str], kind: str) -> str:
+    items = "".join(f"<li>{card}</li>" for card in cards)
+    return (
+        f'<section><h2>{html.escape(title)}</h2><ul class="samples {kind}">{items}</ul></section>'
+    )
+
+
+def _card(sample: Mapping[str, Any]) -> str:
+    return _body(sample) + f'<p class="verdict">{_verdict(sample)}</p>'
+
+
+def _verdict(sample: Mapping[str, Any]) -> str:
+    words = []
+    if "prediction" in sample:
+        prediction = sample["prediction"]
+        right = prediction == sample.get("target")
+        sure = ""
+        if "confidence" in sample:
+            sure = f", confidence {100 * number(sample['confidence']):.0f} %"
+
+        # Mark the prediction, unless it can be neither right nor wrong.
+        mark, kind = "", "soft"
+        if "right" in sample or ("target" in sample and not _measured(prediction)):
+            right = bool(sample.get("right", right))
+            mark, kind = ("✓ ", "right") if right else ("✗ ", "wrong")
+        words.append(f'<b class="{kind}">{mark}prediction {_safe(prediction)}{sure}</b>')
+        if not right and "target" in sample:
+            words.append(f"label {_safe(sample['target'])}")
+    elif "target" in sample:
+        words.append(_safe(sample["target"]))
+    if sample.get("loss") is not None:
+        words.append(f"loss {number(sample['loss']):.3g}")
+    return " · ".join([*words, f'<span class="soft">sample {_safe(sample.get("index"))}</span>'])
+
+
+def _measured(text: Any) -> bool:
+    """Return whether the text is a non-integer number (regression)."""
+    try:
+        return not float(text).is_integer()
+    except (TypeError, ValueError):
+        return False
+
+
+def _body(sample: Mapping[str, Any]) -> str:
+    if "image" in sample:
+        parts = []
+        if "target" in sample:
+            parts.append(f"is {sample['target']}")
+        if "prediction" in sample:
+            parts.append(f"predicted {sample['prediction']}")
+        shown = f"sample {sample.get('index')}"
+        if parts:
+            shown = f"{shown}: {', '.join(parts)}"
+        shown = _safe(shown)
+        picture = str(sample["image"])
+        # A run writes only data URLs. Another URL might be fetched.
+        if not _PICTURE.fullmatch(picture):
+            return f'<pre tabindex="0">{shown}</pre>'
+        text = f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
+        return f'<img src="{picture}" alt="{shown}">{text}'
+    if isinstance(sample.get("tokens"), list | tuple):
+        tokens = "".join(_token(str(text), loss) for text, loss in _pairs(sample["tokens"]))
+        return f'<pre tabindex="0">{tokens}</pre>'
+    return f'<pre tabindex="0">{_safe(sample.get("text", ""))}</pre>'
+
+
+def _pairs(given: Any) -> list[Any]:
+    """Return the pairs in a list; skip anything else.
+
+    They are tokens and their losses (None: not trained), or steps and texts.
+    """
+    items = given if isinstance(given, list | tuple) else ()
+    return [pair for pair in items if isinstance(pair, list | tuple) and len(pair) == 2]
+
+
+def _token(text: str, loss: Any) -> str:
+    """Return a token, shaded by its loss (nats); None: not trained."""
+    if loss is None:
+        return f'<span class="soft">{_safe(text)}</span>'
+    loss = number(loss)
+    shade = 1.0
+    if math.isfinite(loss):
+        shade = min(1.0, max(0.0, loss) / _DARKEST)
+    if shade <= 0.05:
+        return _safe(text)
+    return f'<span style="--s:{shade:.2f}" title="{loss:.2f}">{_safe(text)}</span>'
+
+
+def _written(sample: Mapping[str, Any]) -> str:
+    return (
+        f'<pre tabindex="0"><span class="soft">{_safe(sample.get("prompt", ""))}</span>'
+        f"<mark>{_safe(sample['continuation'])}</mark></pre>{_earlier(sample.get('earlier'))}"
+        f'<p class="verdict"><span class="soft">given text, then the model\'s · sample'
+        f" {_safe(sample.get('index'))}</span></p>"
+    )
+
+
+def _earlier(given: Any) -> str:
+    """Return the texts of earlier evaluations, folded."""
+    lines = ""
+    for step, text in _pairs(given):
+        lines += f"<li>step {_safe(step)}: <code>{_safe(text)}</code></li>"
+    if not lines:
+        return ""
+    return f"<details><summary>As training went on</summary><ul>{lines}</ul></details>"
+
+
+def _safe(text: Any) -> str:
+    return html.escape(str(text))
