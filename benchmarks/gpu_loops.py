@@ -37,13 +37,13 @@ from torch.utils.flop_counter import FlopCounterMode
 from gpu_lines import FORK
 from gpu_trace import FORWARD, events_of, reduce
 from oneloop import fit
-from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.language import attention, chunked_loss
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import prepare_attention
 from oneloop.tasks.language.sequences import IGNORE, Packed, collated, spans
 from oneloop.tasks.language.tokens import Blocks
+from oneloop.tasks.rows.cached_arrays import Ragged
 
 LEARNING_RATE = 1e-4
 WEIGHT_DECAY = 0.1

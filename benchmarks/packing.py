@@ -26,10 +26,10 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.data.order import Order, order_of
-from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.models import Shape, from_scratch
 from oneloop.tasks.language.sequences import Packed, Padded, Spans, collated, spans
+from oneloop.tasks.rows.cached_arrays import Ragged
 
 
 class Random(LanguageModel):

@@ -33,8 +33,8 @@ def measured(words: list[str]) -> None:
     """
     from oneloop.job.build import build_job
     from oneloop.launch.processes import start
-    from oneloop.tools.plan.step_costs import StepCosts
     from oneloop.recipe.parse import read
+    from oneloop.tools.plan.step_costs import StepCosts
 
     run = start()
     costs = StepCosts(build_job(read(words), ranks=1, device=run.device.type), run)

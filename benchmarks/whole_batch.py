@@ -135,8 +135,8 @@ def memory() -> Iterator[str]:
 
 def timed(rounds: int) -> Iterator[str]:
     from oneloop.job.preflight import preflight
-    from oneloop.measure.meter import Meter
     from oneloop.loop.gradients import Gradients
+    from oneloop.measure.meter import Meter
     from oneloop.train import accumulate
     from whole_batches import group_of
 
@@ -237,8 +237,8 @@ def on_two(folder: str, cases: list[Any]) -> list[dict[str, Tensor]]:
 
 def ours(folder: str, micro: int) -> dict[str, Tensor]:
     from oneloop.job.preflight import preflight
-    from oneloop.measure.meter import Meter
     from oneloop.loop.gradients import Gradients
+    from oneloop.measure.meter import Meter
     from oneloop.train import accumulate
     from whole_batches import group_of
 

@@ -14,13 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from oneloop.tasks.rows.find_files import found
 from oneloop.job.model import in_dtype
 from oneloop.optim.optimizers import adamw, build, set_lr
 from oneloop.recipe.key_rules import documented, wanted
-from oneloop.tools.run_reader import Curve, Follower, read_record
 from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.language.texts import documents
+from oneloop.tasks.rows.find_files import found
+from oneloop.tools.run_reader import Curve, Follower, read_record
 from silent_cases import ALL, BASE
 from tiny import Ragged, training_flops
 from worlds import ROOT, here, run, train
@@ -447,9 +447,9 @@ def test_splits_of_a_data_set_are_its_own(tmp_path, monkeypatch):
     """``datasets`` loads a local folder with the same code as a data set from the Hub."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    from oneloop.tasks.columns import check_texts
     from oneloop.tasks.rows.arrow_tables import hub
     from oneloop.tasks.rows.open_data import Source
-    from oneloop.tasks.columns import check_texts
 
     (tmp_path / "data").mkdir()
     for name, count in (("train", 60), ("validation", 7)):

@@ -25,10 +25,10 @@ from oneloop.machine.torch_settings import reject_not_deterministic
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.optim.clip import global_norm
-from oneloop.tools.plan.step_costs import StepCosts
 from oneloop.recipe.parse import read
 from oneloop.tasks.image_models import Quarters
 from oneloop.tasks.language.attention import attend_within_documents, causal
+from oneloop.tools.plan.step_costs import StepCosts
 from worlds import ROOT
 
 SMALL_GPT = ["gpt", "--task.width", "32", "--task.heads", "2", "--task.layers", "1"]

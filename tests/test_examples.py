@@ -18,8 +18,8 @@ from oneloop.evaluation import evaluate
 from oneloop.launch.processes import start
 from oneloop.show.examples import Examples
 from oneloop.show.pictures import data_url, matrix, picture, tiles
-from oneloop.tasks.causal_lm import CausalLM
 from oneloop.task_protocol.evaluation_metrics import directions
+from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
 from worlds import ROOT, run, train
 

@@ -16,8 +16,8 @@ from oneloop import cli
 from oneloop.basics.exit_codes import BadInput
 from oneloop.show.examples import plain
 from oneloop.show.pictures import picture, side_by_side
-from oneloop.tools.report.example_pages import _verdict
 from oneloop.show.terminal import metric, summary_table
+from oneloop.tools.report.example_pages import _verdict
 from silent_cases import unfinished
 from worlds import after, run, train
 

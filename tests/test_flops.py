@@ -29,8 +29,8 @@ from oneloop.measure.flops import (
 )
 from oneloop.measure.meter import Meter
 from oneloop.measure.update_ratio import UpdateRatio
-from oneloop.tools.plan.ledger import Ledger
 from oneloop.tasks.causal_lm import CausalLM
+from oneloop.tools.plan.ledger import Ledger
 from tiny import Ragged, Sequences, training_flops
 from worlds import ROOT, run, train
 

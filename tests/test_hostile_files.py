@@ -16,7 +16,6 @@ import pytest
 
 import hostile
 import stores
-from oneloop.tools.after_training.trained_model import _recorded
 from oneloop.basics.bucket import Bucket
 from oneloop.basics.untrusted import (
     check_form,
@@ -36,6 +35,7 @@ from oneloop.checkpoint.store import Store, problems, problems_of_files, vouch
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.saved_forms import FORMS
+from oneloop.tools.after_training.trained_model import _recorded
 from oneloop.tools.report.page import report
 from oneloop.tools.run_reader import Follower, read_record
 

@@ -28,36 +28,27 @@ LEAVES = (
     "measure",
     "show",
     "supervise",
-    "tasks",
+    "task_protocol",
 )
-"""rooms that may import only ``basics`` (``tasks`` also ``data``, see below)"""
+"""rooms that may import only ``basics``"""
+BUILT = {"basics", "evaluation", "launch", *LEAVES}
+"""what may be imported above the leaves"""
+TASKS = {"tasks", "task_protocol", "basics", "data"}
 ALLOWED = {
     "basics": set(),
+    "old_names": set(),
     **{leaf: {"basics"} for leaf in LEAVES},
-    "tasks": {"basics", "data"},
-    "evaluation": {"basics", "data", "ema", "show", "tasks"},
-    "prediction": {"basics", "data", "evaluation", "tasks"},
+    "tasks": {"basics", "data", "task_protocol"},
+    "evaluation": {"basics", "data", "ema", "show", "task_protocol"},
     "launch": {"basics", *LEAVES},
-    "job": {"basics", "evaluation", "launch", *LEAVES},
-    "run": {"basics", "evaluation", "job", "launch", *LEAVES},
-    "after": {"basics", "evaluation", "job", "launch", "run", *LEAVES},
-    "apply": {"after", "basics", "evaluation", "launch", "machine", "prediction", "tasks"},
-    "train": {"basics", "evaluation", "job", "launch", "run", *LEAVES},
-    "api": {"apply", "basics", "cli", "launch", "recipe", "run", "train"},
-    "plan": {"after", "basics", "evaluation", "job", "launch", "run", "train", *LEAVES},
+    "job": BUILT,
+    "run": {"job", *BUILT},
+    "loop": {"job", "run", *BUILT},
+    "train": {"job", "loop", "run", *BUILT},
+    "tools": {"cli", "job", "loop", "run", "tasks", "train", *BUILT},
+    "api": {"basics", "cli", "launch", "recipe", "run", "tools", "train"},
     "__main__": {"basics", "cli"},
-    "cli": {
-        "after",
-        "apply",
-        "basics",
-        "evaluation",
-        "job",
-        "launch",
-        "plan",
-        "run",
-        "train",
-        *LEAVES,
-    },
+    "cli": {"job", "run", "tasks", "tools", "train", *BUILT},
 }
 AT_THE_TOP_OF_TASKS = {"torch", "numpy", "oneloop"}
 """what a task may import at module level, besides the standard library"""

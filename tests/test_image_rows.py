@@ -13,9 +13,9 @@ import pytest
 from PIL import Image, ImageOps
 from pyarrow import parquet
 
+from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.rows.cache import changes
 from oneloop.tasks.rows.images import decoded
-from oneloop.tasks.image_classification import ImageClassification
 
 SMALL: dict[str, Any] = {"model": "cnn", "width": 8, "image_size": 16}
 

@@ -13,11 +13,11 @@ import pytest
 from pyarrow import parquet
 
 from oneloop.data.mixture import Mixture
+from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.rows.find_files import found
 from oneloop.tasks.rows.images import decoded
 from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.parquet import Parquet
-from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification

@@ -16,10 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from adapters import a_base
 from oneloop.basics.tensors import Planned
 from oneloop.cli import main
-from oneloop.tools.plan.ledger import _hidden
 from oneloop.tasks.language import attention
 from oneloop.tasks.language.chunked_loss import chunked_cross_entropy
 from oneloop.tasks.language.language_model import LanguageModel
+from oneloop.tools.plan.ledger import _hidden
 from planning import LAYOUTS, SFT, one_step
 from worlds import run
 

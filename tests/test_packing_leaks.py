@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.language import attention
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.sequences import Packed, Padded, collated, spans
+from oneloop.tasks.rows.cached_arrays import Ragged
 
 SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {

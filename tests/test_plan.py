@@ -15,14 +15,14 @@ import torch
 from adapters import a_base
 from oneloop.cli import main
 from oneloop.launch.command import config_files
+from oneloop.recipe.parse import read
+from oneloop.recipe.run_keys import MachineConfig
+from oneloop.tasks.language.models import Shape, from_scratch
 from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.changes import grid
 from oneloop.tools.plan.description import Plan
 from oneloop.tools.plan.gpus import GPUS
 from oneloop.tools.plan.planned import planned
-from oneloop.recipe.parse import read
-from oneloop.recipe.run_keys import MachineConfig
-from oneloop.tasks.language.models import Shape, from_scratch
 from planning import GPT, LAYOUTS, LLAMA, one_step, planned_recipes
 from worlds import HERE, run, train
 

@@ -94,8 +94,8 @@ def checked(names: list[str], *words: str) -> dict[str, str]:
     from oneloop.job.build import build_job
     from oneloop.job.preflight import preflight
     from oneloop.launch.processes import start
-    from oneloop.recipe.parse import read
     from oneloop.loop.start_lines import start_lines
+    from oneloop.recipe.parse import read
 
     there = start()
     found = {}

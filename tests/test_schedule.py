@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from oneloop.basics.duration import Duration, Scale
+from oneloop.loop.counters import Best, Counters
 from oneloop.optim import schedule
 from oneloop.optim.schedule import learning_rate
-from oneloop.loop.counters import Best, Counters
 
 SCALE = Scale(batch=10, epoch=100)
 

@@ -13,18 +13,18 @@ import pytest
 import torch
 from PIL import Image
 
-from oneloop.tools.after_training.trained_model import recipe_of
 from oneloop.basics.duration import Duration, Scale
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.batch_layout import BatchLayout
+from oneloop.launch import processes
+from oneloop.recipe.parse import parser, read
+from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.rows import csv_json as tables
 from oneloop.tasks.rows import file_rows
 from oneloop.tasks.rows.arrow_tables import tables as of_files
 from oneloop.tasks.rows.cache import content_of
 from oneloop.tasks.rows.find_files import found
-from oneloop.launch import processes
-from oneloop.recipe.parse import parser, read
-from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tools.after_training.trained_model import recipe_of
 from worlds import run, train
 
 

@@ -10,9 +10,9 @@ import pytest
 from safetensors.torch import load_file
 
 from oneloop.show.examples import with_earlier
-from oneloop.tools.report.page import report
 from oneloop.tasks.language.synthetic_chats import SyntheticChats
 from oneloop.tasks.sft import SFT
+from oneloop.tools.report.page import report
 from silent_cases import unfinished
 from worlds import apply, run, train
 

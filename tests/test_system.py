@@ -22,7 +22,10 @@ from worlds import ROOT
 
 PACKAGE = ROOT / "src" / "oneloop"
 ROOM = PACKAGE / "basics" / "system"
-LINUX_CHECKS = {"tools/elastic/node_checks.py", "tools/doctor/doctor.py"}  # checks that only Linux needs
+LINUX_CHECKS = {
+    "tools/elastic/node_checks.py",
+    "tools/doctor/doctor.py",
+}  # checks that only Linux needs
 # settings of NVIDIA's driver, which exists only on Linux
 DRIVER = {"launch/devices.py"}
 

@@ -18,8 +18,8 @@ from rich.console import Console
 from oneloop.basics.progress import tracked
 from oneloop.cli import main
 from oneloop.measure.advice import Advice, diagnosis
-from oneloop.tools.run_reader import Follower
 from oneloop.show.terminal import Display
+from oneloop.tools.run_reader import Follower
 from oneloop.tools.watch import plotted, view, watch
 from worlds import ROOT, run, train
 

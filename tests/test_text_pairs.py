@@ -14,8 +14,8 @@ import torch
 from torch.nn import functional as F
 
 from oneloop.task_protocol.protocol import check
-from oneloop.tasks.text_pairs import TextPairs
 from oneloop.task_protocol.whole_batch import columns_of, loss_alone
+from oneloop.tasks.text_pairs import TextPairs
 from worlds import after, run, train
 
 COLOURS = ["red", "green", "blue", "black", "white", "pink", "brown", "grey"]

@@ -108,8 +108,8 @@ def test_equal_texts_are_no_negatives_of_each_other():
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
 def test_retrieval_counts_ranks_and_no_ties(block, monkeypatch):
-    from oneloop.tasks import contrastive
     from oneloop.task_protocol.evaluation_metrics import Retrieval
+    from oneloop.tasks import contrastive
 
     monkeypatch.setattr(contrastive, "_SIMILARITIES", block)
     torch.manual_seed(1)
@@ -381,9 +381,9 @@ def odd(words: list[str]) -> dict[str, object]:
     from oneloop.job.build import build_job
     from oneloop.job.preflight import preflight
     from oneloop.launch.processes import start
+    from oneloop.loop.gradients import Gradients
     from oneloop.measure.meter import Meter
     from oneloop.recipe.parse import read
-    from oneloop.loop.gradients import Gradients
     from oneloop.train import accumulate
 
     there, found = start(), {}

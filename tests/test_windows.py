@@ -18,7 +18,12 @@ PROGRAMS = {
     "oneloop": ["-c", f"import sys; from {SCRIPT} import main; sys.exit(main())", "launch"],
     "python -m oneloop": ["-m", "oneloop", "--help"],
     "python -m oneloop.train": ["-m", "oneloop.train", "digits", "--duration", "1"],
-    "python -m oneloop.tools.after_training.evaluate_and_predict": ["-m", "oneloop.tools.after_training.evaluate_and_predict", "evaluate", "runs/digits"],
+    "python -m oneloop.tools.after_training.evaluate_and_predict": [
+        "-m",
+        "oneloop.tools.after_training.evaluate_and_predict",
+        "evaluate",
+        "runs/digits",
+    ],
 }
 ACCELERATE = [
     *("-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1"),

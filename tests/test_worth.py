@@ -16,10 +16,10 @@ from torch import nn
 import worlds
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
-from oneloop.tools.worth.short_run import Runner
-from oneloop.tools.worth.techniques import TECHNIQUES, Machine, as_arguments
 from oneloop.recipe.parse import read
 from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tools.worth.short_run import Runner
+from oneloop.tools.worth.techniques import TECHNIQUES, Machine, as_arguments
 
 SHORT = ["--rounds", "1", "--seconds", "0.01"]
 

@@ -4,13 +4,18 @@
 other part is imported from its own file and works alone: ``from oneloop.data.order import Order``.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+from oneloop.old_names import OldNames
 
 if TYPE_CHECKING:
     from oneloop.api import evaluate, export, fit, predict, report
 
 __version__ = "0.1.0"
 __all__ = ["evaluate", "export", "fit", "predict", "report"]
+
+sys.meta_path.append(OldNames())
 
 
 def __getattr__(name: str) -> Any:

@@ -13,7 +13,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from oneloop.tools.after_training.evaluate_and_predict import check_file, perform
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import die_with_launcher, ranks
 from oneloop.basics.streams import never_failing
@@ -24,6 +23,7 @@ from oneloop.recipe.parse import recipe as recipe_of
 from oneloop.recipe.read import as_python, from_python, typed
 from oneloop.recipe.schema import Recipe
 from oneloop.run.entry import conduct, start_run
+from oneloop.tools.after_training.evaluate_and_predict import check_file, perform
 from oneloop.train import train
 
 Run = str | Path | Mapping[str, Any]

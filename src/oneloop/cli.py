@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from oneloop.tools.export.command import export_run as export_run
-from oneloop.tools.after_training.options import parsed as apply_options
 from oneloop.basics.command_options import Options, names, positive, summary
 from oneloop.basics.exit_codes import BAD_INPUT, ERROR, BadInput, Unavailable
 from oneloop.basics.files import dumps, printable
@@ -22,12 +20,14 @@ from oneloop.checkpoint.mirror import local_run as local_run
 from oneloop.checkpoint.named_checkpoint import problems_at
 from oneloop.checkpoint.store import Store
 from oneloop.launch.command import CPP_LOG, config_files, read_config
-from oneloop.tools.doctor.doctor_words import checked as doctor_words
-from oneloop.tools.plan.asked import parsed as plan_options
-from oneloop.tools.worth.techniques import named
 from oneloop.recipe.read import is_recipe
-from oneloop.tools.report.page import write_report as write_report
 from oneloop.tasks.template import task_template
+from oneloop.tools.after_training.options import parsed as apply_options
+from oneloop.tools.doctor.doctor_words import checked as doctor_words
+from oneloop.tools.export.command import export_run as export_run
+from oneloop.tools.plan.asked import parsed as plan_options
+from oneloop.tools.report.page import write_report as write_report
+from oneloop.tools.worth.techniques import named
 
 # Commands that oneloop launch can run on several processes, with their parsers.
 AFTER = {name: partial(apply_options, name) for name in ("evaluate", "predict")}
@@ -174,8 +174,8 @@ def check(words: Sequence[str]) -> int:
     if is_recipe(training[0]):
         _check_keys(training)
 
-    from oneloop.tools.check_data import as_json, as_lines, check_data
     from oneloop.show.terminal import Display
+    from oneloop.tools.check_data import as_json, as_lines, check_data
 
     with Display(quiet=given.json) as display:
         found = check_data(training[0], training[1:])
@@ -363,7 +363,11 @@ COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "watch": watch,
     "worth": worth,
     "prove": prove,
-    "evaluate": partial(_elsewhere, "oneloop.tools.after_training.evaluate_and_predict", AFTER["evaluate"]),
-    "predict": partial(_elsewhere, "oneloop.tools.after_training.evaluate_and_predict", AFTER["predict"]),
+    "evaluate": partial(
+        _elsewhere, "oneloop.tools.after_training.evaluate_and_predict", AFTER["evaluate"]
+    ),
+    "predict": partial(
+        _elsewhere, "oneloop.tools.after_training.evaluate_and_predict", AFTER["predict"]
+    ),
     "export": export,
 }

@@ -18,6 +18,11 @@ from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import preflight
 from oneloop.launch.processes import Run
+from oneloop.loop.gradients import Gradients
+from oneloop.loop.start_lines import start_lines
+from oneloop.loop.steps import NO_WEIGHT, Steps
+from oneloop.loop.training_state import State, open_run
+from oneloop.loop.upkeep import Upkeep
 from oneloop.machine.torch_settings import scheduled_garbage
 from oneloop.measure.meter import Meter, Sums
 from oneloop.optim.bad_step_guard import Guard, Step, contagious
@@ -26,11 +31,6 @@ from oneloop.optim.clip import clear_gradients, clip_
 from oneloop.optim.optimizers import set_lr
 from oneloop.run import entry
 from oneloop.run.folder import Folder
-from oneloop.loop.gradients import Gradients
-from oneloop.loop.start_lines import start_lines
-from oneloop.loop.steps import NO_WEIGHT, Steps
-from oneloop.loop.training_state import State, open_run
-from oneloop.loop.upkeep import Upkeep
 
 
 # --8<-- [start:loop]

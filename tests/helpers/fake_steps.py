@@ -18,11 +18,11 @@ from oneloop.job.build import Job, build_job
 from oneloop.job.model import build_model
 from oneloop.job.preflight import Preflight, metric_names
 from oneloop.launch.processes import Run
+from oneloop.loop.gradients import Gradients
 from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.recipe.parse import read
-from oneloop.loop.gradients import Gradients
 from oneloop.task_protocol.evaluation_sums import Apart, Together
 from oneloop.train import accept, accumulate, update
 

@@ -60,8 +60,8 @@ def one_step(
     from oneloop.basics.tensors import Planned
     from oneloop.job.build import build_job
     from oneloop.launch.processes import start
-    from oneloop.tools.plan.step_costs import StepCosts
     from oneloop.recipe.parse import read
+    from oneloop.tools.plan.step_costs import StepCosts
 
     if planned_ranks > 1:
         places = {

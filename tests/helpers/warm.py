@@ -20,11 +20,11 @@ import torchvision.transforms.v2
 import transformers.integrations.sdpa_attention
 from transformers import AutoTokenizer, BertForSequenceClassification, ViTForImageClassification
 
-import oneloop.tools.after_training.evaluate_and_predict
 import oneloop.launch.before_imports
 import oneloop.tasks.causal_lm
 import oneloop.tasks.image_classification
 import oneloop.tasks.text_classification
+import oneloop.tools.after_training.evaluate_and_predict
 import oneloop.train
 from oneloop.recipe.key_parser import parser
 

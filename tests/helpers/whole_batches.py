@@ -208,9 +208,9 @@ def gradients(cases: Sequence[tuple[str, list[str]]]) -> dict[str, tuple[float, 
     from oneloop.job.build import build_job
     from oneloop.job.preflight import preflight
     from oneloop.launch.processes import start
+    from oneloop.loop.gradients import Gradients
     from oneloop.measure.meter import Meter
     from oneloop.recipe.parse import read
-    from oneloop.loop.gradients import Gradients
     from oneloop.train import accumulate
 
     run, found = start(), {}

@@ -17,7 +17,14 @@ from oneloop.job.sample_sums import AGREE, FLOAT64, DrawWatch, without_draws
 from oneloop.job.trial_passes import Samples, make_batch
 from oneloop.launch.processes import Run
 from oneloop.task_protocol.protocol_checks import Contract
-from oneloop.task_protocol.whole_batch import Parts, apart, check_loss, check_rows, columns_of, parts_of
+from oneloop.task_protocol.whole_batch import (
+    Parts,
+    apart,
+    check_loss,
+    check_rows,
+    columns_of,
+    parts_of,
+)
 
 
 class _Rows(NamedTuple):

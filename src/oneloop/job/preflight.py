@@ -45,9 +45,9 @@ from oneloop.machine.fsdp2_units import changed, content, other_units
 from oneloop.machine.layout_checks import Checks
 from oneloop.machine.mixed_precision import reject_half_parameters
 from oneloop.measure.meter import OWN_METRICS
-from oneloop.tools.graph import Drawing
 from oneloop.task_protocol.protocol_checks import Contract, theirs
 from oneloop.task_protocol.whole_batch import columns_of, parts_of
+from oneloop.tools.graph import Drawing
 
 OWN_STATE = "the model, the loss or collate keeps its own generator or counter"
 _SEEDS = 4  # with which FSDP2 must run the same units

@@ -94,7 +94,8 @@ def launch(
 
     Args:
         words: options of the launcher, recipe and keys.
-        after: parsers of the commands that may replace the recipe; then oneloop.tools.after_training.evaluate_and_predict runs.
+        after: parsers of the commands that may replace the recipe; then these run,
+            in oneloop.tools.after_training.
         module: the module that the processes run.
         seconds: time after which the processes are killed.
         output: file descriptor to which the processes write; None: this process's streams.

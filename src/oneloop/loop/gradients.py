@@ -26,13 +26,13 @@ from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
 from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run
+from oneloop.loop.step_checks import step_checks
 from oneloop.machine.reduction import Reduction, Tree
 from oneloop.measure.fingerprint import fingerprint
 from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
 from oneloop.measure.stragglers import DeviceTime
 from oneloop.optim.clip import global_norm
-from oneloop.loop.step_checks import step_checks
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
 

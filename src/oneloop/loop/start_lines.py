@@ -11,12 +11,12 @@ from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
 from oneloop.launch.devices import missing_operators, unused
-from oneloop.run.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
 from oneloop.machine.mixed_precision import HALF
 from oneloop.machine.replicas import replica_group
 from oneloop.optim.muon import Muon
+from oneloop.run.environment import computed_by
 from oneloop.task_protocol.evaluation_metrics import prefix
 
 _IGNORED = {

@@ -9,11 +9,11 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
 from oneloop.launch.processes import Run
+from oneloop.loop.repeat import Repeats
+from oneloop.loop.start_lines import DEPENDS
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.contents import Contents
 from oneloop.machine.layout_checks import Checks, search_unused
-from oneloop.loop.repeat import Repeats
-from oneloop.loop.start_lines import DEPENDS
 
 
 class StepChecks(NamedTuple):

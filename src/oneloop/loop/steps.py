@@ -15,9 +15,9 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.data.step_batches import Group, groups
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
-from oneloop.machine.fsdp2_units import agree, disagreement
 from oneloop.loop.counters import Counters
 from oneloop.loop.gradients import Gradients
+from oneloop.machine.fsdp2_units import agree, disagreement
 
 NO_WEIGHT = (
     "the total weight of the global batch is 0, so the mean loss is undefined; check task.weight()"

@@ -14,18 +14,17 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.store import Store
-from oneloop.tasks.rows.cache import fingerprint_of
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
-from oneloop.run.environment import environment
 from oneloop.launch.processes import Run
+from oneloop.loop.counters import Best, Counters, Results, RunLog
 from oneloop.measure.meter import Meter
 from oneloop.measure.noise_scale import NoiseScale
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.recipe.class_paths import CHOICES, source
 from oneloop.run.compatibility import InputCheck, inputs_of
-from oneloop.loop.counters import Best, Counters, Results, RunLog
+from oneloop.run.environment import environment
 from oneloop.run.export import TASK
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
@@ -34,6 +33,7 @@ from oneloop.run.saved_forms import forms_with
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.pipe import CHANNEL
 from oneloop.task_protocol.protocol import Progress
+from oneloop.tasks.rows.cache import fingerprint_of
 
 _SMALL = 1 << 19  # approximate bytes of a checkpoint without tensors: manifests, metrics, a page
 

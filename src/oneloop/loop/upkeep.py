@@ -18,6 +18,10 @@ from oneloop.ema import EMA
 from oneloop.evaluation import evaluate_all
 from oneloop.job.build import Job
 from oneloop.launch.processes import Run
+from oneloop.loop.counters import RunLog
+from oneloop.loop.gradients import Gradients
+from oneloop.loop.steps import Steps
+from oneloop.loop.training_state import State
 from oneloop.machine.replicas import check_replicas
 from oneloop.machine.torch_settings import release_cache
 from oneloop.measure.advice import Advice
@@ -27,11 +31,7 @@ from oneloop.measure.stragglers import Stragglers
 from oneloop.optim.bad_step_guard import Step
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
 from oneloop.optim.clip import clear_gradients
-from oneloop.loop.counters import RunLog
 from oneloop.run.export import FinalWeights, load_task_state, write_final
-from oneloop.loop.gradients import Gradients
-from oneloop.loop.steps import Steps
-from oneloop.loop.training_state import State
 from oneloop.show.examples import Examples
 
 

@@ -16,7 +16,7 @@ from oneloop.recipe.class_paths import CHOICES, only_task, path_of
 from oneloop.recipe.schema import GROUPS
 from oneloop.recipe.synonyms import suggestion
 
-RECIPES = resources.files("oneloop") / "recipe" / "packaged"
+RECIPES = resources.files("oneloop") / "tasks" / "recipes"
 
 
 def packaged() -> list[str]:

@@ -1,1 +1,1 @@
-"""One run: entry, steps, counters, rare work, the run folder, export."""
+"""One run: entry, the run folder, and what a resume compares."""

@@ -30,12 +30,12 @@ from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.same_on_ranks import reject_other_jobs
 from oneloop.run.source_code import another_file, source_changed
-from oneloop.tools.report.page import report
 from oneloop.show.terminal import Display, metric
 from oneloop.show.tracking import check_trackers
 from oneloop.supervise.crash_report import stopped_early
 from oneloop.supervise.pipe import CHANNEL
 from oneloop.supervise.ranks import ADDRESS
+from oneloop.tools.report.page import report
 
 # the summary, and the error that ended the run, if any
 Ended = tuple[dict[str, Any], BaseException | None]

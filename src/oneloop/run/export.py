@@ -23,9 +23,9 @@ from oneloop.checkpoint.store import vouch
 from oneloop.checkpoint.weights import bare, gathered_weights, load_weights, write_weights
 from oneloop.ema import EMA
 from oneloop.machine.frozen_dtype import rounded
-from oneloop.tools.export.power_emas import load_power_ema
-from oneloop.tools.export.model_card import model_card
 from oneloop.task_protocol.protocol import Task
+from oneloop.tools.export.model_card import model_card
+from oneloop.tools.export.power_emas import load_power_ema
 
 TASK = "task"  # name of the task's state in a checkpoint, and of task.json in ``final/``
 

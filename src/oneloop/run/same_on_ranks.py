@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.tensor_hash import tensor_hashes
 from oneloop.job.build import Job
-from oneloop.run.environment import computed_by
 from oneloop.launch.processes import Run
 from oneloop.run.compatibility import first_samples
+from oneloop.run.environment import computed_by
 from oneloop.run.source_code import sources
 
 _HASHED = 1 << 30  # bytes of a model that are hashed

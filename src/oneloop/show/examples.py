@@ -5,7 +5,8 @@
 >>> examples.samples    # [{"index": 7, "loss": 4.2, "worst": True, "target": "3", …}, …]
 >>> examples.confusion  # {"classes": ["0", …], "counts": [[31, 0, …], …]}; rows: true classes
 
-The task formats a sample (``show`` and ``generate`` of :class:`oneloop.task_protocol.protocol.Task`).
+The task formats a sample (``show`` and ``generate`` of
+:class:`oneloop.task_protocol.protocol.Task`).
 """
 
 from collections.abc import Callable, Mapping

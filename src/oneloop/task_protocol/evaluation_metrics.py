@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.basics.wide_sums import WideSum, on_host, widest
-from oneloop.tasks.contrastive import row_blocks
 from oneloop.task_protocol.metric_collection import Collection, as_tensor
+from oneloop.tasks.contrastive import row_blocks
 
 
 class Metrics(Protocol):
@@ -335,8 +335,8 @@ def adapted(metrics: Any) -> Metrics:
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
         raise ValueError(
             f"task: metrics() returned a {type(metrics).__name__}, expected "
-            "torchmetrics.MetricCollection or oneloop.task_protocol.evaluation_metrics.Metrics (compute, "
-            "to, sums, higher_is_better)"
+            "torchmetrics.MetricCollection or oneloop.task_protocol.evaluation_metrics.Metrics "
+            "(compute, to, sums, higher_is_better)"
         )
     return Collection(metrics)
 

@@ -40,7 +40,8 @@ class MetricStates:
     reduced. The inputs of all other metrics are recorded, and replayed on every rank in one order.
 
     Args:
-        metrics: a MetricCollection, :class:`oneloop.task_protocol.evaluation_metrics.Metrics`, or None.
+        metrics: a MetricCollection,
+            :class:`oneloop.task_protocol.evaluation_metrics.Metrics`, or None.
         apart: keep floating-point sums apart for each micro-batch, so that results do not depend on
             the number of ranks.
         ranks: number of ranks.
@@ -89,7 +90,8 @@ class MetricStates:
     def combine(self, accelerator: Any, *, each: int) -> None:
         """Give every rank the states of all ranks. Collective: call on every rank.
 
-        Of :class:`oneloop.task_protocol.evaluation_metrics.Metrics`, only rank 0 gets the kept sums.
+        Of :class:`oneloop.task_protocol.evaluation_metrics.Metrics`, only rank 0 gets the kept
+        sums.
 
         Args:
             accelerator: of the ranks.

@@ -10,6 +10,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from oneloop.tasks.language.generation import written
+from oneloop.tasks.language.language_model import LanguageModel, is_packed
+from oneloop.tasks.language.models import SCRATCH
+from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, collated, spans
+from oneloop.tasks.language.texts import Texts, all_texts, texts_of
+from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
 from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
@@ -18,12 +24,6 @@ from oneloop.tasks.rows.open_data import (
     notes_of,
     skipped_rows,
 )
-from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.language_model import LanguageModel, is_packed
-from oneloop.tasks.language.models import SCRATCH
-from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, collated, spans
-from oneloop.tasks.language.texts import Texts, all_texts, texts_of
-from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
 
 _MAX_NEW_TOKENS = 48
 _TEMPERATURE = 0.8

@@ -12,16 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import on_host
-from oneloop.tasks.rows.images import labelled_image
-from oneloop.tasks.rows.open_data import (
-    Source,
-    Unreadable,
-    named_sources,
-    notes_of,
-    opened,
-    sets_of,
-    whole,
-)
+from oneloop.task_protocol.evaluation_metrics import ClassCounts
+from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.augmentation import (
     TORCHVISION,
     Augmentation,
@@ -34,7 +26,6 @@ from oneloop.tasks.augmentation import (
     torchvision_set,
 )
 from oneloop.tasks.columns import check_image_types, check_images
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.tasks.image_models import (
     CNN,
     Pretrained,
@@ -53,7 +44,16 @@ from oneloop.tasks.labels import (
     numbers_of,
     shares_of,
 )
-from oneloop.task_protocol.protocol import Task
+from oneloop.tasks.rows.images import labelled_image
+from oneloop.tasks.rows.open_data import (
+    Source,
+    Unreadable,
+    named_sources,
+    notes_of,
+    opened,
+    sets_of,
+    whole,
+)
 from oneloop.tasks.transformers_models import is_transformers
 
 _PACKAGED = ("digits", *TORCHVISION)

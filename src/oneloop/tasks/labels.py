@@ -10,9 +10,9 @@ from typing import Any
 
 from torch import Tensor
 
+from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
 from oneloop.tasks.rows.csv_json import OBJECTS
 from oneloop.tasks.rows.open_data import Source
-from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
 
 # by source name: a function from a label to its class number
 Numbers = Mapping[str, Callable[[Any], int]]

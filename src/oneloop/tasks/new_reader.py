@@ -8,8 +8,8 @@ from torch import nn
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.seeds import mixed
-from oneloop.tasks.rows.cache import alone, key_of
 from oneloop.tasks.columns import number_of_text
+from oneloop.tasks.rows.cache import alone, key_of
 from oneloop.tasks.text_encoders import EncoderShape, TokenReader
 
 LEARNED = "bpe"  # model name of :class:`NewReader`

@@ -10,19 +10,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from oneloop.basics.wide_sums import widest
-from oneloop.tasks.rows.cache import key_of
-from oneloop.tasks.rows.cached_arrays import Ragged, ragged
-from oneloop.tasks.rows.open_data import (
-    Source,
-    Unreadable,
-    combined,
-    first_columns,
-    named_sources,
-    notes_of,
-    opened,
-    skipped_rows,
-    whole,
-)
 from oneloop.task_protocol.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, end_token_notes, ends_in
@@ -50,6 +37,19 @@ from oneloop.tasks.language.sequences import (
 )
 from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
+from oneloop.tasks.rows.cache import key_of
+from oneloop.tasks.rows.cached_arrays import Ragged, ragged
+from oneloop.tasks.rows.open_data import (
+    Source,
+    Unreadable,
+    combined,
+    first_columns,
+    named_sources,
+    notes_of,
+    opened,
+    skipped_rows,
+    whole,
+)
 
 _CACHE_VERSION = 1  # increase it if the tokens of a row change
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.tasks.rows.open_data import Source, sets_of
+from oneloop.task_protocol.evaluation_metrics import Retrieval
 from oneloop.tasks.columns import check_texts, columns_of, number_of_text, repeated, texts_of
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
-from oneloop.task_protocol.evaluation_metrics import Retrieval
 from oneloop.tasks.labels import RECORDED
 from oneloop.tasks.new_reader import LEARNED, NewReader
+from oneloop.tasks.rows.open_data import Source, sets_of
 from oneloop.tasks.text_encoders import EncoderShape, TokenReader
 from oneloop.tasks.text_rows import TextRows
 from oneloop.tasks.transformers_models import is_transformers

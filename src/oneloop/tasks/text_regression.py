@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.columns import check_numbers
+from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.text_rows import TextRows
 
 

@@ -8,6 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from oneloop.task_protocol.evaluation_metrics import ClassCounts
+from oneloop.task_protocol.protocol import Task
+from oneloop.tasks.columns import check_texts
+from oneloop.tasks.labels import RECORDED, classes_of, numbers_of
 from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
@@ -19,10 +23,6 @@ from oneloop.tasks.rows.open_data import (
     whole,
 )
 from oneloop.tasks.rows.rows import Row
-from oneloop.tasks.columns import check_texts
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.labels import RECORDED, classes_of, numbers_of
-from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.text_encoders import ByteReader, EncoderShape, TokenReader, reader
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`

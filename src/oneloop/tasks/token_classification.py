@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.task_protocol.evaluation_metrics import ClassCounts
+from oneloop.tasks.columns import check_as_long, check_words
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.rows import Row
-from oneloop.tasks.columns import check_as_long, check_words
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.tasks.text_rows import TextRows
 
 _IGNORE = -100  # class of a position that is not the start of a word

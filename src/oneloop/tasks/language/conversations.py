@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.tasks.rows.open_data import Source
-from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.columns import is_text as holds_text
 from oneloop.tasks.columns import type_name
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.completions import completed, prompted
 from oneloop.tasks.language.message_flags import left_out
 from oneloop.tasks.language.messages_as_json import read
+from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.rows import Row
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}

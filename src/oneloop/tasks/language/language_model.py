@@ -14,6 +14,7 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.tensors import Planned, on_gpu
 from oneloop.basics.wide_sums import widest
 from oneloop.task_protocol.evaluation_metrics import TextSums
+from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
 from oneloop.tasks.language.lora import add_adapters, merged, save_config
@@ -27,7 +28,6 @@ from oneloop.tasks.language.models import (
 )
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.model_limits import shorter_length
-from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
 Fused = bool | Literal["auto"]

@@ -12,11 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
+from oneloop.tasks.columns import check_texts
 from oneloop.tasks.rows.cache import below, content_of
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.find_files import Found, found
 from oneloop.tasks.rows.open_data import Source, checked, opened, whole
-from oneloop.tasks.columns import check_texts
 
 _EXCLUDED = {
     "site-packages",

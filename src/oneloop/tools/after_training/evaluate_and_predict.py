@@ -18,9 +18,6 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from oneloop.tools.after_training.options import check_file as check_file
-from oneloop.tools.after_training.options import parsed
-from oneloop.tools.after_training.trained_model import Trained, recipe_of, trained
 from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import dumps
@@ -31,9 +28,12 @@ from oneloop.launch.before_imports import is_main, reject
 from oneloop.launch.processes import Run, start
 from oneloop.launch.signals import leave
 from oneloop.machine.torch_settings import float32_products
-from oneloop.tools.after_training.prediction import predictions, write
 from oneloop.task_protocol.protocol import check_sets
 from oneloop.task_protocol.protocol_checks import theirs
+from oneloop.tools.after_training.options import check_file as check_file
+from oneloop.tools.after_training.options import parsed
+from oneloop.tools.after_training.prediction import predictions, write
+from oneloop.tools.after_training.trained_model import Trained, recipe_of, trained
 
 
 def perform(command: str, given: Namespace) -> tuple[Run, Any]:

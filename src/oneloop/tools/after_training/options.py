@@ -28,7 +28,7 @@ _MORE = """
 def parsed(command: str, words: Sequence[str]) -> Namespace:
     """Return the options of ``evaluate`` or ``predict``, and ``command``. Raise BadInput."""
     if command not in _PAGES:
-        raise BadInput(f"oneloop.tools.after_training.evaluate_and_predict: unknown command {command!r}; known: {', '.join(_PAGES)}")
+        raise BadInput(f"oneloop.apply: unknown command {command!r}; known: {', '.join(_PAGES)}")
     options = Options(command, f"{_PAGES[command]}\n{_MORE}")
 
     # Options of both commands.

@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from oneloop.tools.after_training.options import recipe_file
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
 from oneloop.basics.untrusted import as_expected, read_json
@@ -30,8 +29,9 @@ from oneloop.recipe.training_keys import InitConfig
 from oneloop.run.compatibility import data_differences, data_of
 from oneloop.run.export import load_task_state, reject_other_origin
 from oneloop.run.saved_forms import FORMS
-from oneloop.tasks.labels import RECORDED
 from oneloop.task_protocol.protocol import Progress, Task
+from oneloop.tasks.labels import RECORDED
+from oneloop.tools.after_training.options import recipe_file
 
 _RECORDED = {"task?": str, "recorded?": {"task": str}, "eval_micro?": int | None}
 

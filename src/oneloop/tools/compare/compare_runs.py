@@ -8,11 +8,11 @@ from rich.console import Console, RenderableType
 from rich.table import Column, Table
 from rich.text import Text
 
-from oneloop.tools.compare.first_difference import parting
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import printable
-from oneloop.tools.run_reader import Record, differences, distinct, read_record
 from oneloop.show.terminal import metric
+from oneloop.tools.compare.first_difference import parting
+from oneloop.tools.run_reader import Record, differences, distinct, read_record
 from oneloop.tools.watch import chart
 
 _HEIGHT = 8  # lines of a chart

@@ -22,9 +22,10 @@ from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch import devices
 from oneloop.launch.before_imports import read_once
+from oneloop.launch.command import accelerate_variables, launch_options
+from oneloop.launch.nodes import Nodes, address_towards, nodes, options
 from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem, show_clock
-from oneloop.launch.command import accelerate_variables, launch_options
 from oneloop.tools.elastic.node_checks import (
     NodeFacts,
     about,
@@ -34,7 +35,6 @@ from oneloop.tools.elastic.node_checks import (
     local_problems,
     new_file,
 )
-from oneloop.launch.nodes import Nodes, address_towards, nodes, options
 from oneloop.tools.elastic.rendezvous import exchanged, open_store
 
 _WAIT = 60.0  # seconds to wait for the other hosts, and for all links

@@ -24,17 +24,17 @@ from torch.distributed.elastic.rendezvous.api import (
 
 from oneloop.basics.exit_codes import ERROR, STOPPED, BadInput
 from oneloop.basics.launcher import FILE, HOST
+from oneloop.launch.nodes import Nodes, address_towards
+from oneloop.recipe.schema import Recipe
+from oneloop.supervise.supervisor import say
 from oneloop.tools.elastic.bounded_store import LOST, BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem
 from oneloop.tools.elastic.node_checks import NodeFacts, compared, facts, foreign_folder, new_file
-from oneloop.launch.nodes import Nodes, address_towards
 from oneloop.tools.elastic.rendezvous import (
     END,
     announced,
     exchanged,
 )
-from oneloop.recipe.schema import Recipe
-from oneloop.supervise.supervisor import say
 
 _SAVE = 600.0  # seconds for a last checkpoint before a node joins
 _POLL = 0.1  # seconds between two looks

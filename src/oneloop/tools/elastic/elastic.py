@@ -33,12 +33,13 @@ from oneloop.basics.files import printable
 from oneloop.basics.launcher import HOST, register_process
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
-from oneloop.tools.elastic.agent import Agent
 from oneloop.launch.before_imports import read_once
-from oneloop.tools.elastic.bounded_store import BoundedStore
-from oneloop.tools.elastic.clocks import show_clock
 from oneloop.launch.command import AgentTask, accelerate_variables
 from oneloop.launch.nodes import Nodes, address_towards
+from oneloop.supervise.supervisor import say
+from oneloop.tools.elastic.agent import Agent
+from oneloop.tools.elastic.bounded_store import BoundedStore
+from oneloop.tools.elastic.clocks import show_clock
 from oneloop.tools.elastic.rendezvous import (
     lost,
     not_joined,
@@ -46,7 +47,6 @@ from oneloop.tools.elastic.rendezvous import (
     rendezvous_handler,
 )
 from oneloop.tools.elastic.signed_backend import SECRET, SECRET_FILE, agree_on_secret, secret
-from oneloop.supervise.supervisor import say
 
 _OVER = "the run has ended on the other nodes"
 

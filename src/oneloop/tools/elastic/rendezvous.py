@@ -18,10 +18,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from oneloop.tools.elastic.bounded_store import BoundedStore, answered
 from oneloop.launch.nodes import Nodes, is_here
-from oneloop.tools.elastic.signed_backend import SignedBackend
 from oneloop.supervise.supervisor import say
+from oneloop.tools.elastic.bounded_store import BoundedStore, answered
+from oneloop.tools.elastic.signed_backend import SignedBackend
 
 BEAT = 2  # seconds between two signs of life of a node
 _BEATS = 3  # signs of life of a node that may be missing

@@ -25,9 +25,9 @@ def export_run(given: Namespace) -> list[str]:
     checkpoint = chosen_of(given.run, given.checkpoint, weights=given.weights)
 
     # The slow imports follow the checks.
-    from oneloop.tools.after_training.trained_model import recipe_of
     from oneloop.job.build import make_task
     from oneloop.run.export import check_push, export_checkpoint, push, write_card
+    from oneloop.tools.after_training.trained_model import recipe_of
 
     # Write the weights and the model card, also for a push.
     with TemporaryDirectory(prefix="oneloop-") as scratch:

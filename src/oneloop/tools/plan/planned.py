@@ -33,11 +33,11 @@ from oneloop.launch.agreement import where
 from oneloop.launch.command import accelerate_variables
 from oneloop.launch.nodes import Nodes
 from oneloop.launch.processes import start
+from oneloop.recipe.parse import read
+from oneloop.recipe.schema import Recipe
 from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe
 from oneloop.tools.plan.step_costs import SAMPLED, StepCosts
-from oneloop.recipe.parse import read
-from oneloop.recipe.schema import Recipe
 
 # What fake tensors raise if a step reads a value.
 _READS = (

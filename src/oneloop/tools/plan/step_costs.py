@@ -32,13 +32,13 @@ from oneloop.job.build import Job
 from oneloop.job.find_micro_batch import by_size
 from oneloop.job.preflight import Preflight, metric_names
 from oneloop.launch.processes import Run
+from oneloop.loop.gradients import Gradients
 from oneloop.machine.fsdp2_units import unit_groups
 from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
+from oneloop.task_protocol.whole_batch import is_whole_batch
 from oneloop.tools.plan.fake_mode import RealValues, empty, skip
 from oneloop.tools.plan.ledger import Collective, Costs, Ledger, module_names
-from oneloop.loop.gradients import Gradients
-from oneloop.task_protocol.whole_batch import is_whole_batch
 from oneloop.train import accept, accumulate, update
 
 _WARM = 2  # steps before the measured ones: then the optimizer has its state, and DDP its buckets

@@ -14,14 +14,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from oneloop.tools.compare.first_difference import FirstDifference, parting
 from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.system.signals import on_stops
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.launch.command import config_file, launch, launch_options
-from oneloop.tools.worth.techniques import as_arguments
 from oneloop.recipe.parse import read
+from oneloop.tools.compare.first_difference import FirstDifference, parting
+from oneloop.tools.worth.techniques import as_arguments
 
 Start = Callable[[Sequence[str], int], int]
 """runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the

@@ -45,7 +45,9 @@ class Runner:
         self._recipe = list(recipe)
         self._timeout = timeout
         # The first optimizer that is built imports torch._dynamo, which takes seconds.
-        self._context = server_context(["oneloop.tools.worth.short_run", "oneloop.train", "torch._dynamo"])
+        self._context = server_context(
+            ["oneloop.tools.worth.short_run", "oneloop.train", "torch._dynamo"]
+        )
 
     def __call__(
         self, keys: Mapping[str, Any], *, steps: int, warm: int, weights: bool = False

@@ -15,10 +15,18 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, replacing
-from oneloop.tools.worth.short_run import Measured, Runner
-from oneloop.tools.worth.techniques import DEFAULT, KNOWN, TECHNIQUES, Keys, Machine, Technique, named
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
+from oneloop.tools.worth.short_run import Measured, Runner
+from oneloop.tools.worth.techniques import (
+    DEFAULT,
+    KNOWN,
+    TECHNIQUES,
+    Keys,
+    Machine,
+    Technique,
+    named,
+)
 from oneloop.tools.worth.worth_table import as_page, as_table, sentences
 
 

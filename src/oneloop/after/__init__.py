@@ -1,1 +1,0 @@
-"""After training: load the model of a run, or compare two runs."""

@@ -1,0 +1,110 @@
+"""Import paths of earlier versions: one table, and a finder that serves it."""
+
+from importlib import import_module
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import CodeType, ModuleType
+from typing import Any
+
+_MOVED = {
+    "apply": "tools.after_training.evaluate_and_predict",
+    "data.rows": "tasks.rows",
+    "job.check_data": "tools.check_data",
+    "launch.environment": "run.environment",
+    "prediction": "tools.after_training.prediction",
+    "run.power_emas": "tools.export.power_emas",
+    "show.graph": "tools.graph",
+    "show.report": "tools.report",
+    "show.run_reader": "tools.run_reader",
+    "show.watch": "tools.watch",
+}
+"""modules and folders by their old names, both below ``oneloop``"""
+
+_FOLDERS = ("after", "data.rows", "plan", "show.report")
+"""old names of folders"""
+
+_ROOMS = {
+    ("after", "tools.after_training"): ("options", "trained_model"),
+    ("after", "tools.compare"): ("compare_runs", "first_difference"),
+    ("plan", "tools.plan"): ("plan", "planned", "ledger", "step_costs", "gpus"),
+    ("plan", "tools.worth"): ("worth", "short_run", "techniques"),
+    ("plan", "tools.prove"): ("prove", "recorded_run"),
+    ("launch", "tools.elastic"): ("agent", "elastic", "rendezvous", "node_checks"),
+    ("launch", "tools.doctor"): ("doctor",),
+    ("run", "loop"): (
+        "counters",
+        "gradients",
+        "start_lines",
+        "step_checks",
+        "steps",
+        "training_state",
+        "upkeep",
+    ),
+    ("tasks", "task_protocol"): (
+        "evaluation_metrics",
+        "evaluation_sums",
+        "metric_collection",
+        "metric_states",
+        "protocol",
+        "protocol_checks",
+        "whole_batch",
+    ),
+}
+"""modules that moved to another room: (old room, new room) -> their names"""
+
+for (_old, _new), _names in _ROOMS.items():
+    for _name in _names:
+        _MOVED[f"{_old}.{_name}"] = f"{_new}.{_name}"
+
+
+def new_name(module: str) -> str | None:
+    """Return the present name of a module that had this name; None if it did not move.
+
+    Args:
+        module: a dotted name, ``oneloop.tasks.protocol``.
+    """
+    path = module.removeprefix("oneloop.")
+    if path in _MOVED:
+        return f"oneloop.{_MOVED[path]}"
+
+    # A folder moved with all its modules.
+    folder, _, file = path.rpartition(".")
+    if folder in _MOVED:
+        return f"oneloop.{_MOVED[folder]}.{file}"
+    return None
+
+
+class OldNames(MetaPathFinder, Loader):
+    """A finder for ``sys.meta_path``: an old name leads to a module that reads the new one.
+
+    It belongs at the end, so that a file at the old place comes first.
+    """
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Return how to load a module by its old name; None for every other name."""
+        if not name.startswith("oneloop."):
+            return None
+        folder = name.removeprefix("oneloop.") in _FOLDERS
+        if not folder and new_name(name) is None:
+            return None
+        # The origin becomes sys.argv[0] of ``python -m``.
+        return ModuleSpec(name, self, origin=name, is_package=folder)
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        """Let Python create an empty module."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Let the module read each name from the module at its new place, when it is used."""
+        new = new_name(module.__name__)
+
+        def read(name: str) -> Any:
+            if new is None or name.startswith("__"):
+                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+            return getattr(import_module(new), name)
+
+        vars(module)["__getattr__"] = read
+
+    def get_code(self, name: str) -> CodeType:
+        """Return the code of ``python -m`` with an old name."""
+        source = f"import runpy; runpy.run_module({new_name(name)!r}, run_name='__main__')"
+        return compile(source, name, "exec")

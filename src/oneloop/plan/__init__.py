@@ -1,1 +1,0 @@
-"""Commands that answer a question before a long run: ``oneloop plan``, ``worth``, ``prove``."""

@@ -1,0 +1,1 @@
+"""After training: load the model of a run, evaluate it, and predict."""

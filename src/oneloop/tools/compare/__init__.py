@@ -1,0 +1,1 @@
+"""``oneloop compare`` and ``verify --same``: what differs between runs."""

@@ -1,0 +1,1 @@
+"""``oneloop doctor``: can this host train, and several hosts together?"""

@@ -1,0 +1,1 @@
+"""Several nodes and restarts: the agent of a node, its store, and the checks of nodes."""

@@ -1,0 +1,1 @@
+"""``oneloop export``: weights in other forms, the model card, and the push to the hub."""

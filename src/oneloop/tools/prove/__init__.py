@@ -1,0 +1,1 @@
+"""``oneloop prove``: does a layout train the same weights as one process?"""

@@ -1,0 +1,1 @@
+"""``oneloop worth``: what each technique gains."""
