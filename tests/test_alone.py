@@ -125,7 +125,7 @@ def test_muon_and_learning_rate_in_a_plain_loop():
 
 def test_weights_in_a_plain_script(tmp_path):
     from oneloop.checkpoint.weights import load_weights
-    from oneloop.run.export import write_final
+    from oneloop.run.final_weights import write_final
 
     accelerator = Accelerator()
     model = accelerator.prepare(nn.Linear(3, 1))

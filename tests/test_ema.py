@@ -335,7 +335,7 @@ def start_weights() -> dict[str, torch.Tensor]:
 
 
 def saved(checkpoint, tmp_path) -> dict[str, torch.Tensor]:
-    from oneloop.run.export import export_checkpoint
+    from oneloop.tools.export.convert import export_checkpoint
     from tiny import Ragged
 
     export_checkpoint(checkpoint, tmp_path / "one", Ragged())

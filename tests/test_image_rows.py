@@ -13,8 +13,8 @@ import pytest
 from PIL import Image, ImageOps
 from pyarrow import parquet
 
+from oneloop.data.fingerprint import changes
 from oneloop.tasks.image_classification import ImageClassification
-from oneloop.tasks.rows.cache import changes
 from oneloop.tasks.rows.images import decoded
 
 SMALL: dict[str, Any] = {"model": "cnn", "width": 8, "image_size": 16}

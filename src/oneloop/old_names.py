@@ -12,6 +12,7 @@ _MOVED = {
     "job.check_data": "tools.check_data",
     "launch.environment": "run.environment",
     "prediction": "tools.after_training.prediction",
+    "run.export": "run.final_weights",
     "run.power_emas": "tools.export.power_emas",
     "show.graph": "tools.graph",
     "show.report": "tools.report",

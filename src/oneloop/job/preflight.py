@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
+from oneloop.basics.houses import missing, tool
 from oneloop.basics.snapshot import Snapshot
 from oneloop.basics.tensors import reshard
 from oneloop.checkpoint.weights import bare
@@ -47,7 +48,6 @@ from oneloop.machine.mixed_precision import reject_half_parameters
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.task_protocol.protocol_checks import Contract, theirs
 from oneloop.task_protocol.whole_batch import columns_of, parts_of
-from oneloop.tools.graph import Drawing
 
 OWN_STATE = "the model, the loss or collate keeps its own generator or counter"
 _SEEDS = 4  # with which FSDP2 must run the same units
@@ -150,8 +150,14 @@ def _check_eval(
         held = contents_of(model)
         before = random_states(run.device)
         inner = model.module if isinstance(model, Wrapped) else model
-        draw = run.main and "tensorboard" in job.recipe.track
-        with Drawing(inner, one) if draw else nullcontext() as drawn:
+        drawing: Any = nullcontext()
+        if run.main and "tensorboard" in job.recipe.track:
+            graph = tool("graph")
+            if graph is None:
+                notes.append(f"TensorBoard gets no graph of the model: {missing('graph')}")
+            else:
+                drawing = graph.Drawing(inner, one)
+        with drawing as drawn:
             once = float(contract.loss(model, one)[0])
         reshard(model)  # FSDP2 drops what a forward has changed
         both = float(contract.loss(model, two)[0])

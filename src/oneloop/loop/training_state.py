@@ -14,6 +14,7 @@ from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.checkpoint.store import Store
+from oneloop.data.fingerprint import fingerprint_of
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
@@ -25,7 +26,7 @@ from oneloop.optim.bad_step_guard import Guard
 from oneloop.recipe.class_paths import CHOICES, source
 from oneloop.run.compatibility import InputCheck, inputs_of
 from oneloop.run.environment import environment
-from oneloop.run.export import TASK
+from oneloop.run.final_weights import TASK
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.same_on_ranks import in_one_folder
@@ -33,7 +34,6 @@ from oneloop.run.saved_forms import forms_with
 from oneloop.show.tracking import Tracking
 from oneloop.supervise.pipe import CHANNEL
 from oneloop.task_protocol.protocol import Progress
-from oneloop.tasks.rows.cache import fingerprint_of
 
 _SMALL = 1 << 19  # approximate bytes of a checkpoint without tensors: manifests, metrics, a page
 

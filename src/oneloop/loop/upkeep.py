@@ -31,7 +31,7 @@ from oneloop.measure.stragglers import Stragglers
 from oneloop.optim.bad_step_guard import Step
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
 from oneloop.optim.clip import clear_gradients
-from oneloop.run.export import FinalWeights, load_task_state, write_final
+from oneloop.run.final_weights import FinalWeights, load_task_state, write_final
 from oneloop.show.examples import Examples
 
 

@@ -13,23 +13,15 @@ from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
+from oneloop.basics.houses import TASKS
 from oneloop.recipe.expected import EXPECTED, MISFITS
 from oneloop.recipe.synonyms import suggestion
 
-_TASKS = {
-    "image_classification": "ImageClassification",
-    "causal_lm": "CausalLM",
-    "sft": "SFT",
-    "text_classification": "TextClassification",
-    "text_regression": "TextRegression",
-    "token_classification": "TokenClassification",
-    "text_pairs": "TextPairs",
-}
 _OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
 _SCHEDULES = ("constant", "linear", "cosine", "wsd", "plateau")
 # Class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``.
 CHOICES: dict[str, dict[str, str]] = {
-    "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in _TASKS.items()},
+    "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in TASKS.items()},
     "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in _OPTIMIZERS},
     "schedule": {name: f"oneloop.optim.schedule.{name}" for name in _SCHEDULES},
 }

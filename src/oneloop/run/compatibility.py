@@ -11,6 +11,7 @@ from xxhash import xxh3_64, xxh3_64_hexdigest
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.untrusted import as_expected
+from oneloop.data.fingerprint import changes, fingerprint_of
 from oneloop.data.sample_reader import read_once
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.job.build import Job
@@ -22,7 +23,6 @@ from oneloop.run.environment import computed_by
 from oneloop.run.source_code import source_of
 from oneloop.task_protocol.protocol_checks import theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch
-from oneloop.tasks.rows.cache import changes, fingerprint_of
 
 SAMPLES = 16  # samples of each data set that a resume compares, evenly spaced
 FIRST = 2  # first samples of each data set that all ranks compare

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from oneloop.basics import exit_codes
 from oneloop.basics.exit_codes import BadInput, Diverged, StoppedEarly, Unavailable
 from oneloop.basics.files import dumps, printable, vouched
+from oneloop.basics.houses import missing, tool
 from oneloop.basics.launcher import rank, ranks
 from oneloop.checkpoint.background_save import SaveError
 from oneloop.checkpoint.store import Store, step_of
@@ -35,7 +36,6 @@ from oneloop.show.tracking import check_trackers
 from oneloop.supervise.crash_report import stopped_early
 from oneloop.supervise.pipe import CHANNEL
 from oneloop.supervise.ranks import ADDRESS
-from oneloop.tools.report.page import report
 
 # the summary, and the error that ended the run, if any
 Ended = tuple[dict[str, Any], BaseException | None]
@@ -276,8 +276,12 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     summary = uploaded
 
     # Write the report. An error of the report does not fail the run.
+    reporting = tool("report")
     try:
-        folder.write("report.html", report([folder.path]))
+        if reporting is None:
+            print(f"report.html is not written: {missing('report')}", file=sys.stderr)
+        else:
+            folder.write("report.html", reporting.report([folder.path]))
     except Exception as error:
         print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
 

@@ -30,7 +30,7 @@ from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store, problems_of_files
 from oneloop.recipe.comparison import difference, only_extends, same_data_path
 from oneloop.run.saved_forms import FORMS
-from oneloop.tools.run_reader import parsed
+from oneloop.show.metrics_file import parsed
 
 _STARTS = {
     "first": is_amount,

@@ -155,3 +155,20 @@ class Lines:
         self._good += len(lines)
         self._digest.update(lines)
         self._broken = False
+
+
+def parsed(lines: Any) -> Iterator[dict[str, Any]]:
+    """Yield the parsed lines of metrics.jsonl; skip incomplete and damaged ones."""
+    for line in lines:
+        try:
+            content = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(content, dict) or type(content.get("step")) is not int:
+            continue
+        if not 0 <= content["step"] < 1 << 53:
+            continue
+        if not isinstance(content.get("event", ""), str):
+            continue
+        if isinstance(content.get("weights", ""), str):
+            yield content

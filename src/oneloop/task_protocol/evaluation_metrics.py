@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from oneloop.basics.tensors import row_blocks
 from oneloop.basics.wide_sums import WideSum, on_host, widest
 from oneloop.task_protocol.metric_collection import Collection, as_tensor
-from oneloop.tasks.contrastive import row_blocks
 
 
 class Metrics(Protocol):

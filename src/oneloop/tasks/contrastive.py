@@ -14,16 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-_SIMILARITIES = 1 << 20  # of one block
-
-
-def row_blocks(rows: int, columns: int) -> list[slice]:
-    """Return the blocks of rows of a matrix of similarities."""
-    each = max(1, _SIMILARITIES // columns)
-    blocks = []
-    for start in range(0, rows, each):
-        blocks.append(slice(start, min(start + each, rows)))
-    return blocks
+from oneloop.basics.tensors import row_blocks
 
 
 def _summed(loss: Callable[[slice], Tensor], rows: int, columns: int) -> Tensor:

@@ -5,17 +5,17 @@ The memory is bounded.
 >>> steps, losses = read_record(Path("runs/digits")).curve("train/loss")
 """
 
-import json
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from oneloop.basics.files import flattened, printable
 from oneloop.basics.untrusted import read_json, read_yaml
+from oneloop.show.metrics_file import parsed
 
 _STRETCHES = 1024  # a longer curve has at least this many stretches of two or three points each
 _LINES = 1 << 16  # lines kept of a followed run
@@ -230,23 +230,6 @@ def read_record(folder: Path) -> Record:
     except OSError as error:
         raise ValueError(f"{folder} holds no run (metrics.jsonl: {error.strerror})") from error
     return record
-
-
-def parsed(lines: Any) -> Iterator[dict[str, Any]]:
-    """Yield the parsed lines of metrics.jsonl; skip incomplete and damaged ones."""
-    for line in lines:
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if not isinstance(content, dict) or type(content.get("step")) is not int:
-            continue
-        if not 0 <= content["step"] < 1 << 53:
-            continue
-        if not isinstance(content.get("event", ""), str):
-            continue
-        if isinstance(content.get("weights", ""), str):
-            yield content
 
 
 def distinct(records: list[Record]) -> list[Record]:

@@ -27,7 +27,7 @@ from oneloop.recipe.parse import read_again, task_name
 from oneloop.recipe.schema import Recipe
 from oneloop.recipe.training_keys import InitConfig
 from oneloop.run.compatibility import data_differences, data_of
-from oneloop.run.export import load_task_state, reject_other_origin
+from oneloop.run.final_weights import load_task_state, reject_other_origin
 from oneloop.run.saved_forms import FORMS
 from oneloop.task_protocol.protocol import Progress, Task
 from oneloop.tasks.labels import RECORDED

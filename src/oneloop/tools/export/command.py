@@ -26,8 +26,9 @@ def export_run(given: Namespace) -> list[str]:
 
     # The slow imports follow the checks.
     from oneloop.job.build import make_task
-    from oneloop.run.export import check_push, export_checkpoint, push, write_card
     from oneloop.tools.after_training.trained_model import recipe_of
+    from oneloop.tools.export.convert import export_checkpoint
+    from oneloop.tools.export.push import check_push, push, write_card
 
     # Write the weights and the model card, also for a push.
     with TemporaryDirectory(prefix="oneloop-") as scratch:

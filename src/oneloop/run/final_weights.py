@@ -1,0 +1,145 @@
+"""Write the weights of a run for inference, and read the state that its task saved."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from oneloop.basics.base_models import BaseModel
+from oneloop.basics.untrusted import read_json
+from oneloop.checkpoint.manifest import MANIFEST, read_manifest
+from oneloop.checkpoint.named_checkpoint import FINAL, base_model_of
+from oneloop.checkpoint.saved_state import MOST_STATE, STATE, read_state
+from oneloop.checkpoint.store import vouch
+from oneloop.checkpoint.weights import bare, gathered_weights, write_weights
+from oneloop.ema import EMA
+from oneloop.task_protocol.protocol import Task
+
+TASK = "task"  # name of the task's state in a checkpoint, and of task.json in ``final/``
+
+
+@dataclass(frozen=True)
+class FinalWeights:
+    """Which weights ``final/`` holds."""
+
+    weights: str  # last or best
+    step: int  # that they are from
+    end: int  # last step of the run
+    metric: str | None = None  # of the best weights: eval.best
+    value: float | None = None  # of the best weights: that metric
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields for summary.json and MANIFEST.json; the last weights have no metric."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def write_final(
+    folder: Path,
+    model: nn.Module,
+    task: Task,
+    emas: Iterable[EMA] = (),
+    *,
+    about: Mapping[str, Any] = MappingProxyType({}),
+) -> None:
+    """Write ``model.safetensors``, a file for each EMA, and the task's files.
+
+    Collective: call on every rank. On rank 0, ``task.save`` gets a model of whole tensors; with an
+    ``origin`` (base model), the model as it is.
+
+    Args:
+        folder: written into; created if it is missing.
+        model: as prepared for training, or not.
+        task: its state, and its files if it has ``save``.
+        emas: EMAs of the weights.
+        about: entries of MANIFEST.json, which also holds the size and checksum of every file.
+    """
+    origin: BaseModel | None = getattr(task, "origin", None)
+
+    # Gather the weights on rank 0. A manifest from before would vouch for files that change now.
+    weights = gathered_weights(model, origin)
+    if weights:
+        (folder / MANIFEST).unlink(missing_ok=True)
+    write_weights(folder / f"{file_of(origin)}.safetensors", weights)
+    for ema in emas:
+        with ema.swapped():
+            write_weights(folder / f"{ema.name}.safetensors", gathered_weights(model, origin))
+    if not weights:
+        return
+
+    # On rank 0, write the task's files, and the manifest last.
+    if hasattr(task, "state_dict"):
+        (folder / f"{TASK}.json").write_text(json.dumps(task.state_dict()))
+    if hasattr(task, "save"):
+        if origin is None:
+            task.save(_whole(model, task, weights), folder)
+        else:
+            task.save(bare(model), folder)
+    manifest = dict(about)
+    if origin is not None:
+        manifest["base"] = origin.description
+    vouch(folder, manifest)
+
+
+def file_of(origin: BaseModel | None) -> str:
+    """Return the name of the weights' file, without its suffix."""
+    if origin is None:
+        return "model"
+    return origin.file
+
+
+def _whole(model: nn.Module, task: Task, weights: Mapping[str, Tensor]) -> nn.Module:
+    """Return the model without DTensors.
+
+    Under FSDP2, this is a new model with the gathered weights.
+    """
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        return bare(model)
+    made = task.model()
+    for name, tensor in made.state_dict(keep_vars=True).items():
+        if name in weights:
+            tensor.data = weights[name]  # tied weights share this tensor
+    return made.train(model.training)
+
+
+def reject_other_origin(folder: Path, origin: BaseModel | None) -> None:
+    """Raise ValueError if a checkpoint was trained on another base model.
+
+    Args:
+        folder: the checkpoint, or ``final/``.
+        origin: the base model of the task, or None.
+    """
+    if folder.name == FINAL:
+        there = read_manifest(folder)["about"].get("base")
+    else:
+        there = base_model_of(folder)
+    if (origin is None) != (there is None):
+        raise ValueError(
+            f"{folder} is of another model: only one of the two has a separate base model"
+        )
+    if origin is None:
+        return
+    other = origin.difference(there or {})
+    if other:
+        raise ValueError(
+            f"{folder} needs the base model {other}; restore it at the path in task.model"
+        )
+
+
+def load_task_state(task: Task, folder: Path) -> None:
+    """Restore the task's state from a checkpoint, or from ``final/``, if it was saved."""
+    if not hasattr(task, "load_state_dict"):
+        return
+
+    # ``final/`` has it in a file of its own, a checkpoint among the other components.
+    file = folder / f"{TASK}.json"
+    if file.is_file():
+        task.load_state_dict(read_json(file, object, most=MOST_STATE))
+    elif (folder / STATE).is_file():
+        state = read_state(folder)
+        if TASK in state:
+            task.load_state_dict(state[TASK])
