@@ -67,7 +67,7 @@ def no_sync() -> None:
 def norm_of_a_shard() -> None:
     """Clip by the norm of each rank's own shard."""
     from oneloop.basics.tensors import local
-    from oneloop.run import gradients
+    from oneloop.loop import gradients
 
     gradients.global_norm = lambda parameters, exact: torch.nn.utils.get_total_norm(
         [local(p.grad) for p in parameters]
@@ -138,7 +138,7 @@ def test_each_break_is_found(tmp_path, name):
 
 def no_contents() -> None:
     """Compare no contents of tensors in training."""
-    from oneloop.run import step_checks
+    from oneloop.loop import step_checks
 
     step_checks._contents = lambda *given: None
 
@@ -207,7 +207,7 @@ def metrics_of_a_rank() -> None:
 
 def rows_not_compared() -> None:
     """Compare no widths of the rows of a loss over the whole batch in an evaluation."""
-    from oneloop.tasks import evaluation_sums
+    from oneloop.task_protocol import evaluation_sums
 
     evaluation_sums.check_alike = lambda *given, **named: None
 
@@ -243,7 +243,7 @@ def read_here() -> None:
 
 def torch_only() -> None:
     """Seed only torch's generator before a forward."""
-    from oneloop.run import gradients
+    from oneloop.loop import gradients
 
     reseed = gradients.reseed
     gradients.reseed = lambda *numbers, others: reseed(*numbers, others=False)

@@ -584,7 +584,7 @@ def test_bias_corrections_without_float64(beta):
 
 def train_as_on_cuda(words: list[str]) -> None:
     """Train; checkpoints say that they are from a CUDA device."""
-    from oneloop.run import training_state
+    from oneloop.loop import training_state
 
     real = training_state.inputs_of
     training_state.inputs_of = lambda *args: {**real(*args), "device": "cuda"}
@@ -621,7 +621,7 @@ def test_a_plan_needs_no_device(tmp_path):
 
 def proved_keys(words: list[str]) -> list[str]:
     """Return the words of a run that ``oneloop prove`` starts, without a GPU."""
-    from oneloop.plan import prove
+    from oneloop.tools.prove import prove
 
     sys.path.insert(0, "")
     own = SimpleNamespace(config_file="ddp", processes=2, steps=2, json=False)

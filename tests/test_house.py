@@ -137,6 +137,8 @@ def test_tasks_import_their_libraries_when_they_use_them():
     import sys
 
     for file in files(PACKAGE / "tasks"):
+        if file.parent.name == "rows":
+            continue
         named = {module.split(".")[0] for module in imports(file, within_functions=False)}
         assert named - set(sys.stdlib_module_names) <= AT_THE_TOP_OF_TASKS, file
 
@@ -180,6 +182,7 @@ TOKENS = {  # of code in src/, by the issue that added its budget; usable in any
     "right on a GPU: kernels, devices, pinned memory, Muon on several ranks, time-outs": 4000,
     "a laptop: one room for the system, spawn, Apple's GPUs, machine.device": 3000,
     "the first GPU: saves that overlap with training, the loss without logits, plans": 1700,
+    "three houses, first part: the table of tools, old import paths, divided files": 700,
 }
 PAIRS = 100  # assignments ``a, b = x, y`` in src/, apart from swaps
 TOKENS_PER_LINE = 9.0  # of code in src/, with brackets and commas

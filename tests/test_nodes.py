@@ -30,10 +30,10 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 import lab
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import HOST
-from oneloop.launch import bounded_store, rendezvous
 from oneloop.launch.command import launch_options
 from oneloop.launch.nodes import ACCELERATE, Nodes, nodes, options
 from oneloop.recipe.parse import recipe
+from oneloop.tools.elastic import bounded_store, rendezvous
 from oneloop.tools.elastic.agent import Agent, usable_ranks
 from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.node_checks import NodeFacts, compared

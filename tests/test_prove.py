@@ -10,12 +10,12 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from oneloop.plan import recorded_run
 
 from adapters import a_base
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main, prove
 from oneloop.launch.command import launch_options
+from oneloop.tools.prove import recorded_run
 from oneloop.tools.prove.prove import _Proof
 from own_files import images
 from worlds import run

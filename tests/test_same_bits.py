@@ -278,7 +278,7 @@ def rank_order(words: list[str]) -> None:
 
 def float_norm(words: list[str]) -> None:
     """Sum the norm in floating point, shard by shard."""
-    from oneloop.run import gradients
+    from oneloop.loop import gradients
 
     norm = gradients.global_norm
     gradients.global_norm = lambda parameters, exact: norm(parameters)

@@ -12,8 +12,8 @@ from torch import nn
 
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.job.preflight import Preflight
+from oneloop.loop import start_lines
 from oneloop.loop.start_lines import _promise, _slow_averages
-from oneloop.run import start_lines
 from worlds import ROOT
 
 ALWAYS = r"bit-identical(?! only)"  # without a condition

@@ -7,6 +7,7 @@ from types import CodeType, ModuleType
 from typing import Any
 
 _MOVED = {
+    "after.exported": "tools.export.command",
     "apply": "tools.after_training.evaluate_and_predict",
     "data.rows": "tasks.rows",
     "job.check_data": "tools.check_data",
@@ -15,9 +16,11 @@ _MOVED = {
     "run.export": "run.final_weights",
     "run.power_emas": "tools.export.power_emas",
     "show.graph": "tools.graph",
+    "show.model_card": "tools.export.model_card",
     "show.report": "tools.report",
     "show.run_reader": "tools.run_reader",
     "show.watch": "tools.watch",
+    "show.worth_table": "tools.worth.worth_table",
 }
 """modules and folders by their old names, both below ``oneloop``"""
 
@@ -27,14 +30,33 @@ _FOLDERS = ("after", "data.rows", "plan", "show.report")
 _ROOMS = {
     ("after", "tools.after_training"): ("options", "trained_model"),
     ("after", "tools.compare"): ("compare_runs", "first_difference"),
-    ("plan", "tools.plan"): ("plan", "planned", "ledger", "step_costs", "gpus"),
+    ("plan", "tools.plan"): (
+        "plan",
+        "planned",
+        "ledger",
+        "step_costs",
+        "gpus",
+        "changes",
+        "asked",
+        "description",
+        "fake_mode",
+    ),
     ("plan", "tools.worth"): ("worth", "short_run", "techniques"),
     ("plan", "tools.prove"): ("prove", "recorded_run"),
-    ("launch", "tools.elastic"): ("agent", "elastic", "rendezvous", "node_checks"),
-    ("launch", "tools.doctor"): ("doctor",),
+    ("launch", "tools.elastic"): (
+        "agent",
+        "elastic",
+        "rendezvous",
+        "node_checks",
+        "bounded_store",
+        "clocks",
+        "signed_backend",
+    ),
+    ("launch", "tools.doctor"): ("doctor", "doctor_words"),
     ("run", "loop"): (
         "counters",
         "gradients",
+        "repeat",
         "start_lines",
         "step_checks",
         "steps",

@@ -20,7 +20,9 @@ RECIPES = resources.files("oneloop") / "tasks" / "recipes"
 
 
 def packaged() -> list[str]:
-    """Return the names of the packaged recipes."""
+    """Return the names of the packaged recipes; none if oneloop/tasks was deleted."""
+    if not RECIPES.is_dir():
+        return []
     return sorted(
         file.name.removesuffix(".yaml") for file in RECIPES.iterdir() if file.name.endswith(".yaml")
     )

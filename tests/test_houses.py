@@ -1,0 +1,106 @@
+"""The three houses: a run needs neither tools nor packaged tasks, and old import paths work."""
+
+import json
+import shutil
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from oneloop.basics.houses import TASKS, TOOLS
+from oneloop.old_names import _FOLDERS, _MOVED, new_name
+from worlds import ROOT
+
+PACKAGE = ROOT / "src" / "oneloop"
+TASK = """
+import torch
+from torch import nn
+
+
+class Line:
+    def model(self):
+        return nn.Linear(1, 1)
+
+    def train_set(self):
+        return [(torch.tensor([x / 100]), torch.tensor([x / 50 + 1])) for x in range(100)]
+
+    def eval_sets(self):
+        return {"eval": self.train_set()[:10]}
+
+    def collate(self, samples):
+        x, y = zip(*samples)
+        return {"x": torch.stack(x), "y": torch.stack(y)}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model, batch):
+        return (model(batch["x"]) - batch["y"]).square().sum(), {}
+"""
+
+
+def train(package: Path, folder: Path, *words: str) -> subprocess.CompletedProcess:
+    """Train the task of this file with the copy of oneloop in ``package``."""
+    (folder / "line.py").write_text(TASK)
+    command = [sys.executable, "-m", "oneloop.train", "line.py:Line", "--run.dir", "run", *words]
+    environment = {"PYTHONPATH": str(package), "PATH": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+
+
+def test_a_run_needs_neither_tools_nor_packaged_tasks(tmp_path):
+    left_out = shutil.ignore_patterns("__pycache__", "tools", "tasks")
+    shutil.copytree(PACKAGE, tmp_path / "oneloop", ignore=left_out)
+    done = train(tmp_path, tmp_path, "--duration", "6", "--track", "[tensorboard]")
+    assert done.returncode == 0, done.stderr
+    assert "TensorBoard gets no graph of the model: oneloop.tools.graph is not" in (
+        done.stdout + done.stderr
+    )
+    assert "report.html is not written: oneloop.tools.report.page is not" in done.stderr
+    assert not (tmp_path / "run" / "report.html").exists()
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+    whole = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert whole["step"] == 6
+    assert whole["best"]["value"] is not None
+
+
+@pytest.mark.parametrize("old", sorted({*_MOVED} - {*_FOLDERS}))
+def test_an_old_import_path_leads_to_the_module(old):
+    new = import_module(f"oneloop.{_MOVED[old]}")
+    module = import_module(f"oneloop.{old}")
+    public = [name for name in vars(new) if not name.startswith("_")]
+    assert public
+    assert all(getattr(module, name) is getattr(new, name) for name in public)
+    with pytest.raises(AttributeError, match="has no attribute"):
+        module.nothing_of_this_name  # noqa: B018
+
+
+def test_modules_of_a_moved_folder_are_found_too():
+    assert new_name("oneloop.data.rows.rewrite") == "oneloop.tasks.rows.rewrite"
+    assert new_name("oneloop.data.order") is None
+    from oneloop.show.report.page import write_report
+
+    assert write_report.__module__ == "oneloop.tools.report.page"
+    with pytest.raises(ModuleNotFoundError, match=r"oneloop\.plan\.nothing"):
+        import_module("oneloop.plan.nothing")
+
+
+def test_a_module_with_an_old_name_runs():
+    command = [sys.executable, "-m", "oneloop.apply", "nothing"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "known: evaluate, predict" in done.stderr
+
+
+def test_the_table_names_what_is_there():
+    for name, kind in TASKS.items():
+        assert hasattr(import_module(f"oneloop.tasks.{name}"), kind)
+    for module in TOOLS.values():
+        import_module(module)
+
+
+def test_the_map_of_files_is_that_of_the_docstrings():
+    code = "import map_of_files; assert map_of_files.page() == map_of_files.PAGE.read_text()"
+    environment = {"PYTHONPATH": str(ROOT / "docs")}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
