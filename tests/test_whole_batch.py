@@ -69,9 +69,9 @@ def test_dropout_recompute_and_sharding_leave_no_trace_with_a_grain():
 
 @pytest.mark.parametrize("block", [1, 40, 1 << 20])
 def test_the_losses_are_those_of_the_papers_in_blocks_of_any_size(block, monkeypatch):
-    from oneloop.tasks import contrastive
+    from oneloop.basics import row_blocks
 
-    monkeypatch.setattr(contrastive, "_SIMILARITIES", block)
+    monkeypatch.setattr(row_blocks, "_SIMILARITIES", block)
     torch.manual_seed(0)
     inputs = [torch.randn(13, 5, dtype=torch.float64) for _ in range(2)]
     numbers = [torch.tensor(1.7, dtype=torch.float64), torch.tensor(-0.4, dtype=torch.float64)]
@@ -108,10 +108,10 @@ def test_equal_texts_are_no_negatives_of_each_other():
 
 @pytest.mark.parametrize("block", [1, 50, 1 << 20])
 def test_retrieval_counts_ranks_and_no_ties(block, monkeypatch):
+    from oneloop.basics import row_blocks
     from oneloop.task_protocol.evaluation_metrics import Retrieval
-    from oneloop.tasks import contrastive
 
-    monkeypatch.setattr(contrastive, "_SIMILARITIES", block)
+    monkeypatch.setattr(row_blocks, "_SIMILARITIES", block)
     torch.manual_seed(1)
     queries, documents, ids = torch.randn(37, 4), torch.randn(37, 4), torch.arange(37) // 2
     metrics = Retrieval()

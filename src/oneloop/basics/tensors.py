@@ -252,15 +252,3 @@ def of_shape(target: Tensor, shape: Sequence[int]) -> Tensor:
         return target
     own = local(target)
     return own.reshape(tuple(shape)) if own.numel() else own.new_zeros(tuple(shape))
-
-
-_SIMILARITIES = 1 << 20  # of one block
-
-
-def row_blocks(rows: int, columns: int) -> list[slice]:
-    """Return the blocks of rows of a matrix of similarities."""
-    each = max(1, _SIMILARITIES // columns)
-    blocks = []
-    for start in range(0, rows, each):
-        blocks.append(slice(start, min(start + each, rows)))
-    return blocks

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.tensors import row_blocks
+from oneloop.basics.row_blocks import row_blocks
 from oneloop.basics.wide_sums import WideSum, on_host, widest
 from oneloop.task_protocol.metric_collection import Collection, as_tensor
 
