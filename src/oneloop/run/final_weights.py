@@ -135,7 +135,7 @@ def load_task_state(task: Task, folder: Path) -> None:
     if not hasattr(task, "load_state_dict"):
         return
 
-    # ``final/`` has it in a file of its own, a checkpoint among the other components.
+    # ``final/`` has it in a separate file, a checkpoint among the other components.
     file = folder / f"{TASK}.json"
     if file.is_file():
         task.load_state_dict(read_json(file, object, most=MOST_STATE))

@@ -40,7 +40,7 @@ def write_card(run: Path, folder: Path, name: str, *, licence: str | None = None
 def check_push(name: str) -> None:
     """Raise BadInput if a push to the hub cannot work.
 
-    There is no token, or ``name`` cannot be the name of a repository.
+    The token is missing, or ``name`` is not a valid repository name.
     """
     from huggingface_hub import get_token
     from huggingface_hub.utils import HFValidationError, validate_repo_id
