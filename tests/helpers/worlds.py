@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -165,7 +166,18 @@ def _child(
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    Path(scratch, f"{rank}.ended").touch()
+    if rank == 0 and code == 0:
+        _wait_for_others(Path(scratch))
     os._exit(code)
+
+
+def _wait_for_others(scratch: Path, seconds: float = 10.0) -> None:
+    """Wait until the other ranks have ended: rank 0 serves the store that they may still read."""
+    end = time.monotonic() + seconds
+    others = {f"{rank}.ended" for rank in range(1, int(os.environ.get("WORLD_SIZE", "1")))}
+    while time.monotonic() < end and not others <= set(os.listdir(scratch)):
+        time.sleep(0.01)
 
 
 def timeless(line: dict[str, Any]) -> dict[str, Any]:
