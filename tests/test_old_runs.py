@@ -6,8 +6,9 @@ old_runs/95c85fa.tar.gz holds what it wrote. In ``runs/``, each recipe has train
 - ``digits.yaml`` has the class path ``oneloop.tasks.image_classification.ImageClassification``.
 - ``sign.yaml`` has a user's task, ``old_imports.py``, whose imports are those of that commit.
 
-``longer/`` has the summaries of the same recipes after 24 steps without a stop. Reports were removed
-from the archive. A resume needs no run.accept_changes: a changed source of the task is only reported.
+``longer/`` has the summaries of the same recipes after 24 steps without a stop. The archive has no
+reports. A resume needs no run.accept_changes: oneloop only reports that the source of a task has
+changed.
 """
 
 from __future__ import annotations
