@@ -192,7 +192,8 @@ def main() -> None:
         end="",
     )
     print(f"torch {torch.__version__}, accelerate {accelerate_version}")
-    print(f"{'':28}", *(f"{commit(source):>9}" for source in sources))
+    commits = [commit(source) for source in sources]
+    print(f"{'':28}", *(f"{name:>9}" for name in commits))
     numbers = [len(list(source.glob("oneloop/**/*.py"))) for source in sources]
     print(f"{'all Python files':28}", *(f"{number:9}" for number in numbers))
 
@@ -207,8 +208,8 @@ def main() -> None:
 
     if given.list:
         for way, files in lists:
-            for source, names in zip(sources, files, strict=True):
-                print(f"\n{way.name}, {commit(source)}:")
+            for name, names in zip(commits, files, strict=True):
+                print(f"\n{way.name}, {name}:")
                 print("\n".join(f"  {name}" for name in names))
 
 
