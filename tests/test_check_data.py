@@ -236,7 +236,7 @@ def test_a_failing_test_set_does_not_cost_the_final_weights(tmp_path, config, ra
 
 def test_rows_that_cannot_be_read_are_counted(tmp_path):
     """In a data set and in a recipe, which also checks what the rows hold."""
-    from oneloop.tools.check_data import check_data
+    from oneloop.tools.check.check_data import check_data
 
     answer = {"role": "assistant", "content": "a"}
     asked = [{"role": "user", "content": f"q {number}"} for number in range(40)]

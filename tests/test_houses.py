@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from oneloop.basics.houses import TASKS, TOOLS
+from code_measures import imports
+from oneloop.basics.houses import TASKS, TOOLS, missing
+from oneloop.cli import COMMANDS, command
 from oneloop.old_names import _FOLDERS, _MOVED, new_name
 from worlds import ROOT
 
@@ -96,8 +98,68 @@ def test_a_module_with_an_old_name_runs():
 def test_the_table_names_what_is_there():
     for name, kind in TASKS.items():
         assert hasattr(import_module(f"oneloop.tasks.{name}"), kind)
-    for module in TOOLS.values():
-        import_module(module)
+    for name, parts in TOOLS.items():
+        assert missing(name) == ""
+        for part in parts:
+            import_module(f"oneloop.{part}")
+    assert all(command(name).__doc__ for name in COMMANDS)
+
+
+def reached(module: str, found: set[str]) -> None:
+    """Add to ``found`` a module of tools/ or tasks/, and those that it imports, and so on.
+
+    Args:
+        module: a dotted name below oneloop.
+        found: of the modules so far.
+    """
+    file = PACKAGE.joinpath(*module.split(".")).with_suffix(".py")
+    if module in found or not file.is_file():
+        return
+    found.add(module)
+    if module.startswith("tasks."):
+        return
+    for name in imports(file):
+        below = name.removeprefix("oneloop.")
+        if below.startswith(("tools.", "tasks.")):
+            reached(below, found)
+            reached(below.rpartition(".")[0], found)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+def test_the_table_says_what_a_tool_needs(name):
+    first, *needs = TOOLS[name]
+    found = set[str]()
+    reached(first, found)
+    parts = {"tasks" if one.startswith("tasks") else ".".join(one.split(".")[:2]) for one in found}
+    own = "tasks" if first.startswith("tasks") else ".".join(first.split(".")[:2])
+    assert parts - {own} == {*needs}
+
+
+def test_a_command_without_its_tool_is_rejected(tmp_path):
+    left_out = shutil.ignore_patterns("__pycache__", "worth", "run_reader.py", "elastic")
+    shutil.copytree(PACKAGE, tmp_path / "oneloop", ignore=left_out)
+    environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
+
+    def typed(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "oneloop", *words]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+
+    # The overview lists what is there, and names what is not.
+    listed = typed("--help")
+    assert listed.returncode == 0, listed.stderr
+    assert "worth     oneloop.tools.worth.command is not in this copy" in listed.stdout
+    assert "plan      Report what a run needs" in listed.stdout
+
+    for words, absent in [
+        (["worth", "digits"], "worth.command"),
+        (["report", "runs"], "run_reader"),
+        (["launch", "--max_restarts", "1", "--config_file", "ddp", "digits"], "elastic.elastic"),
+    ]:
+        done = typed(*words)
+        assert done.returncode == 2
+        assert f"oneloop.tools.{absent} is not in this copy of oneloop; install" in done.stderr
 
 
 def test_the_map_of_files_is_that_of_the_docstrings():

@@ -18,8 +18,8 @@ from oneloop.launch.command import config_files
 from oneloop.recipe.parse import read
 from oneloop.recipe.run_keys import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch
-from oneloop.tools.plan.asked import Asked
 from oneloop.tools.plan.changes import grid
+from oneloop.tools.plan.command import Asked
 from oneloop.tools.plan.description import Plan
 from oneloop.tools.plan.gpus import GPUS
 from oneloop.tools.plan.planned import planned

@@ -13,9 +13,10 @@ import pytest
 
 from adapters import a_base
 from oneloop.basics.exit_codes import BadInput
-from oneloop.cli import main, prove
+from oneloop.cli import main
 from oneloop.launch.command import launch_options
 from oneloop.tools.prove import recorded_run
+from oneloop.tools.prove.command import prove
 from oneloop.tools.prove.prove import _Proof
 from own_files import images
 from worlds import run

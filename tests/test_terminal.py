@@ -20,7 +20,8 @@ from oneloop.cli import main
 from oneloop.measure.advice import Advice, diagnosis
 from oneloop.show.terminal import Display
 from oneloop.tools.run_reader import Follower
-from oneloop.tools.watch import plotted, view, watch
+from oneloop.tools.terminal_charts import plotted
+from oneloop.tools.watch.watch import view, watch
 from worlds import ROOT, run, train
 
 FIGURES = {"train/loss": 1.5, "train/samples_per_second": 1234.0}

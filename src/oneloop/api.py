@@ -14,16 +14,16 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.houses import required
 from oneloop.basics.launcher import die_with_launcher, ranks
 from oneloop.basics.streams import never_failing
-from oneloop.cli import export_run, local_run, write_report
+from oneloop.checkpoint.mirror import local_run
 from oneloop.launch.interpreter import borrowed
 from oneloop.recipe.class_paths import path_of, reject_while_importing
 from oneloop.recipe.parse import recipe as recipe_of
 from oneloop.recipe.read import as_python, from_python, typed
 from oneloop.recipe.schema import Recipe
 from oneloop.run.entry import conduct, start_run
-from oneloop.tools.after_training.evaluate_and_predict import check_file, perform
 from oneloop.train import train
 
 Run = str | Path | Mapping[str, Any]
@@ -118,6 +118,7 @@ def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) ->
         BadInput: the run, the data or an option is invalid.
     """
     with _alone("evaluate"), borrowed(mixed_precision):
+        perform = required("after training").perform
         return dict(perform("evaluate", _options("evaluate", run, options))[1])
 
 
@@ -148,9 +149,10 @@ def predict(
 
         # Without a file, write to a temporary one and read it.
         file = Path(to or f"{scratch}/rows.jsonl")
-        check_file(file)
+        prediction = required("after training")
+        prediction.check_file(file)
         with borrowed(mixed_precision):
-            perform("predict", _options("predict", run, {**options, "to": file}))
+            prediction.perform("predict", _options("predict", run, {**options, "to": file}))
         if to is not None:
             return file
         return [json.loads(line) for line in file.read_text().splitlines()]
@@ -173,7 +175,7 @@ def export(
     """
     given = {**options, "to": None if to is None else Path(to), "push": push}
     with _alone("export"), borrowed(None):
-        return "\n".join(export_run(_options("export", run, given)))
+        return "\n".join(required("export").export_run(_options("export", run, given)))
 
 
 def report(*runs: Run, to: str | Path | None = None) -> Path:
@@ -187,7 +189,9 @@ def report(*runs: Run, to: str | Path | None = None) -> Path:
     Raises:
         BadInput: a run cannot be read.
     """
-    return write_report([_folder(run) for run in runs], None if to is None else Path(to))
+    folders = [_folder(run) for run in runs]
+    page: Path = required("report page").write_report(folders, None if to is None else Path(to))
+    return page
 
 
 # Defaults of the options of each command.

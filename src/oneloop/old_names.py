@@ -10,8 +10,11 @@ _MOVED = {
     "after.exported": "tools.export.command",
     "apply": "tools.after_training.evaluate_and_predict",
     "data.rows": "tasks.rows",
-    "job.check_data": "tools.check_data",
+    "job.check_data": "tools.check.check_data",
+    "after.options": "tools.after_training.command",
+    "launch.doctor_words": "tools.doctor.command",
     "launch.environment": "run.environment",
+    "plan.asked": "tools.plan.command",
     "prediction": "tools.after_training.prediction",
     "run.export": "run.final_weights",
     "run.power_emas": "tools.export.power_emas",
@@ -19,7 +22,7 @@ _MOVED = {
     "show.model_card": "tools.export.model_card",
     "show.report": "tools.report",
     "show.run_reader": "tools.run_reader",
-    "show.watch": "tools.watch",
+    "show.watch": "tools.watch.watch",
     "show.worth_table": "tools.worth.worth_table",
 }
 """modules and folders by their old names, both below ``oneloop``"""
@@ -28,7 +31,7 @@ _FOLDERS = ("after", "data.rows", "plan", "show.report")
 """old names of folders"""
 
 _ROOMS = {
-    ("after", "tools.after_training"): ("options", "trained_model"),
+    ("after", "tools.after_training"): ("trained_model",),
     ("after", "tools.compare"): ("compare_runs", "first_difference"),
     ("plan", "tools.plan"): (
         "plan",
@@ -37,7 +40,6 @@ _ROOMS = {
         "step_costs",
         "gpus",
         "changes",
-        "asked",
         "description",
         "fake_mode",
     ),
@@ -52,7 +54,7 @@ _ROOMS = {
         "clocks",
         "signed_backend",
     ),
-    ("launch", "tools.doctor"): ("doctor", "doctor_words"),
+    ("launch", "tools.doctor"): ("doctor",),
     ("run", "loop"): (
         "counters",
         "gradients",

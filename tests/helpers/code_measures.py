@@ -292,3 +292,23 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+
+
+def imports(file: Path, *, within_functions: bool = True) -> Iterator[str]:
+    """Yield the modules that a file imports; ``from oneloop import train`` counts as
+    ``oneloop.train``."""
+    tree = ast.parse(file.read_text())
+    inside = {
+        id(inner)
+        for outer in ast.walk(tree)
+        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
+        for inner in ast.walk(outer)
+    }
+    for node in ast.walk(tree):
+        if not within_functions and id(node) in inside:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file} imports by dots"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)

@@ -4,6 +4,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
+from oneloop.basics.exit_codes import BadInput
+
 TASKS = {
     "image_classification": "ImageClassification",
     "causal_lm": "CausalLM",
@@ -16,10 +18,32 @@ TASKS = {
 """short names of the packaged tasks: modules of oneloop.tasks, and their classes"""
 
 TOOLS = {
-    "graph": "oneloop.tools.graph",
-    "report": "oneloop.tools.report.page",
+    # Commands: each module has a function with the name of the command.
+    "doctor": ("tools.doctor.command", "tools.elastic", "tools.accelerate_variables"),
+    "plan": ("tools.plan.command", "tools.accelerate_variables"),
+    "check": ("tools.check.command", "tasks"),
+    "report": ("tools.report.command", "tools.run_reader"),
+    "compare": ("tools.compare.command", "tools.run_reader", "tools.terminal_charts"),
+    "watch": ("tools.watch.command", "tools.run_reader", "tools.terminal_charts"),
+    "worth": ("tools.worth.command", "tools.report", "tools.run_reader"),
+    "prove": ("tools.prove.command", "tools.compare", "tools.worth"),
+    "evaluate": ("tools.after_training.command",),
+    "predict": ("tools.after_training.command",),
+    "export": (
+        "tools.export.command",
+        "tools.after_training",
+        "tools.run_reader",
+        "tools.terminal_charts",
+    ),
+    # Modules that a run, another command or a call from Python uses.
+    "graph": ("tools.graph",),
+    "report page": ("tools.report.page", "tools.run_reader"),
+    "template": ("tasks.template",),
+    "elastic": ("tools.elastic.elastic", "tools.accelerate_variables"),
+    "first difference": ("tools.compare.first_difference",),
+    "after training": ("tools.after_training.evaluate_and_predict",),
 }
-"""modules that a run uses if they are there"""
+"""a module, and what it needs of the tools and tasks, all below ``oneloop``"""
 
 
 def tool(name: str) -> ModuleType | None:
@@ -28,16 +52,39 @@ def tool(name: str) -> ModuleType | None:
     Args:
         name: in TOOLS.
     """
-    module = TOOLS[name]
-    return import_module(module) if _exists(module) else None
+    return None if missing(name) else import_module(module_of(name))
+
+
+def required(name: str) -> ModuleType:
+    """Return the module of a tool. Raise BadInput if its file or folder was deleted.
+
+    Args:
+        name: in TOOLS.
+    """
+    return import_module(module_of(name))
+
+
+def module_of(name: str) -> str:
+    """Return the full name of a tool's module. Raise BadInput if it was deleted."""
+    absent = missing(name)
+    if absent:
+        raise BadInput(f"oneloop's {name} is needed here, but {absent}; install oneloop again")
+    return f"oneloop.{TOOLS[name][0]}"
+
+
+def missing(name: str) -> str:
+    """Return the line that stands for a deleted tool, or a tool without what it needs; or ""."""
+    for part in TOOLS[name]:
+        if not _exists(f"oneloop.{part}"):
+            return f"oneloop.{part} is not in this copy of oneloop"
+    return ""
 
 
 def _exists(module: str) -> bool:
     # find_spec imports the folder of a module, which must exist.
     folder = module.rpartition(".")[0]
-    return (not folder or _exists(folder)) and find_spec(module) is not None
-
-
-def missing(name: str) -> str:
-    """Return the line that a run prints in place of a deleted tool."""
-    return f"{TOOLS[name]} is not in this copy of oneloop"
+    if folder and not _exists(folder):
+        return False
+    # A folder without __init__.py has no origin: a deleted one may keep its __pycache__.
+    spec = find_spec(module)
+    return spec is not None and spec.origin is not None

@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import redirect_stderr
 from dataclasses import asdict, dataclass
 from io import StringIO
@@ -16,9 +16,13 @@ from typing import Any, NamedTuple
 import yaml
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.houses import module_of, required
 from oneloop.basics.launcher import exit_file_variable
 from oneloop.launch.launched import Launched
 from oneloop.launch.nodes import ACCELERATE, PORT, Nodes, nodes, options
+
+ON_PROCESSES = ("evaluate", "predict")
+"""commands that oneloop launch runs on several processes, in place of a recipe"""
 
 _PACKAGE = Path(__file__).parents[1]
 _FOLDERS = (_PACKAGE / "accelerate_configs", _PACKAGE.parents[1] / "accelerate_configs")
@@ -57,13 +61,19 @@ def read_config(asked: str) -> dict[str, Any]:
     return settings
 
 
-# the store of a rendezvous warns about each client without a host name
-CPP_LOG = "TORCH_CPP_LOG_LEVEL"
+_CPP_LOG = "TORCH_CPP_LOG_LEVEL"
+
+
+def hide_warnings_of_torch() -> None:
+    """Hide C++ warnings, unless the user has chosen a level. Call it before torch is imported.
+
+    The store of a rendezvous warns about each client without a host name."""
+    os.environ.setdefault(_CPP_LOG, "ERROR")
 
 
 @dataclass(frozen=True)
 class AgentTask:
-    """The work of one :mod:`oneloop.tools.elastic.elastic`, whose first argument it is, as JSON."""
+    """The work of one agent of the tool ``elastic``, whose first argument it is, as JSON."""
 
     nodes: Nodes
     words: list[str]  # options of accelerate, recipe and keys
@@ -82,7 +92,6 @@ class _Start(NamedTuple):
 def launch(
     words: Sequence[str],
     *,
-    after: Mapping[str, Callable[[Sequence[str]], object]] | None = None,
     module: str = "oneloop.train",
     seconds: float = math.inf,
     output: int | None = None,
@@ -90,12 +99,11 @@ def launch(
     """Start a run and wait for its end.
 
     One process is started directly. Several are started by accelerate's launcher or, for several
-    nodes or restarts, by :mod:`oneloop.tools.elastic.elastic`.
+    nodes or restarts, by the agent in the tool ``elastic``.
 
     Args:
-        words: options of the launcher, recipe and keys.
-        after: parsers of the commands that may replace the recipe; then these run,
-            in oneloop.tools.after_training.
+        words: options of the launcher; recipe and keys, or ``evaluate`` or ``predict`` and its
+            words.
         module: the module that the processes run.
         seconds: time after which the processes are killed.
         output: file descriptor to which the processes write; None: this process's streams.
@@ -123,11 +131,10 @@ def launch(
         if run_nodes is None:
             variables = _of_one_process(known_options)
 
-    # Check the keys before anything slow. Modules other than oneloop.train take other words.
-    program = module
-    if after and recipe_words[0] in after:
-        after[recipe_words[0]](recipe_words[1:])
-        program = "oneloop.tools.after_training.evaluate_and_predict"
+    # Check the words before anything slow. Modules other than oneloop.train take other words.
+    if module == "oneloop.train" and recipe_words[0] in ON_PROCESSES:
+        required(recipe_words[0]).parsed(*recipe_words)
+        module = module_of("after training")
     elif module == "oneloop.train":
         check_keys(recipe_words)
 
@@ -138,11 +145,11 @@ def launch(
 
     with tempfile.TemporaryDirectory(prefix="oneloop-") as folder:
         if run_nodes is not None:
-            start = _by_agent(AgentTask(run_nodes, words, program, folder, os.getpid()))
+            start = _by_agent(AgentTask(run_nodes, words, module, folder, os.getpid()))
         elif variables is not None:
-            start = _directly(["-m", program, *recipe_words], variables)
+            start = _directly(["-m", module, *recipe_words], variables)
         else:
-            start = _by_accelerate([*accelerate_options, "-m", program, *recipe_words])
+            start = _by_accelerate([*accelerate_options, "-m", module, *recipe_words])
         environment = {**os.environ, **exit_file_variable(Path(folder)), **start.variables}
         started = Launched(start.command, environment, Path(folder), output=output)
         return started.ended(time.monotonic() + seconds)
@@ -161,8 +168,8 @@ def _by_accelerate(words: list[str]) -> _Start:
 
 def _by_agent(task: AgentTask) -> _Start:
     """Start the agent of this node, which starts, and restarts, the training processes."""
-    command = [sys.executable, "-m", "oneloop.tools.elastic.elastic", json.dumps(asdict(task))]
-    return _Start(command, {CPP_LOG: os.environ.get(CPP_LOG, "ERROR")})
+    command = [sys.executable, "-m", module_of("elastic"), json.dumps(asdict(task))]
+    return _Start(command, {_CPP_LOG: os.environ.get(_CPP_LOG, "ERROR")})
 
 
 _ONE_PROCESS: dict[str, Any] = {
@@ -337,58 +344,3 @@ def _nodes_of_accelerate(parsed: Any, config: dict[str, Any]) -> Nodes | None:
         processes=processes // machines,
         source=ACCELERATE,
     )
-
-
-def accelerate_variables(
-    words: Sequence[str], nodes: Nodes
-) -> tuple[dict[str, str], list[str], int]:
-    """Return what one node of a run needs from accelerate's launcher.
-
-    Args:
-        words: options, recipe and keys.
-        nodes: the nodes of the run.
-
-    Returns:
-        the environment variables that accelerate's launcher would set for its options, and that
-        differ from those of this process; the recipe and its keys; the number of processes per
-        node.
-
-    Raises:
-        BadInput: invalid options, or options that do not fit the nodes.
-    """
-    import torch
-    from accelerate.commands.launch import _validate_launch_command, launch_command_parser
-    from accelerate.utils.launch import prepare_multi_gpu_env
-
-    # accelerate's number is that of all machines, oneloop's that of one.
-    options, training, _ = launch_options(words)
-    for option in options:
-        if nodes.source != ACCELERATE and option.startswith(("--num_processes", "--num-proc")):
-            raise BadInput(
-                "--num_processes counts the processes of all nodes; give --processes_per_node"
-            )
-
-    # Ask accelerate for the variables of one node: the agents connect the nodes.
-    args = launch_command_parser().parse_args([*options, "-m", *training])
-    try:
-        args = _validate_launch_command(args)[0]
-        processes = nodes.processes or torch.accelerator.device_count()
-        if not processes:  # no GPU
-            processes = 1 if nodes.most > 1 else args.num_processes
-        args.num_machines = 1
-        args.num_processes = processes
-        args.main_process_port = 0
-        variables = prepare_multi_gpu_env(args)
-    except (ValueError, RuntimeError) as error:
-        raise BadInput(f"accelerate rejects the options: {error}") from error
-
-    # Reject a config file for another number of processes.
-    if not (args.multi_gpu or args.use_fsdp) and processes * nodes.most > 1:
-        raise BadInput(f"--config_file {args.config_file} is for one process; use ddp or fsdp2")
-    if args.use_fsdp and processes * nodes.least < 2:
-        raise BadInput(
-            f"FSDP2 needs two processes, and {nodes.least} nodes may have one; raise the "
-            "minimum of --nodes"
-        )
-    new = {name: value for name, value in variables.items() if os.environ.get(name) != value}
-    return new, training, processes

@@ -276,10 +276,10 @@ def _end(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) ->
     summary = uploaded
 
     # Write the report. An error of the report does not fail the run.
-    reporting = tool("report")
+    reporting = tool("report page")
     try:
         if reporting is None:
-            print(f"report.html is not written: {missing('report')}", file=sys.stderr)
+            print(f"report.html is not written: {missing('report page')}", file=sys.stderr)
         else:
             folder.write("report.html", reporting.report([folder.path]))
     except Exception as error:

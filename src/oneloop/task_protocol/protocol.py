@@ -1,6 +1,7 @@
 """The task protocol: any class with these members is a task."""
 
 from collections.abc import Callable
+from contextvars import ContextVar
 from functools import partial
 from typing import Any, Protocol
 
@@ -46,6 +47,11 @@ class Objective(Protocol):
         Returns:
             The sum, 0-dim, and outputs by name: (samples, …), or 0-dim.
         """
+
+
+RECORDED: ContextVar[dict[str, Any] | None] = ContextVar("RECORDED", default=None)
+"""classes and image shape of a run, so that ``oneloop predict`` needs no training data; None: a
+task reads its data"""
 
 
 class Task(Objective, Protocol):

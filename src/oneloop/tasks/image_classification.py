@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import on_host
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.task_protocol.protocol import Task
+from oneloop.task_protocol.protocol import RECORDED, Task
 from oneloop.tasks.augmentation import (
     TORCHVISION,
     Augmentation,
@@ -35,7 +35,6 @@ from oneloop.tasks.image_models import (
     statistics,
 )
 from oneloop.tasks.labels import (
-    RECORDED,
     are_shares,
     classes_of,
     counted,

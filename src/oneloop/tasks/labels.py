@@ -4,7 +4,6 @@ import re
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -16,9 +15,6 @@ from oneloop.tasks.rows.open_data import Source
 
 # by source name: a function from a label to its class number
 Numbers = Mapping[str, Callable[[Any], int]]
-RECORDED: ContextVar[dict[str, Any] | None] = ContextVar("RECORDED", default=None)
-"""classes and image shape of a run, so that ``oneloop predict`` needs no training data; None: a
-task reads its data"""
 
 
 def classes_of(

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.evaluation_metrics import Retrieval
+from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.columns import check_texts, columns_of, number_of_text, repeated, texts_of
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
-from oneloop.tasks.labels import RECORDED
 from oneloop.tasks.new_reader import LEARNED, NewReader
 from oneloop.tasks.rows.open_data import Source, sets_of
 from oneloop.tasks.text_encoders import EncoderShape, TokenReader

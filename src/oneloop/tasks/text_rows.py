@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.task_protocol.protocol import Task
+from oneloop.task_protocol.protocol import RECORDED, Task
 from oneloop.tasks.columns import check_texts
-from oneloop.tasks.labels import RECORDED, classes_of, numbers_of
+from oneloop.tasks.labels import classes_of, numbers_of
 from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,

@@ -30,8 +30,8 @@ from oneloop.launch.signals import leave
 from oneloop.machine.torch_settings import float32_products
 from oneloop.task_protocol.protocol import check_sets
 from oneloop.task_protocol.protocol_checks import theirs
-from oneloop.tools.after_training.options import check_file as check_file
-from oneloop.tools.after_training.options import parsed
+from oneloop.tools.after_training.command import check_file as check_file
+from oneloop.tools.after_training.command import parsed
 from oneloop.tools.after_training.prediction import predictions, write
 from oneloop.tools.after_training.trained_model import Trained, recipe_of, trained
 

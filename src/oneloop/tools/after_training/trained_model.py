@@ -29,9 +29,8 @@ from oneloop.recipe.training_keys import InitConfig
 from oneloop.run.compatibility import data_differences, data_of
 from oneloop.run.final_weights import load_task_state, reject_other_origin
 from oneloop.run.saved_forms import FORMS
-from oneloop.task_protocol.protocol import Progress, Task
-from oneloop.tasks.labels import RECORDED
-from oneloop.tools.after_training.options import recipe_file
+from oneloop.task_protocol.protocol import RECORDED, Progress, Task
+from oneloop.tools.after_training.command import recipe_file
 
 _RECORDED = {"task?": str, "recorded?": {"task": str}, "eval_micro?": int | None}
 

@@ -13,7 +13,7 @@ from oneloop.basics.files import printable
 from oneloop.show.terminal import metric
 from oneloop.tools.compare.first_difference import parting
 from oneloop.tools.run_reader import Record, differences, distinct, read_record
-from oneloop.tools.watch import chart
+from oneloop.tools.terminal_charts import chart
 
 _HEIGHT = 8  # lines of a chart
 

@@ -22,8 +22,9 @@ from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch import devices
 from oneloop.launch.before_imports import read_once
-from oneloop.launch.command import accelerate_variables, launch_options
+from oneloop.launch.command import launch_options
 from oneloop.launch.nodes import Nodes, address_towards, nodes, options
+from oneloop.tools.accelerate_variables import accelerate_variables
 from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem, show_clock
 from oneloop.tools.elastic.node_checks import (
@@ -64,7 +65,7 @@ class _Found:
 def run(words: Sequence[str]) -> int:
     """Check this host and all hosts; return the exit code, 1 if there is a problem.
 
-    ``words``: those that :func:`oneloop.tools.doctor.doctor_words.checked` returns.
+    ``words``: those that :func:`oneloop.tools.doctor.command.checked` has checked.
     """
     as_json = "--json" in words
     words = [word for word in words if word != "--json"]

@@ -1,12 +1,42 @@
 """Write or push the weights of a run: ``oneloop export``."""
 
 from argparse import Namespace
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from oneloop.basics.exit_codes import BadInput, Unavailable
+from oneloop.basics.command_options import Options
+from oneloop.basics.exit_codes import DONE, BadInput, Unavailable
+from oneloop.basics.files import printable
+from oneloop.checkpoint.mirror import local_run
 from oneloop.checkpoint.named_checkpoint import chosen_of
+
+
+def export(words: Sequence[str]) -> int:
+    """Write the weights of a run as safetensors, with the files that the task adds (config,
+    tokenizer).
+
+    Adapters are written in peft's format. --push commits the same files to the Hugging Face hub,
+    with the recipe and a model card; a new repository is private unless --public is given.
+    """
+    options = Options("export", export.__doc__)
+    options.add_argument("run", type=local_run, metavar="RUN")
+    options.add_argument("--to", type=Path, metavar="DIR", help="the folder to write to")
+    options.add_argument("--push", metavar="ORG/NAME", help="the repository to push to")
+    options.add_argument(
+        "--checkpoint", help="final, best, newest or a step; default: final if the run has ended"
+    )
+    weights = "raw (default), the name of an EMA, or power:SIGMA (after training with --ema.power)"
+    options.add_argument("--weights", default="raw", help=weights)
+    options.add_argument("--merged", action="store_true", help="add the adapters to the base model")
+    options.add_argument(
+        "--task", help="the task to use, if it is not the recorded one (my_task.py:MyTask)"
+    )
+    options.add_argument("--public", action="store_true", help="make a new repository public")
+    options.add_argument("--license", metavar="ID", help="of the model card")
+    print(printable("\n".join(export_run(options.parse_args(words)))))
+    return DONE
 
 
 def export_run(given: Namespace) -> list[str]:

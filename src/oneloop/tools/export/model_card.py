@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from oneloop.tools.run_reader import Curve, Record, read_record
-from oneloop.tools.watch import plotted
+from oneloop.tools.terminal_charts import plotted
 
 _KINDS = {
     "image_classification": "image-classification",

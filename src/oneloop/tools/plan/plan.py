@@ -32,7 +32,7 @@ def run(given: Namespace) -> int:
     """Plan a run.
 
     Args:
-        given: The options of :func:`oneloop.tools.plan.asked.parsed`.
+        given: The options of :func:`oneloop.tools.plan.command.parsed`.
 
     Returns:
         The exit code: 0 if the run fits, 1 if not, 3 if that is not known.

@@ -30,12 +30,12 @@ from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
 from oneloop.job.find_micro_batch import loaded_sizes
 from oneloop.launch.agreement import where
-from oneloop.launch.command import accelerate_variables
 from oneloop.launch.nodes import Nodes
 from oneloop.launch.processes import start
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
-from oneloop.tools.plan.asked import Asked
+from oneloop.tools.accelerate_variables import accelerate_variables
+from oneloop.tools.plan.command import Asked
 from oneloop.tools.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe
 from oneloop.tools.plan.step_costs import SAMPLED, StepCosts
 

@@ -7,7 +7,7 @@ from math import inf
 
 from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
-from oneloop.launch.command import read_config
+from oneloop.launch.command import hide_warnings_of_torch, read_config
 from oneloop.tools.plan.gpus import ANY, GPUS, Gpu
 
 _HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest \
@@ -48,6 +48,15 @@ class Asked:
             "--nodes",
             str(self.nodes),
         ]
+
+
+def plan(words: Sequence[str]) -> int:
+    """Report what a run needs, and the cheapest change that makes it fit; needs no GPU."""
+    given = parsed(words)
+    hide_warnings_of_torch()
+    from oneloop.tools.plan.plan import run
+
+    return run(given)
 
 
 def parsed(words: Sequence[str]) -> Namespace:

@@ -3,10 +3,12 @@
 from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
 from oneloop.checkpoint.mirror import local_run
+from oneloop.launch.command import hide_warnings_of_torch
 
 ENDINGS = (".parquet", ".jsonl", ".csv")  # of files with predictions
 _PAGES = {
@@ -23,6 +25,23 @@ _MORE = """
     Data that does not match the training data is rejected. Several processes share the work:
 
       oneloop launch --config_file ddp predict runs/digits --data new/ --to predictions.csv"""
+
+
+def evaluate(words: Sequence[str]) -> NoReturn:
+    """Print loss and metrics of a run's weights."""
+    _run(parsed("evaluate", words))
+
+
+def predict(words: Sequence[str]) -> NoReturn:
+    """Write predictions to a file."""
+    _run(parsed("predict", words))
+
+
+def _run(given: Namespace) -> NoReturn:
+    hide_warnings_of_torch()
+    from oneloop.tools.after_training.evaluate_and_predict import run
+
+    run(given)
 
 
 def parsed(command: str, words: Sequence[str]) -> Namespace:

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 
 from oneloop.basics.command_options import Options
-from oneloop.launch.command import read_config, split_words
+from oneloop.launch.command import hide_warnings_of_torch, read_config, split_words
 from oneloop.launch.nodes import nodes, options
 
 _HELP = """Check that this host can train, and that several hosts can train together.
@@ -18,8 +18,17 @@ code is 1 if there is a problem.
 """
 
 
-def checked(words: Sequence[str]) -> Sequence[str]:
-    """Return the words. Raise BadInput if they are wrong, as far as that needs no slow import."""
+def doctor(words: Sequence[str]) -> int:
+    """Check that this host can train, and that several hosts can train together."""
+    checked(words)
+    hide_warnings_of_torch()
+    from oneloop.tools.doctor.doctor import run
+
+    return run(words)
+
+
+def checked(words: Sequence[str]) -> None:
+    """Raise BadInput if the words are wrong, as far as that needs no slow import."""
     if words[:1] in (["-h"], ["--help"]):
         usage = "oneloop doctor [--json] [OPTIONS] [RECIPE --key value …]"
         Options("doctor", _HELP, usage=usage).parse_args(words)
@@ -35,4 +44,3 @@ def checked(words: Sequence[str]) -> Sequence[str]:
             from oneloop.recipe.parse import check_keys  # 0.3 s
 
             check_keys(known[1][:-1])
-    return words

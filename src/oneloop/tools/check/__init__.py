@@ -1,0 +1,1 @@
+"""``oneloop check``: read all data before a run."""

@@ -1,0 +1,1 @@
+"""``oneloop watch``: charts of the metrics in the terminal, while runs train."""

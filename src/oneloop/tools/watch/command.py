@@ -1,0 +1,33 @@
+"""The options of ``oneloop watch``."""
+
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+
+from oneloop.basics.command_options import Options, names, positive
+from oneloop.basics.exit_codes import DONE, BadInput
+from oneloop.checkpoint.mirror import local_run
+
+
+def watch(words: Sequence[str]) -> int:
+    """Draw the metrics of runs in the terminal, while they train."""
+    from oneloop.tools.watch.watch import watch as live
+
+    options = Options("watch", watch.__doc__)
+    options.add_argument("runs", type=local_run, nargs="+", metavar="RUN")
+    options.add_argument("--once", action="store_true", help="draw the metrics as they are now")
+    options.add_argument(
+        "--every", type=positive(float), default=1.0, metavar="SECONDS", help="default: 1"
+    )
+    metrics = "names as in metrics.jsonl (train/loss, eval/accuracy, speed/mfu)"
+    options.add_argument("--metrics", type=names, default=[], metavar="NAME,NAME", help=metrics)
+    given = options.parse_intermixed_args(words)
+    for folder in given.runs:
+        if not folder.is_dir() or (given.once and not (folder / "metrics.jsonl").exists()):
+            raise BadInput(f"{folder} holds no run (no metrics.jsonl)")
+    # End as an exception would: the exit restores the terminal.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    with suppress(KeyboardInterrupt):
+        live(given.runs, metrics=given.metrics, every=given.every, once=given.once)
+    return DONE
