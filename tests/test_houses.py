@@ -1,60 +1,23 @@
 """The three houses: a run needs neither tools nor packaged tasks, and old import paths work."""
 
 import json
-import shutil
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
 from code_measures import imports
+from core_copies import PACKAGE, copied, train
 from oneloop.basics.houses import TASKS, TOOLS, missing
 from oneloop.cli import COMMANDS, command
 from oneloop.old_names import _FOLDERS, _MOVED, new_name
 from worlds import ROOT
 
-PACKAGE = ROOT / "src" / "oneloop"
-TASK = """
-import torch
-from torch import nn
-
-
-class Line:
-    def model(self):
-        return nn.Linear(1, 1)
-
-    def train_set(self):
-        return [(torch.tensor([x / 100]), torch.tensor([x / 50 + 1])) for x in range(100)]
-
-    def eval_sets(self):
-        return {"eval": self.train_set()[:10]}
-
-    def collate(self, samples):
-        x, y = zip(*samples)
-        return {"x": torch.stack(x), "y": torch.stack(y)}
-
-    def weight(self, batch):
-        return torch.tensor(float(len(batch["x"])))
-
-    def loss(self, model, batch):
-        return (model(batch["x"]) - batch["y"]).square().sum(), {}
-"""
-
-
-def train(package: Path, folder: Path, *words: str) -> subprocess.CompletedProcess:
-    """Train the task of this file with the copy of oneloop in ``package``."""
-    (folder / "line.py").write_text(TASK)
-    command = [sys.executable, "-m", "oneloop.train", "line.py:Line", "--run.dir", "run", *words]
-    environment = {"PYTHONPATH": str(package), "PATH": "", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-
 
 def test_a_run_needs_neither_tools_nor_packaged_tasks(tmp_path):
-    left_out = shutil.ignore_patterns("__pycache__", "tools", "tasks")
-    shutil.copytree(PACKAGE, tmp_path / "oneloop", ignore=left_out)
-    done = train(tmp_path, tmp_path, "--duration", "6", "--track", "[tensorboard]")
+    copied(tmp_path, "tools", "tasks")
+    done = train(tmp_path, "--duration", "6", "--track", "[tensorboard]")
     assert done.returncode == 0, done.stderr
     assert "TensorBoard gets no graph of the model: oneloop.tools.graph is not" in (
         done.stdout + done.stderr
@@ -136,8 +99,7 @@ def test_the_table_says_what_a_tool_needs(name):
 
 
 def test_a_command_without_its_tool_is_rejected(tmp_path):
-    left_out = shutil.ignore_patterns("__pycache__", "worth", "run_reader.py", "elastic")
-    shutil.copytree(PACKAGE, tmp_path / "oneloop", ignore=left_out)
+    copied(tmp_path, "worth", "run_reader.py", "elastic")
     environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
 
     def typed(*words: str) -> subprocess.CompletedProcess:
