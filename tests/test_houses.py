@@ -11,7 +11,7 @@ from code_measures import imports
 from core_copies import PACKAGE, copied, train
 from oneloop.basics.houses import TASKS, TOOLS, missing
 from oneloop.cli import COMMANDS, command
-from oneloop.old_names import _FOLDERS, _MOVED, new_name
+from oneloop.old_names import _FOLDERS, _MOVED, new_names
 from worlds import ROOT
 
 
@@ -42,8 +42,8 @@ def test_an_old_import_path_leads_to_the_module(old):
 
 
 def test_modules_of_a_moved_folder_are_found_too():
-    assert new_name("oneloop.data.rows.rewrite") == "oneloop.tasks.rows.rewrite"
-    assert new_name("oneloop.data.order") is None
+    assert new_names("oneloop.data.rows.rewrite") == ["oneloop.tasks.rows.rewrite"]
+    assert new_names("oneloop.data.order") == []
     from oneloop.show.report.page import write_report
 
     assert write_report.__module__ == "oneloop.tools.report.page"

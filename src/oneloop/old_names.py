@@ -1,5 +1,6 @@
 """Import paths of earlier versions: one table, and a finder that serves it."""
 
+from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -16,16 +17,21 @@ _MOVED = {
     "launch.environment": "run.environment",
     "plan.asked": "tools.plan.command",
     "prediction": "tools.after_training.prediction",
-    "run.export": "run.final_weights",
     "run.power_emas": "tools.export.power_emas",
     "show.graph": "tools.graph",
     "show.model_card": "tools.export.model_card",
     "show.report": "tools.report",
     "show.run_reader": "tools.run_reader",
-    "show.watch": "tools.watch.watch",
     "show.worth_table": "tools.worth.worth_table",
 }
 """modules and folders by their old names, both below ``oneloop``"""
+
+_DIVIDED = {
+    "data.rows.cache": ("tasks.rows.cache", "data.fingerprint"),
+    "run.export": ("run.final_weights", "tools.export.convert", "tools.export.push"),
+    "show.watch": ("tools.watch.watch", "tools.terminal_charts"),
+}
+"""old names of modules whose content is in several modules now"""
 
 _FOLDERS = ("after", "data.rows", "plan", "show.report")
 """old names of folders"""
@@ -82,21 +88,22 @@ for (_old, _new), _names in _ROOMS.items():
         _MOVED[f"{_old}.{_name}"] = f"{_new}.{_name}"
 
 
-def new_name(module: str) -> str | None:
-    """Return the present name of a module that had this name; None if it did not move.
+def new_names(module: str) -> list[str]:
+    """Return the present names of a module that had this name; none if it did not move.
 
     Args:
         module: a dotted name, ``oneloop.tasks.protocol``.
     """
     path = module.removeprefix("oneloop.")
-    if path in _MOVED:
-        return f"oneloop.{_MOVED[path]}"
-
-    # A folder moved with all its modules.
     folder, _, file = path.rpartition(".")
-    if folder in _MOVED:
-        return f"oneloop.{_MOVED[folder]}.{file}"
-    return None
+    found: Sequence[str] = ()
+    if path in _DIVIDED:
+        found = _DIVIDED[path]
+    elif path in _MOVED:
+        found = [_MOVED[path]]
+    elif folder in _MOVED:  # a folder moved with all its modules
+        found = [f"{_MOVED[folder]}.{file}"]
+    return [f"oneloop.{name}" for name in found]
 
 
 class OldNames(MetaPathFinder, Loader):
@@ -110,7 +117,7 @@ class OldNames(MetaPathFinder, Loader):
         if not name.startswith("oneloop."):
             return None
         folder = name.removeprefix("oneloop.") in _FOLDERS
-        if not folder and new_name(name) is None:
+        if not folder and not new_names(name):
             return None
         # The origin becomes sys.argv[0] of ``python -m``.
         return ModuleSpec(name, self, origin=name, is_package=folder)
@@ -120,16 +127,18 @@ class OldNames(MetaPathFinder, Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Let the module read each name from the module at its new place, when it is used."""
-        new = new_name(module.__name__)
+        modules = new_names(module.__name__)
 
         def read(name: str) -> Any:
-            if new is None or name.startswith("__"):
-                raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
-            return getattr(import_module(new), name)
+            if not name.startswith("__"):
+                for new in map(import_module, modules):
+                    if hasattr(new, name):
+                        return getattr(new, name)
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 
         vars(module)["__getattr__"] = read
 
     def get_code(self, name: str) -> CodeType:
         """Return the code of ``python -m`` with an old name."""
-        source = f"import runpy; runpy.run_module({new_name(name)!r}, run_name='__main__')"
+        source = f"import runpy; runpy.run_module({new_names(name)[0]!r}, run_name='__main__')"
         return compile(source, name, "exec")
