@@ -2,6 +2,7 @@
 
     python benchmarks/files_on_a_way.py
     python benchmarks/files_on_a_way.py --list                    # and their names
+    git worktree add ../before 95c85fa
     python benchmarks/files_on_a_way.py --source ../before/src src    # a column for each
 
 Each way is one or two commands. A file counts if one of its functions runs in a process of these

@@ -14,7 +14,7 @@ from worlds import ROOT
 
 MODULES = {
     "only_imported": "def f():\n    pass\n",
-    "at_module_level": "numbers = [number for number in range(3)]\ntotal = sum(n for n in numbers)\n",
+    "at_module_level": "numbers = [n for n in range(3)]\ntotal = sum(n for n in numbers)\n",
     "class_body": "class A:\n    numbers = [number for number in range(3)]\n",
     "function": "def f():\n    pass\n",
     "method": "class A:\n    def f(self):\n        pass\n",
