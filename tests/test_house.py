@@ -395,9 +395,9 @@ PATHS = {  # name: (most files, [(file, words that lead to the next file)])
     "a NaN to the skipped step": (
         4,
         [
-            ("train.py", "contagious(loss", "upkeep.bad_step(step)"),
+            ("train.py", "contagious(loss", "upkeep.bad_steps.handle(step)"),
             ("optim/bad_step_guard.py", "def contagious", "found_inf"),
-            ("loop/upkeep.py", "def bad_step", "self.bad.answer("),
+            ("loop/bad_steps.py", "def handle", "self.seen.answer("),
             ("optim/bad_step_policy.py", "def answer"),
         ],
     ),

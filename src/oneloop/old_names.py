@@ -29,6 +29,7 @@ _MOVED = {
 _DIVIDED = {
     "data.rows.cache": ("tasks.rows.cache", "data.fingerprint"),
     "run.export": ("run.final_weights", "tools.export.convert", "tools.export.push"),
+    "run.training_state": ("loop.training_state", "loop.open_run"),
     "show.watch": ("tools.watch.watch", "tools.terminal_charts"),
 }
 """old names of modules whose content is in several modules now"""
@@ -68,7 +69,6 @@ _ROOMS = {
         "start_lines",
         "step_checks",
         "steps",
-        "training_state",
         "upkeep",
     ),
     ("tasks", "task_protocol"): (

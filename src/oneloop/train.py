@@ -19,9 +19,10 @@ from oneloop.job.build import Job
 from oneloop.job.preflight import preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.gradients import Gradients
+from oneloop.loop.open_run import open_run
 from oneloop.loop.start_lines import start_lines
 from oneloop.loop.steps import NO_WEIGHT, Steps
-from oneloop.loop.training_state import State, open_run
+from oneloop.loop.training_state import State
 from oneloop.loop.upkeep import Upkeep
 from oneloop.machine.torch_settings import scheduled_garbage
 from oneloop.measure.meter import Meter, Sums
@@ -160,13 +161,14 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     )
 
     # Resume from a checkpoint, if there is one. Nothing is written before open_run().
-    state = State(job, run, folder, model, optimizer, emas, guard, seen)
+    state = State(job, run, folder.path, model, optimizer, emas, guard, seen)
     run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
     run_log = open_run(job, run, folder, state, graph=seen.graph)
     count, meter, checkpoints = state.count, state.meter, state.checkpoints
     clock = meter.clock
     steps = Steps(job, run, count, checkpoints, gradients)
     upkeep = Upkeep(job, run, state, run_log, gradients, steps, emas)
+    evaluations, ending = upkeep.evaluations, upkeep.ending
 
     def resolve() -> Outcome | None:
         """Return the outcome of the pending step (see below), or None if no step is pending."""
@@ -175,17 +177,19 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         if step is None:
             return None
         if step.fault is not Fault.NONE:
-            return upkeep.bad_step(step)  # skip, rewind, or raise Diverged
+            return upkeep.bad_steps.handle(step)  # skip, rewind, or raise Diverged
         count.trained(layout.size, step.weight)
         accept(step, meter, emas, layout.size)
-        upkeep.bad.accepted()
+        upkeep.bad_steps.seen.accepted()
         return Outcome.ACCEPTED
 
     def save() -> None:
         """Start a checkpoint, which waits at most for a copy. No step may be pending."""
         run_log.event("save")
-        state.save(checkpoints, count.step, about=upkeep.best_so_far(), keep=upkeep.kept())
-        upkeep.bad.saved()
+        state.save(
+            checkpoints, count.step, about=evaluations.best_so_far(), keep=evaluations.kept()
+        )
+        upkeep.bad_steps.seen.saved()
         clock.mark("save")
 
     # Save a first checkpoint, if bad steps rewind to one.
@@ -193,10 +197,10 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
         save()
 
     # Make up for an evaluation that a stop prevented. Another stop may prevent it again.
-    stopped = count.evaluation_due and not upkeep.validate()
+    stopped = count.evaluation_due and not evaluations.validate()
     clock.restart()
     with (
-        upkeep.profiling(folder.path / "profile") as profiling,
+        upkeep.log.profiling(folder.path / "profile") as profiling,
         scheduled_garbage("collect" in intervals),
     ):
         # The pending step. guard.step() queues an update, which the device skips if its gradients
@@ -252,7 +256,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
             # Save a checkpoint.
             over = upkeep.over()
-            if "save" in due or stopped or over or upkeep.is_best():
+            if "save" in due or stopped or over or evaluations.is_best():
                 save()
 
             # Done?
@@ -262,15 +266,15 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
     # Write the last checkpoint and final/ (the best weights if the recipe asks for them).
     failed = checkpoints.finish()
-    final = upkeep.final_weights(stopped=stopped)
+    final = ending.final_weights(stopped=stopped)
     checkpoints.close()
-    upkeep.write_final(folder.path / "final", final)
+    ending.write_final(folder.path / "final", final)
 
     # Evaluate on the test set, unless the run was stopped. A stop also ends this evaluation.
-    stopped = stopped or not upkeep.last_evaluation(final)
+    stopped = stopped or not ending.last_evaluation(final)
     if failed and stopped:  # the run is not done, and cannot be resumed from where it was
         raise OSError("the run was stopped, but the last checkpoint could not be written")
-    return upkeep.summary(final, stopped=stopped)
+    return ending.summary(final, stopped=stopped)
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

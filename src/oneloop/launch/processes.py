@@ -32,6 +32,8 @@ from oneloop.launch.signals import Stopping, leave
 from oneloop.machine.mixed_precision import HALF, prepare, sharded_precision
 from oneloop.measure.flops import peak_flops
 from oneloop.show.terminal import Display
+from oneloop.supervise.pipe import CHANNEL
+from oneloop.supervise.ranks import ADDRESS
 
 _AXES = tuple(
     f"PARALLELISM_CONFIG_{axis}_SIZE" for axis in ("TP", "CP", "SP", "DP_REPLICATE", "DP_SHARD")
@@ -62,6 +64,12 @@ class Run(Agreement):
         self.display = Display(shown=self.main)
         self.command: Sequence[str] = sys.argv  # command of the run: module, recipe and keys
         self.closing = ExitStack()  # callbacks for every end of the run
+
+    def listen(self) -> None:
+        """Hear stop requests from now on, and tell the supervisor. Collective."""
+        self.stopping.listen()
+        CHANNEL.send(listens=True)
+        CHANNEL.send(watched_at=self.from_main(os.environ.get(ADDRESS)))
 
     def workers(self, asked: int | str) -> int:
         """Return the number of data loading processes for this process."""

@@ -14,21 +14,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from oneloop.basics.exact_sums import tree_sum
 from oneloop.basics.seeds import reseed
-from oneloop.basics.tensors import optimizer_tensors
-from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.data.step_batches import Batch
-from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
 from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run
 from oneloop.loop.step_checks import step_checks
 from oneloop.machine.reduction import Reduction, Tree
-from oneloop.measure.fingerprint import fingerprint
 from oneloop.measure.meter import Sums
 from oneloop.measure.noise_scale import Sensor
 from oneloop.measure.stragglers import DeviceTime
@@ -249,15 +244,3 @@ class Gradients:
         slots = losses.new_zeros(self._run.ranks * len(self._leaves))
         slots[self._leaves] = losses
         return tree_sum(self._run.total(slots))
-
-    def fingerprint(self, optimizer: Optimizer, emas: Sequence[EMA]) -> dict[str, str]:
-        """With ``batch.grain``, return hashes of all tensors of a checkpoint.
-
-        Collective: call on every rank."""
-        if not self._job.exact or not (self._run.main or self._run.sharded):
-            return {}
-        averages: dict[str, Tensor] = {}
-        for ema in emas:
-            averages |= ema.tensors()
-        weights = model_tensors(self.model, frozen=False)
-        return fingerprint(weights | optimizer_tensors(self.model, optimizer) | averages)

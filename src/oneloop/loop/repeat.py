@@ -37,8 +37,7 @@ from oneloop.job.build import Job
 from oneloop.job.preflight import tolerance_of
 from oneloop.job.restore import KeptTensors, restored
 from oneloop.launch.processes import Run
-from oneloop.loop.start_lines import DEPENDS
-from oneloop.machine.layout_checks import Checks
+from oneloop.machine.layout_checks import DEPENDS, Checks
 
 _GROWTH = 4  # each early interval with one repeat is longer than the one before
 _COPIED = 1 << 26  # bytes of parameters and buffers that are copied for a repeat

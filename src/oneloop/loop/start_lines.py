@@ -13,6 +13,7 @@ from oneloop.job.preflight import Preflight
 from oneloop.launch.devices import missing_operators, unused
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout
+from oneloop.machine.layout_checks import DEPENDS
 from oneloop.machine.mixed_precision import HALF
 from oneloop.machine.replicas import replica_group
 from oneloop.optim.muon import Muon
@@ -28,7 +29,6 @@ _IGNORED = {
 }
 """settings of accelerate that oneloop ignores, and the values that have no effect anyway"""
 _MANY = 1e8  # parameters that one thread does not average within a step
-DEPENDS = "another parallel layout trains a different model"
 
 
 def start_lines(

@@ -10,10 +10,9 @@ from oneloop.job.build import Job
 from oneloop.job.preflight import Preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.repeat import Repeats
-from oneloop.loop.start_lines import DEPENDS
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.contents import Contents
-from oneloop.machine.layout_checks import Checks, search_unused
+from oneloop.machine.layout_checks import DEPENDS, Checks, search_unused
 
 
 class StepChecks(NamedTuple):

@@ -24,6 +24,9 @@ from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.parameter_names import bare_name
 from oneloop.machine.fsdp2_units import SEARCH, Units, changed, froze
 
+DEPENDS = "another parallel layout trains a different model"
+"""what follows from a difference, for messages"""
+
 
 class Checks:
     """Checks around each micro-batch of training.

@@ -11,6 +11,8 @@ from oneloop.basics.untrusted import (
     is_number_or_none,
 )
 
+TASK = "task"  # name of the task's state in a checkpoint, and of task.json in ``final/``
+
 _CONTENT = {"length": STEP, "content?": dict | None, "checksum?": str | None}
 IDENTITY = {
     "data": {None: _CONTENT},

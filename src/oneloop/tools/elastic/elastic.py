@@ -11,10 +11,8 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from secrets import token_bytes
 from typing import NoReturn
 
 from torch.distributed import DistError  # type: ignore[attr-defined]
@@ -39,49 +37,16 @@ from oneloop.launch.nodes import Nodes, address_towards
 from oneloop.supervise.supervisor import say
 from oneloop.tools.accelerate_variables import accelerate_variables
 from oneloop.tools.elastic.agent import Agent
-from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.clocks import show_clock
 from oneloop.tools.elastic.rendezvous import (
+    joined,
     lost,
     not_joined,
-    open_store,
     rendezvous_handler,
+    secret_of,
 )
-from oneloop.tools.elastic.signed_backend import SECRET, SECRET_FILE, agree_on_secret, secret
 
 _OVER = "the run has ended on the other nodes"
-
-
-def _secret(nodes: Nodes) -> bytes | None:
-    """Return the secret of the run, which the training processes need not know."""
-    given = secret(os.environ)
-    for name in (SECRET, SECRET_FILE):
-        os.environ.pop(name, None)
-    return token_bytes() if nodes.most == 1 else given
-
-
-def _joined(nodes: Nodes, training: Sequence[str], key: bytes | None) -> tuple[BoundedStore, bool]:
-    """Return the store of the rendezvous, and whether this process holds it.
-
-    Raise BadInput if this node was started in another way than the first one.
-    """
-    store, holds = open_store(nodes)
-    if holds and key is None:
-        say(
-            f"this run trusts its network: anyone who reaches {nodes.host}:{nodes.port} can run "
-            f"code on all nodes; set {SECRET} on all of them"
-        )
-    agree_on_secret(store, key)
-
-    # The first node writes its command into the store, and the others compare theirs.
-    mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
-    other = store.compare_set("command", "", mine).decode()
-    if other != mine:
-        raise BadInput(
-            f"start the same command on all nodes: another was started with {other!r}, this "
-            f"with {mine!r}"
-        )
-    return store, holds
 
 
 def run(task: AgentTask) -> int:
@@ -109,8 +74,8 @@ def run(task: AgentTask) -> int:
     say(f"{nodes}; processes on this node: {processes}")
 
     # Open the store, and build the agent.
-    key = _secret(nodes)
-    store, holds = _joined(nodes, training, key)
+    key = secret_of(nodes)
+    store, holds = joined(nodes, training, key)
     address = address_towards(nodes.host, nodes.port)
     os.environ[HOST] = f"{socket.gethostname()} ({address})"
     handler = rendezvous_handler(nodes, store, address, key)

@@ -1,13 +1,15 @@
 """The store through which the nodes of a run find each other, and exchange values."""
 
 import json
+import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
+from secrets import token_bytes
 from typing import Any
 
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
@@ -18,10 +20,17 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
+from oneloop.basics.exit_codes import BadInput
 from oneloop.launch.nodes import Nodes, is_here
 from oneloop.supervise.supervisor import say
 from oneloop.tools.elastic.bounded_store import BoundedStore, answered
-from oneloop.tools.elastic.signed_backend import SignedBackend
+from oneloop.tools.elastic.signed_backend import (
+    SECRET,
+    SECRET_FILE,
+    SignedBackend,
+    agree_on_secret,
+    secret,
+)
 
 BEAT = 2  # seconds between two signs of life of a node
 _BEATS = 3  # signs of life of a node that may be missing
@@ -63,6 +72,38 @@ def open_store(nodes: Nodes) -> tuple[BoundedStore, bool]:
             "another program uses the port, choose another free port; if oneloop is stopped on "
             "that host, end it"
         ) from None
+
+
+def secret_of(nodes: Nodes) -> bytes | None:
+    """Return the secret of the run, which the training processes need not know."""
+    given = secret(os.environ)
+    for name in (SECRET, SECRET_FILE):
+        os.environ.pop(name, None)
+    return token_bytes() if nodes.most == 1 else given
+
+
+def joined(nodes: Nodes, training: Sequence[str], key: bytes | None) -> tuple[BoundedStore, bool]:
+    """Return the store of the rendezvous, and whether this process holds it.
+
+    Raise BadInput if this node was started in another way than the first one.
+    """
+    store, holds = open_store(nodes)
+    if holds and key is None:
+        say(
+            f"this run trusts its network: anyone who reaches {nodes.host}:{nodes.port} can run "
+            f"code on all nodes; set {SECRET} on all of them"
+        )
+    agree_on_secret(store, key)
+
+    # The first node writes its command into the store, and the others compare theirs.
+    mine = f"--nodes {nodes.least}:{nodes.most} {' '.join(training)}"
+    other = store.compare_set("command", "", mine).decode()
+    if other != mine:
+        raise BadInput(
+            f"start the same command on all nodes: another was started with {other!r}, this "
+            f"with {mine!r}"
+        )
+    return store, holds
 
 
 def _held(nodes: Nodes) -> TCPStore:

@@ -1,0 +1,114 @@
+"""Errors that end a run: their words, their report to the supervisor, and the run's summary."""
+
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from oneloop.basics import exit_codes
+from oneloop.basics.launcher import rank, ranks
+from oneloop.checkpoint.background_save import SaveError
+from oneloop.checkpoint.store import Store, step_of
+from oneloop.data.data_workers import end_workers
+from oneloop.data.seeded_samples import UnfitSample
+from oneloop.job.build import Job
+from oneloop.job.find_micro_batch import explained
+from oneloop.launch.agreement import where
+from oneloop.launch.processes import Run
+from oneloop.machine.micro_batch import is_out_of_memory
+from oneloop.measure.profiling import memory_snapshot
+from oneloop.run.folder import Folder
+from oneloop.supervise.pipe import CHANNEL
+
+_WATCHED = 10.0  # seconds that the supervisor has to end a process that reported an error
+
+
+def failed(
+    error: BaseException, job: Job, run: Run, folder: Folder, *, cli: bool
+) -> dict[str, Any]:
+    """Return the summary of a run that an error ended.
+
+    If memory ran out, add advice and write a memory snapshot.
+    """
+    end_workers(error)
+    reason = words_of(error)
+    if is_out_of_memory(error):
+        # Write a snapshot if rank 0 has begun the run.
+        if run.device.type == "cuda" and folder.path.is_dir():
+            snapshot = memory_snapshot(folder.path / "profile" / f"out-of-memory-{run.rank}.pickle")
+            print(
+                f"oneloop: {snapshot} shows which tensors use the memory (pytorch.org/memory_viz)",
+                file=sys.stderr,
+            )
+        reason = explained(job, run, error)
+    if isinstance(error, exit_codes.Inexact) and error.equal_at is not None:
+        reason += _last_right(folder, error.equal_at)
+    if cli:
+        report_error(error, reason)
+    return {"exit_reason": f"error: {reason}", "exit_code": exit_codes.ERROR}
+
+
+def _last_right(folder: Folder, step: int) -> str:
+    """Return which checkpoint is from before a step that was found to be right (0: none was)."""
+    if not step:
+        return "; no earlier check has found the run to be right: start it again"
+    sealed = Store(folder.path / "checkpoints").sealed()
+    before = [path for path in sealed if step_of(path) < step]
+    if before:
+        return f"; step {step} was still right, and {before[-1]} is the newest checkpoint before it"
+    return f"; step {step} was still right, but no checkpoint is older"
+
+
+def words_of(error: BaseException) -> str:
+    """Return type and message of an error.
+
+    Of a data worker's error, this is the last line of its traceback.
+    """
+    try:
+        text = str(error).encode(errors="backslashreplace").decode()
+    except Exception as why:
+        text = f"(its message cannot be printed: {type(why).__name__})"
+
+    # torch wraps an error of a data worker, with its traceback as text.
+    if text.startswith("Caught ") and "\nOriginal Traceback" in text:
+        kind, _, text = text.strip().splitlines()[-1].partition(": ")
+        return f"{kind.rpartition('.')[2]}: {text}"
+
+    if not text:
+        return type(error).__name__
+    return f"{type(error).__name__}: {text}"
+
+
+def report_error(error: BaseException, reason: str) -> None:
+    """Print the traceback.
+
+    With several ranks, report it to the supervisor, which prints the first one and ends all ranks.
+    """
+    # Print only the message if it is enough: oneloop itself found what is wrong.
+    cause = error.__cause__
+    ours = isinstance(error, UnfitSample) and cause is not None and not where(cause)
+    if ours or isinstance(error, exit_codes.Inexact | SaveError):
+        error = error.with_traceback(None)
+        error.__cause__ = None
+        error.__suppress_context__ = True
+
+    # The supervisor prints the first error of all ranks, and ends this process while it waits.
+    if CHANNEL.watched and ranks() > 1:
+        CHANNEL.fault(error, f"rank {rank()}: {reason}")
+        time.sleep(_WATCHED)
+    else:
+        traceback.print_exception(error)
+
+
+@contextmanager
+def exits_are_errors() -> Iterator[None]:
+    """Turn ``sys.exit`` in the user's code into RuntimeError.
+
+    Its code would be taken for oneloop's.
+    """
+    try:
+        yield
+    except SystemExit as error:
+        raise RuntimeError(f"sys.exit({error.code!r}) was called{where(error)}") from error

@@ -1,0 +1,73 @@
+"""Prepare a run: look at its folder, then build and check its job, before anything is written."""
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.job.build import Job, build_job
+from oneloop.job.find_micro_batch import find_micro
+from oneloop.launch.processes import Run
+from oneloop.machine.torch_settings import float32_products
+from oneloop.recipe.schema import Recipe
+from oneloop.run.folder import Folder
+from oneloop.run.same_on_ranks import reject_other_jobs
+from oneloop.run.source_code import another_file, source_changed
+
+
+def prepared(recipe: Recipe, run: Run, folder: Folder, *, cli: bool) -> Job | None:
+    """Build and check the job of a recipe. Collective: call on every rank.
+
+    Args:
+        recipe: what to train.
+        run: this process.
+        folder: the run folder, which may hold an earlier run; nothing is written to it.
+        cli: whether the command line runs it.
+
+    Returns:
+        The job, or None if the run in the folder is finished.
+
+    Raises:
+        BadInput: on every rank.
+    """
+    # Look at the folder on rank 0: may this run be there?
+    finished: str | None = None
+    with run.setting_up():
+        if run.main:
+            finished = folder.inspect(
+                recipe.resolved, resume=recipe.run.resume, accept_changes=recipe.run.accept_changes
+            )
+            if not recipe.run.accept_changes:
+                other = another_file(recipe, folder.path)
+                if other:
+                    raise BadInput(
+                        f"run.dir {folder.path} {other}; choose another run.dir, or "
+                        "--run.accept_changes true"
+                    )
+
+    # Return if it is finished. From Python, that would be the result of another class if the source
+    # of the task has changed.
+    finished = run.from_main(finished)
+    if finished:
+        other = source_changed(recipe, folder.path)
+        if other and not cli:
+            raise BadInput(f"{finished.partition(':')[0]}, and {other}")
+        if other:
+            finished = f"{finished}; {other}"
+        run.display.say(finished)
+        return None
+
+    def build(micro: int | None) -> Job:
+        return build_job(
+            recipe, ranks=run.ranks, sharded=run.sharded, device=run.device.type, micro=micro
+        )
+
+    # Build the job. A search for the micro-batch size takes long: find other errors before it.
+    machine = recipe.machine
+    replaced = float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
+    if replaced:
+        run.display.say(replaced)
+    if isinstance(recipe.batch.micro, str):
+        with run.setting_up():
+            build(1)
+    with run.setting_up():
+        job = build(find_micro(recipe, run))
+    reject_other_jobs(job, run)
+    run.stopping.also(file=folder.path / "STOP", after=recipe.stop.seconds)
+    return job

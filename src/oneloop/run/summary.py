@@ -1,0 +1,96 @@
+"""The end of a run on rank 0: summary.json, the report, the last upload, and the printed result."""
+
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from oneloop.basics import exit_codes
+from oneloop.basics.files import dumps, printable, vouched
+from oneloop.basics.houses import missing, tool
+from oneloop.launch.processes import Run
+from oneloop.run.folder import Folder
+from oneloop.show.terminal import metric
+
+
+def end_of(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+    """Write and print the summary; return it, with an error if the mirror is incomplete."""
+    if not folder.begun:
+        folder.abandon()
+        return summary
+
+    # Write nothing to a folder that was moved, or to another one in its place.
+    moved = folder.moved()
+    if moved:
+        folder.close()
+        if moved not in summary["exit_reason"]:
+            print(f"oneloop: {moved}", file=sys.stderr)
+        return {**summary, "exit_reason": f"error: {moved}", "exit_code": exit_codes.ERROR}
+
+    # Write the summary before the upload, which may take long, and once more with its result.
+    _write(folder, summary)
+    uploaded = folder.uploaded(summary, final=summary["exit_code"] == exit_codes.DONE)
+    if uploaded != summary:
+        _write(folder, uploaded)
+    summary = uploaded
+
+    # Write the report. An error of the report does not fail the run.
+    reporting = tool("report page")
+    try:
+        if reporting is None:
+            print(f"report.html is not written: {missing('report page')}", file=sys.stderr)
+        else:
+            folder.write("report.html", reporting.report([folder.path]))
+    except Exception as error:
+        print(f"report.html cannot be written ({type(error).__name__}: {error})", file=sys.stderr)
+
+    # Upload the report. If that fails, the summary says so.
+    now = folder.uploaded(summary, final=False)
+    if now != summary:
+        _write(folder, now)
+    summary = now
+    folder.close()
+
+    # Print the result.
+    run.display.summary(summary)
+    run.display.lines(_remarks(summary))
+    ended = f"{summary['exit_reason']}; results in {folder.path}"
+    if "mirrored" in summary:
+        ended += f"; newest step in the mirror: {summary['mirrored']}"
+    if summary["exit_code"] == exit_codes.STOPPED:
+        ended += "; the same command continues the run"
+    if as_json:
+        print(dumps({**summary, "folder": str(folder.path)}), flush=True)
+    else:
+        print(printable(ended), flush=True)
+    return summary
+
+
+def _write(folder: Folder, summary: dict[str, Any]) -> None:
+    try:
+        folder.write_json("summary.json", vouched(summary))
+        (folder.path / "STOP").unlink(missing_ok=True)
+    except OSError as error:  # a full disk: the exit code still reports the result
+        print(f"summary.json cannot be written ({error.strerror})", file=sys.stderr)
+
+
+def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the lines below the summary: noise scale, time, goodput, and a better evaluation."""
+    for name in ("noise_scale", "time"):
+        about = summary.get(name)
+        if about and " n/a" not in about:
+            yield about
+
+    # Goodput is of interest if the run was started more than once.
+    goodput = (summary.get("goodput") or {}).get("about")
+    if goodput is not None and " 1 starts" not in goodput:
+        yield goodput
+
+    # Report a best evaluation that is well before the end.
+    best = summary.get("best") or {}
+    final = summary.get("final") or {}
+    step = best.get("step") or 0
+    if final.get("weights") == "last" and 0 < step < 0.9 * final["step"]:
+        yield (
+            f"{best['metric']} was best at step {step:,}: {metric(best['value'])}; final/ holds "
+            "the last weights; --save.final best keeps those of the best evaluation"
+        )
