@@ -20,7 +20,6 @@ from oneloop.job.preflight import preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.gradients import Gradients
 from oneloop.loop.open_run import open_run
-from oneloop.loop.start_lines import start_lines
 from oneloop.loop.steps import NO_WEIGHT, Steps
 from oneloop.loop.training_state import State
 from oneloop.loop.upkeep import Upkeep
@@ -162,8 +161,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
     # Resume from a checkpoint, if there is one. Nothing is written before open_run().
     state = State(job, run, folder.path, model, optimizer, emas, guard, seen)
-    run.display.lines(start_lines(job, run, model, optimizer, emas, seen))
-    run_log = open_run(job, run, folder, state, graph=seen.graph)
+    run_log = open_run(job, run, folder, state, seen)
     count, meter, checkpoints = state.count, state.meter, state.checkpoints
     clock = meter.clock
     steps = Steps(job, run, count, checkpoints, gradients)
@@ -186,9 +184,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     def save() -> None:
         """Start a checkpoint, which waits at most for a copy. No step may be pending."""
         run_log.event("save")
-        state.save(
-            checkpoints, count.step, about=evaluations.best_so_far(), keep=evaluations.kept()
-        )
+        state.save(checkpoints, count.step, about=evaluations.best(), keep=evaluations.kept())
         upkeep.bad_steps.seen.saved()
         clock.mark("save")
 
@@ -199,10 +195,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     # Make up for an evaluation that a stop prevented. Another stop may prevent it again.
     stopped = count.evaluation_due and not evaluations.validate()
     clock.restart()
-    with (
-        upkeep.log.profiling(folder.path / "profile") as profiling,
-        scheduled_garbage("collect" in intervals),
-    ):
+    with upkeep.log.profiling(folder.path) as profiling, scheduled_garbage("collect" in intervals):
         # The pending step. guard.step() queues an update, which the device skips if its gradients
         # are bad. The step is then pending: the host does not yet know which. It queues the next
         # backward first, and then calls resolve():

@@ -66,7 +66,7 @@ class Run(Agreement):
         self.closing = ExitStack()  # callbacks for every end of the run
 
     def listen(self) -> None:
-        """Hear stop requests from now on, and tell the supervisor. Collective."""
+        """Hear stop requests from now on, and report that to the supervisor. Collective."""
         self.stopping.listen()
         CHANNEL.send(listens=True)
         CHANNEL.send(watched_at=self.from_main(os.environ.get(ADDRESS)))

@@ -123,7 +123,7 @@ class Evaluations:
         state.meter.clock.mark("evaluate")
         return True
 
-    def best_so_far(self) -> dict[str, Any]:
+    def best(self) -> dict[str, Any]:
         """Return the best evaluation so far, as the manifest of a checkpoint records it."""
         best = self._state.best
         return {"metric": best.metric, "value": best.value, "step": best.step, "since": best.since}

@@ -130,9 +130,12 @@ class LogSteps:
         return fingerprint(weights | optimizer_tensors(state.model, state.optimizer) | averages)
 
     def profiling(self, folder: Path) -> Profiling:
-        """Return the profiler for the steps in the recipe; it records on rank 0, to ``folder``."""
+        """Return the profiler for the steps in the recipe.
+
+        It records on rank 0, to ``profile`` in the run folder."""
         run = self._run
         watch = self._job.recipe.watch
+        folder = folder / "profile"
 
         def log(metrics: dict[str, float]) -> None:
             self._run_log.write(self._run_log.line(**metrics))

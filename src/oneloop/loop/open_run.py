@@ -3,11 +3,12 @@
 from typing import Any
 
 from oneloop.basics.bucket import is_address
-from oneloop.checkpoint.store import Store
 from oneloop.data.fingerprint import fingerprint_of
 from oneloop.job.build import Job
+from oneloop.job.preflight import Preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.counters import RunLog
+from oneloop.loop.start_lines import start_lines
 from oneloop.loop.training_state import State
 from oneloop.recipe.class_paths import CHOICES, source
 from oneloop.run.environment import environment
@@ -20,8 +21,8 @@ from oneloop.supervise.pipe import CHANNEL
 _SMALL = 1 << 19  # approximate bytes of a checkpoint without tensors: manifests, metrics, a page
 
 
-def open_run(job: Job, run: Run, folder: Folder, state: State, *, graph: Any = None) -> RunLog:
-    """Lock the folder, resume as the recipe says, write the recipe and the environment.
+def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) -> RunLog:
+    """Print the start-up log, lock the folder, resume, and write recipe and environment.
 
     Collective: call on every rank.
 
@@ -30,7 +31,8 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, *, graph: Any = N
         run: this process.
         folder: the run folder; rank 0 locks and writes it.
         state: restored in place from a checkpoint, if there is one.
-        graph: the model's graph for TensorBoard, a ``GraphDef``.
+        seen: what the preflight check found out, for the start-up log; and the model's graph for
+            TensorBoard.
 
     Returns:
         The log of the run.
@@ -41,6 +43,7 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, *, graph: Any = N
     """
     recipe = job.recipe
     say = run.display.say
+    run.display.lines(start_lines(job, run, state.model, state.optimizer, state.emas, seen))
 
     # Lock the folder and the mirror before reading them: another start might still write there.
     _lock(job, run, folder, state)
@@ -69,7 +72,7 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, *, graph: Any = N
         config=recipe.resolved,
         resumed=saved.get("tracking"),
         step=state.count.step,
-        graph=graph,
+        graph=seen.graph,
         say=say,
     )
     state.parts["tracking"] = tracking
@@ -111,7 +114,7 @@ def _lock(job: Job, run: Run, folder: Folder, state: State) -> None:
         each += _SMALL
     with run.setting_up():
         if run.main:
-            there = len(Store(folder.path / "checkpoints").sealed())
+            there = len(state.checkpoints.store.sealed())
             folder.hold(need=max(0, job.checkpoints_kept - there) * each + once + _SMALL)
 
     # Do the ranks share the folder? If not, only the mirror keeps the checkpoints.

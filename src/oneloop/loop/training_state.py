@@ -42,6 +42,8 @@ class State(RunState):
         seen: what the preflight check found out: names of metrics, and FLOPs per sample.
     """
 
+    emas: Sequence[EMA]
+
     def __init__(
         self,
         job: Job,
