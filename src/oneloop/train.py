@@ -20,6 +20,7 @@ from oneloop.job.preflight import preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.gradients import Gradients
 from oneloop.loop.open_run import open_run
+from oneloop.loop.parts import Parts
 from oneloop.loop.steps import NO_WEIGHT, Steps
 from oneloop.loop.training_state import State
 from oneloop.loop.upkeep import Upkeep
@@ -165,7 +166,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     count, meter, checkpoints = state.count, state.meter, state.checkpoints
     clock = meter.clock
     steps = Steps(job, run, count, checkpoints, gradients)
-    upkeep = Upkeep(job, run, state, run_log, gradients, steps, emas)
+    upkeep = Upkeep(Parts(job, run, state, run_log, gradients, steps))
     evaluations, ending = upkeep.evaluations, upkeep.ending
 
     def resolve() -> Outcome | None:

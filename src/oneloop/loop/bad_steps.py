@@ -1,12 +1,8 @@
 """What follows a bad step: skip it, rewind to the last checkpoint, or end the run."""
 
 from oneloop.basics.exit_codes import Diverged
-from oneloop.job.build import Job
-from oneloop.launch.processes import Run
-from oneloop.loop.counters import RunLog
 from oneloop.loop.evaluations import Evaluations
-from oneloop.loop.steps import Steps
-from oneloop.loop.training_state import State
+from oneloop.loop.parts import Parts
 from oneloop.optim.bad_step_guard import Step
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Outcome
 from oneloop.optim.clip import clear_gradients
@@ -16,30 +12,14 @@ class BadStepHandler:
     """Does what the recipe says about bad steps.
 
     Args:
-        job: what the recipe describes.
-        run: this process.
-        state: what a checkpoint holds, and a rewind restores.
-        run_log: metrics.jsonl, the trackers and the terminal.
-        steps: load the micro-batches.
+        parts: of the run.
         evaluations: make up for an evaluation after a rewind.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        run: Run,
-        state: State,
-        run_log: RunLog,
-        steps: Steps,
-        evaluations: Evaluations,
-    ) -> None:
-        self._job = job
-        self._run = run
-        self._state = state
-        self._run_log = run_log
-        self._steps = steps
+    def __init__(self, parts: Parts, evaluations: Evaluations) -> None:
+        self._parts = parts
         self._evaluations = evaluations
-        self.seen = BadSteps(job.policy, job.recipe.guard.patience)
+        self.seen = BadSteps(parts.job.policy, parts.job.recipe.guard.patience)
 
     def handle(self, step: Step) -> Outcome:
         """Skip a bad step, which changed nothing; or restore the last checkpoint; or end the run.
@@ -47,19 +27,21 @@ class BadStepHandler:
         Raises:
             Diverged: the recipe says to stop, or there is no checkpoint to rewind to.
         """
-        self._steps.save_later()
+        parts = self._parts
+        parts.steps.save_later()
         if step.fault is Fault.RESCALED:  # fp16: the next step has a smaller loss scale
             return Outcome.SKIPPED
-        state = self._state
+        state = parts.state
         count = state.count
-        say = self._run.display.say
+        say = parts.run.display.say
 
         # Decide, and report the samples of the step. The position is already after them.
         action, why = self.seen.answer(step.fault)
         number = count.step + 1
         after = count.position
-        ids = self._job.order[after - self._job.layout.size : after][1].tolist()
-        self._run_log.write(self._run_log.line(step=number, event=action, why=why, ids=ids))
+        ids = parts.job.order[after - parts.job.layout.size : after][1].tolist()
+        log = parts.run_log
+        log.write(log.line(step=number, event=action, why=why, ids=ids))
         say(f"step {number}: {why}: {action}; the samples are in metrics.jsonl")
 
         # Complete the last good checkpoint, whatever follows.
@@ -75,7 +57,7 @@ class BadStepHandler:
             raise Diverged(f"step {number}: {why}; no checkpoint to rewind to")
         count.position = after
         clear_gradients(state.model.parameters())
-        self._steps.begin_afresh()
+        parts.steps.begin_afresh()
 
         # Evaluate now, if a stop prevented the evaluation of the checkpoint's step.
         if count.evaluation_due:

@@ -1,17 +1,13 @@
 """The end of a run: which weights ``final/`` gets, the last evaluation, and the summary."""
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from oneloop.basics import exit_codes
 from oneloop.basics.heartbeats import BEATS, ENDING
-from oneloop.ema import EMA
-from oneloop.job.build import Job
-from oneloop.launch.processes import Run
 from oneloop.loop.evaluations import Evaluations
-from oneloop.loop.training_state import State
+from oneloop.loop.parts import Parts
 from oneloop.measure.advice import Advice
 from oneloop.measure.noise_scale import meaning
 from oneloop.run.final_weights import FinalWeights, load_task_state, write_final
@@ -21,28 +17,14 @@ class Ending:
     """Ends a run that is done or stopped. All methods are collective: call them on every rank.
 
     Args:
-        job: what the recipe describes.
-        run: this process.
-        state: what a checkpoint holds.
+        parts: of the run.
         evaluations: evaluate the last weights.
-        emas: EMAs of the weights.
         advice: which setting would save the most time.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        run: Run,
-        state: State,
-        evaluations: Evaluations,
-        emas: Sequence[EMA],
-        advice: Advice,
-    ) -> None:
-        self._job = job
-        self._run = run
-        self._state = state
+    def __init__(self, parts: Parts, evaluations: Evaluations, advice: Advice) -> None:
+        self._parts = parts
         self._evaluations = evaluations
-        self._emas = emas
         self._advice = advice
 
     def final_weights(self, *, stopped: bool) -> FinalWeights:
@@ -58,9 +40,9 @@ class Ending:
             Which weights the model has.
         """
         BEATS.enter(ENDING)
-        self._run.be_patient()
-        state = self._state
-        recipe = self._job.recipe
+        self._parts.run.be_patient()
+        state = self._parts.state
+        recipe = self._parts.job.recipe
         best = state.best
         step = state.count.step
         last = FinalWeights("last", step=step, end=step)
@@ -73,7 +55,7 @@ class Ending:
             if folder is None:
                 return last
             state.take(folder)
-            load_task_state(self._job.task, folder)
+            load_task_state(self._parts.job.task, folder)
         return FinalWeights(
             "best",
             step=best.step,
@@ -90,19 +72,21 @@ class Ending:
         Returns:
             False if a stop was requested before the evaluation was complete.
         """
-        sets = self._job.eval_sets
+        sets = self._parts.job.eval_sets
         if final.step == final.end:
             sets = {name: dataset for name, dataset in sets.items() if name == "test"}
         return not sets or self._evaluations.evaluate(sets, of=final.step)
 
     def write_final(self, folder: Path, final: FinalWeights) -> None:
         """Write the weights and the EMA weights, which ``final`` describes, for inference."""
-        write_final(folder, self._state.model, self._job.task, self._emas, about=final.as_json())
+        state = self._parts.state
+        task = self._parts.job.task
+        write_final(folder, state.model, task, state.emas, about=final.as_json())
 
     def summary(self, final: FinalWeights, *, stopped: bool) -> dict[str, Any]:
         """Return the summary (summary.json) of a run that is done or stopped."""
-        job = self._job
-        state = self._state
+        job = self._parts.job
+        state = self._parts.state
         metric = job.recipe.eval.metric
         count = state.count
         best = state.best
@@ -110,7 +94,7 @@ class Ending:
         # Say why the run ended.
         code = exit_codes.DONE
         if stopped:
-            reason = f"stopped by {self._run.stopping.by or 'a signal to another rank'}"
+            reason = f"stopped by {self._parts.run.stopping.by or 'a signal to another rank'}"
             code = exit_codes.STOPPED
         elif count.step < job.steps:
             reason = f"early stop: {metric} was best at step {best.step}"

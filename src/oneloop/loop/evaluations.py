@@ -1,18 +1,13 @@
 """Evaluations during a run and at its end: of which sets, the best one, and early stopping."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import Any
 
 from oneloop.basics.heartbeats import BEATS, EVALUATION
 from oneloop.checkpoint.store import Keep
-from oneloop.ema import EMA
 from oneloop.evaluation import evaluate_all
-from oneloop.job.build import Job
-from oneloop.launch.processes import Run
-from oneloop.loop.counters import RunLog
-from oneloop.loop.gradients import Gradients
-from oneloop.loop.training_state import State
+from oneloop.loop.parts import Parts
 from oneloop.machine.torch_settings import release_cache
 from oneloop.show.examples import Examples
 
@@ -23,30 +18,12 @@ class Evaluations:
     All evaluations are collective: call them on every rank.
 
     Args:
-        job: what the recipe describes.
-        run: this process.
-        state: the model, and the best evaluation so far.
-        run_log: metrics.jsonl, the trackers and the terminal.
-        gradients: their checks ensure that an evaluation changes no weights.
-        emas: EMAs of the weights.
+        parts: of the run.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        run: Run,
-        state: State,
-        run_log: RunLog,
-        gradients: Gradients,
-        emas: Sequence[EMA],
-    ) -> None:
-        self._job = job
-        self._run = run
-        self._state = state
-        self._run_log = run_log
-        self._gradients = gradients
-        self._emas = emas
-        self._workers = run.workers(job.recipe.machine.workers)
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self._workers = parts.run.workers(parts.job.recipe.machine.workers)
 
     def validate(self) -> bool:
         """Evaluate on the validation sets and compare with the best evaluation so far.
@@ -54,8 +31,8 @@ class Evaluations:
         Returns:
             False if a stop was requested before the evaluation was complete.
         """
-        state = self._state
-        job = self._job
+        state = self._parts.state
+        job = self._parts.job
         sets = {name: dataset for name, dataset in job.eval_sets.items() if name != "test"}
         if not sets:
             return True
@@ -82,9 +59,9 @@ class Evaluations:
         Returns:
             False if a stop was requested before the evaluation was complete.
         """
-        job = self._job
-        run = self._run
-        state = self._state
+        job = self._parts.job
+        run = self._parts.run
+        state = self._parts.state
         config = job.recipe.eval
 
         # Collect examples of predictions, except of the test set alone.
@@ -94,14 +71,14 @@ class Evaluations:
 
         run.be_patient()
         state.checkpoints.poll()  # an evaluation may take long: the last save must not wait for it
-        contents = self._gradients.checks.contents
+        contents = self._parts.gradients.checks.contents
         unchanged = nullcontext() if contents is None else contents.unchanged("an evaluation")
         with BEATS.phase(EVALUATION), unchanged:
             metrics = evaluate_all(
                 job.task,
                 state.model,
                 sets,
-                emas=self._emas,
+                emas=self._parts.state.emas,
                 examples=examples,
                 accelerator=run.accelerator,
                 micro=config.micro or job.layout.each,
@@ -115,7 +92,7 @@ class Evaluations:
             )
         if metrics is None:
             return False
-        self._run_log.evaluated(metrics, examples, of=of)
+        self._parts.run_log.evaluated(metrics, examples, of=of)
 
         # Release memory that was cached for shapes that only the evaluation has.
         if config.micro not in (None, job.layout.each):
@@ -125,22 +102,21 @@ class Evaluations:
 
     def best(self) -> dict[str, Any]:
         """Return the best evaluation so far, as the manifest of a checkpoint records it."""
-        best = self._state.best
+        best = self._parts.state.best
         return {"metric": best.metric, "value": best.value, "step": best.step, "since": best.since}
 
     def kept(self) -> Keep:
         """Return which older checkpoints a save keeps."""
-        save = self._job.recipe.save
-        return Keep(
-            newest=save.keep,
-            every=self._job.intervals.forever,
-            best=self._state.best.step if save.best else None,
-        )
+        job = self._parts.job
+        save = job.recipe.save
+        best = self._parts.state.best.step if save.best else None
+        return Keep(newest=save.keep, every=job.intervals.forever, best=best)
 
     def is_best(self) -> bool:
         """Return whether this step has the best evaluation so far, and the recipe saves it."""
-        return self._job.recipe.save.best and self._state.best.step == self._state.count.step
+        state = self._parts.state
+        return self._parts.job.recipe.save.best and state.best.step == state.count.step
 
     def patience_is_over(self) -> bool:
         """Return whether the run stops early (``stop.patience``)."""
-        return 0 < self._job.recipe.stop.patience <= self._state.best.since
+        return 0 < self._parts.job.recipe.stop.patience <= self._parts.state.best.since

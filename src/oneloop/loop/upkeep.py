@@ -1,19 +1,13 @@
 """Rare work between steps and at the end: log, evaluate, compare replicas, handle bad steps."""
 
 import gc
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
-from oneloop.ema import EMA
-from oneloop.job.build import Job
-from oneloop.launch.processes import Run
 from oneloop.loop.bad_steps import BadStepHandler
-from oneloop.loop.counters import RunLog
 from oneloop.loop.ending import Ending
 from oneloop.loop.evaluations import Evaluations
-from oneloop.loop.gradients import Gradients
 from oneloop.loop.log_steps import LogSteps
-from oneloop.loop.steps import Steps
-from oneloop.loop.training_state import State
+from oneloop.loop.parts import Parts
 from oneloop.machine.replicas import check_replicas
 
 
@@ -23,35 +17,22 @@ class Upkeep:
     All methods are collective: call them on every rank.
 
     Args:
-        job: what the recipe describes.
-        run: this process.
-        state: what a checkpoint holds.
-        run_log: metrics.jsonl, the trackers and the terminal.
-        gradients: measure device time and noise scale of a log step.
-        steps: load the micro-batches.
-        emas: EMAs of the weights.
+        parts: of the run.
     """
 
-    def __init__(
-        self,
-        job: Job,
-        run: Run,
-        state: State,
-        run_log: RunLog,
-        gradients: Gradients,
-        steps: Steps,
-        emas: Sequence[EMA],
-    ) -> None:
-        self._job = job
-        self._state = state
-        self.log = LogSteps(job, run, state, run_log, gradients, steps, emas)
-        self.evaluations = Evaluations(job, run, state, run_log, gradients, emas)
-        self.bad_steps = BadStepHandler(job, run, state, run_log, steps, self.evaluations)
-        self.ending = Ending(job, run, state, self.evaluations, emas, self.log.advice)
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.log = LogSteps(parts)
+        self.evaluations = Evaluations(parts)
+        self.bad_steps = BadStepHandler(parts, self.evaluations)
+        self.ending = Ending(parts, self.evaluations, self.log.advice)
 
     def over(self) -> bool:
         """Return whether the run has reached its last step, or stops early (``stop.patience``)."""
-        return self._state.count.step >= self._job.steps or self.evaluations.patience_is_over()
+        return (
+            self._parts.state.count.step >= self._parts.job.steps
+            or self.evaluations.patience_is_over()
+        )
 
     def work(self, due: Collection[str], lr: float, total: float) -> bool:
         """Do what is due after a step, except saving.
@@ -64,7 +45,7 @@ class Upkeep:
         Returns:
             False if a stop was requested before the evaluation was complete.
         """
-        state = self._state
+        state = self._parts.state
         if "log" in due:
             self.log.write(lr, total)
         if "check" in due:
