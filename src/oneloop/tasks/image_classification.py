@@ -40,6 +40,7 @@ from oneloop.tasks.labels import (
     classes_of,
     counted,
     counts_of,
+    judged,
     likeliest,
     numbers_of,
     shares_of,
@@ -385,11 +386,4 @@ class ImageClassification(Task):
         image, label = sample
         if isinstance(label, Tensor):
             label = int(label.argmax())
-        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
-        return {
-            "image": image,
-            "target": self.classes[label],
-            "prediction": self.classes[int(predicted)],
-            "right": int(predicted) == label,
-            "confidence": float(confidence),
-        }
+        return {"image": image, **judged(outputs["logits"], label, self.classes)}

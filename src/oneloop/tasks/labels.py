@@ -88,7 +88,7 @@ def classes_of(
             f"({', '.join(names)}); at least two are needed"
         )
     numbers = {_composed(name): index for index, name in enumerate(names)}
-    return names, {source: _number_of(kind, numbers) for source, kind in kinds.items()}
+    return names, {source: partial(_number_of, kind, numbers) for source, kind in kinds.items()}
 
 
 class _Spellings:
@@ -249,14 +249,11 @@ def numbers_of(
             raise ValueError(
                 f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows"
             )
-    return _number_of(kind, {_composed(name): index for index, name in enumerate(classes)})
+    numbers = {_composed(name): index for index, name in enumerate(classes)}
+    return partial(_number_of, kind, numbers)
 
 
-def _number_of(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
-    return partial(_numbered, kind, number)
-
-
-def _numbered(kind: Any, number: Mapping[str, int], value: Any) -> int:
+def _number_of(kind: Any, number: Mapping[str, int], value: Any) -> int:
     return number[_composed(_name(kind, value))]
 
 
@@ -269,6 +266,23 @@ def counted(labels: Tensor, classes: int) -> list[int]:
     """
     counts: list[int] = labels.bincount(minlength=classes).tolist()
     return counts
+
+
+def judged(logits: Tensor, label: int, classes: Sequence[str]) -> dict[str, Any]:
+    """Return what a report shows of a sample: its class, the prediction, and how sure that is.
+
+    Args:
+        logits: (classes,).
+        label: number of the true class.
+        classes: names of the classes.
+    """
+    confidence, predicted = logits.float().softmax(-1).max(-1)
+    return {
+        "target": classes[label],
+        "prediction": classes[int(predicted)],
+        "right": int(predicted) == label,
+        "confidence": float(confidence),
+    }
 
 
 def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:

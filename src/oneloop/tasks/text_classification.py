@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.labels import likeliest
+from oneloop.tasks.labels import judged, likeliest
 from oneloop.tasks.language.texts import held_out, stdlib
 from oneloop.tasks.text_rows import TextRows
 
@@ -79,14 +79,8 @@ class TextClassification(TextRows):
 
     def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
-        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
-        return {
-            "text": self.reader.decode(text),
-            "target": self.classes[label],
-            "prediction": self.classes[int(predicted)],
-            "right": int(predicted) == label,
-            "confidence": float(confidence),
-        }
+        decoded = self.reader.decode(text)
+        return {"text": decoded, **judged(outputs["logits"], label, self.classes)}
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:

@@ -26,8 +26,18 @@ from oneloop.tasks.language.models import (
     load_model,
     prepare_attention,
 )
-from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.language.sequences import (
+    IGNORE,
+    Overlong,
+    Packed,
+    Padded,
+    collated,
+    spans,
+    token_ids,
+)
 from oneloop.tasks.model_limits import shorter_length
+from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.open_data import Source, combined
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
 Fused = bool | Literal["auto"]
@@ -76,6 +86,7 @@ class LanguageModel(Task):
     unit = "tokens"
     begin: int | None = None  # BOS token (and ``end``: EOS) of a model from scratch
     end = 0
+    tokenizer: Any
     length_key = "length"  # task key of the sample length
     default_length = 256  # of this key
 
@@ -142,6 +153,37 @@ class LanguageModel(Task):
         self._can_fuse = False
         self._masked = False
         self._sizes: Tensor | None = None  # of the tokens, in bytes, on the device
+
+    def _use(self, sources: Sequence[Source], samples: Sequence[dict[str, Any]]) -> None:
+        """Use these samples of each source, by split."""
+        self._sets = combined(sources, samples)
+        self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
+        if len(sources) > 1 and isinstance(samples[0]["train"], Padded):
+            self._data_notes.append(
+                "a mixture defines its own order: samples are not sorted by length (more padding)"
+            )
+
+    def _spanned(
+        self, texts: Ragged, content: Any, split: str, overlong: Overlong
+    ) -> Padded | Packed:
+        """Return the samples of one split; only training samples are packed."""
+        samples = spans(texts, self.shape.length, overlong)
+        self._data_notes += [f"{split}: {line}" for line in samples.about(overlong)]
+        if self.packed and split == "train":
+            return Packed(samples, content)
+        return Padded(samples, content)
+
+    def train_set(self) -> Any:
+        return self._sets["train"]
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {name: data_set for name, data_set in self._sets.items() if name != "train"}
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Return samples as one batch; padding is no target."""
+        # All packed rows have the same width.
+        width = self.shape.length if isinstance(samples[0], list) else 0
+        return collated(samples, width=width, most=self._max_documents)
 
     def model(self) -> nn.Module:
         # Take the stats before the model is read: its files may change meanwhile.
@@ -300,9 +342,24 @@ class LanguageModel(Task):
             pieces.append((self.decode([token]), loss if counts else None))
         return pieces
 
+    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        """Return each token with its loss, and what the model wrote after the prompt."""
+        trained = (sample[1:] >= 0).tolist()
+        tokens = token_ids(sample).tolist()
+        losses = outputs["loss"][: len(trained)].tolist()
+        shown: dict[str, Any] = {"tokens": self.pieces(tokens, losses, trained)}
+        if "written" in outputs:
+            shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
+            shown["continuation"] = self._answer(outputs["written"].tolist())
+        return shown
+
     def decode(self, tokens: list[int]) -> str:
         """Return tokens as text."""
-        raise NotImplementedError
+        return str(self.tokenizer.decode(tokens))
+
+    def _answer(self, tokens: list[int]) -> str:
+        """Return tokens that the model wrote as text."""
+        return self.decode(tokens)
 
     def merge(self, model: nn.Module) -> nn.Module:
         """Merge the adapters into the model's weights, in place.
