@@ -154,9 +154,10 @@ class SFT(LanguageModel):
         self._use(sources, samples)
 
         # Generation stops at the tokens that end answers in the training data.
+        special = {self.end} if self._chat is None else self._chat.special
         ends = set[int]()
         for splits in texts:
-            ends |= self._ends_in(splits["train"][0])
+            ends |= ends_in(splits["train"][0], special, self.tokenizer)
         self._ends = sorted(ends)
         self._data_notes += end_token_notes(self._ends, self.tokenizer)
         self._data_notes.append(self._preview(samples[0]["train"].spans[0]))
@@ -232,12 +233,6 @@ class SFT(LanguageModel):
                 source.skipped.append(f"{rows.where(index)}: {why}")
             content["skipped"] = key_of(indices)
         return texts, content
-
-    def _ends_in(self, texts: Ragged) -> set[int]:
-        special = {self.end}
-        if self._chat is not None:
-            special = self._chat.special
-        return ends_in(texts, special, self.tokenizer)
 
     def _samples(self, texts: Ragged, content: Any, split: str) -> Padded | Packed:
         try:
