@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import on_host
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.augmentation import (
     TORCHVISION,
     Augmentation,
@@ -36,12 +35,11 @@ from oneloop.tasks.image_models import (
 )
 from oneloop.tasks.labels import (
     RECORDED,
+    OneClass,
     are_shares,
     classes_of,
     counted,
     counts_of,
-    judged,
-    likeliest,
     numbers_of,
     shares_of,
 )
@@ -73,7 +71,7 @@ _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
 }
 
 
-class ImageClassification(Task):
+class ImageClassification(OneClass):
     """Image classification.
 
     Args:
@@ -372,18 +370,8 @@ class ImageClassification(Task):
     def metrics(self) -> ClassCounts:
         return ClassCounts(len(self.classes), top=self.top_k)
 
-    def update(
-        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> None:
-        metrics.update(outputs["logits"], batch["label"])
-
-    def predicted(
-        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> dict[str, list[Any]]:
-        return likeliest(outputs["logits"], self.classes)
-
     def show(self, sample: tuple[Tensor, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         image, label = sample
         if isinstance(label, Tensor):
             label = int(label.argmax())
-        return {"image": image, **judged(outputs["logits"], label, self.classes)}
+        return {"image": image, **self.judged(label, outputs)}

@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import Tensor
 
+from oneloop.task_protocol.evaluation_metrics import ClassCounts
+from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
 from oneloop.tasks.rows.csv_json import OBJECTS
 from oneloop.tasks.rows.open_data import Source
@@ -268,38 +270,40 @@ def counted(labels: Tensor, classes: int) -> list[int]:
     return counts
 
 
-def judged(logits: Tensor, label: int, classes: Sequence[str]) -> dict[str, Any]:
-    """Return what a report shows of a sample: its class, the prediction, and how sure that is.
+class OneClass(Task):
+    """Base class of the tasks that predict one class of each sample."""
 
-    Args:
-        logits: (classes,).
-        label: number of the true class.
-        classes: names of the classes.
-    """
-    confidence, predicted = logits.float().softmax(-1).max(-1)
-    return {
-        "target": classes[label],
-        "prediction": classes[int(predicted)],
-        "right": int(predicted) == label,
-        "confidence": float(confidence),
-    }
+    classes: Sequence[str]
 
+    def update(
+        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
+        metrics.update(outputs["logits"], batch["label"])
 
-def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the most likely class of each sample and its probability.
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
+        """Return the most likely class of each sample, and its probability."""
+        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
+        return {
+            "prediction": [self.classes[number] for number in predicted.tolist()],
+            "confidence": confidence.tolist(),
+        }
 
-    Args:
-        logits: (samples, classes).
-        classes: names of the classes.
+    def judged(self, label: int, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        """Return a sample's class, its prediction, and how sure the model is.
 
-    Returns:
-        Lists with an entry per sample: ``prediction`` and ``confidence``.
-    """
-    confidence, predicted = logits.float().softmax(-1).max(-1)
-    return {
-        "prediction": [classes[number] for number in predicted.tolist()],
-        "confidence": confidence.tolist(),
-    }
+        Args:
+            label: number of the true class.
+            outputs: of this sample.
+        """
+        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
+        return {
+            "target": self.classes[label],
+            "prediction": self.classes[int(predicted)],
+            "right": int(predicted) == label,
+            "confidence": float(confidence),
+        }
 
 
 def _sorted_classes(trained: set[str], kinds: Sequence[Any]) -> list[str]:

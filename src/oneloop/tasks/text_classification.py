@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.labels import judged, likeliest
+from oneloop.tasks.labels import OneClass
 from oneloop.tasks.language.texts import held_out, stdlib
 from oneloop.tasks.text_rows import TextRows
 
 
-class TextClassification(TextRows):
+class TextClassification(OneClass, TextRows):
     """Classification of texts or pairs of texts.
 
     Args:
@@ -67,20 +66,9 @@ class TextClassification(TextRows):
         each = F.cross_entropy(logits, batch["label"], reduction="none")
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
-    def update(
-        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> None:
-        metrics.update(outputs["logits"], batch["label"])
-
-    def predicted(
-        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> dict[str, list[Any]]:
-        return likeliest(outputs["logits"], self.classes)
-
     def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
-        decoded = self.reader.decode(text)
-        return {"text": decoded, **judged(outputs["logits"], label, self.classes)}
+        return {"text": self.reader.decode(text), **self.judged(label, outputs)}
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
