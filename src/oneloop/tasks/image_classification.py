@@ -46,6 +46,7 @@ from oneloop.tasks.labels import (
 from oneloop.tasks.rows.images import labelled_image
 from oneloop.tasks.rows.open_data import (
     Source,
+    SplitSets,
     Unreadable,
     named_sources,
     notes_of,
@@ -71,7 +72,7 @@ _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
 }
 
 
-class ImageClassification(OneClass):
+class ImageClassification(OneClass, SplitSets):
     """Image classification.
 
     Args:
@@ -182,15 +183,17 @@ class ImageClassification(OneClass):
         # Transform the images. A run that is loaded has no sets, and has recorded their shape.
         self._evaluation_transform = prepared(test_size or side, *self._pixels)
         if sets:
-            self._train: Any = Images(sets.pop("train"), prepared(side, *self._pixels, how))
-            self._evals = {}
+            self._sets = {}
             for name, data_set in sets.items():
-                self._evals[name] = Images(data_set, self._evaluation_transform)
-            self.shape = tuple(self._train[0][0].shape)
+                self._sets[name] = Images(data_set, self._evaluation_transform)
+            self._sets["train"] = Images(sets["train"], prepared(side, *self._pixels, how))
+            self.shape = tuple(self._sets["train"][0][0].shape)
         self.recorded = {"classes": self.classes, "shape": self.shape}
         self._side = test_size or self.shape[1]
         if sets and (mixup or cutmix):
-            self._train = Blended(self._train, len(self.classes), mixup=mixup, cutmix=cutmix)
+            self._sets["train"] = Blended(
+                self._sets["train"], len(self.classes), mixup=mixup, cutmix=cutmix
+            )
         self.notes = list(self._data_notes)
         self.class_weights = self._on_device = self._class_weights(class_weights)
         if not 0 <= top_k < len(self.classes):
@@ -262,12 +265,6 @@ class ImageClassification(OneClass):
         )
         self.notes = [*self._data_notes, *notes]
         return model
-
-    def train_set(self) -> Any:
-        return self._train
-
-    def eval_sets(self) -> dict[str, Any]:
-        return dict(self._evals)
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         # Open the rows; those to predict need no label.

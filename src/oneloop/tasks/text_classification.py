@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from oneloop.tasks.labels import OneClass
-from oneloop.tasks.language.texts import held_out, stdlib
+from oneloop.tasks.language.texts import Document, held_out, stdlib
 from oneloop.tasks.text_rows import TextRows
 
 
@@ -68,7 +68,8 @@ class TextClassification(OneClass, TextRows):
 
     def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
-        return {"text": self.reader.decode(text), **self.judged(label, outputs)}
+        judged = self.judged(label, outputs)
+        return {"text": self.reader.decode(text), **judged}
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
@@ -77,18 +78,23 @@ def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
     files = [file for file in stdlib() if "/" in file.name]
     size = Counter[str]()
     for file in files:
-        size[file.name.split("/")[0]] += len(file.text)
+        size[_package(file)] += len(file.text)
     largest = {name for name, _ in size.most_common(packages)}
-    chosen = [file for file in files if file.name.split("/")[0] in largest]
+    chosen = [file for file in files if _package(file) in largest]
 
     # Cut them into snippets, without blank lines.
     splits: dict[str, list[tuple[str, str]]] = {}
     for split, own in held_out(chosen, percent=10).items():
         splits[split] = []
         for file in own:
-            package = file.name.split("/")[0]
+            package = _package(file)
             code = [line for line in file.text.splitlines() if line.strip()]
             for start in range(0, len(code), lines):
                 snippet = "\n".join(code[start : start + lines])
                 splits[split].append((snippet, package))
     return splits
+
+
+def _package(file: Document) -> str:
+    """Return the name of the package that a file is in."""
+    return file.name.split("/")[0]

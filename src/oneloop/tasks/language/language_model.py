@@ -14,7 +14,6 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.tensors import Planned, on_gpu
 from oneloop.basics.wide_sums import widest
 from oneloop.task_protocol.evaluation_metrics import TextSums
-from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
 from oneloop.tasks.language.lora import add_adapters, merged, save_config
@@ -37,7 +36,7 @@ from oneloop.tasks.language.sequences import (
 )
 from oneloop.tasks.model_limits import shorter_length
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.rows.open_data import Source, combined
+from oneloop.tasks.rows.open_data import Source, SplitSets, combined
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
 Fused = bool | Literal["auto"]
@@ -53,7 +52,7 @@ def is_packed(pack: str, *known: str) -> bool:
     return pack == "packed"
 
 
-class LanguageModel(Task):
+class LanguageModel(SplitSets):
     """Language modelling. The weight of a sample is its number of target tokens.
 
     Batches come from :func:`oneloop.tasks.language.sequences.collated`.
@@ -172,12 +171,6 @@ class LanguageModel(Task):
         if self.packed and split == "train":
             return Packed(samples, content)
         return Padded(samples, content)
-
-    def train_set(self) -> Any:
-        return self._sets["train"]
-
-    def eval_sets(self) -> dict[str, Any]:
-        return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return samples as one batch; padding is no target."""
