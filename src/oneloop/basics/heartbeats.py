@@ -50,7 +50,6 @@ class Beats:
         self.changed: Callable[[], None] = lambda: None  # called at the start of every phase
         # seconds between heartbeats, by phase
         self._known: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=200))
-        self._seen: defaultdict[str, int] = defaultdict(int)
         self._current = self._known[SET_UP]
         # whether the next beat may take long: it is the first one of an evaluation, in which a data
         # set may do slow work, or a process starts

@@ -139,6 +139,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return plain.contiguous().view(-1).view(torch.uint8)
 
 
+def is_alone() -> bool:
+    """Return whether the run has only one rank."""
+    return not dist.is_initialized() or dist.get_world_size() == 1
+
+
 @torch.no_grad()
 def gathered(own: Tensor) -> Tensor:
     """Return the rows of all ranks, in order of rank. Collective: call on every rank.
@@ -148,7 +153,7 @@ def gathered(own: Tensor) -> Tensor:
     Args:
         own: this rank's rows; shape and dtype must be equal on all ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return own
     ranks = dist.get_world_size()
     sent = as_bytes(own)
@@ -165,7 +170,7 @@ def summed(own: Tensor) -> Tensor:
     Args:
         own: a tensor of any dtype; shape and dtype must be equal on all ranks.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return own
 
     # Backends do not support all dtypes. A sum over ranks must not round between them, either.
@@ -187,7 +192,7 @@ def share_buffers(model: nn.Module) -> None:
 
     The model may be bare, DDP or FSDP2.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return
     buffers = [buffer for buffer in model.buffers() if buffer.numel()]
     if not buffers:

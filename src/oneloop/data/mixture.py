@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.order import EpochsAndIndices, Ordered, order_of, positions_of
+from oneloop.data.order import EpochsAndIndices, Ordered, order_of
 
 _MAX_CYCLE = 100_000  # positions; the largest cycle of set numbers
 
@@ -108,7 +108,7 @@ class Mixture:
         return f"mixture: {', '.join(shares)}"
 
 
-class Mixed:
+class Mixed(Ordered):
     """An endless order over several sets: position -> (epoch of its set, index).
 
     Args:
@@ -131,9 +131,6 @@ class Mixed:
         earlier = np.cumsum(is_set, axis=0) - is_set
         self._each = is_set.sum(0)
         self._before = earlier[np.arange(len(cycle)), cycle]
-
-    def __getitem__(self, window: slice) -> EpochsAndIndices:
-        return self.at(positions_of(window))
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""

@@ -94,7 +94,24 @@ def epoch_keys(epochs: Int64Array, seed: int) -> UInt64Array:
     return _mix(spread ^ np.uint64(key(seed)))
 
 
-class Order:
+class Ordered(Protocol):
+    """A map from positions to samples.
+
+    It is an :class:`Order`, or the result of a data set's ``order`` method.
+    """
+
+    def __getitem__(self, window: slice) -> EpochsAndIndices:
+        """Return epochs and sample indices of the positions ``start:stop``.
+
+        Both have the shape (stop - start,).
+        """
+        return self.at(positions_of(window))
+
+    def at(self, positions: Int64Array) -> EpochsAndIndices:
+        """Return epochs and sample indices, each in the shape of ``positions``."""
+
+
+class Order(Ordered):
     """An endless seeded order over ``size`` samples: position -> (epoch, index).
 
     >>> epochs, indices = Order(1797, seed=0)[10_000:10_064]      # any slice, O(its length)
@@ -109,32 +126,12 @@ class Order:
         self.size = size
         self.seed = seed
 
-    def __getitem__(self, window: slice) -> EpochsAndIndices:
-        """Return epochs and sample indices of the positions ``start:stop``.
-
-        Both have the shape (stop - start,).
-        """
-        return self.at(positions_of(window))
-
     def at(self, positions: Int64Array) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""
         epochs, offsets = np.divmod(positions.reshape(-1), self.size)
         keys = epoch_keys(epochs, self.seed)
         indices = permuted(offsets.astype(np.uint64), self.size, keys).astype(np.int64)
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
-
-
-class Ordered(Protocol):
-    """A map from positions to samples.
-
-    It is an :class:`Order`, or the result of a data set's ``order`` method.
-    """
-
-    def __getitem__(self, window: slice) -> EpochsAndIndices:
-        """Return epochs and sample indices of the positions ``start:stop``."""
-
-    def at(self, positions: Int64Array) -> EpochsAndIndices:
-        """Return epochs and sample indices, each in the shape of ``positions``."""
 
 
 def positions_of(window: slice) -> Int64Array:

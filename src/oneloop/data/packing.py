@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.seeds import key
-from oneloop.data.order import EpochsAndIndices, epoch_keys, permuted, positions_of
+from oneloop.data.order import EpochsAndIndices, Ordered, epoch_keys, permuted
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class _FreeSpace:
             self._occupied |= 1 << space
 
 
-class Bucketed:
+class Bucketed(Ordered):
     """An endless seeded order by similar length: position -> (epoch, index).
 
     It is a pure function of the position, like :class:`oneloop.data.order.Order`, and caches the
@@ -175,9 +175,6 @@ class Bucketed:
                 f"of {window}"
             )
         self._windows: dict[tuple[int, int], tuple[int, NDArray[np.int64]]] = {}
-
-    def __getitem__(self, window: slice) -> EpochsAndIndices:
-        return self.at(positions_of(window))
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""

@@ -20,13 +20,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.seeds import GOLDEN
-from oneloop.data.order import EpochsAndIndices, epoch_keys, permuted, positions_of
+from oneloop.data.order import EpochsAndIndices, Ordered, epoch_keys, permuted
 
 _MAX_LANES = 64
 _MIN_GROUPS = 8  # groups of a window if there are several lanes
 
 
-class Windows:
+class Windows(Ordered):
     """An endless seeded order over the samples of groups: position -> (epoch, index).
 
     Samples are numbered group by group. The order is a pure function of the position, like
@@ -63,9 +63,6 @@ class Windows:
             self.window = open_groups // self.lanes
         self.run = batch // self.lanes  # consecutive samples of one lane
         self._layouts: dict[int, _Layout] = {}
-
-    def __getitem__(self, window: slice) -> EpochsAndIndices:
-        return self.at(positions_of(window))
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
         """Return epochs and sample indices, each in the shape of ``positions``."""

@@ -139,7 +139,7 @@ class _Pickler(pickle.Pickler):
 
     def reducer_override(self, value: Any) -> Any:
         if isinstance(value, Tensor) and value.layout is torch.strided and not value.is_nested:
-            own = value.numel() * value.element_size()
+            own = value.nbytes
             if value.untyped_storage().nbytes() > own:
                 return value.detach().clone().__reduce_ex__(pickle.HIGHEST_PROTOCOL)
         return NotImplemented

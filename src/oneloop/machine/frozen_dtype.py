@@ -139,7 +139,7 @@ def _store(packed: Iterable[Any], stored: str, precision: str, *, sharded: bool)
         if sharded and precision in HALF:
             module.compute_dtype = compute
         weight = module.weight
-        rows, rest = divmod(weight.data.numel() * weight.data.element_size(), _STORED[wanted])
+        rows, rest = divmod(weight.data.nbytes, _STORED[wanted])
         if rest:
             raise ValueError(
                 f"machine.quant_storage {stored} cannot hold {rows * _STORED[wanted] + rest} bytes"

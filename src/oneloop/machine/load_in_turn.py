@@ -61,7 +61,7 @@ def _map(model: nn.Module, file: Path) -> None:
     size = 0
     for parameter in model.parameters():
         offsets.append((size, parameter))
-        size += -(-parameter.numel() * parameter.element_size() // _ALIGNED) * _ALIGNED
+        size += -(-parameter.nbytes // _ALIGNED) * _ALIGNED
 
     # Write the file. A file of another size is of another model.
     if not file.exists():
@@ -77,8 +77,7 @@ def _map(model: nn.Module, file: Path) -> None:
     # Map the file, and drop the copies in memory.
     held = torch.from_numpy(np.memmap(file, mode="c"))  # copy on write
     for start, parameter in offsets:
-        length = parameter.numel() * parameter.element_size()
-        mapped = held[start : start + length].view(parameter.dtype).view(parameter.shape)
+        mapped = held[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
         if parameter.is_contiguous() and torch.equal(
             mapped.view(-1).view(torch.uint8), _bytes(parameter)
         ):

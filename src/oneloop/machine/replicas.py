@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hash
-from oneloop.basics.tensors import optimizer_tensors
+from oneloop.basics.tensors import is_alone, optimizer_tensors
 
 
 class ReplicasDiffer(RuntimeError):
@@ -26,7 +26,7 @@ def replica_group(model: nn.Module) -> dist.ProcessGroup | None:
 
     Return None if there is no other.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if is_alone():
         return None
     parameter = next(iter(model.parameters()))
     if not isinstance(parameter, DTensor):

@@ -149,11 +149,8 @@ class AdamW(torch.optim.AdamW):
                 [local(state["exp_avg"]) for state in states],
                 [local(state["exp_avg_sq"]) for state in states],
                 [local(state["step"]) for state in states],
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                found_inf=getattr(self, "found_inf", None),
+                group,
+                getattr(self, "found_inf", None),
             )
 
     def _torch_step(self, closure: Any) -> Any:

@@ -9,8 +9,8 @@ A step is bad if its loss or gradient is not finite, or spikes.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -43,16 +43,6 @@ class Step:
     loss: Tensor  # this rank's summed loss, 0-dim (NaN if it was not given)
     weight: float  # total weight of the global batch
     metrics: Tensor | None = None  # the ``metrics`` that :meth:`Guard.step` was given
-
-
-class _Pending(NamedTuple):
-    """A step that is not yet resolved; its other fields are those of :class:`Step`."""
-
-    fault: Fault | None  # None: it is still on the device
-    norm: Tensor
-    loss: Tensor
-    weight: float
-    metrics: Tensor | None
 
 
 class Guard:
@@ -99,7 +89,7 @@ class Guard:
         self._bad = torch.zeros((), device=device)  # value of the step's :class:`Fault`, 0-dim
         self._one = torch.ones((), device=device)
         self._fault_copy = DeviceFlag(device)
-        self._pending: _Pending | None = None
+        self._pending: Step | None = None
 
     @property
     def pending(self) -> bool:
@@ -132,10 +122,13 @@ class Guard:
         fault = self._update(norm, mean)
         if loss is None:
             loss = torch.full_like(norm, torch.nan)
-        self._pending = _Pending(fault, norm, loss, weight, metrics)
+        self._pending = Step(fault, norm, loss, weight, metrics)
 
-    def _update(self, norm: Tensor, mean: Tensor | None) -> Fault | None:
-        """Update the weights, unless the step is bad; return its fault if the host knows it."""
+    def _update(self, norm: Tensor, mean: Tensor | None) -> Fault:
+        """Update the weights, unless the step is bad; return its fault.
+
+        It is NONE if the fault is still on the device, from which :meth:`resolve` reads it.
+        """
         self._bad = self._not_finite(norm) if self.scaler is None else self._overflow()
         if self._window is not None:
             self._bad = torch.maximum(self._bad, self._fault_value(norm, mean))
@@ -154,7 +147,7 @@ class Guard:
             flag = flag.clamp(max=1)
         self.optimizer.found_inf = flag  # type: ignore[attr-defined]
         self.optimizer.step()
-        return None
+        return Fault.NONE
 
     def resolve(self) -> Step | None:
         """Return the pending step with its fault, or None if no step is pending.
@@ -162,13 +155,11 @@ class Guard:
         Wait for the device if the step was made just now. If another backward was queued since, the
         fault has arrived.
         """
-        if self._pending is None:
-            return None
-        fault, norm, loss, weight, metrics = self._pending
+        step = self._pending
         self._pending = None
-        if fault is None:
-            fault = Fault(self._fault_copy.read())
-        return Step(fault, norm, loss, weight, metrics)
+        if step is not None and self._on_device:
+            return replace(step, fault=Fault(self._fault_copy.read()))
+        return step
 
     def _not_finite(self, norm: Tensor) -> Tensor:
         """Return 1 if the norm is not finite, else 0 (0-dim)."""

@@ -26,23 +26,21 @@ def global_norm(parameters: Iterable[Tensor], *, exact: bool = False) -> Tensor:
     """
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
+    shards = [local(gradient) for gradient in sharded]
 
     # Add integers: the order of the ranks does not matter.
     if exact and gradients:
-        whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
         group = sharded[0].device_mesh.get_group() if sharded else None
-        shards = [local(gradient) for gradient in sharded]
         norm = exact_norm(whole, shards, group)
         return norm.to(gradients[0].dtype)
 
     # Unsharded gradients need no exchange.
+    norm = _norm(whole)
     if not sharded:
-        return _norm(gradients)
+        return norm
 
     # Sum the squares over the ranks that hold shards. With HSDP, replicas hold equal shards.
-    whole = [gradient for gradient in gradients if not isinstance(gradient, DTensor)]
-    norm = _norm(whole)
-    shards = [local(gradient) for gradient in sharded]
     square = _norm(shards).square()
     mesh = sharded[0].device_mesh
     for dimension, placement in enumerate(sharded[0].placements):

@@ -7,7 +7,7 @@ without a host sync.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,11 +32,7 @@ def adamw_(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     steps: list[Tensor],
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    eps: float,
-    weight_decay: float,
+    group: Mapping[str, Any],
     found_inf: Tensor | None = None,
 ) -> None:
     """AdamW (Loshchilov & Hutter 2019), in place.
@@ -47,10 +43,9 @@ def adamw_(
         exp_avgs: first moments, of the same shapes.
         exp_avg_sqs: second moments, of the same shapes.
         steps: numbers of updates so far (0-dim, float32).
-        lr: learning rate.
-        betas: decay rates of the moments, per step.
-        eps: added to the root of the second moment.
-        weight_decay: factor of ``lr``.
+        group: the parameter group, with ``lr``, ``betas`` (decay rates of the moments, per step),
+            ``eps`` (added to the root of the second moment) and ``weight_decay`` (factor of
+            ``lr``).
         found_inf: 0-dim; if it is 1, nothing changes.
     """
     if not parameters:
@@ -58,7 +53,8 @@ def adamw_(
 
     # Count the step, unless it is bad, and update the moments.
     counted = torch.stack([*steps]) + (1 if found_inf is None else 1 - found_inf)
-    beta1, beta2 = betas
+    lr = group["lr"]
+    beta1, beta2 = group["betas"]
     first = torch._foreach_lerp(exp_avgs, gradients, 1 - beta1)
     second = torch._foreach_mul(exp_avg_sqs, beta2)
     torch._foreach_addcmul_(second, gradients, gradients, 1 - beta2)
@@ -71,12 +67,12 @@ def adamw_(
     # Divide the first moments by the roots of the second ones.
     below = torch._foreach_sqrt(second)
     torch._foreach_div_(below, root.unbind())
-    torch._foreach_add_(below, eps)
+    torch._foreach_add_(below, group["eps"])
     moved = torch._foreach_mul(first, size.unbind())
     torch._foreach_div_(moved, below)
 
     # Decay and move the parameters. Write the results, unless the step is bad.
-    new = torch._foreach_mul(parameters, 1 - lr * weight_decay)
+    new = torch._foreach_mul(parameters, 1 - lr * group["weight_decay"])
     torch._foreach_add_(new, moved)
     torch._foreach_copy_(steps, counted.unbind())
     for held, made in ((exp_avgs, first), (exp_avg_sqs, second), (parameters, new)):
@@ -94,12 +90,8 @@ def _correction(beta: float, steps: Tensor) -> Tensor:
 def sgd_(
     parameters: list[Tensor],
     gradients: list[Tensor],
-    buffers: list[Tensor] | None,
-    *,
-    lr: float,
-    momentum: float,
-    weight_decay: float,
-    nesterov: bool,
+    buffers: list[Any],
+    group: Mapping[str, Any],
     found_inf: Tensor | None = None,
 ) -> None:
     """Stochastic gradient descent, in place.
@@ -107,22 +99,22 @@ def sgd_(
     Args:
         parameters: this rank's shards.
         gradients: of the same shapes.
-        buffers: momentum, of the same shapes; zero before the first step. None: no momentum.
-        lr: learning rate.
-        momentum: share of the previous update to keep.
-        weight_decay: share of the parameters that is added to the gradients.
-        nesterov: use Nesterov momentum.
+        buffers: momentum, of the same shapes; zero before the first step. Unused without momentum.
+        group: the parameter group, with ``lr``, ``momentum`` (share of the previous update to
+            keep), ``weight_decay`` (share of the parameters that is added to the gradients) and
+            ``nesterov``.
         found_inf: 0-dim; if it is 1, nothing changes.
     """
     moved: list[Tensor] | tuple[Tensor, ...] = gradients
-    if weight_decay:
-        moved = torch._foreach_add(gradients, parameters, alpha=weight_decay)
-    if buffers is not None:
+    momentum = group["momentum"]
+    if group["weight_decay"]:
+        moved = torch._foreach_add(gradients, parameters, alpha=group["weight_decay"])
+    if momentum:
         new = torch._foreach_mul(buffers, momentum)
         torch._foreach_add_(new, moved)
-        moved = torch._foreach_add(moved, new, alpha=momentum) if nesterov else new
+        moved = torch._foreach_add(moved, new, alpha=momentum) if group["nesterov"] else new
         _put(buffers, new, found_inf)
-    _put(parameters, torch._foreach_add(parameters, moved, alpha=-lr), found_inf)
+    _put(parameters, torch._foreach_add(parameters, moved, alpha=-group["lr"]), found_inf)
 
 
 def _put(held: list[Tensor], made: Sequence[Tensor], found_inf: Tensor | None) -> None:

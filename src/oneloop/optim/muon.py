@@ -183,18 +183,7 @@ class Muon(Optimizer):
 
         # Update them, as oneloop.optim.adamw does.
         if self.elementwise:
-            adamw_(
-                mine,
-                gradients,
-                first,
-                second,
-                steps,
-                lr=group["lr"],
-                betas=group["betas"],
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                found_inf=self.found_inf,
-            )
+            adamw_(mine, gradients, first, second, steps, group, self.found_inf)
             return
         adamw(
             mine,

@@ -67,16 +67,7 @@ class SGD(torch.optim.SGD):
 
             # The fused kernel is faster; element by element, sharding does not change the bits.
             if self.elementwise:
-                sgd_(
-                    mine,
-                    gradients,
-                    kept if group["momentum"] else None,
-                    lr=group["lr"],
-                    momentum=group["momentum"],
-                    weight_decay=group["weight_decay"],
-                    nesterov=group["nesterov"],
-                    found_inf=self.found_inf,
-                )
+                sgd_(mine, gradients, kept, group, self.found_inf)
             elif params:
                 sgd(
                     mine,

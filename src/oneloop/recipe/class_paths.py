@@ -14,16 +14,14 @@ from typing import Any
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
 from oneloop.basics.houses import TASKS
-from oneloop.recipe.expected import EXPECTED, MISFITS
+from oneloop.recipe.expected import EXPECTED, MISFITS, OPTIONS
 from oneloop.recipe.synonyms import suggestion
 
-_OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
-_SCHEDULES = ("constant", "linear", "cosine", "wsd", "plateau")
 # Class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``.
 CHOICES: dict[str, dict[str, str]] = {
     "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in TASKS.items()},
-    "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in _OPTIMIZERS},
-    "schedule": {name: f"oneloop.optim.schedule.{name}" for name in _SCHEDULES},
+    "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in OPTIONS["optimizer"]},
+    "schedule": {name: f"oneloop.optim.schedule.{name}" for name in OPTIONS["schedule"]},
 }
 
 _IMPORTING: list[str] = []  # modules and files that are being imported

@@ -1,7 +1,7 @@
 """What a task, an optimizer and a schedule must look like.
 
 :data:`MISFITS` checks an object before it is called, since a name can lead to any function of any
-package.
+package. :data:`OPTIONS` names the packaged optimizers and schedules.
 """
 
 import inspect
@@ -13,6 +13,23 @@ EXPECTED = {
     "optimizer": "a torch.optim.Optimizer, or a function (params, *, lr, …) that returns one",
     "schedule": "a function (step, total) -> factor",
 }
+# options of the packaged optimizers and schedules, known without importing them
+OPTIONS = {
+    "optimizer": {
+        "adamw": ("betas", "eps"),
+        "sgd": ("momentum", "nesterov"),
+        "muon": ("momentum", "nesterov", "iterations", "precision", "betas", "eps", "adamw_for"),
+        "adafactor": ("eps", "d", "beta2_decay"),
+    },
+    "schedule": {
+        "constant": (),
+        "linear": (),
+        "cosine": (),
+        "wsd": ("decay",),
+        "plateau": ("factor", "patience"),
+    },
+}
+
 _MEMBERS = ("model", "train_set", "eval_sets", "collate", "weight", "loss")  # of a task
 
 

@@ -38,22 +38,6 @@ _NOT_OPTIONS: dict[str, set[str | int]] = {
     },
     "schedule": {"step", "total", "final", "reductions"},
 }
-# options of the packaged optimizers and schedules, known without importing them
-OPTIONS = {
-    "optimizer": {
-        "adamw": ("betas", "eps"),
-        "sgd": ("momentum", "nesterov"),
-        "muon": ("momentum", "nesterov", "iterations", "precision", "betas", "eps", "adamw_for"),
-        "adafactor": ("eps", "d", "beta2_decay"),
-    },
-    "schedule": {
-        "constant": (),
-        "linear": (),
-        "cosine": (),
-        "wsd": ("decay",),
-        "plateau": ("factor", "patience"),
-    },
-}
 
 
 class _Help(DefaultHelpFormatter):

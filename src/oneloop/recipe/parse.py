@@ -19,7 +19,8 @@ from jsonargparse import ArgumentParser, Namespace
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.recipe.class_paths import arguments, resolve
-from oneloop.recipe.key_parser import OPTIONS, parser
+from oneloop.recipe.expected import OPTIONS
+from oneloop.recipe.key_parser import parser
 from oneloop.recipe.key_rules import wanted, without_effect
 from oneloop.recipe.read import find_recipe, flat, from_python, load, long
 from oneloop.recipe.schema import GROUPS, Recipe

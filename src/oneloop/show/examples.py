@@ -46,8 +46,7 @@ class Examples:
         self._most = worst
 
         # mean losses of the worst samples on this rank, and their indices
-        self._losses: Tensor | None = None
-        self._indices: Tensor | None = None
+        self._worst: tuple[Tensor, Tensor] | None = None
 
         self.samples: list[dict[str, Any]] = []
         self.confusion: dict[str, Any] | None = None
@@ -73,11 +72,12 @@ class Examples:
         losses = each.sum(1) / (each != 0).sum(1).clamp(min=1)
         losses = losses.nan_to_num(nan=torch.inf, posinf=torch.inf)  # worse than all others
 
-        if self._losses is not None and self._indices is not None:
-            losses = torch.cat([self._losses, losses])
-            indices = torch.cat([self._indices, indices])
-        self._losses, positions = losses.topk(min(self._most, len(losses)))
-        self._indices = indices[positions]
+        if self._worst is not None:
+            before, indices_before = self._worst
+            losses = torch.cat([before, losses])
+            indices = torch.cat([indices_before, indices])
+        largest, positions = losses.topk(min(self._most, len(losses)))
+        self._worst = largest, indices[positions]
 
     def look(
         self,
@@ -110,10 +110,10 @@ class Examples:
         # Gather tensors of one shape: a rank may have seen fewer samples.
         losses = torch.full((self._most,), -torch.inf, device=accelerator.device)
         indices = torch.zeros(self._most, dtype=torch.int64, device=accelerator.device)
-        if self._losses is not None and self._indices is not None:
-            seen = len(self._losses)
-            losses[:seen] = self._losses
-            indices[:seen] = self._indices
+        if self._worst is not None:
+            own, own_indices = self._worst
+            losses[: len(own)] = own
+            indices[: len(own)] = own_indices
         largest, positions = accelerator.gather(losses).topk(self._most)
         chosen = accelerator.gather(indices)[positions]
 

@@ -149,9 +149,8 @@ class Display:
             named: names of the task's metrics.
         """
         self.lines(remarks)
-        if self._as_json and not self._quiet:
-            self._json({"step": step, **metrics})
         if self._as_json:
+            self._json({"step": step, **metrics})
             return
         parts = []
         for name in ("train/loss", *named):
@@ -178,9 +177,8 @@ class Display:
             results: the metrics, by name.
             weights: ``raw``, or the name of an EMA.
         """
-        if self._as_json and not self._quiet:
-            self._json({"step": step, **results, "weights": weights})
         if self._as_json:
+            self._json({"step": step, **results, "weights": weights})
             return
         parts = [f"step {step}"]
         for name, value in results.items():
@@ -210,26 +208,21 @@ class Display:
 
     def say(self, text: str) -> None:
         """Show one permanent line, even if ``quiet``."""
-        self._print(text)
+        self._print(dumps({"message": text}) if self._as_json else printable(text))
 
     def lines(self, texts: Iterable[str]) -> None:
         """Show permanent lines, unless ``quiet``."""
         for text in texts:
             if not self._quiet:
-                self._print(text)
-
-    def _print(self, text: str) -> None:
-        if self._as_json:
-            self._json({"message": text})
-        else:
-            self._console.print(
-                printable(text), highlight=False, markup=False, emoji=False, soft_wrap=True
-            )
+                self.say(text)
 
     def _json(self, content: Mapping[str, object]) -> None:
-        self._console.print(
-            dumps(content), highlight=False, markup=False, emoji=False, soft_wrap=True
-        )
+        """Show metrics as a line of JSON, unless ``quiet``."""
+        if not self._quiet:
+            self._print(dumps(content))
+
+    def _print(self, text: str) -> None:
+        self._console.print(text, highlight=False, markup=False, emoji=False, soft_wrap=True)
 
 
 def metric(value: float) -> str:

@@ -34,7 +34,6 @@ class Cause:
     words: str  # the message
     text: str = ""  # the traceback
     follows: bool = False  # a consequence: the error only shows that another rank has ended
-    hung: bool = False  # a rank hangs
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -81,7 +80,7 @@ def write_summary(folder: Path, content: Mapping[str, Any]) -> None:
             draft.write_text(dumps(vouched(content), indent=2) + "\n")
         (folder / "owner.json").unlink(missing_ok=True)
 
-    _within(_SECONDS, write)
+    _in_time(write)
 
 
 def write_page(folder: Path) -> None:
@@ -99,21 +98,18 @@ def write_stacks(folder: Path, stacks: Mapping[int, str]) -> None:
         for rank, text in stacks.items():
             (folder / STACKS / f"rank-{rank:05d}.txt").write_text(text, encoding="utf-8")
 
-    _within(_SECONDS, write)
+    _in_time(write)
 
 
-def _within(seconds: float, write: Callable[[], None]) -> bool:
-    """Write in a thread, since storage may hang; return whether it was done in time."""
-    done = threading.Event()
+def _in_time(write: Callable[[], None]) -> None:
+    """Write in a thread, since storage may hang; do not wait for it longer than _SECONDS."""
 
     def attempt() -> None:
         try:
             write()
-            done.set()
         except OSError as error:
             print(f"oneloop: the run's folder cannot be written: {error}", file=sys.stderr)
 
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(seconds)
-    return done.is_set()
+    thread.join(_SECONDS)

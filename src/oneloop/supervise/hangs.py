@@ -167,7 +167,7 @@ class Watch:
 
         # End the run.
         ask_for_stacks(True)
-        return Cause(late[0].rank, text + _HINT, hung=True)
+        return Cause(late[0].rank, text + _HINT)
 
     def _left(self, late: Sequence[RankStatus]) -> float:
         """Return the seconds until the run ends if these ranks do not continue."""

@@ -242,7 +242,7 @@ class Supervisor:
             # Without a connection, this supervisor decides alone.
             unmet = self.peers.ranks > 1 and not self.peers.all_connected
             if unmet and not self._causes and status.late(stop_requested=False):
-                self._causes = [Cause(status.rank, describe_hang(status), hung=True)]
+                self._causes = [Cause(status.rank, describe_hang(status))]
                 self._decide_at = now
             self.watch.update(status)
         if now - self._last_sent > TICK:

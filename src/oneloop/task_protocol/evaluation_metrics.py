@@ -52,8 +52,11 @@ class ClassCounts:
 
     def __init__(self, classes: int, *, top: int = 0, matrix_limit: int = 100) -> None:
         self.top = top
-        self.higher_is_better: dict[str, bool | None] = {}
-        self.higher_is_better |= {"accuracy": True, "macro_f1": True, "matthews": True}
+        self.higher_is_better: dict[str, bool | None] = {
+            "accuracy": True,
+            "macro_f1": True,
+            "matthews": True,
+        }
         if classes == 2:
             self.higher_is_better["f1"] = True
         if top:

@@ -44,12 +44,10 @@ class Collection:
 
     def left_out(self) -> list[str]:
         """Return a line for each value that :meth:`compute` leaves out."""
-        lines = []
-        for name, value in self._values().items():
-            if not self._is_chosen(name, value):
-                shape = " x ".join(map(str, value.shape))
-                lines.append(f"the metric {name!r} has {shape} values: neither logged nor drawn")
-        return lines
+        values = self._values().items()
+        return [
+            _left_out(name, value) for name, value in values if not self._is_chosen(name, value)
+        ]
 
     def _values(self) -> dict[str, Tensor]:
         computed = self._collection.compute()
@@ -89,14 +87,18 @@ def not_logged(computed: Mapping[str, Any]) -> list[str]:
         number = as_tensor(name, value)
         if number.numel() == 1:
             continue
-        shape = " x ".join(map(str, number.shape))
         if number.ndim != 2:
-            lines.append(f"the metric {name!r} has {shape} values: neither logged nor drawn")
+            lines.append(_left_out(name, number))
             continue
         if drawn:
             lines.append(f"the metric {drawn!r} is neither logged nor drawn; {name!r} is drawn")
         drawn = name
     return lines
+
+
+def _left_out(name: str, value: Tensor) -> str:
+    shape = " x ".join(map(str, value.shape))
+    return f"the metric {name!r} has {shape} values: neither logged nor drawn"
 
 
 def _direction(metric: Any) -> bool | None:

@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.models import SCRATCH
-from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, collated, spans
+from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
 from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
-    combined,
     named_sources,
     notes_of,
     skipped_rows,
@@ -87,7 +86,6 @@ class CausalLM(LanguageModel):
         self._data_notes += notes_of(sources)
 
         # Choose the tokenizer; the cache key of the tokens names all that the tokenizer depends on.
-        self.tokenizer: Any
         self._cache_key: list[Any]
         if self.name is not None:
             self.tokenizer = Vocabulary(self.known_tokenizer(), self.name)
@@ -108,8 +106,7 @@ class CausalLM(LanguageModel):
         samples = []
         for splits in texts:
             samples.append({name: self._samples(split, name) for name, split in splits.items()})
-        self._sets = combined(sources, samples)
-        self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
+        self._use(sources, samples)
 
         # All concatenated samples have ``block`` targets.
         self.sample_weight = None
@@ -118,10 +115,6 @@ class CausalLM(LanguageModel):
             self._data_notes.append(
                 "texts are concatenated and cut: each text attends to the earlier ones in its "
                 "sample; see task.pack"
-            )
-        elif pack == "padded" and len(sources) > 1:
-            self._data_notes.append(
-                "a mixture defines its own order: samples are not sorted by length (more padding)"
             )
         self.notes = self._data_notes
 
@@ -133,11 +126,7 @@ class CausalLM(LanguageModel):
         content = part.fingerprint()
         if self.pack == "concat":
             return Blocks(tokens, self.block, whole=name == "train", content=content)
-        samples = spans(tokens, self.block, "split")
-        self._data_notes += [f"{name}: {line}" for line in samples.about("split")]
-        if self.packed and name == "train":
-            return Packed(samples, content)
-        return Padded(samples, content)
+        return self._spanned(tokens, content, name, "split")
 
     @property
     def entries(self) -> int:
@@ -147,25 +136,16 @@ class CausalLM(LanguageModel):
     def token_bytes(self) -> Tensor | None:
         return self._token_bytes if self._token_bytes.any() else None
 
-    def train_set(self) -> Any:
-        return self._sets["train"]
-
-    def eval_sets(self) -> dict[str, Any]:
-        return {name: data_set for name, data_set in self._sets.items() if name != "train"}
-
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         source = Source(data, {"column": self.column})
         return self._samples(all_texts(source, window=self.window), "texts")
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return samples of at most ``block + 1`` tokens as one batch; padding is no target."""
+        batch = super().collate(samples)
         if self.pack == "concat":
-            batch = collated(samples)
             del batch["padding"]
-            return batch
-        # All packed rows have the same width.
-        width = self.block if isinstance(samples[0], list) else 0
-        return collated(samples, width=width, most=self._max_documents)
+        return batch
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         """Continue the first half of each text at temperature 0.8, with a fixed seed."""
@@ -185,19 +165,6 @@ class CausalLM(LanguageModel):
         ]
         count = max(1, min(_MAX_NEW_TOKENS, self.block // 2))
         return {"written": written(model, prompts, count, choose=choose), "prompt": prompt_lengths}
-
-    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
-        tokens = sample.tolist()
-        targets = len(tokens) - 1
-        losses = outputs["loss"][:targets].tolist()
-        shown: dict[str, Any] = {"tokens": self.pieces(tokens, losses, [True] * targets)}
-        if "written" in outputs:
-            shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
-            shown["continuation"] = self.decode(outputs["written"].tolist())
-        return shown
-
-    def decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens))
 
     def save(self, model: nn.Module, folder: Path) -> None:
         self.save_model(model, folder)

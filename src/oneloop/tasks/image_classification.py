@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from oneloop.basics.wide_sums import on_host
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.task_protocol.protocol import RECORDED, Task
+from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.augmentation import (
     TORCHVISION,
     Augmentation,
@@ -35,17 +35,18 @@ from oneloop.tasks.image_models import (
     statistics,
 )
 from oneloop.tasks.labels import (
+    OneClass,
     are_shares,
     classes_of,
     counted,
     counts_of,
-    likeliest,
     numbers_of,
     shares_of,
 )
 from oneloop.tasks.rows.images import labelled_image
 from oneloop.tasks.rows.open_data import (
     Source,
+    SplitSets,
     Unreadable,
     named_sources,
     notes_of,
@@ -71,7 +72,7 @@ _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
 }
 
 
-class ImageClassification(Task):
+class ImageClassification(OneClass, SplitSets):
     """Image classification.
 
     Args:
@@ -182,15 +183,17 @@ class ImageClassification(Task):
         # Transform the images. A run that is loaded has no sets, and has recorded their shape.
         self._evaluation_transform = prepared(test_size or side, *self._pixels)
         if sets:
-            self._train: Any = Images(sets.pop("train"), prepared(side, *self._pixels, how))
-            self._evals = {}
+            self._sets = {}
             for name, data_set in sets.items():
-                self._evals[name] = Images(data_set, self._evaluation_transform)
-            self.shape = tuple(self._train[0][0].shape)
+                self._sets[name] = Images(data_set, self._evaluation_transform)
+            self._sets["train"] = Images(sets["train"], prepared(side, *self._pixels, how))
+            self.shape = tuple(self._sets["train"][0][0].shape)
         self.recorded = {"classes": self.classes, "shape": self.shape}
         self._side = test_size or self.shape[1]
         if sets and (mixup or cutmix):
-            self._train = Blended(self._train, len(self.classes), mixup=mixup, cutmix=cutmix)
+            self._sets["train"] = Blended(
+                self._sets["train"], len(self.classes), mixup=mixup, cutmix=cutmix
+            )
         self.notes = list(self._data_notes)
         self.class_weights = self._on_device = self._class_weights(class_weights)
         if not 0 <= top_k < len(self.classes):
@@ -262,12 +265,6 @@ class ImageClassification(Task):
         )
         self.notes = [*self._data_notes, *notes]
         return model
-
-    def train_set(self) -> Any:
-        return self._train
-
-    def eval_sets(self) -> dict[str, Any]:
-        return dict(self._evals)
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         # Open the rows; those to predict need no label.
@@ -370,25 +367,8 @@ class ImageClassification(Task):
     def metrics(self) -> ClassCounts:
         return ClassCounts(len(self.classes), top=self.top_k)
 
-    def update(
-        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> None:
-        metrics.update(outputs["logits"], batch["label"])
-
-    def predicted(
-        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> dict[str, list[Any]]:
-        return likeliest(outputs["logits"], self.classes)
-
     def show(self, sample: tuple[Tensor, Any], outputs: dict[str, Tensor]) -> dict[str, Any]:
         image, label = sample
         if isinstance(label, Tensor):
             label = int(label.argmax())
-        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
-        return {
-            "image": image,
-            "target": self.classes[label],
-            "prediction": self.classes[int(predicted)],
-            "right": int(predicted) == label,
-            "confidence": float(confidence),
-        }
+        return {"image": image, **self.judged(label, outputs)}

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from oneloop.task_protocol.evaluation_metrics import ClassCounts
+from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
 from oneloop.tasks.rows.csv_json import OBJECTS
 from oneloop.tasks.rows.open_data import Source
@@ -84,7 +86,7 @@ def classes_of(
             f"({', '.join(names)}); at least two are needed"
         )
     numbers = {_composed(name): index for index, name in enumerate(names)}
-    return names, {source: _number_of(kind, numbers) for source, kind in kinds.items()}
+    return names, {source: partial(_number_of, kind, numbers) for source, kind in kinds.items()}
 
 
 class _Spellings:
@@ -245,14 +247,11 @@ def numbers_of(
             raise ValueError(
                 f"{source.where}: labels {unknown[:5]} were never trained on; remove their rows"
             )
-    return _number_of(kind, {_composed(name): index for index, name in enumerate(classes)})
+    numbers = {_composed(name): index for index, name in enumerate(classes)}
+    return partial(_number_of, kind, numbers)
 
 
-def _number_of(kind: Any, number: Mapping[str, int]) -> Callable[[Any], int]:
-    return partial(_numbered, kind, number)
-
-
-def _numbered(kind: Any, number: Mapping[str, int], value: Any) -> int:
+def _number_of(kind: Any, number: Mapping[str, int], value: Any) -> int:
     return number[_composed(_name(kind, value))]
 
 
@@ -267,21 +266,40 @@ def counted(labels: Tensor, classes: int) -> list[int]:
     return counts
 
 
-def likeliest(logits: Tensor, classes: Sequence[str]) -> dict[str, list[Any]]:
-    """Return the most likely class of each sample and its probability.
+class OneClass(Task):
+    """Base class of the tasks that predict one class of each sample."""
 
-    Args:
-        logits: (samples, classes).
-        classes: names of the classes.
+    classes: Sequence[str]
 
-    Returns:
-        Lists with an entry per sample: ``prediction`` and ``confidence``.
-    """
-    confidence, predicted = logits.float().softmax(-1).max(-1)
-    return {
-        "prediction": [classes[number] for number in predicted.tolist()],
-        "confidence": confidence.tolist(),
-    }
+    def update(
+        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
+        metrics.update(outputs["logits"], batch["label"])
+
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
+        """Return the most likely class of each sample, and its probability."""
+        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
+        return {
+            "prediction": [self.classes[number] for number in predicted.tolist()],
+            "confidence": confidence.tolist(),
+        }
+
+    def judged(self, label: int, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        """Return a sample's class, its prediction, and how sure the model is.
+
+        Args:
+            label: number of the true class.
+            outputs: of this sample.
+        """
+        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
+        return {
+            "target": self.classes[label],
+            "prediction": self.classes[int(predicted)],
+            "right": int(predicted) == label,
+            "confidence": float(confidence),
+        }
 
 
 def _sorted_classes(trained: set[str], kinds: Sequence[Any]) -> list[str]:

@@ -31,8 +31,6 @@ from oneloop.tasks.language.sequences import (
     Packed,
     Padded,
     Prompts,
-    collated,
-    spans,
     token_ids,
 )
 from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
@@ -42,7 +40,6 @@ from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
-    combined,
     first_columns,
     named_sources,
     notes_of,
@@ -154,17 +151,13 @@ class SFT(LanguageModel):
         samples = []
         for splits in texts:
             samples.append({split: self._samples(*text, split) for split, text in splits.items()})
-        self._sets = combined(sources, samples)
-        self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
-        if len(sources) > 1 and not self.packed:
-            self._data_notes.append(
-                "a mixture defines its own order: samples are not sorted by length (more padding)"
-            )
+        self._use(sources, samples)
 
         # Generation stops at the tokens that end answers in the training data.
+        special = {self.end} if self._chat is None else self._chat.special
         ends = set[int]()
         for splits in texts:
-            ends |= self._ends_in(splits["train"][0])
+            ends |= ends_in(splits["train"][0], special, self.tokenizer)
         self._ends = sorted(ends)
         self._data_notes += end_token_notes(self._ends, self.tokenizer)
         self._data_notes.append(self._preview(samples[0]["train"].spans[0]))
@@ -241,23 +234,11 @@ class SFT(LanguageModel):
             content["skipped"] = key_of(indices)
         return texts, content
 
-    def _ends_in(self, texts: Ragged) -> set[int]:
-        special = {self.end}
-        if self._chat is not None:
-            special = self._chat.special
-        return ends_in(texts, special, self.tokenizer)
-
     def _samples(self, texts: Ragged, content: Any, split: str) -> Padded | Packed:
-        """Return the samples of one split; only training samples are packed."""
         try:
-            samples = spans(texts, self.length, self.overlong)
+            return self._spanned(texts, content, split, self.overlong)
         except ValueError as error:
             raise ValueError(f"{split}: {error} (task.length)") from error
-        for line in samples.about(self.overlong):
-            self._data_notes.append(f"{split}: {line}")
-        if self.packed and split == "train":
-            return Packed(samples, content)
-        return Padded(samples, content)
 
     def _preview(self, sample: NDArray[np.int32]) -> str:
         """Return a log line with the text of a sample, trained parts in «»."""
@@ -277,12 +258,6 @@ class SFT(LanguageModel):
         share = trained_tokens / (len(sample) - 1)
         return f"a sample, with the trained text in «» ({100 * share:.0f} % of it): {text!r}"
 
-    def train_set(self) -> Any:
-        return self._sets["train"]
-
-    def eval_sets(self) -> dict[str, Any]:
-        return {name: data_set for name, data_set in self._sets.items() if name != "train"}
-
     def samples_of(self, data: str, *, labelled: bool) -> Padded:
         choices = column_choices(self.columns, labelled=labelled)
         open_ = partial(whole, window=self.window)
@@ -291,11 +266,6 @@ class SFT(LanguageModel):
         if labelled:
             return cast(Padded, self._samples(texts, content, "all"))
         return Prompts(texts, self.length, content)
-
-    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        # All packed rows have the same width.
-        width = self.length if isinstance(samples[0], list) else 0
-        return collated(samples, width=width, most=self._max_documents)
 
     @property
     def entries(self) -> int:
@@ -382,16 +352,3 @@ class SFT(LanguageModel):
 
     def _answer(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
-        trained = (sample[1:] >= 0).tolist()
-        tokens = token_ids(sample).tolist()
-        losses = outputs["loss"][: len(trained)].tolist()
-        shown: dict[str, Any] = {"tokens": self.pieces(tokens, losses, trained)}
-        if "written" in outputs:
-            shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
-            shown["continuation"] = self._answer(outputs["written"].tolist())
-        return shown
-
-    def decode(self, tokens: list[int]) -> str:
-        return str(self.tokenizer.decode(tokens))

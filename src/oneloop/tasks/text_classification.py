@@ -7,13 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.labels import likeliest
-from oneloop.tasks.language.texts import held_out, stdlib
+from oneloop.tasks.labels import OneClass
+from oneloop.tasks.language.texts import Document, held_out, stdlib
 from oneloop.tasks.text_rows import TextRows
 
 
-class TextClassification(TextRows):
+class TextClassification(OneClass, TextRows):
     """Classification of texts or pairs of texts.
 
     Args:
@@ -67,26 +66,10 @@ class TextClassification(TextRows):
         each = F.cross_entropy(logits, batch["label"], reduction="none")
         return each.sum(), {"logits": logits.detach(), "loss": each.detach()}
 
-    def update(
-        self, metrics: ClassCounts, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> None:
-        metrics.update(outputs["logits"], batch["label"])
-
-    def predicted(
-        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> dict[str, list[Any]]:
-        return likeliest(outputs["logits"], self.classes)
-
     def show(self, sample: tuple[Any, int], outputs: dict[str, Tensor]) -> dict[str, Any]:
         text, label = sample
-        confidence, predicted = outputs["logits"].float().softmax(-1).max(-1)
-        return {
-            "text": self.reader.decode(text),
-            "target": self.classes[label],
-            "prediction": self.classes[int(predicted)],
-            "right": int(predicted) == label,
-            "confidence": float(confidence),
-        }
+        judged = self.judged(label, outputs)
+        return {"text": self.reader.decode(text), **judged}
 
 
 def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
@@ -95,18 +78,23 @@ def _snippets(packages: int, lines: int) -> dict[str, list[tuple[str, str]]]:
     files = [file for file in stdlib() if "/" in file.name]
     size = Counter[str]()
     for file in files:
-        size[file.name.split("/")[0]] += len(file.text)
+        size[_package(file)] += len(file.text)
     largest = {name for name, _ in size.most_common(packages)}
-    chosen = [file for file in files if file.name.split("/")[0] in largest]
+    chosen = [file for file in files if _package(file) in largest]
 
     # Cut them into snippets, without blank lines.
     splits: dict[str, list[tuple[str, str]]] = {}
     for split, own in held_out(chosen, percent=10).items():
         splits[split] = []
         for file in own:
-            package = file.name.split("/")[0]
+            package = _package(file)
             code = [line for line in file.text.splitlines() if line.strip()]
             for start in range(0, len(code), lines):
                 snippet = "\n".join(code[start : start + lines])
                 splits[split].append((snippet, package))
     return splits
+
+
+def _package(file: Document) -> str:
+    """Return the name of the package that a file is in."""
+    return file.name.split("/")[0]

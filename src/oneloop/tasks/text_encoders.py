@@ -108,9 +108,25 @@ def reader(name: str, shape: EncoderShape, **options: Any) -> "ByteReader | Toke
     """
     if name == "bytes":
         return ByteReader(shape)
+    return token_reader(name, shape, "bytes", **options)
+
+
+def token_reader(name: str, shape: EncoderShape, own: str, **options: Any) -> "TokenReader":
+    """Return the reader for a model of transformers.
+
+    Args:
+        name: a folder saved by transformers, or ``hf:ID[@REVISION]``.
+        shape: maximum length of a text.
+        own: name of the task's own model, for the error.
+        options: ``pretrained``, ``trust_remote_code`` and ``default_length`` of
+            :class:`TokenReader`.
+
+    Raises:
+        ValueError: there is no such model.
+    """
     if not is_transformers(name):
         raise ValueError(
-            f"task.model {name!r} is not a folder saved by transformers; give one, bytes, or hf:ID"
+            f"task.model {name!r} is not a folder saved by transformers; give one, {own}, or hf:ID"
         )
     return TokenReader(name, length=shape.length, **options)
 

@@ -19,9 +19,8 @@ from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
 from oneloop.tasks.new_reader import LEARNED, NewReader
 from oneloop.tasks.rows.open_data import Source, sets_of
-from oneloop.tasks.text_encoders import EncoderShape, TokenReader
+from oneloop.tasks.text_encoders import EncoderShape, TokenReader, token_reader
 from oneloop.tasks.text_rows import TextRows
-from oneloop.tasks.transformers_models import is_transformers
 
 _POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}  # names of sentence-transformers
 _POOLING = "1_Pooling"  # folder of sentence-transformers
@@ -120,12 +119,7 @@ class TextPairs(TextRows):
         if name == LEARNED:
             recorded = RECORDED.get() or {}
             return NewReader(shape, vocab=self._vocab, written=recorded.get("tokenizer"))
-        if not is_transformers(name):
-            raise ValueError(
-                f"task.model {name!r} is not a folder saved by transformers; give one, "
-                f"{LEARNED}, or hf:ID"
-            )
-        return TokenReader(name, length=shape.length, **options)
+        return token_reader(name, shape, LEARNED, **options)
 
     def _check(self, sources: Sequence[Source]) -> None:
         for key in self.columns:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.task_protocol.protocol import RECORDED, Task
+from oneloop.task_protocol.protocol import RECORDED
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.labels import classes_of, numbers_of
 from oneloop.tasks.rows.open_data import (
     Source,
+    SplitSets,
     Unreadable,
     named_sources,
     notes_of,
@@ -35,7 +36,7 @@ _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
 }
 
 
-class TextRows(Task):
+class TextRows(SplitSets):
     """Base class: one target per row, which is a text or a pair of texts.
 
     Args:
@@ -146,12 +147,6 @@ class TextRows(Task):
         model = self.reader.model(self.classes, words=self.words)
         self.notes = [*self._data_notes, *self.reader.notes]
         return model
-
-    def train_set(self) -> Any:
-        return self._sets["train"]
-
-    def eval_sets(self) -> dict[str, Any]:
-        return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
         columns = dict(self.columns)

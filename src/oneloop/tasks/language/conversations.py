@@ -5,7 +5,7 @@ ShareGPT. A list of messages may also be a JSON string.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,13 +48,8 @@ def encoded(
     # A conversation.
     tools = _tools(row[columns["tools"]]) if columns["tools"] else None
     if columns["messages"]:
-        given = row[columns["messages"]]
-        messages = conversation(given)
-        untrained = _left_out(given, messages, flags)
-        begin = _system(row, columns, messages)
-        return _chat(chat).encode(
-            [*begin, *messages], tools, untrained=_shifted(untrained, len(begin))
-        )
+        messages, untrained = _messages(row, columns, row[columns["messages"]], flags)
+        return _chat(chat).encode(messages, tools, untrained=untrained)
 
     # A prompt and a completion, as texts.
     prompt = row[columns["prompt"]]
@@ -72,10 +67,9 @@ def encoded(
 
     # A prompt and a completion, as messages.
     template = _chat(chat)
-    before = conversation(prompt)
-    before = [*_system(row, columns, before), *before]
+    before, _ = _messages(row, columns, prompt, ())
     after = conversation(completion)
-    untrained = _shifted(_left_out(completion, after, flags), len(before))
+    untrained = {len(before) + number for number in _left_out(completion, after, flags)}
     return template.encode([*before, *after], tools, given=len(before), untrained=untrained)
 
 
@@ -99,17 +93,14 @@ def encoded_prompt(
         _reject_system(row, columns)
         tokens = prompted(tokenizer, prompt)
     else:
-        messages = conversation(prompt)
-        untrained = _left_out(prompt, messages, flags)
-        begin = _system(row, columns, messages)
-        messages = [*begin, *messages]
+        messages, untrained = _messages(row, columns, prompt, flags)
         # The last message may be the answer.
         if messages[-1]["role"] == "assistant" and len(messages) > 1:
             return _chat(chat).encode(
                 messages,
                 tools,
                 given=len(messages) - 1,
-                untrained=_shifted(untrained, len(begin)),
+                untrained=untrained,
             )
         tokens = _chat(chat).prompt(messages, tools)
     if not tokens:
@@ -118,8 +109,14 @@ def encoded_prompt(
     return ~np.array([*tokens, 0], dtype=np.int32)
 
 
-def _shifted(numbers: Iterable[int], by: int) -> set[int]:
-    return {number + by for number in numbers}
+def _messages(
+    row: Row, columns: Mapping[str, str], value: Any, flags: Sequence[str]
+) -> tuple[list[dict[str, Any]], set[int]]:
+    """Return the messages of a value, after the row's system prompt; and which are not trained."""
+    messages = conversation(value)
+    untrained = _left_out(value, messages, flags)
+    begin = _system(row, columns, messages)
+    return [*begin, *messages], {len(begin) + number for number in untrained}
 
 
 def _system(

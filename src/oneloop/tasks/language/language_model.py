@@ -14,7 +14,6 @@ from oneloop.basics.base_models import BaseModel
 from oneloop.basics.tensors import Planned, on_gpu
 from oneloop.basics.wide_sums import widest
 from oneloop.task_protocol.evaluation_metrics import TextSums
-from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
 from oneloop.tasks.language.lora import add_adapters, merged, save_config
@@ -26,8 +25,18 @@ from oneloop.tasks.language.models import (
     load_model,
     prepare_attention,
 )
-from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.language.sequences import (
+    IGNORE,
+    Overlong,
+    Packed,
+    Padded,
+    collated,
+    spans,
+    token_ids,
+)
 from oneloop.tasks.model_limits import shorter_length
+from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.open_data import Source, SplitSets, combined
 from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
 
 Fused = bool | Literal["auto"]
@@ -43,7 +52,7 @@ def is_packed(pack: str, *known: str) -> bool:
     return pack == "packed"
 
 
-class LanguageModel(Task):
+class LanguageModel(SplitSets):
     """Language modelling. The weight of a sample is its number of target tokens.
 
     Batches come from :func:`oneloop.tasks.language.sequences.collated`.
@@ -76,6 +85,7 @@ class LanguageModel(Task):
     unit = "tokens"
     begin: int | None = None  # BOS token (and ``end``: EOS) of a model from scratch
     end = 0
+    tokenizer: Any
     length_key = "length"  # task key of the sample length
     default_length = 256  # of this key
 
@@ -142,6 +152,31 @@ class LanguageModel(Task):
         self._can_fuse = False
         self._masked = False
         self._sizes: Tensor | None = None  # of the tokens, in bytes, on the device
+
+    def _use(self, sources: Sequence[Source], samples: Sequence[dict[str, Any]]) -> None:
+        """Use these samples of each source, by split."""
+        self._sets = combined(sources, samples)
+        self._max_documents = max(getattr(sets["train"], "most", 1) for sets in samples)
+        if len(sources) > 1 and isinstance(samples[0]["train"], Padded):
+            self._data_notes.append(
+                "a mixture defines its own order: samples are not sorted by length (more padding)"
+            )
+
+    def _spanned(
+        self, texts: Ragged, content: Any, split: str, overlong: Overlong
+    ) -> Padded | Packed:
+        """Return the samples of one split; only training samples are packed."""
+        samples = spans(texts, self.shape.length, overlong)
+        self._data_notes += [f"{split}: {line}" for line in samples.about(overlong)]
+        if self.packed and split == "train":
+            return Packed(samples, content)
+        return Padded(samples, content)
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Return samples as one batch; padding is no target."""
+        # All packed rows have the same width.
+        width = self.shape.length if isinstance(samples[0], list) else 0
+        return collated(samples, width=width, most=self._max_documents)
 
     def model(self) -> nn.Module:
         # Take the stats before the model is read: its files may change meanwhile.
@@ -300,9 +335,24 @@ class LanguageModel(Task):
             pieces.append((self.decode([token]), loss if counts else None))
         return pieces
 
+    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        """Return each token with its loss, and what the model wrote after the prompt."""
+        trained = (sample[1:] >= 0).tolist()
+        tokens = token_ids(sample).tolist()
+        losses = outputs["loss"][: len(trained)].tolist()
+        shown: dict[str, Any] = {"tokens": self.pieces(tokens, losses, trained)}
+        if "written" in outputs:
+            shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
+            shown["continuation"] = self._answer(outputs["written"].tolist())
+        return shown
+
     def decode(self, tokens: list[int]) -> str:
         """Return tokens as text."""
-        raise NotImplementedError
+        return str(self.tokenizer.decode(tokens))
+
+    def _answer(self, tokens: list[int]) -> str:
+        """Return tokens that the model wrote as text."""
+        return self.decode(tokens)
 
     def merge(self, model: nn.Module) -> nn.Module:
         """Merge the adapters into the model's weights, in place.

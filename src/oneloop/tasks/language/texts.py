@@ -216,8 +216,8 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
         return {name: InMemory(split) for name, split in held_out(stdlib()).items()}
 
     # A column of a table, or many text files: the tokens are memory-mapped.
-    files_found = None if where.startswith("hf:") else _find(where)
-    if files_found is None or files_found.kind != "text" or _large(files_found):
+    files_found = _few_files(where)
+    if files_found is None:
         opened(
             source,
             held_out=share,
@@ -237,18 +237,19 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     if "validation" in splits:
         divided_splits = splits
     else:
-        if len(splits[training]) < _PIECES_BEFORE:
+        number = len(splits[training])
+        if number < _PIECES_BEFORE:
             content["text files"] = (
                 "each is one text (older versions of oneloop cut fewer than 40 files into pieces, "
                 "so begin a new run)"
             )
-        if len(splits[training]) < _FEW:
+        if number < _FEW:
             divided_splits = _cut(splits, share)
             source.notes.append(
-                f"{where}: the end of each file is held out, because {len(splits[training])} "
-                "cannot be divided; see task.held_out"
+                f"{where}: the end of each file is held out, because {number} cannot be divided; "
+                "see task.held_out"
             )
-        elif len(splits[training]) < _PIECES_BEFORE:
+        elif number < _PIECES_BEFORE:
             divided_splits = _by_size(splits, share)
             source.notes.append(f"{where}: {_shares(divided_splits)}")
         else:
@@ -358,8 +359,8 @@ def all_texts(source: Source, *, window: int) -> Texts:
     if source.where == "stdlib":
         return InMemory(stdlib())
     # The same cases as in ``texts_of``.
-    files_found = None if source.where.startswith("hf:") else _find(source.where, whole=True)
-    if files_found is None or files_found.kind != "text" or _large(files_found):
+    files_found = _few_files(source.where, whole=True)
+    if files_found is None:
         check_texts([whole(source, window=window, kinds=_KINDS)], "column")
         return InRows(source.parts["all"], source.columns["column"])
     return InMemory(
@@ -376,11 +377,15 @@ def _large(files_found: Found) -> bool:
     return sum(file.stat().st_size for file in files_found.files) > limit
 
 
-def _find(where: str, *, whole: bool = False) -> Found:
+def _few_files(where: str, *, whole: bool = False) -> Found | None:
+    """Return text files that fit into memory; None if there are many, or rows of tables."""
+    if where.startswith("hf:"):
+        return None
     try:
-        return found(where, _KINDS, whole=whole)
+        files = found(where, _KINDS, whole=whole)
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
+    return files if files.kind == "text" and not _large(files) else None
 
 
 def _tokens(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from oneloop.data.mixture import Mixture, proportions
+from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
 from oneloop.tasks.rows.parquet import parquets
@@ -327,6 +328,18 @@ def sets_of(
     for source in sources:
         each.append({split: Mapped(rows, make(source)) for split, rows in source.parts.items()})
     return combined(sources, each)
+
+
+class SplitSets(Task):
+    """Base class of the tasks that hold their data sets by split."""
+
+    _sets: dict[str, Any]
+
+    def train_set(self) -> Any:
+        return self._sets["train"]
+
+    def eval_sets(self) -> dict[str, Any]:
+        return {name: data_set for name, data_set in self._sets.items() if name != "train"}
 
 
 def combined(sources: Sequence[Source], each: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
