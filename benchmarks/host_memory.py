@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path[:0] = [str(TESTS), str(TESTS / "helpers")]
+sys.path[:0] = [str(TESTS / "machine"), str(TESTS / "helpers")]
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "helpers")]
+sys.path.insert(0, str(ROOT / "tests" / "helpers"))
 
 from adapters import a_base  # noqa: E402
 from planning import GPT, LAYOUTS, one_step, planned_recipes  # noqa: E402

@@ -25,9 +25,11 @@ WIDTH = 150
 
 def take(checkout: Path, to: Path) -> None:
     """Run every case with the code of ``checkout``, and write each outcome."""
+    # Older checkouts have no folders in tests/.
+    (cases,) = (checkout / "tests").rglob("test_nothing_silent.py")
     sys.path[:0] = [
         str(checkout / "tests" / "helpers"),
-        str(checkout / "tests"),
+        str(cases.parent),
         str(HERE.parent / "tests" / "helpers"),
     ]
     import worlds

@@ -194,7 +194,7 @@ def needs_linux(file: Path) -> bool:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     repeated = tuple(REPEATED.split("\n")[1:-1])
     for item in items:
-        if item.nodeid.removeprefix("tests/").startswith(repeated):
+        if f"{item.path.name}::{item.nodeid.partition('::')[2]}".startswith(repeated):
             item.add_marker(pytest.mark.slow)
         if sys.platform != "linux" and needs_linux(item.path):
             item.add_marker(pytest.mark.skip(reason="reads files of Linux's kernel"))

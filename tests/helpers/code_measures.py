@@ -2,7 +2,7 @@
 
     python tests/helpers/code_measures.py [FOLDER ...]
 
-prints the measures of each folder. ``tests/test_house.py`` sets limits on those of ``src/``.
+prints the measures of each folder. ``tests/whole/test_house.py`` sets limits on those of ``src/``.
 """
 
 from __future__ import annotations

@@ -29,9 +29,11 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CONFIGS = ROOT / "accelerate_configs"
 
-# The server takes its path from here (Python 3.11 has no other way).
+# Processes that a test starts find the helpers, and the test files by their names. The server takes
+# its path from here, too (Python 3.11 has no other way).
+FOLDERS = sorted({str(file.parent) for file in HERE.parent.glob("*/*.py")})
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(HERE.parent), str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])]
+    [*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]
 )
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["warm"])

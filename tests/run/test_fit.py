@@ -19,7 +19,7 @@ import torch
 from oneloop.basics.exit_codes import BadInput, Diverged
 from oneloop.data.seeded_samples import SampleError
 from oneloop.recipe.parse import read, recipe
-from worlds import _free_port, run, train
+from worlds import HERE, _free_port, run, train
 
 QUIET = {"track": "none", "watch": {"quiet": True}}
 
@@ -381,7 +381,7 @@ def _in_a_thread() -> None:
 SCRIPT = """
 import sys
 import torch
-sys.path[:0] = [{tests!r}, {tests!r} + "/helpers"]
+sys.path[:0] = {folders!r}
 import test_fit
 
 class Mine(test_fit.Points):
@@ -396,7 +396,8 @@ if __name__ == "__main__":
 def test_a_class_of_the_script_that_runs_is_found_again(tmp_path):
     """The class is found by the script's file. A notebook's class cannot be found again; the error
     reports it."""
-    (tmp_path / "script.py").write_text(SCRIPT.format(tests=str(Path(__file__).parent)))
+    folders = [str(Path(__file__).parent), str(HERE)]
+    (tmp_path / "script.py").write_text(SCRIPT.format(folders=folders))
     done = subprocess.run(
         [sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True
     )

@@ -16,7 +16,7 @@ from oneloop.checkpoint.store import vouch
 from oneloop.cli import main
 from own_files import images, rows, write
 from silent_cases import unfinished
-from worlds import after, run, train
+from worlds import CONFIGS, after, run, train
 
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
 COMMON = [
@@ -299,7 +299,7 @@ def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
     before = Path.cwd()
     os.chdir(pictures)
     try:
-        config = str(Path(__file__).parent.parent / "accelerate_configs" / "ddp.yaml")
+        config = str(CONFIGS / "ddp.yaml")
         words = [
             "launch",
             "--config_file",

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from oneloop.checkpoint.store import Store, problems
 from splits import distance, furthest
-from worlds import CONFIGS, back_to, run, timeless, train
+from worlds import CONFIGS, HERE, back_to, run, timeless, train
 
 RECIPE = """
 task: {name: tiny.Ragged, dropout: 0.1}
@@ -459,7 +459,7 @@ def test_chaos(config):
     made = subprocess.run(
         [
             sys.executable,
-            str(Path(__file__).parent / "helpers" / "chaos.py"),
+            str(HERE / "chaos.py"),
             "--kills",
             "5",
             "--config_file",
@@ -483,7 +483,7 @@ def test_a_hundred_kills(config):
     made = subprocess.run(
         [
             sys.executable,
-            str(Path(__file__).parent / "helpers" / "chaos.py"),
+            str(HERE / "chaos.py"),
             "--kills",
             "100",
             "--config_file",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +20,7 @@ from oneloop.measure.noise_scale import NoiseScale
 from oneloop.recipe.class_paths import path_of, resolve
 from oneloop.show.tracking import check_trackers
 from oneloop.task_protocol.protocol import check_sets
+from worlds import ROOT
 
 TASK = """
 from torch import nn
@@ -121,7 +121,7 @@ def test_a_stream_is_rejected_with_the_ways_out():
     for stream in (Stream(), (number for number in range(3))):
         with pytest.raises(ValueError, match=r"Parquet, or index its offsets .*from-streams\.md"):
             check_sets(stream, {})
-    page = Path(__file__).parents[1] / "docs" / "how-to" / "from-streams.md"
+    page = ROOT / "docs" / "how-to" / "from-streams.md"
     assert page.is_file()
     check_sets([1], {"validation": [1]})
 

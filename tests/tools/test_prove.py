@@ -19,7 +19,7 @@ from oneloop.tools.prove import recorded_run
 from oneloop.tools.prove.command import prove
 from oneloop.tools.prove.prove import _Proof
 from own_files import images
-from worlds import run
+from worlds import ROOT, run
 
 TASKS = '''
 import os
@@ -211,7 +211,8 @@ def test_one_process_recomputes_nothing(monkeypatch, folder):
 @pytest.mark.slow
 def test_a_fault_of_recompute_is_found(proved, monkeypatch):
     """Only the layout recomputes, with other random numbers."""
-    words = ["digits", "--task", "test_recompute.Task", "--task.kinds", "ByNumpy+ByNumpy"]
+    task = f"{ROOT / 'tests' / 'machine' / 'test_recompute.py'}:Task"
+    words = ["digits", "--task", task, "--task.kinds", "ByNumpy+ByNumpy"]
     words += ["--batch.grain", "2"]
     words += ["--machine.recompute", "full", "--machine.blocks", "[ByNumpy]", *SMALL]
     assert proved(*words, "--config_file", "ddp")["verdict"] == "bit-identical"

@@ -90,30 +90,30 @@ EFFECTS: dict[str, tuple] = {
 """a value that shows the key's effect, further options (the control run has them, too), and the
 layout"""
 LISTED = {
-    "init.leave_out": "changes a start from other weights: tests/test_frozen_weights.py",
-    "optimizer.frozen_modules": "needs frozen modules: tests/test_optimizers.py",
-    "guard.spike": "needs a spike: tests/test_bad_step_policy.py",
-    "guard.patience": "needs bad steps: tests/test_bad_step_policy.py",
-    "eval.samples": "changes what the report shows: tests/test_examples.py",
-    "stop.patience": "needs a worse evaluation: tests/test_bad_step_policy.py",
-    "stop.after": "needs a longer run: tests/test_resume.py",
-    "save.best": "needs a worse evaluation: tests/test_resume.py",
-    "machine.find_unused_parameters": "needs an unused parameter: tests/zoo.py",
-    "machine.compile_mode": "needs a compiled model: tests/test_bad_input.py",
+    "init.leave_out": "changes a start from other weights: tests/checkpoint/test_frozen_weights.py",
+    "optimizer.frozen_modules": "needs frozen modules: tests/optim/test_optimizers.py",
+    "guard.spike": "needs a spike: tests/optim/test_bad_step_policy.py",
+    "guard.patience": "needs bad steps: tests/optim/test_bad_step_policy.py",
+    "eval.samples": "changes what the report shows: tests/show/test_examples.py",
+    "stop.patience": "needs a worse evaluation: tests/optim/test_bad_step_policy.py",
+    "stop.after": "needs a longer run: tests/checkpoint/test_resume.py",
+    "save.best": "needs a worse evaluation: tests/checkpoint/test_resume.py",
+    "machine.find_unused_parameters": "needs an unused parameter: tests/helpers/zoo.py",
+    "machine.compile_mode": "needs a compiled model: tests/recipe/test_bad_input.py",
     "run.dir": "every run of this file gives it",
-    "run.accept_changes": "changes a resume: tests/test_own_identity.py",
-    "guard.nonfinite": "needs a bad step: tests/test_bad_step_policy.py",
-    "save.sync": "the files are the same: tests/test_checkpoints.py",
-    "save.mirror": "changes no file of the run folder: tests/test_mirror.py",
-    "save.upload_limit": "needs a mirror: tests/test_mirror.py",
-    "save.max_failures": "needs a full disk: tests/test_resume.py",
-    "machine.device": "needs a GPU: tests/test_devices.py",
-    "machine.base_dtype": "needs frozen matrices: tests/test_lora.py",
+    "run.accept_changes": "changes a resume: tests/tasks/test_own_identity.py",
+    "guard.nonfinite": "needs a bad step: tests/optim/test_bad_step_policy.py",
+    "save.sync": "the files are the same: tests/checkpoint/test_checkpoints.py",
+    "save.mirror": "changes no file of the run folder: tests/checkpoint/test_mirror.py",
+    "save.upload_limit": "needs a mirror: tests/checkpoint/test_mirror.py",
+    "save.max_failures": "needs a full disk: tests/checkpoint/test_resume.py",
+    "machine.device": "needs a GPU: tests/launch/test_devices.py",
+    "machine.base_dtype": "needs frozen matrices: tests/tasks/test_lora.py",
     "machine.deterministic": "a CPU's algorithms are deterministic",
-    "machine.patience": "needs a hang: tests/test_endings.py",
+    "machine.patience": "needs a hang: tests/supervise/test_endings.py",
     "machine.gc_every": "changes the time alone",
-    "machine.in_turn": "changes the peak of host memory: tests/test_host_memory.py",
-    "ema.device": "changes where the weights are kept, and is a GPU's: tests/test_ema.py",
+    "machine.in_turn": "changes the peak of host memory: tests/machine/test_host_memory.py",
+    "ema.device": "changes where the weights are kept, and is a GPU's: tests/optim/test_ema.py",
     "watch.memory": "needs a GPU",
     "machine.pinned": "needs a GPU",
     "machine.matmul": "needs a GPU",
@@ -144,7 +144,7 @@ def test_the_tables_hold_every_key():
     assert NEEDS.keys() <= keys
     for key, reason in LISTED.items():
         for name in re.findall(r"\w+\.py", reason):
-            (file,) = Path(__file__).parent.rglob(name)
+            (file,) = (ROOT / "tests").rglob(name)
             assert key.partition(".")[2] in file.read_text(), (key, file)
 
 
@@ -230,17 +230,17 @@ ACCELERATE = {
     ),
     **dict.fromkeys(("machine_rank", "main_process_ip", "rdzv_backend", "same_network"), LAUNCHER),
     "distributed_type": "one process, DDP or FSDP2: the start line names it",
-    "mixed_precision": "the start line names it: tests/test_same_weights.py",
+    "mixed_precision": "the start line names it: tests/loop/test_same_weights.py",
     "fsdp_version": "1 is rejected",
-    "fsdp_auto_wrap_policy": "tests/test_odd_endings.py and test_settings.py: what cannot be wrapped is "  # noqa: E501
-    "rejected",
+    "fsdp_auto_wrap_policy": "what cannot be wrapped is rejected: "
+    "tests/supervise/test_odd_endings.py and tests/recipe/test_settings.py",
     "fsdp_reshard_after_forward": "changes memory alone",
     "fsdp_state_dict_type": "a line at the start",
     "fsdp_cpu_ram_efficient_loading": "a line at the start",
     "fsdp_offload_params": "true is rejected",
     "fsdp_activation_checkpointing": "accelerate wraps the blocks",
-    "parallelism_config_dp_replicate_size": "HSDP: tests/test_same_weights.py",
-    "parallelism_config_dp_shard_size": "HSDP: tests/test_same_weights.py",
+    "parallelism_config_dp_replicate_size": "HSDP: tests/loop/test_same_weights.py",
+    "parallelism_config_dp_shard_size": "HSDP: tests/loop/test_same_weights.py",
     "parallelism_config_tp_size": "above 1 is rejected",
     "parallelism_config_cp_size": "above 1 is rejected",
 }

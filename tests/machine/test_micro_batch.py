@@ -176,7 +176,7 @@ def test_the_search_ends_under_a_launcher_with_one_size_for_all_ranks(tmp_path, 
     (tmp_path / "r.yaml").write_text("task: {name: test_micro_batch.Recorded, fits: 4}\n")
     program = [] if launcher == "oneloop" else ["-m", "oneloop.train"]
     words = [*LAUNCHERS[launcher], "--config_file", str(CONFIGS / f"{config}.yaml"), *program]
-    path = [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]
+    path = [str(HERE), str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")]
     found = subprocess.run(
         [sys.executable, "-m", *words, "r.yaml", *WORDS, "--batch.micro", "auto"],
         cwd=tmp_path,

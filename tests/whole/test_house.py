@@ -414,5 +414,5 @@ def test_a_reader_opens_few_files_to_follow(name):
 
 
 def test_no_test_imports_a_test():
-    for file in (ROOT / "tests").glob("test_*.py"):
+    for file in (ROOT / "tests").rglob("test_*.py"):
         assert not [module for module in imports(file) if module.startswith("test_")], file
