@@ -24,7 +24,6 @@ from oneloop.loop.parts import Parts
 from oneloop.loop.steps import NO_WEIGHT, Steps
 from oneloop.loop.training_state import State
 from oneloop.loop.upkeep import Upkeep
-from oneloop.machine.torch_settings import scheduled_garbage
 from oneloop.measure.meter import Meter, Sums
 from oneloop.optim.bad_step_guard import Guard, Step, contagious
 from oneloop.optim.bad_step_policy import Fault, Outcome
@@ -196,7 +195,7 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
     # Make up for an evaluation that a stop prevented. Another stop may prevent it again.
     stopped = count.evaluation_due and not evaluations.validate()
     clock.restart()
-    with upkeep.log.profiling(folder.path) as profiling, scheduled_garbage("collect" in intervals):
+    with upkeep.around_steps(folder.path) as profiling:
         # The pending step. guard.step() queues an update, which the device skips if its gradients
         # are bad. The step is then pending: the host does not yet know which. It queues the next
         # backward first, and then calls resolve():

@@ -1,7 +1,9 @@
 """Rare work between steps and at the end: log, evaluate, compare replicas, handle bad steps."""
 
 import gc
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 from oneloop.loop.bad_steps import BadStepHandler
 from oneloop.loop.ending import Ending
@@ -9,6 +11,8 @@ from oneloop.loop.evaluations import Evaluations
 from oneloop.loop.log_steps import LogSteps
 from oneloop.loop.parts import Parts
 from oneloop.machine.replicas import check_replicas
+from oneloop.machine.torch_settings import scheduled_garbage
+from oneloop.measure.profiling import Profiling
 
 
 class Upkeep:
@@ -26,6 +30,17 @@ class Upkeep:
         self.evaluations = Evaluations(parts)
         self.bad_steps = BadStepHandler(parts, self.evaluations)
         self.ending = Ending(parts, self.evaluations, self.log.advice)
+
+    @contextmanager
+    def around_steps(self, folder: Path) -> Iterator[Profiling]:
+        """Profile the steps that the recipe names, and let Python collect garbage only when due.
+
+        Args:
+            folder: the run folder.
+        """
+        scheduled = "collect" in self._parts.job.intervals
+        with self.log.profiling(folder) as profiling, scheduled_garbage(scheduled):
+            yield profiling
 
     def over(self) -> bool:
         """Return whether the run has reached its last step, or stops early (``stop.patience``)."""
