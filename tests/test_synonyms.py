@@ -11,7 +11,8 @@ import pytest
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.class_paths import arguments
-from oneloop.recipe.key_parser import OPTIONS, parser
+from oneloop.recipe.expected import OPTIONS
+from oneloop.recipe.key_parser import parser
 from oneloop.recipe.parse import check_keys, read
 from oneloop.recipe.synonyms import suggestion
 from oneloop.recipe.training_keys import TaskConfig
