@@ -108,8 +108,16 @@ def loaded(root: str, make: str):
 LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp"), (3, "fsdp2")]
 
 
-@pytest.mark.parametrize(("ranks", "config"), LAYOUTS[:4])
-@pytest.mark.parametrize("sync", [False, True])
+@pytest.mark.parametrize(
+    ("sync", "ranks", "config"),
+    [
+        (False, 1, "single"),
+        (False, 2, "fsdp2"),
+        pytest.param(False, 2, "ddp", marks=pytest.mark.slow),
+        pytest.param(False, 4, "hsdp", marks=pytest.mark.slow),
+        *(pytest.param(True, *layout, marks=pytest.mark.slow) for layout in LAYOUTS[:4]),
+    ],
+)
 def test_any_world_loads_what_any_other_wrote(tmp_path, ranks, config, sync):
     expected = run(saved, str(tmp_path), "adamw", sync, ranks=ranks, config=config).ok()[0]
     # the newest two

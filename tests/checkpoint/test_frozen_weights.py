@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from oneloop.cli import main
 from silent_cases import unfinished
+from slow_cases import with_slow
 from tiny import Normed
 from worlds import run, train
 
@@ -96,7 +97,7 @@ def test_each_flipped_bit_and_a_missing_file_are_found(tmp_path, capsys):
     assert main(["verify", str(tmp_path / "run")]) == 0
 
 
-@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
+@pytest.mark.parametrize(("config", "ranks"), with_slow(LAYOUTS, LAYOUTS[1:]))
 def test_what_is_damaged_is_rebuilt_or_rejected(tmp_path, config, ranks):
     save_file({**Normed().model().state_dict()}, tmp_path / "mine.safetensors")
     words = ["--init.from", str(tmp_path / "mine.safetensors")]
@@ -156,7 +157,7 @@ def test_others_get_a_folder_of_their_own(tmp_path):
     assert main(["verify", str(here)]) == 0
 
 
-@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
+@pytest.mark.parametrize(("config", "ranks"), with_slow(LAYOUTS, [("ddp", 2)]))
 def test_their_type_may_be_another(tmp_path, config, ranks):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     rules = {"embedding": {"freeze": True}, "inner": {"freeze": True}}
@@ -232,7 +233,7 @@ def test_a_mixed_average_leaves_frozen_parameters_alone(tmp_path):
     assert not torch.equal(mixed["head.weight"], last["head.weight"])
 
 
-@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
+@pytest.mark.parametrize(("config", "ranks"), with_slow(LAYOUTS, [("ddp", 2)]))
 def test_the_average_of_what_was_frozen_begins_with_its_weights(tmp_path, config, ranks):
     slow = ["--ema.half_life", "1000000", "--ema.ramp", "0", "--optimizer.lr", "1e-6"]
     one = torch.ones(())

@@ -170,7 +170,12 @@ def always(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "config", "workers"), [(1, "single", 0), (2, "ddp", 2), (2, "fsdp2", 0)]
+    ("ranks", "config", "workers"),
+    [
+        (1, "single", 0),
+        pytest.param(2, "ddp", 2, marks=pytest.mark.slow),
+        pytest.param(2, "fsdp2", 0, marks=pytest.mark.slow),
+    ],
 )
 @pytest.mark.parametrize("kind", ["nothing", "numpy, from the middle on"])
 def test_weights_are_those_of_seeding_always(tmp_path, kind, ranks, config, workers):

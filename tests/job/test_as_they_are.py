@@ -50,7 +50,9 @@ def test_machine_dtype_is_for_float32_alone():
     assert after == expected and isinstance(model.complex, nn.Parameter)
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp")])
+@pytest.mark.parametrize(
+    ("ranks", "config"), [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow)]
+)
 def test_complex_weights_train_are_kept_and_come_back(tmp_path, ranks, config):
     (tmp_path / "mine.py").write_text(BASE + ALL["complex weights"].task)
     typed = [
@@ -98,6 +100,7 @@ class Unused(Ragged):
 """
 
 
+@pytest.mark.slow
 def test_unused_parameters_train_alike_everywhere(tmp_path):
     (tmp_path / "unused.py").write_text(UNUSED)
     typed = [
@@ -200,7 +203,12 @@ class Measured(Ragged):
 
 @pytest.mark.parametrize(
     ("ranks", "config", "micro"),
-    [(1, "single", 8), (1, "single", 2), (2, "ddp", 2), (2, "fsdp2", 4)],
+    [
+        (1, "single", 8),
+        (1, "single", 2),
+        pytest.param(2, "ddp", 2, marks=pytest.mark.slow),
+        (2, "fsdp2", 4),
+    ],
 )
 def test_metrics_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, config, micro):
     (tmp_path / "r.yaml").write_text("task: {name: test_as_they_are.Measured}\n")
@@ -360,8 +368,17 @@ def test_a_rehearsal_that_puts_nothing_back_is_found(tmp_path):
         compare_without_preflight(tmp_path, "norm", 1, "single", tried=without_restore)
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
-@pytest.mark.parametrize("task", ["norm", "digits"])
+@pytest.mark.parametrize(
+    ("task", "ranks", "config"),
+    [
+        ("norm", 1, "single"),
+        ("norm", 2, "ddp"),
+        pytest.param("norm", 2, "fsdp2", marks=pytest.mark.slow),
+        ("digits", 1, "single"),
+        pytest.param("digits", 2, "ddp", marks=pytest.mark.slow),
+        pytest.param("digits", 2, "fsdp2", marks=pytest.mark.slow),
+    ],
+)
 def test_what_is_tried_changes_no_bit(tmp_path, task, ranks, config):
     compare_without_preflight(tmp_path, task, ranks, config, tried=here)
 
@@ -493,7 +510,8 @@ def long_run(folder: Path, lines: int) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("lines", [30_000, pytest.param(1_000_000, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("lines", [30_000, 1_000_000])
 def test_a_long_run_is_shown_in_little_time_and_memory(tmp_path, lines):
     folder = long_run(tmp_path / "run", lines)
     record = read_record(folder)

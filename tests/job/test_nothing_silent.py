@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from silent_cases import ALL, Case, files, words
+from slow_cases import with_slow
 from worlds import here, run
 
 
@@ -19,7 +20,7 @@ def laid(folder: Path, case: Case) -> set[Path]:
     return set(folder.rglob("*"))
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", with_slow(ALL, ["what one rank alone finds, under FSDP2"]))
 def test_it_is_reported_and_nothing_is_written(tmp_path, name):
     case = ALL[name]
     before = laid(tmp_path, case)

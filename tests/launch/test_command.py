@@ -16,7 +16,7 @@ from oneloop.launch.command import _of_one_process, config_file, split_words
 PROGRAM = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["no", pytest.param("bf16", marks=pytest.mark.slow)])
 def test_one_process_gets_the_variables_that_accelerate_sets(tmp_path, precision):
     (tmp_path / "program.py").write_text(PROGRAM)
     accelerate = [

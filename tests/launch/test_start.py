@@ -46,7 +46,12 @@ def main(*words: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "words", [("digits", "--help"), ("digits", "--batch.siez", "3"), ("nowhere.yaml",)]
+    "words",
+    [
+        ("digits", "--help"),
+        pytest.param(("digits", "--batch.siez", "3"), marks=pytest.mark.slow),
+        ("nowhere.yaml",),
+    ],
 )
 def test_help_and_bad_input_import_neither_accelerate_nor_the_loop(tmp_path, words):
     names = (
@@ -63,6 +68,7 @@ def test_the_package_itself_imports_nothing(tmp_path):
     assert loaded("import oneloop, oneloop.cli", ("torch", "accelerate", "numpy"), tmp_path) == []
 
 
+@pytest.mark.slow
 def test_a_run_of_digits_imports_no_library_that_it_does_not_use(tmp_path):
     words = ("digits", "--debug.dry_run", "true", "--track", "none", "--run.dir", "run")
     # plotly draws the report after the last step

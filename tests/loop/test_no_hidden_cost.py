@@ -110,6 +110,7 @@ def test_one_process_reads_and_sends_nothing(tmp_path, optimizer):
     assert per_step(tmp_path, ranks=1, strategy="single", optimizer=optimizer) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ddp_sends_its_bucket_and_one_small_sum(tmp_path, optimizer):
     # One bucket per step, for any accumulation, and the sum of weight and stop flag.

@@ -355,9 +355,15 @@ REFUSED = {
     "a buffer that moves": (["--task", "moving.Moving"], [ASKED, "buffer seen"]),
 }
 WORLDS = [
-    (3, "ddp", ["--batch.grain", "8"], ["8 micro-batches", "3 ranks", "powers of two"]),
+    pytest.param(
+        3,
+        "ddp",
+        ["--batch.grain", "8"],
+        ["8 micro-batches", "3 ranks", "powers of two"],
+        marks=pytest.mark.slow,
+    ),
     (2, "ddp", ["--batch.grain", "64"], ["1 micro-batches", "2 ranks"]),
-    (4, "hsdp", [], [ASKED, "HSDP", "fsdp2.yaml"]),
+    pytest.param(4, "hsdp", [], [ASKED, "HSDP", "fsdp2.yaml"], marks=pytest.mark.slow),
 ]
 MOVING = """
 from torch import nn, zeros

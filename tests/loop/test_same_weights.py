@@ -13,10 +13,10 @@ SPLITS = [
     (1, 2, "single"),
     (1, 4, "single"),
     (2, 1, "ddp"),
-    (2, 2, "ddp"),
-    (2, 4, "ddp"),
-    (2, 1, "fsdp2"),
-    (2, 2, "fsdp2"),
+    pytest.param(2, 2, "ddp", marks=pytest.mark.slow),
+    pytest.param(2, 4, "ddp", marks=pytest.mark.slow),
+    pytest.param(2, 1, "fsdp2", marks=pytest.mark.slow),
+    pytest.param(2, 2, "fsdp2", marks=pytest.mark.slow),
     (2, 4, "fsdp2"),
 ]
 

@@ -27,7 +27,9 @@ class Many(Ragged):
         return model
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("ddp", 3), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [pytest.param("ddp", 3, marks=pytest.mark.slow), ("fsdp2", 2)]
+)
 def test_models_made_in_turn_are_the_same_to_the_bit(tmp_path, config, ranks):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     words = [

@@ -129,9 +129,8 @@ def test_what_cannot_be_recomputed_is_rejected():
         recompute(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), "full")
 
 
-@pytest.mark.parametrize(
-    ("ranks", "config"), [pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp2")]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "config"), [(2, "ddp"), (2, "fsdp2")])
 def test_a_run_is_the_same_to_the_bit(tmp_path, ranks, config):
     words = [
         "gpt",

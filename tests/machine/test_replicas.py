@@ -56,7 +56,14 @@ WORDS = [
 ]
 
 
-@pytest.mark.parametrize(("ranks", "config", "at"), [(2, "ddp", 1), (3, "ddp", 0), (4, "hsdp", 3)])
+@pytest.mark.parametrize(
+    ("ranks", "config", "at"),
+    [
+        (2, "ddp", 1),
+        pytest.param(3, "ddp", 0, marks=pytest.mark.slow),
+        pytest.param(4, "hsdp", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_one_flipped_bit_is_found_and_named(tmp_path, ranks, config, at):
     (tmp_path / "r.yaml").write_text(f"task: {{name: test_replicas.Flipping, rank: {at}}}\n")
     size = ["--batch.size", "12"] if ranks == 3 else []

@@ -15,14 +15,14 @@ from zoo_outcomes import COMMON, PATIENCE, Runs, expected, fits, outcome, table
 
 QUICK = [
     ("Transposed", "ddp", True),
-    ("Transposed", "fsdp2", False),
+    pytest.param("Transposed", "fsdp2", False, marks=pytest.mark.slow),
     ("OneAdapter", "fsdp2", False),
-    ("WeightHook", "fsdp2", False),
-    ("EverySixth", "ddp", True),
-    ("MaxNorm", "fsdp2", False),
+    pytest.param("WeightHook", "fsdp2", False, marks=pytest.mark.slow),
+    pytest.param("EverySixth", "ddp", True, marks=pytest.mark.slow),
+    pytest.param("MaxNorm", "fsdp2", False, marks=pytest.mark.slow),
     ("ClampFunction", "ddp", False),
     ("TowerForOneSample", "ddp", False),
-    ("TowerInside", "ddp", True),
+    pytest.param("TowerInside", "ddp", True, marks=pytest.mark.slow),
     ("Sparse", "ddp", True),
     ("Scalar", "fsdp2", False),
 ]

@@ -258,6 +258,7 @@ COMMON = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "phase", "calls", "before", "expected_text"),
     [

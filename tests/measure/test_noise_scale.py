@@ -160,6 +160,7 @@ def test_a_rank_without_weight_has_nothing_to_measure(tmp_path):
     run(train, words, ranks=2, config="ddp", folder=tmp_path).ok()
 
 
+@pytest.mark.slow
 def test_measuring_changes_nothing(tmp_path):
     from safetensors.torch import load_file
 

@@ -17,6 +17,7 @@ from oneloop.optim.bad_step_policy import BadSteps, Fault, Policy
 from worlds import run, timeless, train
 
 BATCH, STEPS, SAVE = 8, 24, 5
+RMSPROP = ("--optimizer.name", "torch.optim.RMSprop")
 RECIPE = f"""
 task: {{name: tiny.Ragged}}
 batch: {{size: {BATCH}, micro: 2}}
@@ -88,15 +89,18 @@ def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "config", "more"),
+    ("policy", "ranks", "config", "more"),
     [
-        (1, "single", ()),
-        (2, "ddp", ()),
-        (2, "fsdp2", ()),
-        (1, "single", ("--optimizer.name", "torch.optim.RMSprop")),
+        pytest.param("skip", 1, "single", (), id="skip-1-single-more0"),
+        pytest.param("skip", 2, "ddp", (), id="skip-2-ddp-more1"),
+        pytest.param("skip", 2, "fsdp2", (), id="skip-2-fsdp2-more2", marks=pytest.mark.slow),
+        pytest.param("skip", 1, "single", RMSPROP, id="skip-1-single-more3"),
+        pytest.param("rewind", 1, "single", (), id="rewind-1-single-more0"),
+        pytest.param("rewind", 2, "ddp", (), id="rewind-2-ddp-more1", marks=pytest.mark.slow),
+        pytest.param("rewind", 2, "fsdp2", (), id="rewind-2-fsdp2-more2", marks=pytest.mark.slow),
+        pytest.param("rewind", 1, "single", RMSPROP, id="rewind-1-single-more3"),
     ],
 )
-@pytest.mark.parametrize("policy", ["skip", "rewind"])
 def test_a_bad_step_might_as_well_not_have_been(tmp_path, recipe, ranks, config, more, policy):
     words = [recipe, *more, "--guard.nonfinite", policy]
     # an infinite loss with a finite gradient, or a NaN loss

@@ -274,7 +274,7 @@ def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
             assert torch.allclose(final[name].flatten().double(), closed, atol=1e-6)
 
 
-@pytest.mark.parametrize("left_out", [None, 50])
+@pytest.mark.parametrize("left_out", [None, pytest.param(50, marks=pytest.mark.slow)])
 def test_a_run_of_120_steps_has_the_closed_form_of_its_weights(tmp_path, left_out):
     """The test must also detect when one update in fifty is skipped."""
     (tmp_path / "r.yaml").write_text(RECIPE)

@@ -217,15 +217,34 @@ def _with_path(here: str, words: list[str]) -> None:
             "ddp",
             [],
         ),
-        (["digits", "--run.dir", "/proc/oneloop/run"], ["run.dir"], "ddp", []),
-        (["digits", "--optimizer.name", "adafactor"], ["adafactor", "ddp.yaml"], "fsdp2", []),
-        (
+        pytest.param(
+            ["digits", "--run.dir", "/proc/oneloop/run"],
+            ["run.dir"],
+            "ddp",
+            [],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            ["digits", "--optimizer.name", "adafactor"],
+            ["adafactor", "ddp.yaml"],
+            "fsdp2",
+            [],
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
             ["digits", "--machine.channels_last", "true"],
             ["channels_last", "FSDP2", "ddp.yaml"],
             "fsdp2",
             [],
+            marks=pytest.mark.slow,
         ),
-        (["digits"], ["fp16", "CPU", "bf16"], "ddp", ["--mixed_precision", "fp16"]),
+        pytest.param(
+            ["digits"],
+            ["fp16", "CPU", "bf16"],
+            "ddp",
+            ["--mixed_precision", "fp16"],
+            marks=pytest.mark.slow,
+        ),
         (
             ["gpt", "--task.data", TEXT, *COMPILED],
             ["max-autotune does not work with FSDP2", "no-cudagraphs"],
@@ -246,11 +265,12 @@ def test_fp8_where_there_is_none(here):
     check(world.codes, world.output, ["fp8", "cpu", "bf16"], here, before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("command", "words", "expected_text"),
     [
         ([sys.executable, "-m", "oneloop.train"], ["digits", "--batch.siez", "3"], ["batch.siez"]),
-        pytest.param(
+        (
             [
                 sys.executable,
                 "-m",
@@ -263,13 +283,11 @@ def test_fp8_where_there_is_none(here):
             ],
             ["digits"],
             ["fp16", "CPU"],
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             [sys.executable, "-m", "oneloop", "launch", "--config_file", str(CONFIGS / "ddp.yaml")],
             ["digits", "--batch.size", "1"],
             ["2 ranks", "nearest size: 2"],
-            marks=pytest.mark.slow,
         ),
         (
             [sys.executable, "-m", "oneloop", "launch", "--mixed_precision", "fp8"],

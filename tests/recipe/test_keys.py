@@ -263,13 +263,18 @@ def test_the_table_holds_every_key_of_the_packaged_accelerate_configs():
             ["--fsdp_state_dict_type", "FULL_STATE_DICT"],
             "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT has no effect",
         ),
-        (
+        pytest.param(
             ["--fsdp_cpu_ram_efficient_loading", "true"],
             "FSDP_CPU_RAM_EFFICIENT_LOADING=true has no effect",
+            marks=pytest.mark.slow,
         ),
         (["--fsdp_activation_checkpointing", "true"], ""),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor, context or sequence"),
-        ({"PARALLELISM_CONFIG_CP_SIZE": "2"}, "tensor, context or sequence"),
+        pytest.param(
+            {"PARALLELISM_CONFIG_CP_SIZE": "2"},
+            "tensor, context or sequence",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_settings_of_accelerate_are_rejected_or_reported(tmp_path, options, expected_text):

@@ -393,6 +393,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_a_class_of_the_script_that_runs_is_found_again(tmp_path):
     """The class is found by the script's file. A notebook's class cannot be found again; the error
     reports it."""

@@ -393,7 +393,14 @@ OVER_FITTED = """    def eval_sets(self):  # the fit to the sine is best early o
 """  # noqa: E501
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (1, "single"),
+        pytest.param(2, "ddp", marks=pytest.mark.slow),
+        pytest.param(2, "fsdp2", marks=pytest.mark.slow),
+    ],
+)
 def test_final_holds_what_it_states(tmp_path, ranks, config):
     os.umask(0o022)
     lay(tmp_path, OVER_FITTED)
@@ -621,6 +628,7 @@ def on_a_disk(folder: Path, options: str, fill: str = "true") -> subprocess.Comp
     return ended
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_path):
     ended = on_a_disk(
         tmp_path, "size=256k", "dd if=/dev/zero of=disk/full bs=1k count=240 2>/dev/null"
@@ -629,6 +637,7 @@ def test_a_disk_that_is_too_small_is_reported_before_anything_is_written(tmp_pat
     assert "the run needs about" in ended.stderr and "are free there" in ended.stderr
 
 
+@pytest.mark.slow
 def test_a_disk_that_cannot_be_written_is_reported(tmp_path):
     ended = on_a_disk(tmp_path, "ro,size=64m")
     assert ended.stdout.split()[-2:] == ["code", "2"] and "Read-only file system" in ended.stderr
@@ -657,6 +666,7 @@ def test_a_run_folder_runs_no_program(tmp_path, whole, capsys):
         assert not (tmp_path / "ran").exists() and not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_only_export_imports_what_a_recipe_names_and_reports_it(tmp_path):
     lay(tmp_path)
     run(here, WORDS, folder=tmp_path).ok()

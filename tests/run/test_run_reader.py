@@ -115,8 +115,17 @@ def test_dry_run_makes_one_step_and_one_evaluation(tmp_path, recipe):
     assert ended["step"] == 1 and "eval/loss" in ended
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
-@pytest.mark.parametrize("optimizer", ["adamw", "torch.optim.RMSprop"])
+@pytest.mark.parametrize(
+    ("optimizer", "ranks", "config"),
+    [
+        ("adamw", 1, "single"),
+        pytest.param("adamw", 2, "ddp", marks=pytest.mark.slow),
+        ("adamw", 2, "fsdp2"),
+        pytest.param("torch.optim.RMSprop", 1, "single", marks=pytest.mark.slow),
+        pytest.param("torch.optim.RMSprop", 2, "ddp", marks=pytest.mark.slow),
+        pytest.param("torch.optim.RMSprop", 2, "fsdp2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_nan_ends_the_run_with_3(tmp_path, recipe, ranks, config, optimizer):
     world = run(
         train,
@@ -170,6 +179,7 @@ def test_plateau_lowers_the_rate(tmp_path, recipe):
     assert rates[0] == 1e-12 and min(rates) <= 0.5e-12
 
 
+@pytest.mark.slow
 def test_a_tasks_own_bug_states_where(tmp_path, recipe):
     (tmp_path / "mine.py").write_text(
         "from oneloop.task_protocol.protocol import Task\n"
@@ -198,12 +208,13 @@ def _trainers(parent: int) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "name"),
     [
-        pytest.param("single", "SIGTERM", marks=pytest.mark.slow),
+        ("single", "SIGTERM"),
         ("ddp", "SIGUSR1"),
-        pytest.param("fsdp2", "SIGINT", marks=pytest.mark.slow),
+        ("fsdp2", "SIGINT"),
     ],
 )
 def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name):
@@ -286,6 +297,7 @@ def test_bf16_trains_under_every_strategy(tmp_path, recipe):
     assert distance(found["fsdp2"], found["single"]) < 0.02
 
 
+@pytest.mark.slow
 def test_hsdp_trains_the_same_weights_on_four_processes(tmp_path, recipe):
     run(train, [recipe, "--run.dir", "one", "--machine.dtype", "float64"], folder=tmp_path).ok()
     world = run(

@@ -142,7 +142,9 @@ def test_a_model_continues_from_half_of_the_text():
         assert "".join(text for text, _ in shown["tokens"]) == bytes(sample.tolist()).decode()
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
+)
 def test_a_run_leaves_them_in_its_folder_and_in_tensorboard(tmp_path, config, ranks):
     words = [
         "digits",

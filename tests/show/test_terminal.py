@@ -202,6 +202,7 @@ def on_a_terminal(words: list[str]) -> str:
     return b"".join(written).decode(errors="replace")
 
 
+@pytest.mark.slow
 def test_a_run_on_a_terminal_shows_all_that_takes_time(tmp_path):
     words = [
         "gpt",

@@ -41,7 +41,7 @@ def until(true, seconds: float = 90.0) -> None:
 @pytest.mark.parametrize(
     ("fault", "expected_text"),
     [
-        ("raise:CancelledError", "CancelledError: the fault"),
+        pytest.param("raise:CancelledError", "CancelledError: the fault", marks=pytest.mark.slow),
         ("raise:KeyboardInterrupt", "KeyboardInterrupt: the fault"),
         ("raise:Unspeakable", "Unspeakable: (its message cannot be printed: ValueError)"),
     ],
@@ -65,7 +65,8 @@ def test_an_exit_code_that_cannot_be_reported_is_kept(tmp_path):
     assert (tmp_path / "exit_code").read_text() == "2"
 
 
-@pytest.mark.parametrize("told", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("told", [False, True])
 def test_a_thread_that_stays_holds_nobody(folder, told):
     words = ["--task.fault", "thread:600", "--duration", "40"]
     with started(folder, *words, "--machine.patience", "1" if told else "0.03") as process:
@@ -152,6 +153,7 @@ def test_a_signal_to_the_trainer_alone_in_its_imports(folder):
     assert not (folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_nobody_reads(folder):
     """``oneloop train f.yaml | head -1``: the run continues when its output is closed."""
     reading, writing = os.pipe()
@@ -164,6 +166,7 @@ def test_nobody_reads(folder):
     assert summary(folder)["exit_reason"] == "done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("closed", ["0<&- 1>&- 2>&-"])
 def test_without_standard_streams(folder, closed):
     line = f"exec {' '.join(TRAIN)} --duration 20 {closed}"
@@ -171,6 +174,7 @@ def test_without_standard_streams(folder, closed):
     assert summary(folder)["exit_reason"] == "done"
 
 
+@pytest.mark.slow
 def test_variables_that_others_have_left(folder):
     """A rank without a world size, and an exit-code file whose folder is gone."""
     left = {"RANK": "1", "ONELOOP_EXIT_FILE": str(folder / "gone" / "exit_code")}

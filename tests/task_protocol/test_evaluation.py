@@ -151,7 +151,9 @@ def classwise(argv: list[str], *, named: bool) -> None:
     train(argv)
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp")])
+@pytest.mark.parametrize(
+    ("ranks", "config"), [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow)]
+)
 def test_a_metric_of_several_values_has_their_names_or_is_rejected(tmp_path, ranks, config):
     words = [
         "digits",

@@ -317,6 +317,7 @@ def test_it_is_reported(tmp_path, name):
     assert "\n" not in message and len(message) < 700
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TYPED)
 def test_it_is_reported_at_the_command_line(tmp_path, name):
     given = BAD[name].lay(tmp_path)
@@ -419,6 +420,7 @@ def test_what_a_template_does_not_write_is_reported(name, key):
         Chat(tokenizer_of(name)).encode([USER, answer])
 
 
+@pytest.mark.slow
 def test_rows_without_a_sample_are_skipped_if_asked_and_listed(tmp_path):
     silent = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": ""}]
     good_rows = [{"messages": turns(f"hi {n}", f"yo {n}")} for n in range(12)]

@@ -92,7 +92,9 @@ def gradients(
     return load_file(folder / "run" / "final" / "model.safetensors")
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-6), ("float64", 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "bound"), [pytest.param("float32", 1e-6, marks=pytest.mark.slow), ("float64", 1e-12)]
+)
 def test_the_gradients_are_those_of_any_split(tmp_path, dtype, bound):
     from oneloop.basics.seeds import key
 
@@ -268,7 +270,14 @@ def shares(folder: Path, count: int = 60, *, spoil: dict | None = None) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        ("single", 1),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_shares_of_classes_are_trained_on(tmp_path, config, ranks):
     shares(tmp_path / "data")
     words = [

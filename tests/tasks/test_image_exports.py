@@ -72,11 +72,12 @@ def export(words: list[str]) -> None:
     sys.exit(main(["export", *words]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "script"),
     [
         ("timm:resnet10t", TIMM),
-        pytest.param("mobilenet_v3_small", TORCHVISION, marks=pytest.mark.slow),
+        ("mobilenet_v3_small", TORCHVISION),
     ],
 )
 def test_a_script_without_oneloop_gives_the_numbers_of_predict(tmp_path, model, script):

@@ -105,8 +105,7 @@ FROZEN = {
 
 BOTH = [
     (name, *split)
-    if (name, split[0])
-    not in {("timm", "single"), ("timm", "fsdp2"), ("torchvision", "ddp"), ("torchvision", "fsdp2")}
+    if (name, split[0]) in {("transformers", "single"), ("torchvision", "single")}
     else pytest.param(name, *split, marks=pytest.mark.slow)
     for name in FROZEN
     for split in LAYOUTS

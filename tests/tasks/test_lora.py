@@ -20,6 +20,7 @@ from oneloop.cli import main
 from oneloop.data.order import order_of
 from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
+from slow_cases import with_slow
 from worlds import after
 
 
@@ -94,7 +95,7 @@ def names_in(folder: Path) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+@pytest.mark.parametrize(("config", "ranks"), with_slow(SPLITS, SPLITS[1:]))
 def test_forty_steps_are_those_of_plain_peft(peft_alone, tmp_path, config, ranks):
     before = {file.name: file.read_bytes() for file in (peft_alone / "base").iterdir()}
     words = [
@@ -165,17 +166,10 @@ def same(one: Path, other: Path) -> None:
         assert (one / name).read_bytes() == (other / name).read_bytes(), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "ranks", "optimizer"),
-    [
-        ("fsdp2", 2, "adamw"),
-        *(
-            pytest.param(config, ranks, optimizer, marks=pytest.mark.slow)
-            for config, ranks in SPLITS
-            for optimizer in ("adamw", "muon")
-            if (config, optimizer) != ("fsdp2", "adamw")
-        ),
-    ],
+    [(config, ranks, optimizer) for config, ranks in SPLITS for optimizer in ("adamw", "muon")],
 )
 def test_a_resumed_run_is_the_run_left_alone(base, tmp_path, config, ranks, optimizer):
     words = [
@@ -261,10 +255,8 @@ def test_a_base_in_four_bits(base, tmp_path, splits):
     assert mean_loss(merged, samples) == pytest.approx(printed, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "ranks"),
-    [SPLITS[0], *(pytest.param(*split, marks=pytest.mark.slow) for split in SPLITS[1:])],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "ranks"), SPLITS)
 def test_metrics_afterwards_are_those_of_the_run(base, tmp_path, config, ranks):
     words = [
         "--task.model",
@@ -340,6 +332,15 @@ WRONG = [
         ["--task.lora.rank", "4", "--task.lora.dropout", "1"],
         "task.lora.dropout 1.0 must be at least 0 and below 1",
     ),
+    (["--task.lora.rank", "4", "--task.pretrained", "false"], "requires a trained model"),
+    (["--init.from", "ADAPTER"], "contains adapters, but the model has none; set it as task.model"),
+    (
+        ["--task.model", "ADAPTER", "--task.lora.rank", "4"],
+        "holds adapters, which continue training as they are",
+    ),
+    (["--task.model", "DORA"], "unsupported adapter settings (use_dora True)"),
+]
+SLOW_WRONG = [
     (
         ["--task.lora.rank", "4", "--task.lora.targets", '["q_proj", "query"]'],
         (
@@ -355,12 +356,10 @@ WRONG = [
         ["--task.lora.rank", "4", "--task.lora.targets", '["lm_head"]'],
         "task.lora.targets 'lm_head' matches Linear",
     ),
-    (["--task.lora.rank", "4", "--task.pretrained", "false"], "requires a trained model"),
     (
         ["--task.lora.rank", "4", "--init.from", "BASE"],
         "contains a whole model, but the model has only adapters to train",
     ),
-    (["--init.from", "ADAPTER"], "contains adapters, but the model has none; set it as task.model"),
     (["--task.lora.rank", "8", "--init.from", "ADAPTER"], "is of another model (other shape: "),
     (["--task.lora.rank", "4", "--init.from", "OTHER"], "its adapters are for "),
     (
@@ -371,11 +370,6 @@ WRONG = [
         ["--task.lora.rank", "4", "--machine.quant_storage", "bfloat16"],
         "nothing is in 4 bits; see task.lora.quantize",
     ),
-    (
-        ["--task.model", "ADAPTER", "--task.lora.rank", "4"],
-        "holds adapters, which continue training as they are",
-    ),
-    (["--task.model", "DORA"], "unsupported adapter settings (use_dora True)"),
 ]
 
 
@@ -393,7 +387,9 @@ def places(base, tmp_path_factory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("words", "expected_text"), WRONG, ids=[" ".join(words) for words, _ in WRONG]
+    ("words", "expected_text"),
+    with_slow([*WRONG, *SLOW_WRONG], SLOW_WRONG),
+    ids=[" ".join(words) for words, _ in [*WRONG, *SLOW_WRONG]],
 )
 def test_wrong_inputs_are_reported(base, places, tmp_path, words, expected_text):
     given = [places.get(word, word) for word in words]
@@ -403,6 +399,7 @@ def test_wrong_inputs_are_reported(base, places, tmp_path, words, expected_text)
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_storage_that_does_not_shard_is_rejected_under_fsdp2(base, tmp_path):
     words = [
         "--task.model",

@@ -88,6 +88,7 @@ OTHER = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changed", "expected_text"), OTHER, ids=[str(changed) for changed, _ in OTHER]
 )
@@ -103,6 +104,7 @@ def test_adapters_of_other_kinds_are_rejected(trained, tmp_path, changed, expect
     )
 
 
+@pytest.mark.slow
 def test_adapters_that_are_damaged_are_reported(trained, tmp_path):
     folder = shutil.copytree(trained / "final", tmp_path / "given")
     (folder / "adapter_model.safetensors").write_bytes(
@@ -152,6 +154,7 @@ def test_a_model_that_is_changed_underfoot(base, tmp_path):
         task.origin.unchanged()
 
 
+@pytest.mark.slow
 def test_adapters_on_a_model_that_has_changed(tmp_path):
     own = a_base(tmp_path / "base")
     of_words(tmp_path, "--task.model", str(own), "--task.lora.rank", "4", "--duration", "1").ok()

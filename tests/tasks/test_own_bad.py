@@ -274,7 +274,10 @@ def test_bad_mixtures_are_reported(tmp_path, name):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)],
+)
 def test_a_mixture_trains_and_logs_the_loss_of_each_source(tmp_path, config, ranks):
     for number, place in enumerate(("books", "code", "talk")):
         write(tmp_path / place, "parquet" if number else "jsonl", rows(60, first=60 * number))

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from own_files import bulk, images, rows, steps_of, write
+from slow_cases import with_slow
 from worlds import run, train
 
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
@@ -76,6 +77,14 @@ EVERYWHERE = (
     "pictures in parquet",
     "a language in parquet",
 )
+SLOW = (
+    "text in parquet",
+    "numbers in csv",
+    "words in json lines",
+    "a language in parquet",
+    "a language in texts",
+    "a language in csv",
+)
 
 
 def words_for(name: str, folder: Path) -> list[str]:
@@ -97,7 +106,7 @@ def trained(
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", with_slow(CASES, SLOW))
 def test_every_kind_of_file_trains_every_task(tmp_path, name):
     words = words_for(name, tmp_path / "own")
     splits = SPLITS if name in EVERYWHERE else SPLITS[:1]

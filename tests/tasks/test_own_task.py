@@ -15,9 +15,10 @@ from oneloop import cli
 from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.parse import read
+from slow_cases import with_slow
 from worlds import apply, run, train
 
-SPLITS = [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp2", 2)]
+SPLITS = with_slow([("single", 1), ("ddp", 2), ("fsdp2", 2)], [("ddp", 2), ("fsdp2", 2)])
 SHORT = ["--duration", "60", "--track", "none", "--eval.every", "0"]
 
 

@@ -23,6 +23,7 @@ from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification
 from own_files import rows, write
 from silent_cases import unfinished
+from slow_cases import with_slow
 from small_models import bert
 from worlds import run, train
 
@@ -53,11 +54,10 @@ SPLITS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 
 
 CASES = [("text_classification", *split) for split in SPLITS]
-CASES += [("text_regression", "single", 1)]
-CASES += [pytest.param("token_classification", "fsdp2", 2, marks=pytest.mark.slow)]
+CASES += [("text_regression", "single", 1), ("token_classification", "fsdp2", 2)]
 
 
-@pytest.mark.parametrize(("name", "config", "ranks"), CASES)
+@pytest.mark.parametrize(("name", "config", "ranks"), with_slow(CASES, CASES[1:]))
 def test_a_language_model_is_fine_tuned_gone_on_with_and_loaded_by_transformers(
     tmp_path, name, config, ranks
 ):
@@ -170,7 +170,7 @@ def gpt(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("config", "ranks"), SPLITS)
+@pytest.mark.parametrize(("config", "ranks"), with_slow(SPLITS, [("ddp", 2)]))
 def test_a_language_model_continues_learning(tmp_path, config, ranks):
     write(tmp_path / "data", "jsonl", rows(120))
     gpt(tmp_path / "gpt")

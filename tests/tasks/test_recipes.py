@@ -99,7 +99,8 @@ def test_the_same_weights_four_ways(corpus, recipe):
         assert furthest(losses[way], losses["big"]) < 1e-5, way
 
 
-@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_accelerate_launch_as_typed(tmp_path, config):
     command = [
         sys.executable,

@@ -97,7 +97,8 @@ def test_what_was_written_before_goes_back_with_a_resume():
     assert steps[0] == 10 and steps == sorted(steps) and 4 <= len(steps) <= 8
 
 
-@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_the_same_weights_and_answers_on_two_processes(alone, tmp_path, config):
     words = [
         *SMALL,
@@ -173,7 +174,8 @@ def questions(folder: Path) -> list[dict]:
     return rows
 
 
-@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
 def test_every_question_is_answered(alone, tmp_path, config):
     import transformers
 

@@ -183,7 +183,14 @@ def test_matryoshka_and_symmetric_losses_are_sums(folder, base):
         task(folder, model=str(base), matryoshka=[32]).model()
 
 
-@pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
+@pytest.mark.parametrize(
+    "pooling",
+    [
+        "mean",
+        pytest.param("cls", marks=pytest.mark.slow),
+        pytest.param("last", marks=pytest.mark.slow),
+    ],
+)
 def test_sentence_transformers_loads_the_export_with_the_same_embeddings(
     folder, base, pooling, tmp_path
 ):

@@ -16,6 +16,7 @@ from oneloop.checkpoint.store import vouch
 from oneloop.cli import main
 from own_files import images, rows, write
 from silent_cases import unfinished
+from slow_cases import with_slow
 from worlds import CONFIGS, after, run, train
 
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
@@ -53,7 +54,7 @@ def pictures(tmp_path_factory):
     return where
 
 
-@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
+@pytest.mark.parametrize(("config", "ranks"), with_slow(LAYOUTS, [("ddp", 3)]))
 def test_the_metrics_are_those_of_the_run(pictures, config, ranks):
     printed = json.loads((pictures / "run" / "summary.json").read_text())
     for weights, names in (("raw", ""), ("ema", "ema/")):
@@ -81,6 +82,7 @@ def test_other_data_and_other_weights(pictures):
     assert "loss" in after(pictures, "evaluate", "run", "--checkpoint", "best").output
 
 
+@pytest.mark.slow
 def test_a_row_for_each_image_in_order_whatever_the_ranks(pictures, tmp_path):
     flat = tmp_path / "flat"
     flat.mkdir()
@@ -145,6 +147,7 @@ TASKS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
 def test_every_task_states_something_of_every_row(tmp_path, task):
     kind, more, right = TASKS[task]
@@ -295,6 +298,7 @@ def test_a_damaged_run_is_rejected(pictures, tmp_path):
     assert "step-00000006 of run" in after(tmp_path, "evaluate", "run").output
 
 
+@pytest.mark.slow
 def test_through_the_launcher_as_typed(pictures, tmp_path, capfd):
     before = Path.cwd()
     os.chdir(pictures)
@@ -416,7 +420,13 @@ def test_the_rank_correlation_is_that_of_the_run(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["images", "text_classification", "text_regression", "token_classification"]
+    "name",
+    [
+        "images",
+        "text_classification",
+        pytest.param("text_regression", marks=pytest.mark.slow),
+        "token_classification",
+    ],
 )
 def test_predictions_do_not_need_the_training_data(pictures, tmp_path, name):
     """Only the recorded classes: the file is the same as with the training data."""

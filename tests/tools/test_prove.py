@@ -136,7 +136,8 @@ def test_a_plain_model_is_equal_in_float64(proved, config):
     assert "gloo" in found["notes"][0]
 
 
-@pytest.mark.parametrize(("since", "step"), [(10, 4), pytest.param(0, 1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("since", "step"), [(10, 4), (0, 1)])
 def test_a_wrong_rank_is_found_at_its_step_and_tensor(proved, since, step):
     """The weights before `odd` get wrong gradients on rank 1. Each rank runs three trial forwards,
     then two a step."""

@@ -50,6 +50,7 @@ class Fails(ImageClassification):
         return super().loss(model, batch)
 
 
+@pytest.mark.slow
 def test_a_run_of_it_from_the_command_line(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "200")  # no cell is wrapped
@@ -196,7 +197,7 @@ class Unbuilt(ImageClassification):
         raise ValueError("no model today")
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.slow)])
 def test_every_technique_is_keys_of_the_recipe_or_a_reason(device):
     recipe = read(["gpt"])
     machine = Machine(device=device, cores=4, blocks=True, convolutions=False)

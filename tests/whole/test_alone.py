@@ -292,6 +292,7 @@ def steps_in_memory_for_four():
     return steps
 
 
+@pytest.mark.slow
 def test_batch_size_in_a_plain_script():
     from oneloop.machine.micro_batch import Child, search
 

@@ -101,6 +101,7 @@ def test_export_gives_what_transformers_loads(gpt, capsys):
     )
 
 
+@pytest.mark.slow
 def test_nothing_is_unpickled_in_an_export(gpt):
     code = (
         "import sys; sys.addaudithook(lambda event, _: event.startswith('pickle.find_class') "

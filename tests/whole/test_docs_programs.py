@@ -13,6 +13,7 @@ import yaml
 
 from own_files import rows
 from pages import blocks, program
+from slow_cases import with_slow
 from small_models import bert, llama
 from worlds import ROOT, run, train
 
@@ -84,7 +85,11 @@ def test_what_a_plain_script_needs_without_a_gpu(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "ranks"),
-    [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)],
+    [
+        ("single", 1),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_two_losses_one_of_them_warmed_up(tmp_path, config, ranks):
     name = "autoencoder.py"
@@ -135,7 +140,7 @@ def reviews(folder: Path) -> None:
         )
 
 
-@pytest.mark.parametrize("page", MOVING)
+@pytest.mark.parametrize("page", with_slow(MOVING, ["how-to/from-trainer.md"]))
 def test_both_sides_lose_the_same(tmp_path, page):
     """A library that is no longer developed cannot be installed here: then only the task is run."""
     config, ranks, words = MOVING[page]

@@ -191,7 +191,10 @@ def test_a_model_that_is_not_called_is_reported_where_it_is_wrapped(folder):
     assert not (folder / "two").exists()
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp2", 2)],
+)
 def test_what_generates(folder, config, ranks):
     how = {"ranks": ranks, "config": config, "folder": folder}
     if config != "fsdp2":  # which gathers weights only in the forward of the whole model
@@ -314,7 +317,9 @@ def test_names_with_a_slash_and_large_metrics():
     ]
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
+)
 def test_a_damaged_best_checkpoint_is_reported_and_not_taken(folder, config, ranks):
     words = [
         "mine.py:Constant",

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from own_files import images, rows, write
 from pages import blocks
+from slow_cases import with_slow
 from small_models import bert, vit
 from worlds import apply, here, run, train
 
@@ -61,7 +62,7 @@ def test_every_recipe_of_the_page_is_run():
     assert PROGRAMS.keys() == {"distil.py", "digits_as_files.py"}
 
 
-@pytest.mark.parametrize("recipe", SPLITS)
+@pytest.mark.parametrize("recipe", with_slow(SPLITS, ["mixture.yaml"]))
 def test_a_recipe_of_the_page_trains(folder, recipe):
     config, ranks = SPLITS[recipe]
     words = [
@@ -85,6 +86,7 @@ OF_MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipe", OF_MODELS)
 def test_a_recipe_of_models_trains_and_predicts(tmp_path, recipe):
     config, ranks, figure = OF_MODELS[recipe]
@@ -113,7 +115,11 @@ def test_a_recipe_of_models_trains_and_predicts(tmp_path, recipe):
 
 @pytest.mark.parametrize(
     ("config", "ranks"),
-    [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)],
+    [
+        ("single", 1),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_the_student_learns_from_its_teacher(tmp_path, config, ranks):
     (tmp_path / "distil.py").write_text(PROGRAMS["distil.py"])

@@ -150,6 +150,7 @@ def test_a_recipe_without_its_packages_names_the_extra(tmp_path, recipe):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.slow
 def test_the_template_and_the_notebook_run_without_a_checkout(installed, tmp_path):
     _typed(installed, tmp_path, TEMPLATE)
     where = _do(
