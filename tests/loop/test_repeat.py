@@ -109,7 +109,7 @@ class _Due:
     def __init__(self, *, log: int, check: int, total: int = 100_000) -> None:
         from types import SimpleNamespace
 
-        from oneloop.job.build import Intervals
+        from oneloop.job.in_steps import Intervals
 
         self._on = True
         self._job = SimpleNamespace(

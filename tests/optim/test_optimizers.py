@@ -33,7 +33,7 @@ def test_set_lr_reaches_every_group():
 
 
 def test_the_learning_rate_follows_the_batch():
-    from oneloop.job.build import peak
+    from oneloop.job.in_steps import peak
     from oneloop.recipe.training_keys import OptimizerConfig
 
     def rate(rule: str, at: int = 64) -> float:

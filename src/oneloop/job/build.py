@@ -1,8 +1,7 @@
 """Build a job from a recipe and check it, before anything is written."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -10,55 +9,20 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
-from oneloop.basics.duration import Duration, Scale, is_time
+from oneloop.basics.duration import Scale
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.step_batches import CollateWithWeight
-from oneloop.ema import gamma
 from oneloop.job.apple_gpu import reject_training
+from oneloop.job.in_steps import Intervals, emas_of, intervals_of, rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
-from oneloop.launch.agreement import where
-from oneloop.measure.noise_scale import Sensor
+from oneloop.job.optimizer import optimizer_of, reject_sharding
+from oneloop.job.task import larger_is_better, make_task, why_no_noise_scale
 from oneloop.optim.bad_step_policy import Policy
-from oneloop.optim.optimizers import build, reject_if_sharded, try_optimizer
-from oneloop.optim.schedule import LearningRate, learning_rate
-from oneloop.recipe.class_paths import resolve
-from oneloop.recipe.run_keys import EvalConfig
+from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.schema import Recipe
-from oneloop.recipe.training_keys import OptimizerConfig
-from oneloop.task_protocol.evaluation_metrics import directions, prefix
-from oneloop.task_protocol.protocol import Progress, Task, check, check_sets
+from oneloop.task_protocol.protocol import Task, check_sets
 from oneloop.task_protocol.protocol_checks import theirs
-from oneloop.task_protocol.whole_batch import is_whole_batch, loss_alone
-
-
-@dataclass(frozen=True)
-class Intervals:
-    """Intervals in steps of log, eval and save.
-
-    Those of check (replicas) and collect (garbage) are there only if they are enabled.
-    """
-
-    every: Mapping[str, int]
-    total: int  # steps of the run; everything is due at the last step
-    save_seconds: float = float("inf")  # also between saves
-    forever: int = 0  # steps between checkpoints that are never deleted (0: none)
-
-    def due(self, step: int, *, save: bool = False) -> list[str]:
-        """Return the actions that are due after this step, in execution order.
-
-        ``save``: whether the time for a save has come."""
-        return [
-            name
-            for name, every in self.every.items()
-            if is_time(step, every, self.total) or (save and name == "save")
-        ]
-
-    def is_due(self, name: str, step: int) -> bool:
-        return is_time(step, self.every[name], self.total)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.every
 
 
 @dataclass(frozen=True)
@@ -154,7 +118,7 @@ def build_job(
     """
     # Divide the batch among ranks and micro-batches.
     if sharded:
-        reject_if_sharded(resolve("optimizer", recipe.optimizer.name))
+        reject_sharding(recipe)
     if isinstance(recipe.batch.micro, int):
         micro = recipe.batch.micro
     layout = BatchLayout(recipe.batch.size, ranks, micro, grain=recipe.batch.grain, sharded=sharded)
@@ -175,8 +139,8 @@ def build_job(
     tokens = sample_weight if in_tokens else None
     scale = Scale(layout.size, len(train_set), tokens)
     total = recipe.duration.steps(scale)
-    emas = _emas(recipe, scale, total)
-    upward = _larger_is_better(recipe.eval, task, eval_sets, [ema["name"] for ema in emas])
+    emas = emas_of(recipe, scale, total)
+    upward = larger_is_better(recipe.eval, task, eval_sets, [ema["name"] for ema in emas])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")
 
@@ -187,180 +151,21 @@ def build_job(
     if device == "mps":
         reject_training(recipe)
     built = build_model(recipe, task, layout, sharded=sharded, device=device, on_meta=on_meta)
-    optimizer = resolve("optimizer", recipe.optimizer.name)
+    make_optimizer, share = optimizer_of(recipe, built)
     return Job(
         recipe=recipe,
         task=task,
         train_set=train_set,
         eval_sets=eval_sets,
         built=built,
-        make_optimizer=partial(_make_optimizer, recipe, built),
-        optimizer_share=try_optimizer(optimizer, recipe.optimizer.name, recipe.optimizer.options),
+        make_optimizer=make_optimizer,
+        optimizer_share=share,
         emas=emas,
         layout=layout,
         order=order_of(train_set, seed=recipe.seed, batch=layout.size),
         collate=collate,
-        intervals=_intervals(recipe, scale, total),
-        rate=_learning_rate(recipe, scale, total),
+        intervals=intervals_of(recipe, scale, total),
+        rate=rate_of(recipe, scale, total),
         upward=upward,
-        no_noise_scale=_why_no_noise_scale(task, layout, ranks, sharded=sharded),
+        no_noise_scale=why_no_noise_scale(task, layout, ranks, sharded=sharded),
     )
-
-
-def _why_no_noise_scale(
-    task: Task, layout: BatchLayout, ranks: int, *, sharded: bool
-) -> str | None:
-    if is_whole_batch(task):
-        return "its formula needs a loss that is a sum over samples"
-    return Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain)
-
-
-def _make_optimizer(recipe: Recipe, built: BuiltModel, model: nn.Module) -> Optimizer:
-    config = recipe.optimizer
-    try:
-        return build(
-            resolve("optimizer", config.name),
-            model,
-            lr=config.lr,
-            weight_decay=config.weight_decay,
-            options=config.options,
-            settings=built.settings,
-            elementwise=recipe.batch.grain is not None,
-        )
-    except Exception as error:
-        raise ValueError(
-            f"optimizer.name {config.name} cannot be built: {error}{where(error)}"
-        ) from error
-
-
-def make_task(recipe: Recipe) -> Task:
-    """Create the recipe's task. Raise ValueError if that fails, or if the object is not a task."""
-    name = recipe.task.name
-    kind = resolve("task", name)
-    try:
-        task: Task = kind(**recipe.task.options)
-    except (ValueError, ImportError, MemoryError):
-        raise  # these messages are for the user already
-    except Exception as error:
-        raise ValueError(
-            f"task.name {name}: __init__ failed: {type(error).__name__}: {error}{where(error)}"
-        ) from error
-    check(task)
-
-    # A loss over the whole batch is also a loss of one batch alone.
-    if is_whole_batch(task):
-        task.loss = partial(loss_alone, task)  # type: ignore[method-assign]
-
-    # Set its progress, until the run does.
-    if hasattr(task, "progress"):
-        try:
-            task.progress = Progress(lambda: 0, 1, 1)
-        except (AttributeError, TypeError) as error:
-            raise ValueError(
-                f"task.name {name}: its progress cannot be set ({error}); write progress = None in "
-                "the class"
-            ) from error
-    return task
-
-
-def _larger_is_better(
-    setting: EvalConfig, task: Task, eval_sets: Iterable[str], emas: Iterable[str]
-) -> bool:
-    """Return whether a larger ``eval.best`` is better.
-
-    Raise ValueError if no evaluation computes this metric, or if its direction is unknown.
-    """
-    best = setting.metric
-    known: dict[str, bool | None] = {}
-    metrics = sorted(directions(task).items())
-    for name in eval_sets:
-        if name != "test":
-            known |= {f"{prefix(name)}/{metric}": upward for metric, upward in metrics}
-    known |= {f"{ema}/{metric}": upward for ema in emas for metric, upward in known.items()}
-    if known and best not in known:
-        raise ValueError(
-            f"eval.best {best!r} is not a metric of this task; known: {', '.join(known)}"
-        )
-    upward = setting.larger_is_better
-    if upward is None:
-        upward = known.get(best, False)
-    if upward is None:
-        raise ValueError(
-            f"eval.best {best}: this metric has no direction; write --eval.best max:{best} if "
-            f"larger values are better, or --eval.best min:{best}"
-        )
-    return upward
-
-
-def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
-    def steps(every: Duration, key: str) -> int:
-        return every.steps(scale, total=total, key=key)
-
-    save = recipe.save.every
-    seconds = float("inf")
-    every = {
-        "log": max(1, steps(recipe.log.every, "log.every")),
-        "eval": steps(recipe.eval.every, "eval.every"),
-        "save": 0,
-    }
-    if save.unit != "seconds":
-        every["save"] = steps(save, "save.every")
-    elif save.amount:
-        seconds = float(save.amount)
-    if recipe.machine.check_every.amount:
-        every["check"] = steps(recipe.machine.check_every, "machine.check_every")
-    if recipe.machine.gc_every.amount:
-        every["collect"] = steps(recipe.machine.gc_every, "machine.gc_every")
-    forever = steps(recipe.save.forever, "save.forever")
-    if recipe.debug.dry_run:
-        total = 1
-    return Intervals(every, total, seconds, forever)
-
-
-def _learning_rate(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
-    schedule = recipe.schedule
-    return learning_rate(
-        resolve("schedule", schedule.name),
-        peak(recipe.optimizer, recipe.batch.size),
-        warmup=schedule.warmup,
-        final=schedule.final,
-        options=schedule.options,
-        scale=scale,
-        total=total,
-    )
-
-
-def peak(optimizer: OptimizerConfig, batch: int) -> float:
-    """Return the peak learning rate for a batch size.
-
-    It grows linearly with the batch (Goyal et al. 2017), or with its square root (Malladi et al.
-    2022)."""
-    if not optimizer.lr_at_batch:
-        return optimizer.lr
-    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
-    return float(optimizer.lr * (batch / optimizer.lr_at_batch) ** power)
-
-
-def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
-    """Return the arguments of each EMA, except model and optimizer."""
-    # Name each EMA by its width, and a single one "ema".
-    ema = recipe.ema
-    emas: list[dict[str, Any]] = []
-    for duration in ema.half_lives:
-        half_life = duration.samples(scale, total=total, key="ema.half_life")
-        emas.append({"half_life": half_life, "name": f"ema-{duration.text}"})
-    if ema.decay:
-        emas.append({"decay": ema.decay, "name": f"ema-{ema.decay}"})
-    for width in ema.power:
-        gamma(width)  # rejects a width that is too large
-        emas.append({"power": width, "name": f"ema-power-{width}"})
-    if len(emas) == 1 and not ema.power:
-        emas[0]["name"] = "ema"
-
-    names = [arguments["name"].replace(" ", "") for arguments in emas]
-    if len(set(names)) < len(names):
-        raise ValueError(f"ema: duplicate EMAs in {', '.join(names)}; remove one")
-    shared = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
-    return [
-        {**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)
-    ]

@@ -18,8 +18,8 @@ from oneloop.checkpoint.state_dict import load_tensors
 from oneloop.checkpoint.store import Store
 from oneloop.checkpoint.weights import load_weights
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.job.build import make_task
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
+from oneloop.job.task import make_task
 from oneloop.launch.before_imports import is_main
 from oneloop.machine.frozen_dtype import rounded
 from oneloop.recipe.class_paths import CHOICES, from_there, source

@@ -104,7 +104,7 @@ def _check_source(source: str, findings: Findings) -> None:
 
 
 def _check_task(words: Sequence[str], findings: Findings) -> None:
-    from oneloop.job.build import make_task
+    from oneloop.job.task import make_task
     from oneloop.recipe.parse import read
 
     task = make_task(read(words))

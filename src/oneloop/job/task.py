@@ -1,0 +1,80 @@
+"""The task of a recipe: create it, and find out what a run needs to know about it."""
+
+from collections.abc import Iterable
+from functools import partial
+
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.launch.agreement import where
+from oneloop.measure.noise_scale import Sensor
+from oneloop.recipe.class_paths import resolve
+from oneloop.recipe.run_keys import EvalConfig
+from oneloop.recipe.schema import Recipe
+from oneloop.task_protocol.evaluation_metrics import directions, prefix
+from oneloop.task_protocol.protocol import Progress, Task, check
+from oneloop.task_protocol.whole_batch import is_whole_batch, loss_alone
+
+
+def why_no_noise_scale(task: Task, layout: BatchLayout, ranks: int, *, sharded: bool) -> str | None:
+    """Return why the noise scale cannot be measured; None: it can."""
+    if is_whole_batch(task):
+        return "its formula needs a loss that is a sum over samples"
+    return Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain)
+
+
+def make_task(recipe: Recipe) -> Task:
+    """Create the recipe's task. Raise ValueError if that fails, or if the object is not a task."""
+    name = recipe.task.name
+    kind = resolve("task", name)
+    try:
+        task: Task = kind(**recipe.task.options)
+    except (ValueError, ImportError, MemoryError):
+        raise  # these messages are for the user already
+    except Exception as error:
+        raise ValueError(
+            f"task.name {name}: __init__ failed: {type(error).__name__}: {error}{where(error)}"
+        ) from error
+    check(task)
+
+    # A loss over the whole batch is also a loss of one batch alone.
+    if is_whole_batch(task):
+        task.loss = partial(loss_alone, task)  # type: ignore[method-assign]
+
+    # Set its progress, until the run does.
+    if hasattr(task, "progress"):
+        try:
+            task.progress = Progress(lambda: 0, 1, 1)
+        except (AttributeError, TypeError) as error:
+            raise ValueError(
+                f"task.name {name}: its progress cannot be set ({error}); write progress = None in "
+                "the class"
+            ) from error
+    return task
+
+
+def larger_is_better(
+    setting: EvalConfig, task: Task, eval_sets: Iterable[str], emas: Iterable[str]
+) -> bool:
+    """Return whether a larger ``eval.best`` is better.
+
+    Raise ValueError if no evaluation computes this metric, or if its direction is unknown.
+    """
+    best = setting.metric
+    known: dict[str, bool | None] = {}
+    metrics = sorted(directions(task).items())
+    for name in eval_sets:
+        if name != "test":
+            known |= {f"{prefix(name)}/{metric}": upward for metric, upward in metrics}
+    known |= {f"{ema}/{metric}": upward for ema in emas for metric, upward in known.items()}
+    if known and best not in known:
+        raise ValueError(
+            f"eval.best {best!r} is not a metric of this task; known: {', '.join(known)}"
+        )
+    upward = setting.larger_is_better
+    if upward is None:
+        upward = known.get(best, False)
+    if upward is None:
+        raise ValueError(
+            f"eval.best {best}: this metric has no direction; write --eval.best max:{best} if "
+            f"larger values are better, or --eval.best min:{best}"
+        )
+    return upward

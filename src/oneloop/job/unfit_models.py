@@ -1,0 +1,165 @@
+"""Models that cannot be trained exactly, sharded or saved: reject them before anything is written."""
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from oneloop.basics.tensors import dense
+from oneloop.basics.wide_sums import wide_dtype
+from oneloop.checkpoint.state_dict import unsavable
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.machine.blocks import has_batch_statistics
+from oneloop.machine.compile import CUDA_GRAPHS
+from oneloop.machine.torch_settings import reject_not_deterministic
+from oneloop.recipe.schema import Recipe
+from oneloop.task_protocol.protocol import Task
+from oneloop.task_protocol.protocol_checks import named
+
+
+def reject_dtype(recipe: Recipe, device: str) -> None:
+    """Raise ValueError if the device has no ``machine.dtype``; ``device``: its type."""
+    if recipe.machine.dtype == "float64" and wide_dtype(torch.device(device)) is not torch.float64:
+        raise ValueError(
+            f"machine.dtype float64 requires a device with float64, and {device} has none; set "
+            "machine.device cpu, or remove machine.dtype"
+        )
+
+
+def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
+    """Raise ValueError if the model cannot be trained, sharded or saved."""
+
+    def source() -> str:
+        """Return where the model is from. Only for an error: it reads the user's file."""
+        return named(task, "model")
+
+    parameters = dict(model.named_parameters())
+    trained = {name: p for name, p in parameters.items() if p.requires_grad}
+
+    # Can it be trained?
+    lazy = [name for name, parameter in parameters.items() if is_lazy(parameter)]
+    if lazy:
+        raise ValueError(
+            f"{source()} returned a lazy module: {lazy[0]} has no shape yet; put a batch through "
+            "it in model() first, or state the shape"
+        )
+    if not trained:
+        raise ValueError(
+            f"{source()} returned a model with {len(parameters)} parameters of which none is "
+            "trained (requires_grad is False in all of them); keep some of them trainable"
+        )
+    for name, table in model.named_modules():
+        if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse:
+            raise ValueError(
+                f"the gradient of {name}.weight is sparse, which is not supported; set sparse=False"
+            )
+
+    # Can it be sharded?
+    kinds = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in trained.values()})
+    if sharded and (len(kinds) > 1 or kinds[0].startswith("complex")):
+        raise ValueError(
+            f"{source()} trains {' and '.join(kinds)} parameters; FSDP2 needs one real dtype: use "
+            "ddp.yaml"
+        )
+    for name, parameter in parameters.items():
+        if parameter.requires_grad and not dense(parameter):
+            raise ValueError(
+                f"{source()}: the parameter {name} has gaps between its elements (strides "
+                f"{parameter.stride()}); call .contiguous() on it"
+            )
+        fault = _unshardable(parameter) if sharded else ""
+        if fault:
+            raise ValueError(f"{source()}: the parameter {name} {fault}, or run it with ddp.yaml")
+
+    # Can it be saved?
+    wrong = unsavable(model)
+    if wrong:
+        raise ValueError(f"{source()} cannot be saved: {wrong}")
+
+
+def _unshardable(parameter: nn.Parameter) -> str:
+    """Return why FSDP2 cannot shard a parameter, or would train it differently; empty if it can."""
+    if not parameter.numel():
+        return "has no elements, which FSDP2 cannot reduce; leave it out"
+    if not parameter.is_contiguous():
+        return (
+            f"is not contiguous (strides {parameter.stride()}), which FSDP2 cannot shard; call "
+            ".contiguous() on it"
+        )
+    if parameter.requires_grad and (
+        parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    ):
+        return "has a gradient hook, which FSDP2 would drop; put the hook on an activation"
+    return ""
+
+
+def reject_inexact(
+    recipe: Recipe, model: nn.Module, layout: BatchLayout, *, sharded: bool, device: str
+) -> None:
+    """Raise ValueError if the model, as it will run, would not be trained exactly.
+
+    Args:
+        recipe: its groups batch, machine and guard apply.
+        model: after :mod:`oneloop.job.adapt_model`.
+        layout: of the batch.
+        sharded: whether FSDP2 will shard it.
+        device: type of the device.
+    """
+    _reject_dependence(recipe, model, layout)
+    _reject_graphs(recipe, layout, sharded=sharded)
+    if device == "cuda" and layout.grain:
+        reject_not_deterministic(model, "batch.grain")
+    elif device == "cuda" and recipe.machine.deterministic:
+        reject_not_deterministic(model, "machine.deterministic true")
+
+
+def _reject_dependence(recipe: Recipe, model: nn.Module, layout: BatchLayout) -> None:
+    """Raise ValueError if training would depend on the parallel layout, or on bad batches."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    batch_statistics = has_batch_statistics(model)
+
+    # On the parallel layout?
+    if layout.grain and any(parameter.is_complex() for _, parameter in trained):
+        raise ValueError(
+            f"batch.grain {layout.grain} requires real parameters: sums of complex gradients are "
+            "not known to be exact; or remove batch.grain"
+        )
+    hooked = [name for name, parameter in trained if parameter._post_accumulate_grad_hooks]
+    if hooked and not layout.grain:
+        raise ValueError(
+            f"the parameter {hooked[0]} has a post-accumulate gradient hook, so the weights would "
+            "depend on batch.micro; use register_hook, or set batch.grain"
+        )
+    if layout.grain and batch_statistics:
+        raise ValueError(
+            f"batch.grain {layout.grain} does not work with BatchNorm: the running statistics of "
+            "BatchNorm would depend on the micro-batches of each process; use GroupNorm or "
+            "LayerNorm, or freeze it in eval mode"
+        )
+
+    # On a bad batch, whose step is skipped?
+    guard = recipe.guard
+    skips = guard.nonfinite == "skip" or (guard.sigma and guard.spike == "skip")
+    if skips and batch_statistics:
+        raise ValueError(
+            "guard skip does not work with BatchNorm: its running statistics are updated by a bad "
+            "batch before it is detected; set rewind or stop"
+        )
+
+
+def _reject_graphs(recipe: Recipe, layout: BatchLayout, *, sharded: bool) -> None:
+    """Raise ValueError if CUDA graphs would overwrite gradients, or be recorded in every step."""
+    mode = recipe.machine.compile_mode
+    if recipe.machine.compile == "none" or mode not in CUDA_GRAPHS:
+        return
+    if sharded:
+        raise ValueError(
+            f"machine.compile_mode {mode} does not work with FSDP2: it gathers weights into new "
+            "memory in every step, so CUDA graphs would be recorded again each time; set "
+            "max-autotune-no-cudagraphs or default, or use ddp.yaml"
+        )
+    if layout.accumulate > 1:
+        raise ValueError(
+            f"machine.compile_mode {mode} does not work with {layout.accumulate} micro-batches a "
+            "step, because CUDA graphs reuse the memory of gradients; set "
+            "max-autotune-no-cudagraphs or default, or batch.micro to the whole share of a process"
+        )
