@@ -58,7 +58,7 @@ def timed(words: list[str], kind: str) -> tuple[float, float]:
 
         build._flops = flops
     else:
-        from oneloop.job.preflight import Preflight
+        from oneloop.job.preflight_result import Preflight
 
         trying = module.preflight
 

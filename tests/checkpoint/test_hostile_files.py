@@ -35,7 +35,7 @@ from oneloop.checkpoint.store import Store, problems, problems_of_files, vouch
 from oneloop.run.folder import Folder
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.saved_forms import FORMS
-from oneloop.tools.after_training.trained_model import _recorded
+from oneloop.tools.after_training.recorded_task import recorded_by
 from oneloop.tools.report.page import report
 from oneloop.tools.run_reader import Follower, read_record
 
@@ -78,7 +78,7 @@ def _read_files(run: Path, recipe: dict) -> None:
     folder = Folder(run, say=lambda text: None)
     folder.inspect(recipe)
     folder.starts(0.0, 0.0)
-    _recorded(run)
+    recorded_by(run)
     saved = folder._saved_recipe()
     assert saved is None or isinstance(saved, dict)
 
@@ -98,7 +98,7 @@ def _read_mirror(address: str, run: Path, recipe: dict) -> None:
     assert _who(owner).isprintable()
     MirroredFolder(run, address, say=lambda text: None).inspect(recipe)
     fetcher = Fetcher(
-        bucket,
+        address,
         Store(run / "checkpoints"),
         rank=0,
         leader=0,

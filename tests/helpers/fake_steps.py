@@ -16,7 +16,7 @@ from oneloop.ema import EMA
 from oneloop.evaluation import evaluating
 from oneloop.job.build import Job, build_job
 from oneloop.job.model import build_model
-from oneloop.job.preflight import Preflight, metric_names
+from oneloop.job.preflight_result import Preflight, metric_names
 from oneloop.launch.processes import Run
 from oneloop.loop.gradients import Gradients
 from oneloop.measure.meter import Meter

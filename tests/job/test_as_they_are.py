@@ -347,7 +347,7 @@ class Counting(nn.Module):
 def without_preflight(words: list[str]) -> None:
     """Train without the preflight check."""
     import oneloop.train as module
-    from oneloop.job.preflight import Preflight
+    from oneloop.job.preflight_result import Preflight
 
     module.preflight = lambda *_: Preflight(draws=True)
     here(words)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.job.preflight import Preflight
+from oneloop.job.preflight_result import Preflight
 from oneloop.loop import start_lines
 from oneloop.loop.start_lines import _promise, _slow_averages
 from worlds import ROOT

@@ -24,7 +24,7 @@ from oneloop.tasks.rows import file_rows
 from oneloop.tasks.rows.arrow_tables import tables as of_files
 from oneloop.tasks.rows.cache import content_of
 from oneloop.tasks.rows.find_files import found
-from oneloop.tools.after_training.trained_model import recipe_of
+from oneloop.tools.after_training.recorded_task import recipe_of
 from worlds import run, train
 
 

@@ -19,8 +19,8 @@ TASKS = {
 
 TOOLS = {
     # Commands: each module has a function with the name of the command.
-    "doctor": ("tools.doctor.command", "tools.elastic", "tools.accelerate_variables"),
-    "plan": ("tools.plan.command", "tools.accelerate_variables"),
+    "doctor": ("tools.doctor.command", "tools.elastic"),
+    "plan": ("tools.plan.command",),
     "check": ("tools.check.command", "tasks"),
     "report": ("tools.report.command", "tools.run_reader"),
     "compare": ("tools.compare.command", "tools.run_reader", "tools.terminal_charts"),
@@ -39,7 +39,7 @@ TOOLS = {
     "graph": ("tools.graph",),
     "report page": ("tools.report.page", "tools.run_reader"),
     "template": ("tasks.template",),
-    "elastic": ("tools.elastic.elastic", "tools.accelerate_variables"),
+    "elastic": ("tools.elastic.elastic",),
     "first difference": ("tools.compare.first_difference",),
     "after training": ("tools.after_training.evaluate_and_predict",),
 }

@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -141,6 +141,24 @@ class SaveInProgress:
                 WRITER, device=self._device, uploads=self.uploads, heard=self._heard
             )
         return self._process
+
+    def mirror(
+        self, address: str, *, lease: tuple[int, Mapping[str, Any]], counts: bool, limit: float
+    ) -> None:
+        """Also write to a mirror from now on; see :meth:`Checkpoints.mirror`."""
+        # Rank 0 copies the run folder. If there is none, every rank writes its own shard.
+        owns = self._rank == 0
+        if counts or owns:
+            self.uploads = UploadSettings(
+                address=address,
+                run=str(self._store.root.parent.absolute()),
+                limit=limit,
+                counts=counts,
+                lease=lease,
+                owns=owns,
+            )
+        if owns:
+            self.start()  # it renews the lease
 
     def _heard(self, news: News) -> None:
         """Receive news of the uploads; report when they begin to fail, and when they work again."""

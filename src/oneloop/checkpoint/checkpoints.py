@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from oneloop.basics.base_models import BaseModel
-from oneloop.basics.bucket import Bucket
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.tensors import optimizer_tensors
 from oneloop.basics.untrusted import Form
@@ -41,7 +40,6 @@ from oneloop.checkpoint.state_dict import (
     optimizer_values,
 )
 from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_in, step_of
-from oneloop.checkpoint.uploads import UploadSettings
 
 _LONG = timedelta(days=1)
 """time-out of collectives: one rank may read or write for hours"""
@@ -226,7 +224,7 @@ class Checkpoints:
             limit: bytes per second of one process; 0: no limit.
         """
         self.fetcher = Fetcher(
-            Bucket(address),
+            address,
             self.store,
             rank=self.rank,
             leader=self._leader,
@@ -236,18 +234,7 @@ class Checkpoints:
         )
         self._counts = counts
 
-        # Rank 0 copies the run folder. If there is none, every rank writes its own shard.
-        if counts or self.rank == 0:
-            self.saving.uploads = UploadSettings(
-                address=address,
-                run=str(self.store.root.parent.absolute()),
-                limit=limit,
-                counts=counts,
-                lease=lease,
-                owns=self.rank == 0,
-            )
-        if self.rank == 0:
-            self.saving.start()  # it renews the lease
+        self.saving.mirror(address, lease=lease, counts=counts, limit=limit)
 
     def _gather(self, value: Any) -> list[Any]:
         """Return a value of all ranks. Collective."""

@@ -24,7 +24,7 @@ class Fetcher:
     """Fetches checkpoints of a mirror into hidden folders of a run: each block once per host.
 
     Args:
-        bucket: the mirror.
+        address: of the mirror.
         store: the checkpoints folder of the run.
         rank: of this process.
         leader: the first rank of this host.
@@ -35,7 +35,7 @@ class Fetcher:
 
     def __init__(
         self,
-        bucket: Bucket,
+        address: str,
         store: Store,
         *,
         rank: int,
@@ -44,7 +44,7 @@ class Fetcher:
         gather: Callable[..., Any],
         say: Callable[..., None],
     ) -> None:
-        self._bucket = bucket
+        self._bucket = Bucket(address)
         self._store = store
         self._rank = rank
         self._leader = leader

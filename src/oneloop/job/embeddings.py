@@ -14,7 +14,7 @@ from oneloop.job.build import Job
 from oneloop.job.float64 import batch_in_float64, in_float64
 from oneloop.job.restore import has_drawn, random_states
 from oneloop.job.sample_sums import AGREE, FLOAT64, DrawWatch, without_draws
-from oneloop.job.trial_passes import Samples, make_batch
+from oneloop.job.trial_samples import Samples, make_batch
 from oneloop.launch.processes import Run
 from oneloop.task_protocol.protocol_checks import Contract
 from oneloop.task_protocol.whole_batch import (

@@ -8,31 +8,20 @@ import json
 import os
 import socket
 import time
-from dataclasses import dataclass, replace
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
-from oneloop.basics.seeds import reseed
 from oneloop.basics.untrusted import read_json
-from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.seeded_samples import SeededSamples
-from oneloop.data.step_batches import transferred
-from oneloop.ema import EMA
-from oneloop.job.build import Job, build_job
-from oneloop.job.two_passes import TwoPasses
-from oneloop.launch.processes import Run, start
-from oneloop.machine.micro_batch import Attempt, Child, Steps, is_outside_of_allocator, search
-from oneloop.machine.torch_settings import float32_products
-from oneloop.optim.clip import clip_, global_norm
+from oneloop.job.build import Job
+from oneloop.job.trial_steps import Trial
+from oneloop.launch.processes import Run
+from oneloop.machine.micro_batch import Attempt, Child, is_outside_of_allocator, search
 from oneloop.recipe.schema import Recipe
-from oneloop.task_protocol.whole_batch import is_whole_batch
 
 _RANK_VARS = (
     "RANK",
@@ -49,114 +38,6 @@ _RANK_VARS = (
     "ACCELERATE_CPU_AFFINITY",
 )
 """environment variables of launchers, which a process that trains alone must not see"""
-_CONNECT = timedelta(seconds=60)  # the time that trial processes have to connect
-
-
-@dataclass(frozen=True)
-class Trial:
-    """Full training steps of a recipe's job, run in a separate process."""
-
-    recipe: Recipe
-
-    def __call__(self) -> Steps:
-        # Set up the process as for the run.
-        machine = self.recipe.machine
-        run = start(
-            device=machine.device,
-            sync_each_batch=machine.sync_each_batch,
-            deterministic=machine.deterministic,
-            connect=_CONNECT,
-        )
-        float32_products(machine.matmul, benchmark=machine.cudnn_benchmark)
-        if run.device.type in ("cuda", "mps"):
-            # Leave room for buffers of DDP and NCCL. An Apple GPU would use disk space.
-            torch.get_device_module(run.device).set_per_process_memory_fraction(0.95)
-
-        # Build the job, and find its largest samples.
-        share = self.recipe.batch.size // run.ranks  # samples of a step on this process
-        job = build_job(
-            self.recipe,
-            ranks=run.ranks,
-            sharded=run.sharded,
-            device=run.device.type,
-            micro=max(1, share),
-        )
-        model = run.prepare(job.model, blocks=job.built.blocks)
-        optimizer = job.make_optimizer(model)
-        emas = [EMA(model, optimizer=optimizer, **ema) for ema in job.emas]
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        largest = by_size(job)
-
-        def steps(micro: int) -> None:
-            # Two micro-batches if possible, so that gradients are kept and accumulated. A loss over
-            # the whole batch keeps the inputs of all micro-batches.
-            accumulate = min(2, max(1, share // micro))
-            whole = is_whole_batch(job.task)
-            number = share // micro if whole else accumulate
-            dataset = SeededSamples(job.train_set, seed=self.recipe.seed)
-            samples = [dataset[0, largest[n % len(largest)]] for n in range(micro)]
-            collated = [job.collate(samples) for _ in range(number)]
-            batches = [*transferred((batch for batch, _ in collated), run.device, pinned=False)]
-
-            # A loss over the whole batch makes its first pass.
-            loss_of = job.task.loss
-            if whole:
-                again = replace(job, layout=BatchLayout(self.recipe.batch.size, run.ranks, micro))
-                passes = TwoPasses(
-                    again, run, model, lambda _: reseed(run.device, self.recipe.seed, others=True)
-                )
-                loss_of = passes.loss
-                batches = passes.first(batches)
-
-            # Accumulate gradients.
-            run.accelerator.gradient_accumulation_steps = accumulate
-            for batch, (_, weight) in zip(batches[:accumulate], collated, strict=False):
-                with run.accelerator.accumulate(model):
-                    loss, _ = loss_of(model, batch)
-                    run.accelerator.backward(loss / max(weight, 1.0))
-
-            # Update weights and EMA weights.
-            norm = global_norm(parameters)
-            clip_(parameters, self.recipe.optimizer.clip, norm)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            for ema in emas:
-                ema.update(micro)
-            if run.device.type != "cpu":
-                torch.accelerator.synchronize()
-
-        return steps
-
-
-def by_size(job: Job, most: int | None = None) -> list[int]:
-    """Return indices of training samples, largest first; the first 4096 if all have one size.
-
-    Args:
-        job: its training set.
-        most: largest number of samples that are loaded to know their sizes.
-    """
-    if job.collate.sample_weight is not None:
-        return list(range(min(len(job.train_set), 4096)))
-
-    # Texts know their lengths.
-    lengths = getattr(job.train_set, "lengths", None)
-    if lengths is not None:
-        longest: list[int] = np.argsort(-lengths, kind="stable")[:4096].tolist()
-        return longest
-
-    sizes = loaded_sizes(job, most)
-    return sorted(range(len(sizes)), key=sizes.__getitem__, reverse=True)
-
-
-def loaded_sizes(job: Job, most: int | None = None) -> list[int]:
-    """Return the elements of each of the first ``most`` training samples, which are loaded."""
-    samples = SeededSamples(job.train_set, seed=job.recipe.seed)
-    number = len(job.train_set)
-    sizes = []
-    for index in range(min(number, most or number)):
-        batch, _ = job.collate([samples[0, index]])
-        sizes.append(sum(value.numel() for value in batch.values() if torch.is_tensor(value)))
-    return sizes
 
 
 def find_micro(recipe: Recipe, run: Run) -> int | None:

@@ -21,13 +21,8 @@ from oneloop.basics.tensors import reshard
 from oneloop.job.build import Job
 from oneloop.job.float64 import batch_in_float64, in_float64
 from oneloop.job.restore import has_drawn, random_states, restored
-from oneloop.job.trial_passes import (
-    Samples,
-    Wrapped,
-    gradients_of,
-    make_batch,
-    projections,
-)
+from oneloop.job.trial_passes import Wrapped, gradients_of, projections
+from oneloop.job.trial_samples import Samples, make_batch
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import BATCH_STATISTICS
 from oneloop.task_protocol.protocol_checks import Contract, theirs

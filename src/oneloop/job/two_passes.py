@@ -16,8 +16,8 @@ from oneloop.basics.exit_codes import Inexact
 from oneloop.basics.tensors import gathered
 from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
-from oneloop.job.preflight import tolerance_of
 from oneloop.job.restore import restored_buffers
+from oneloop.job.tolerance import tolerance_of
 from oneloop.launch.processes import Run
 from oneloop.task_protocol.whole_batch import Described, apart, check_alike, columns_of, described
 

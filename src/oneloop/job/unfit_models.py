@@ -1,4 +1,4 @@
-"""Models that cannot be trained exactly, sharded or saved: reject them before anything is written."""
+"""Reject models that cannot be trained exactly, sharded or saved, before anything is written."""
 
 import torch
 from torch import nn

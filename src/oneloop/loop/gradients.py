@@ -19,7 +19,7 @@ from oneloop.basics.exact_sums import tree_sum
 from oneloop.basics.seeds import reseed
 from oneloop.data.step_batches import Batch
 from oneloop.job.build import Job
-from oneloop.job.preflight import Preflight
+from oneloop.job.preflight_result import Preflight
 from oneloop.job.two_passes import TwoPasses
 from oneloop.launch.processes import Run
 from oneloop.loop.step_checks import step_checks

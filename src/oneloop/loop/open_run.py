@@ -5,7 +5,7 @@ from typing import Any
 from oneloop.basics.bucket import is_address
 from oneloop.data.fingerprint import fingerprint_of
 from oneloop.job.build import Job
-from oneloop.job.preflight import Preflight
+from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.counters import RunLog
 from oneloop.loop.start_lines import start_lines

@@ -34,8 +34,8 @@ from oneloop.checkpoint.weights import bare
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import Batch, loader, to_device
 from oneloop.job.build import Job
-from oneloop.job.preflight import tolerance_of
 from oneloop.job.restore import KeptTensors, restored
+from oneloop.job.tolerance import tolerance_of
 from oneloop.launch.processes import Run
 from oneloop.machine.layout_checks import DEPENDS, Checks
 

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from oneloop.ema import EMA
 from oneloop.job.build import Job
-from oneloop.job.preflight import Preflight
+from oneloop.job.preflight_result import Preflight
 from oneloop.launch.devices import missing_operators, unused
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics, has_dropout

@@ -7,7 +7,7 @@ from torch import nn
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.job.build import Job
-from oneloop.job.preflight import Preflight
+from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.repeat import Repeats
 from oneloop.machine.blocks import has_batch_statistics

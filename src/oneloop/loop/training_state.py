@@ -15,7 +15,7 @@ from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.resume import RunState
 from oneloop.ema import EMA
 from oneloop.job.build import Job
-from oneloop.job.preflight import Preflight
+from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.loop.counters import Best, Counters, Results
 from oneloop.measure.meter import Meter

@@ -15,7 +15,7 @@ from oneloop.data.fingerprint import changes, fingerprint_of
 from oneloop.data.sample_reader import read_once
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.job.build import Job
-from oneloop.job.preflight import Preflight
+from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
 from oneloop.optim.parameter_groups import LR_FACTOR
 from oneloop.recipe.comparison import difference, only_extends, same_data_path

@@ -24,16 +24,16 @@ from oneloop.basics.files import dumps
 from oneloop.basics.launcher import die_with_launcher
 from oneloop.basics.streams import replace_unknown_characters
 from oneloop.evaluation import evaluate_all
-from oneloop.launch.before_imports import is_main, reject
+from oneloop.launch.before_imports import reject
 from oneloop.launch.processes import Run, start
-from oneloop.launch.signals import leave
 from oneloop.machine.torch_settings import float32_products
 from oneloop.task_protocol.protocol import check_sets
 from oneloop.task_protocol.protocol_checks import theirs
 from oneloop.tools.after_training.command import check_file as check_file
 from oneloop.tools.after_training.command import parsed
 from oneloop.tools.after_training.prediction import predictions, write
-from oneloop.tools.after_training.trained_model import Trained, recipe_of, trained
+from oneloop.tools.after_training.recorded_task import recipe_of
+from oneloop.tools.after_training.trained_model import Trained, trained
 
 
 def perform(command: str, given: Namespace) -> tuple[Run, Any]:
@@ -103,7 +103,7 @@ def run(given: Namespace) -> NoReturn:
         if given.command == "evaluate":
             result = dumps(result) if given.json else _table(result)
         print(result, flush=True)
-    leave(exit_codes.DONE, main=is_main())
+    processes.end(exit_codes.DONE)
 
 
 def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:

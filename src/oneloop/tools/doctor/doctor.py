@@ -22,9 +22,8 @@ from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch import devices
 from oneloop.launch.before_imports import read_once
-from oneloop.launch.command import launch_options
+from oneloop.launch.command import accelerate_variables, launch_options
 from oneloop.launch.nodes import Nodes, address_towards, nodes, options
-from oneloop.tools.accelerate_variables import accelerate_variables
 from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.clocks import clock_problem, show_clock
 from oneloop.tools.elastic.node_checks import (

@@ -32,10 +32,9 @@ from oneloop.basics.launcher import HOST, register_process
 from oneloop.basics.system.processes import die_with
 from oneloop.basics.system.signals import on_stops
 from oneloop.launch.before_imports import read_once
-from oneloop.launch.command import AgentTask
+from oneloop.launch.command import AgentTask, accelerate_variables
 from oneloop.launch.nodes import Nodes, address_towards
 from oneloop.supervise.supervisor import say
-from oneloop.tools.accelerate_variables import accelerate_variables
 from oneloop.tools.elastic.agent import Agent
 from oneloop.tools.elastic.clocks import show_clock
 from oneloop.tools.elastic.rendezvous import (

@@ -28,16 +28,16 @@ from oneloop.basics.extras import how_to_install
 from oneloop.basics.system.start_methods import start_context
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
-from oneloop.job.find_micro_batch import loaded_sizes
 from oneloop.launch.agreement import where
+from oneloop.launch.command import accelerate_variables
 from oneloop.launch.nodes import Nodes
 from oneloop.launch.processes import start
 from oneloop.recipe.parse import read
 from oneloop.recipe.schema import Recipe
-from oneloop.tools.accelerate_variables import accelerate_variables
 from oneloop.tools.plan.command import Asked
 from oneloop.tools.plan.description import VARLEN, NotCounted, NotPlanned, Plan, describe
-from oneloop.tools.plan.step_costs import SAMPLED, StepCosts
+from oneloop.tools.plan.inputs import SAMPLED, may_be_larger
+from oneloop.tools.plan.step_costs import StepCosts
 
 # What fake tensors raise if a step reads a value.
 _READS = (
@@ -173,11 +173,7 @@ def _plan(asked: Asked) -> Plan:
     if kernels:
         missing.more.append(f"what the kernels of {', '.join(kernels)} allocate")
 
-    # Without lengths, only the first samples are loaded to find the largest. If these are equal, so
-    # are the others.
-    has_lengths = job.collate.sample_weight is not None or hasattr(job.train_set, "lengths")
-    unknown = not has_lengths and len(job.train_set) > SAMPLED
-    if unknown and len(set(loaded_sizes(job, SAMPLED))) > 1:
+    if may_be_larger(job):
         missing.more.append(f"samples after the first {SAMPLED}, which may be larger")
     if costs.values.read:
         name = job.recipe.optimizer.name

@@ -23,26 +23,22 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import Subset
 
 from oneloop.basics.tensors import local, reshard
-from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.seeded_samples import Batches, SeededSamples
 from oneloop.data.step_batches import Batch, Group, to_device
 from oneloop.ema import EMA
 from oneloop.evaluation import evaluate
 from oneloop.job.build import Job
-from oneloop.job.find_micro_batch import by_size
-from oneloop.job.preflight import Preflight, metric_names
+from oneloop.job.preflight_result import Preflight, metric_names
 from oneloop.launch.processes import Run
 from oneloop.loop.gradients import Gradients
 from oneloop.machine.fsdp2_units import unit_groups
 from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.task_protocol.whole_batch import is_whole_batch
 from oneloop.tools.plan.fake_mode import RealValues, empty, skip
+from oneloop.tools.plan.inputs import largest_batches, largest_samples, loaded_by, shortened
 from oneloop.tools.plan.ledger import Collective, Costs, Ledger, module_names
 from oneloop.train import accept, accumulate, update
 
 _WARM = 2  # steps before the measured ones: then the optimizer has its state, and DDP its buckets
-SAMPLED = 256  # samples of unknown size that are loaded to find the largest
 
 
 class StepCosts:
@@ -60,12 +56,7 @@ class StepCosts:
 
     def __init__(self, job: Job, run: Run, mode: FakeTensorMode | None = None) -> None:
         # Two micro-batches are enough: the first one counts for all but the last.
-        layout = job.layout
-        self._repeats = 1
-        if layout.accumulate > 2 and not job.exact and not is_whole_batch(job.task):
-            self._repeats = layout.accumulate - 1
-            size = 2 * run.ranks * layout.each
-            job = replace(job, layout=BatchLayout(size, run.ranks, layout.each))
+        job, self._repeats = shortened(job, run)
         self.job = job
         self.run = run
         self._mode = mode
@@ -73,7 +64,7 @@ class StepCosts:
         self.values = RealValues(self.ledger)
         self._laps: list[tuple[Counter[Collective], Counter[str]]] = []
         run.accelerator.gradient_accumulation_steps = job.layout.accumulate
-        self._inputs = self._loaded(job, job.layout.each, job.layout.accumulate)
+        self._inputs = self._loaded()
 
         # Build the model, the optimizer and EMAs.
         with self._working():
@@ -168,15 +159,9 @@ class StepCosts:
             _, outputs = self.job.task.loss(self.model, batch)
         return metric_names(outputs)
 
-    def _loaded(self, job: Job, micro: int, number: int) -> list[tuple[Batch, float]]:
+    def _loaded(self) -> list[tuple[Batch, float]]:
         """Return micro-batches of the largest samples, with their weights."""
-        largest = by_size(job, SAMPLED)
-        samples = SeededSamples(job.train_set, seed=job.recipe.seed)
-        places = [(0, largest[position % len(largest)]) for position in range(micro * number)]
-        load = Batches(samples, job.collate)
-        batches = []
-        for start in range(0, micro * number, micro):
-            batches.append(load[places[start : start + micro]])
+        batches = largest_batches(self.job)
         if self._mode is None:  # fake tensors stay on the CPU, as the fake model does
             batches = [(to_device(batch, self.run.device), weight) for batch, weight in batches]
         self._see(batch for batch, _ in batches)
@@ -303,13 +288,10 @@ class StepCosts:
         if not sets:
             return None
         micro = job.recipe.eval.micro or job.layout.each
-        largest = by_size(replace(job, train_set=sets[0]), SAMPLED)
-        number = 3 * micro * run.ranks
-        indices = [largest[position % len(largest)] for position in range(number)]
+        indices = largest_samples(replace(job, train_set=sets[0]), 3 * micro * run.ranks)
 
         # Batches and the task's metrics are real, also in fake mode.
-        load = Batches.__getitem__
-        loading = patch.object(Batches, "__getitem__", lambda *given: self._outside(load, *given))
+        loading = loaded_by(self._outside)
         metrics = getattr(job.task, "metrics", None)
         measuring: Any = nullcontext()
         if metrics is not None:

@@ -1,0 +1,76 @@
+"""The recipe and the task that a run has recorded, and whose code it would run."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import printable
+from oneloop.basics.untrusted import read_json
+from oneloop.launch.before_imports import is_main
+from oneloop.recipe.class_paths import CHOICES, from_there, source
+from oneloop.recipe.parse import read_again, task_name
+from oneloop.recipe.schema import Recipe
+from oneloop.tools.after_training.command import recipe_file
+
+_RECORDED = {"task?": str, "recorded?": {"task": str}, "eval_micro?": int | None}
+
+
+def recipe_of(run: Path, *, command: str, task: str | None = None) -> Recipe:
+    """Return the recipe of a run; print the file of its task, if it is the user's.
+
+    Args:
+        run: The run folder.
+        command: Name of the command, for the line.
+        task: Overrides the recorded task; you must trust its file.
+
+    Raises:
+        BadInput: The run folder has no recipe.
+    """
+    file = recipe_file(run)
+    name = task or _trusted(task_name(file), run)
+    place = source("task", name) if is_main() else None
+    if place:
+        line = f"oneloop {command}: task.name {name} of {file} is imported from {place}"
+        print(printable(line), file=sys.stderr)
+    return read_again(file, task=name)
+
+
+def _trusted(name: str, run: Path) -> str:
+    """Return the run's task, or raise BadInput: the user must say whose code to run.
+
+    A file is trusted if it is below the current directory, and not in the run folder."""
+    if name in CHOICES["task"]:
+        return name
+    here = Path.cwd().resolve()
+    there = run.resolve()
+    recorded = Path(str(recorded_by(run).get("task", "unknown"))).resolve()
+    if recorded.is_relative_to(here) and not recorded.is_relative_to(there):
+        name = from_there(name, recorded)
+
+    # Find the file that would be imported; None: an installed module.
+    place = source("task", name)
+    if ":" in name and recorded.is_file() and place is not None and not place.exists():
+        place = recorded  # imported from its recorded path
+    elif place is None or not (
+        place.is_relative_to(there) or (":" in name and not place.is_relative_to(here))
+    ):
+        return name
+
+    where = "which is not below the current folder"
+    if place.is_relative_to(there):
+        where = "which is in the run folder"
+    trust = f"--task {place}:{name.rpartition(':')[2].rpartition('.')[2]}"
+    raise BadInput(
+        f"{run}: its task {name} would be imported from {place}, {where}; to trust that file, "
+        f"set {trust}"
+    )
+
+
+def recorded_by(run: Path) -> dict[str, Any]:
+    """Return what environment.json says about task and evaluation; empty if it cannot be read."""
+    try:
+        about: dict[str, Any] = read_json(run / "environment.json", _RECORDED)
+    except (OSError, ValueError):
+        return {}
+    return about
