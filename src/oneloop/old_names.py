@@ -27,7 +27,12 @@ _MOVED = {
 """modules and folders by their old names, both below ``oneloop``"""
 
 _DIVIDED = {
+    "after.trained_model": (
+        "tools.after_training.trained_model",
+        "tools.after_training.recorded_task",
+    ),
     "data.rows.cache": ("tasks.rows.cache", "data.fingerprint"),
+    "plan.step_costs": ("tools.plan.step_costs", "tools.plan.inputs"),
     "run.export": ("run.final_weights", "tools.export.convert", "tools.export.push"),
     "run.training_state": ("loop.training_state", "loop.open_run"),
     "show.watch": ("tools.watch.watch", "tools.terminal_charts"),
@@ -38,13 +43,11 @@ _FOLDERS = ("after", "data.rows", "plan", "show.report")
 """old names of folders"""
 
 _ROOMS = {
-    ("after", "tools.after_training"): ("trained_model",),
     ("after", "tools.compare"): ("compare_runs", "first_difference"),
     ("plan", "tools.plan"): (
         "plan",
         "planned",
         "ledger",
-        "step_costs",
         "gpus",
         "changes",
         "description",

@@ -6,6 +6,8 @@ from oneloop.basics.duration import Duration, Scale, is_time
 from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.parse import recipe
 
+pytestmark = pytest.mark.covers("oneloop.basics.duration")
+
 SCALE = Scale(batch=64, epoch=1000, sample_tokens=128)
 
 

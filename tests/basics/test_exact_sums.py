@@ -14,6 +14,14 @@ from oneloop.optim.adamw import AdamW
 from oneloop.optim.muon import Muon
 from oneloop.optim.sgd import SGD
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.exact_sums",
+    "oneloop.measure.fingerprint",
+    "oneloop.optim.adamw",
+    "oneloop.optim.muon",
+    "oneloop.optim.sgd",
+)
+
 
 def drawn(*sizes: int, spread: float = 4.0, seed: int = 0) -> list[torch.Tensor]:
     """Return tensors whose values differ by many powers of two."""

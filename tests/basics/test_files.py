@@ -8,6 +8,8 @@ import pytest
 
 from oneloop.basics.files import replacing
 
+pytestmark = pytest.mark.covers("oneloop.basics.files")
+
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, shared):

@@ -14,6 +14,8 @@ from torch import nn
 
 from oneloop.basics.snapshot import Snapshot
 
+pytestmark = pytest.mark.covers("oneloop.basics.snapshot")
+
 
 class Counter:
     of_all = 0

@@ -15,6 +15,8 @@ import pytest
 from oneloop.basics.streams import never_fail, never_failing, replace_unknown_characters
 from worlds import run, train
 
+pytestmark = pytest.mark.covers("oneloop.basics.streams")
+
 TASK = """
 import torch
 from torch import nn

@@ -20,6 +20,15 @@ from oneloop.basics.system import files, memory, processes, signals
 from oneloop.checkpoint.writing_process import WritingProcess
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.system",
+    "oneloop.basics.system.files",
+    "oneloop.basics.system.memory",
+    "oneloop.basics.system.processes",
+    "oneloop.basics.system.signals",
+    "oneloop.checkpoint.writing_process",
+)
+
 PACKAGE = ROOT / "src" / "oneloop"
 ROOM = PACKAGE / "basics" / "system"
 LINUX_CHECKS = {

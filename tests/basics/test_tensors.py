@@ -8,6 +8,8 @@ from torch import nn
 
 from worlds import run
 
+pytestmark = pytest.mark.covers("oneloop.basics.tensors")
+
 DTYPES = [
     "float64",
     "float32",

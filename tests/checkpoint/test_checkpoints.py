@@ -29,6 +29,21 @@ from oneloop.checkpoint.writing_process import TORN, WritingProcess
 from oneloop.ema import EMA
 from worlds import run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.side_copies",
+    "oneloop.basics.tensors",
+    "oneloop.checkpoint.background_save",
+    "oneloop.checkpoint.checkpoints",
+    "oneloop.checkpoint.pieces",
+    "oneloop.checkpoint.save_request",
+    "oneloop.checkpoint.state_dict",
+    "oneloop.checkpoint.store",
+    "oneloop.checkpoint.writer",
+    "oneloop.checkpoint.writing_process",
+    "oneloop.ema",
+    "oneloop.optim.optimizers",
+)
+
 
 class Odd(nn.Module):
     """Uneven shards, a 0-dim parameter, buffers of several types, an empty tensor, tied weights."""

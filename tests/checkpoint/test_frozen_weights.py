@@ -17,6 +17,13 @@ from slow_cases import with_slow
 from tiny import Normed
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.base_models",
+    "oneloop.checkpoint.frozen_weights",
+    "oneloop.checkpoint.weights",
+    "oneloop.job.model",
+)
+
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 FROZEN = ["embedding.weight", "inner.bias", "inner.weight", "norm.norm.bias", "norm.norm.weight"]
 RULES = {"norm": {"freeze": True}, "inner": {"freeze": True}, "embedding": {"freeze": True}}

@@ -39,6 +39,24 @@ from oneloop.tools.after_training.recorded_task import recorded_by
 from oneloop.tools.report.page import report
 from oneloop.tools.run_reader import Follower, read_record
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.bucket",
+    "oneloop.basics.untrusted",
+    "oneloop.checkpoint.fetcher",
+    "oneloop.checkpoint.lease",
+    "oneloop.checkpoint.manifest",
+    "oneloop.checkpoint.mirror",
+    "oneloop.checkpoint.named_checkpoint",
+    "oneloop.checkpoint.saved_state",
+    "oneloop.checkpoint.store",
+    "oneloop.run.folder",
+    "oneloop.run.mirrored_folder",
+    "oneloop.run.saved_forms",
+    "oneloop.tools.after_training.trained_model",
+    "oneloop.tools.report.page",
+    "oneloop.tools.run_reader",
+)
+
 MORE = int(os.environ.get("HOSTILE", 1))  # factor of the number of hostile values
 MOST_MORE = 200 << 20  # bytes
 

@@ -30,6 +30,22 @@ from oneloop.recipe.parse import read
 from oneloop.run.mirrored_folder import MirroredFolder
 from worlds import _free_port, run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.bucket",
+    "oneloop.checkpoint.background_save",
+    "oneloop.checkpoint.checkpoints",
+    "oneloop.checkpoint.fetcher",
+    "oneloop.checkpoint.lease",
+    "oneloop.checkpoint.mirror",
+    "oneloop.checkpoint.state_dict",
+    "oneloop.checkpoint.store",
+    "oneloop.checkpoint.uploads",
+    "oneloop.recipe.schema",
+    "oneloop.run.folder",
+    "oneloop.run.mirrored_folder",
+    "oneloop.run.same_on_ranks",
+)
+
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 SLOWLY = {"SLOW": "0.04"}  # seconds for each micro-batch
 

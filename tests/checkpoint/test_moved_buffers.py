@@ -11,6 +11,13 @@ from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.store import Store, problems
 from worlds import back_to, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.manifest",
+    "oneloop.checkpoint.moved_buffers",
+    "oneloop.checkpoint.store",
+    "oneloop.loop.upkeep",
+)
+
 TASK = '''
 import torch
 from torch import nn

@@ -20,6 +20,15 @@ from oneloop.checkpoint.store import Store, problems
 from splits import distance, furthest
 from worlds import CONFIGS, HERE, back_to, run, timeless, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.background_save",
+    "oneloop.checkpoint.checkpoints",
+    "oneloop.checkpoint.resume",
+    "oneloop.checkpoint.store",
+    "oneloop.loop.training_state",
+    "oneloop.train",
+)
+
 RECIPE = """
 task: {name: tiny.Ragged, dropout: 0.1}
 batch: {size: 8}

@@ -15,6 +15,11 @@ from oneloop.data.drawn_samples import DrawnSamples
 from oneloop.data.seeded_samples import SeededSamples
 from small_models import bert
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.drawn_samples",
+    "oneloop.data.seeded_samples",
+)
+
 QUIET: dict[str, Any] = {"watch": {"quiet": True}, "track": [], "machine": {"workers": 0}}
 COLLATORS = {"tokens": transformers.DataCollatorForLanguageModeling}
 COLLATORS["whole words"] = partial(

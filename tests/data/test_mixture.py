@@ -10,6 +10,8 @@ import pytest
 
 from oneloop.data.mixture import Mixture, proportions
 
+pytestmark = pytest.mark.covers("oneloop.data.mixture")
+
 
 def mixture(weights=(0.7, 0.2, 0.1)) -> Mixture:
     return Mixture({"a": range(1000), "b": range(300), "c": range(7)}, weights)

@@ -12,6 +12,11 @@ from oneloop.basics.seeds import key
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.batch_layout",
+    "oneloop.data.order",
+)
+
 
 @pytest.mark.parametrize("size", [1, 2, 3, 10, 37, 1797, 4096, 100_003])
 def test_every_epoch_is_a_new_permutation(size):

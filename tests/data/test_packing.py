@@ -13,6 +13,11 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
 from oneloop.data.packing import Bins, Bucketed, packed
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.batch_layout",
+    "oneloop.data.packing",
+)
+
 
 def fills(bins: Bins, lengths: np.ndarray) -> list[int]:
     return sorted(int(lengths[one].sum()) for one in bins)

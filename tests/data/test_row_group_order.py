@@ -8,6 +8,8 @@ import pytest
 
 from oneloop.data.row_group_order import Windows
 
+pytestmark = pytest.mark.covers("oneloop.data.row_group_order")
+
 CASES = [
     ([5, 3, 9, 1], 2, 4),
     ([7], 1, 3),

@@ -20,6 +20,11 @@ from oneloop.data.sample_reader import CannotSend, SampleReader, _pickled, read_
 from oneloop.task_protocol.protocol_checks import theirs
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.sample_reader",
+    "oneloop.task_protocol.protocol_checks",
+)
+
 SIZE = 48
 KINDS = ("file", "database", "rows in turn", "file of collate")
 

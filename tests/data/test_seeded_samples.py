@@ -17,6 +17,11 @@ from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, groups
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.seeded_samples",
+    "oneloop.data.step_batches",
+)
+
 SIZE, MIDDLE = 40, 17
 
 DRAWS = {  # added to sample ``index``

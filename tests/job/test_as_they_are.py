@@ -25,6 +25,22 @@ from silent_cases import ALL, BASE
 from tiny import Ragged, training_flops
 from worlds import ROOT, here, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.model",
+    "oneloop.job.preflight",
+    "oneloop.job.trial_passes",
+    "oneloop.machine.recompute",
+    "oneloop.optim.optimizers",
+    "oneloop.recipe.key_rules",
+    "oneloop.tasks.causal_lm",
+    "oneloop.tasks.columns",
+    "oneloop.tasks.language.texts",
+    "oneloop.tasks.rows.arrow_tables",
+    "oneloop.tasks.rows.find_files",
+    "oneloop.tasks.rows.open_data",
+    "oneloop.tools.run_reader",
+)
+
 # --- models
 # --------------------------------------------------------------------------------------------------
 

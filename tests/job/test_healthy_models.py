@@ -12,6 +12,14 @@ import pytest
 from healthy_models import HEALTHY
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.preflight",
+    "oneloop.job.sample_sums",
+    "oneloop.job.trial_passes",
+    "oneloop.loop.repeat",
+    "oneloop.loop.start_lines",
+)
+
 LAYOUTS = tuple(product(("single", "ddp", "fsdp2"), (False, True)))
 """configurations (one process, or two), and whether ``batch.grain`` is set"""
 QUICK = [("Bert", "single", True), ("TimmVit", "ddp", False)]

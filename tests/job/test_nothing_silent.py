@@ -11,6 +11,17 @@ from silent_cases import ALL, Case, files, words
 from slow_cases import with_slow
 from worlds import here, run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.build",
+    "oneloop.job.model",
+    "oneloop.job.preflight",
+    "oneloop.loop.start_lines",
+    "oneloop.optim.optimizers",
+    "oneloop.recipe.expected",
+    "oneloop.run.compatibility",
+    "oneloop.task_protocol.protocol_checks",
+)
+
 
 def laid(folder: Path, case: Case) -> set[Path]:
     for name, content in files(case).items():

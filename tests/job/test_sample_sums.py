@@ -13,6 +13,20 @@ from oneloop.job.trial_passes import projections
 from oneloop.tools.prove.prove import _Proof
 from worlds import run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.tensors",
+    "oneloop.job.float64",
+    "oneloop.job.preflight",
+    "oneloop.job.sample_contents",
+    "oneloop.job.sample_sums",
+    "oneloop.job.trial_passes",
+    "oneloop.loop.start_lines",
+    "oneloop.machine.fsdp2_units",
+    "oneloop.task_protocol.protocol_checks",
+    "oneloop.task_protocol.whole_batch",
+    "oneloop.tools.prove.prove",
+)
+
 NOT_A_SUM = ["for samples whose losses are", "additive = False"]
 GRADIENT = ["the gradient of", "is not the sum"]
 STORED = ["the training set changes what it stores"]

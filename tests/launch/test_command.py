@@ -13,6 +13,8 @@ import pytest
 from oneloop.basics.exit_codes import BadInput
 from oneloop.launch.command import _of_one_process, config_file, split_words
 
+pytestmark = pytest.mark.covers("oneloop.launch.command")
+
 PROGRAM = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
 
 

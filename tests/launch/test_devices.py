@@ -35,6 +35,28 @@ from oneloop.optim.muon import Muon
 from oneloop.optim.sgd import SGD
 from worlds import apply, here, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.memory",
+    "oneloop.basics.seeds",
+    "oneloop.basics.system.processes",
+    "oneloop.checkpoint.pieces",
+    "oneloop.data.step_batches",
+    "oneloop.job.apple_gpu",
+    "oneloop.job.restore",
+    "oneloop.launch.devices",
+    "oneloop.launch.interpreter",
+    "oneloop.launch.processes",
+    "oneloop.loop.training_state",
+    "oneloop.machine.recompute",
+    "oneloop.optim.adamw",
+    "oneloop.optim.bad_step_guard",
+    "oneloop.optim.bad_step_policy",
+    "oneloop.optim.elementwise",
+    "oneloop.optim.muon",
+    "oneloop.optim.sgd",
+    "oneloop.run.compatibility",
+)
+
 CUDA = torch.device("cuda")
 
 

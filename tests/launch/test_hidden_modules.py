@@ -22,6 +22,15 @@ from oneloop.show.tracking import check_trackers
 from oneloop.task_protocol.protocol import check_sets
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.weights",
+    "oneloop.launch.hidden_modules",
+    "oneloop.measure.noise_scale",
+    "oneloop.recipe.class_paths",
+    "oneloop.show.tracking",
+    "oneloop.task_protocol.protocol",
+)
+
 TASK = """
 from torch import nn
 class Task:

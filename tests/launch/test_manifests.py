@@ -23,6 +23,12 @@ from oneloop.launch.nodes import options
 from oneloop.recipe.parse import check_keys
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.exit_codes",
+    "oneloop.launch.nodes",
+    "oneloop.recipe.parse",
+)
+
 KUBERNETES = [*yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text())]
 SKYPILOT = yaml.safe_load((ROOT / "launch" / "skypilot.yaml").read_text())
 KINDS = {

@@ -40,6 +40,22 @@ from oneloop.tools.elastic.node_checks import NodeFacts, compared
 from oneloop.tools.elastic.signed_backend import agree_on_secret, secret
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.launcher",
+    "oneloop.launch.command",
+    "oneloop.launch.nodes",
+    "oneloop.launch.processes",
+    "oneloop.run.entry",
+    "oneloop.supervise.ranks",
+    "oneloop.tools.elastic.agent",
+    "oneloop.tools.elastic.bounded_store",
+    "oneloop.tools.elastic.clocks",
+    "oneloop.tools.elastic.elastic",
+    "oneloop.tools.elastic.node_checks",
+    "oneloop.tools.elastic.rendezvous",
+    "oneloop.tools.elastic.signed_backend",
+)
+
 SLURM = {
     "SLURM_STEP_NUM_NODES": "4",
     "SLURM_STEP_ID": "0",

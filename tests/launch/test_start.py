@@ -8,6 +8,14 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.covers(
+    "oneloop.cli",
+    "oneloop.launch.before_imports",
+    "oneloop.launch.processes",
+    "oneloop.show.tracking",
+    "oneloop.train",
+)
+
 SLOW = (
     "torchmetrics",
     "torchvision",

@@ -12,6 +12,12 @@ import pytest
 
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.__main__",
+    "oneloop.basics.system",
+    "oneloop.launch.before_imports",
+)
+
 WINDOWS = ROOT / "tests" / "helpers" / "on_windows"
 (SCRIPT,) = re.findall(r'^oneloop = "(.*):main"$', (ROOT / "pyproject.toml").read_text(), re.M)
 PROGRAMS = {

@@ -19,6 +19,28 @@ from splits import BATCH, distance, expected, trained
 from worlds import back_to, fresh, run, train
 from zoo_outcomes import Runs
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.tensors",
+    "oneloop.checkpoint.moved_buffers",
+    "oneloop.data.sample_reader",
+    "oneloop.data.step_batches",
+    "oneloop.job.preflight",
+    "oneloop.job.restore",
+    "oneloop.job.sample_sums",
+    "oneloop.launch.processes",
+    "oneloop.loop.gradients",
+    "oneloop.loop.repeat",
+    "oneloop.loop.step_checks",
+    "oneloop.loop.steps",
+    "oneloop.machine.contents",
+    "oneloop.machine.layout_checks",
+    "oneloop.machine.recompute",
+    "oneloop.run.same_on_ranks",
+    "oneloop.task_protocol.evaluation_sums",
+    "oneloop.task_protocol.metric_states",
+    "oneloop.train",
+)
+
 # --- the bugs: each replaces one component by a wrong one, in this process only
 # ---------------------------------------
 

@@ -18,6 +18,12 @@ from oneloop.basics.seeds import other_states, set_other_states
 from oneloop.run.compatibility import differences
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.seeds",
+    "oneloop.loop.gradients",
+    "oneloop.run.compatibility",
+)
+
 DRAWN = {
     "numpy": np.random.random_sample,
     "gauss": np.random.standard_normal,

@@ -10,6 +10,13 @@ import pytest
 from splits import words
 from worlds import run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.device_flag",
+    "oneloop.loop.step_checks",
+    "oneloop.loop.steps",
+    "oneloop.train",
+)
+
 READS = ("aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero", "aten::masked_select")
 
 

@@ -13,6 +13,12 @@ from oneloop.job.restore import KeptTensors
 from oneloop.loop.repeat import Repeats, _Pass
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.build",
+    "oneloop.job.restore",
+    "oneloop.loop.repeat",
+)
+
 WORDS = ["--batch.size", "16", "--batch.micro", "4", "--duration", "16", "--machine.dtype"]
 WORDS += ["float64", "--track", "none", "--log.every", "1", "--machine.workers", "0"]
 WORDS += ["--eval.every", "0", "--save.every", "4", "--machine.check_every", "4"]

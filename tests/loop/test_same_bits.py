@@ -20,6 +20,15 @@ from own_files import rows, write
 from same_bits import SPLITS, different, digest, history, trained
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.seeds",
+    "oneloop.loop.gradients",
+    "oneloop.machine.reduction",
+    "oneloop.run.compatibility",
+    "oneloop.tools.compare.first_difference",
+    "oneloop.train",
+)
+
 COMMON = [
     "--ema.half_life",
     "200 samples",

@@ -7,6 +7,12 @@ import torch
 
 from splits import distance, expected, furthest, trained
 
+pytestmark = pytest.mark.covers(
+    "oneloop.loop.gradients",
+    "oneloop.loop.steps",
+    "oneloop.train",
+)
+
 # (ranks, accumulation, strategy)
 SPLITS = [
     (1, 1, "single"),

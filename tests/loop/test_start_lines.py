@@ -16,6 +16,12 @@ from oneloop.loop import start_lines
 from oneloop.loop.start_lines import _promise, _slow_averages
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.preflight",
+    "oneloop.loop.start_lines",
+    "oneloop.run.environment",
+)
+
 ALWAYS = r"bit-identical(?! only)"  # without a condition
 CONDITIONS = {"machine.deterministic", "batch.grain"}
 

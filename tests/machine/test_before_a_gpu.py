@@ -31,6 +31,17 @@ from oneloop.tasks.language.attention import attend_within_documents, causal
 from oneloop.tools.plan.step_costs import StepCosts
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.machine.mixed_precision",
+    "oneloop.machine.torch_settings",
+    "oneloop.optim.bad_step_guard",
+    "oneloop.optim.bad_step_policy",
+    "oneloop.optim.clip",
+    "oneloop.tasks.image_models",
+    "oneloop.tasks.language.attention",
+    "oneloop.tools.plan.step_costs",
+)
+
 SMALL_GPT = ["gpt", "--task.width", "32", "--task.heads", "2", "--task.layers", "1"]
 
 

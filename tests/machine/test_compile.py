@@ -15,6 +15,13 @@ from oneloop.machine.recompute import recompute
 from small_models import Transformer, fresh, gradients
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.preflight",
+    "oneloop.job.trial_passes",
+    "oneloop.machine.compile",
+    "oneloop.machine.recompute",
+)
+
 GPT = [
     "gpt",
     "--task.layers",

@@ -9,6 +9,11 @@ from torch import nn
 from oneloop.basics.exit_codes import Inexact
 from oneloop.machine.contents import Contents
 
+pytestmark = pytest.mark.covers(
+    "oneloop.machine.contents",
+    "oneloop.machine.small_tensors",
+)
+
 
 class Net(nn.Module):
     def __init__(self, width: int = 4) -> None:

@@ -16,6 +16,12 @@ from own_files import anonymous
 from tiny import Ragged
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.model",
+    "oneloop.machine.load_in_turn",
+    "oneloop.tasks.transformers_models",
+)
+
 
 class Many(Ragged):
     """A task whose model is large enough for the memory message."""

@@ -29,6 +29,11 @@ from oneloop.machine.micro_batch import (
 from tiny import Ragged
 from worlds import CONFIGS, HERE, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.find_micro_batch",
+    "oneloop.machine.micro_batch",
+)
+
 
 class Heavy(Ragged):
     """Run out of memory above a micro-batch size, which may differ between ranks."""

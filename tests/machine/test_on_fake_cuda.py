@@ -25,6 +25,17 @@ from oneloop.task_protocol.evaluation_metrics import Retrieval
 from oneloop.tasks.language.logit_chunks import tokens_of_a_chunk
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.tensors",
+    "oneloop.data.step_batches",
+    "oneloop.machine.recompute",
+    "oneloop.machine.torch_settings",
+    "oneloop.optim.bad_step_guard",
+    "oneloop.optim.bad_step_policy",
+    "oneloop.task_protocol.evaluation_metrics",
+    "oneloop.tasks.language.logit_chunks",
+)
+
 PRECISIONS = ("no", "bf16", "fp16")
 
 # cases that run without -m slow: each kind of attention, whole-batch losses, each precision

@@ -32,6 +32,17 @@ from oneloop.task_protocol.metric_collection import on_device
 from oneloop.tasks.text_regression import TextRegression
 from worlds import ROOT, run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.api",
+    "oneloop.basics.wide_sums",
+    "oneloop.data.step_batches",
+    "oneloop.evaluation",
+    "oneloop.job.apple_gpu",
+    "oneloop.task_protocol.evaluation_metrics",
+    "oneloop.task_protocol.metric_collection",
+    "oneloop.tasks.text_regression",
+)
+
 CPU = torch.device("cpu")
 MPS = torch.device("mps")
 

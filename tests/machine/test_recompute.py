@@ -22,6 +22,13 @@ from oneloop.machine.recompute import parsed, recompute
 from small_models import fresh, gradients
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.seeds",
+    "oneloop.machine.blocks",
+    "oneloop.machine.recompute",
+    "oneloop.tasks.causal_lm",
+)
+
 
 @pytest.mark.parametrize(
     ("mode", "saved"), [("full", 0.6), ("every:2", 0.3), ("every:5", 0.05), ("selective", 0.3)]

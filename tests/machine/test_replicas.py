@@ -11,6 +11,12 @@ from oneloop.basics.tensor_hash import tensor_hash
 from tiny import Ragged
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.tensor_hash",
+    "oneloop.loop.start_lines",
+    "oneloop.machine.replicas",
+)
+
 
 class Flipping(Ragged):
     """Flip one bit of one rank's weights between the fifth step and the sixth."""

@@ -11,6 +11,8 @@ import torch
 from oneloop.machine.torch_settings import float32_products, float32_restored
 from worlds import run
 
+pytestmark = pytest.mark.covers("oneloop.machine.torch_settings")
+
 PAIRS = [
     (backend, part)
     for backend, parts in {

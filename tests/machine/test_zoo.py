@@ -13,6 +13,13 @@ from worlds import _free_port, run, train
 from zoo import ZOO
 from zoo_outcomes import COMMON, PATIENCE, Runs, expected, fits, outcome, table
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.preflight",
+    "oneloop.loop.gradients",
+    "oneloop.loop.step_checks",
+    "oneloop.machine.layout_checks",
+)
+
 QUICK = [
     ("Transposed", "ddp", True),
     pytest.param("Transposed", "fsdp2", False, marks=pytest.mark.slow),

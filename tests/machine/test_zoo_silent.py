@@ -18,6 +18,16 @@ from worlds import World, back_to
 from zoo_outcomes import Runs, table
 from zoo_silent import ANY, SILENT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.tensor_hash",
+    "oneloop.loop.start_lines",
+    "oneloop.loop.step_checks",
+    "oneloop.machine.contents",
+    "oneloop.machine.fsdp2_units",
+    "oneloop.machine.layout_checks",
+    "oneloop.machine.small_tensors",
+)
+
 QUICK = [
     ("WrittenByNumpy", "single", True),
     ("MomentumQueue", "ddp", True),

@@ -34,6 +34,17 @@ from oneloop.tools.plan.ledger import Ledger
 from tiny import Ragged, Sequences, training_flops
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.measure.advice",
+    "oneloop.measure.clock",
+    "oneloop.measure.flops",
+    "oneloop.measure.meter",
+    "oneloop.measure.update_ratio",
+    "oneloop.show.metrics_file",
+    "oneloop.tasks.causal_lm",
+    "oneloop.tools.plan.ledger",
+)
+
 TEXT = str(ROOT / "docs" / "reference" / "data.md")
 
 

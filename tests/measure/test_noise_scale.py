@@ -14,6 +14,11 @@ from oneloop.measure.noise_scale import NoiseScale, Sensor, meaning
 from tiny import Ragged
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.measure.noise_scale",
+    "oneloop.optim.clip",
+)
+
 WIDTH, DISTANCE = 40, 2.0
 
 

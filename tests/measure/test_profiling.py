@@ -14,6 +14,11 @@ from oneloop.basics.duration import span
 from oneloop.measure.profiling import covered, exposed
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.duration",
+    "oneloop.measure.profiling",
+)
+
 WORDS = [
     "r.yaml",
     "--batch.size",

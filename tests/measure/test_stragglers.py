@@ -13,6 +13,8 @@ import torch
 from oneloop.measure.stragglers import DeviceTime, Stragglers
 from worlds import run, train
 
+pytestmark = pytest.mark.covers("oneloop.measure.stragglers")
+
 TASK = '''
 import os, time, torch
 from torch import nn

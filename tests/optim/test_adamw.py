@@ -7,6 +7,11 @@ import copy
 import pytest
 import torch
 
+pytestmark = pytest.mark.covers(
+    "oneloop.optim.adamw",
+    "oneloop.optim.parameter_groups",
+)
+
 
 def pair(dtype=torch.float32) -> list[tuple[torch.nn.Module, torch.optim.Optimizer]]:
     """Build the same model twice: with oneloop's AdamW (kept lists) and with torch's AdamW."""

@@ -13,6 +13,14 @@ from oneloop.optim.clip import global_norm
 from oneloop.optim.optimizers import adamw, build, muon, sgd
 from tiny import backward, three_layers
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.device_flag",
+    "oneloop.optim.bad_step_guard",
+    "oneloop.optim.bad_step_policy",
+    "oneloop.optim.clip",
+    "oneloop.optim.optimizers",
+)
+
 
 @pytest.mark.parametrize("make", [adamw, sgd, muon, torch.optim.RMSprop, torch.optim.Adafactor])
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

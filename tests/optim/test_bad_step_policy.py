@@ -16,6 +16,17 @@ from oneloop.optim.bad_step_guard import Guard, Window
 from oneloop.optim.bad_step_policy import BadSteps, Fault, Policy
 from worlds import run, timeless, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.store",
+    "oneloop.launch.processes",
+    "oneloop.loop.steps",
+    "oneloop.loop.upkeep",
+    "oneloop.measure.profiling",
+    "oneloop.optim.bad_step_guard",
+    "oneloop.optim.bad_step_policy",
+    "oneloop.run.entry",
+)
+
 BATCH, STEPS, SAVE = 8, 24, 5
 RMSPROP = ("--optimizer.name", "torch.optim.RMSprop")
 RECIPE = f"""

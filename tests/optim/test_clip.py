@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from oneloop.optim.clip import clip_, global_norm
 from tiny import backward, three_layers
+
+pytestmark = pytest.mark.covers("oneloop.optim.clip")
 
 
 def test_clipping_equals_torchs():

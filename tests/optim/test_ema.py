@@ -17,6 +17,14 @@ from oneloop.optim import optimizers
 from oneloop.optim.optimizers import build
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.store",
+    "oneloop.ema",
+    "oneloop.optim.optimizers",
+    "oneloop.tools.export.convert",
+    "oneloop.tools.export.power_emas",
+)
+
 RECIPE = """
 task: {name: tiny.Ragged}
 batch: {size: 8}

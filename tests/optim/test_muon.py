@@ -17,6 +17,13 @@ from oneloop.optim.matrix_rounds import rounds
 from oneloop.optim.muon import Muon, orthogonalized
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.loop.start_lines",
+    "oneloop.optim.matrix_rounds",
+    "oneloop.optim.muon",
+    "oneloop.optim.optimizers",
+)
+
 BAD = 2
 """number of the step whose gradients are NaN"""
 

@@ -11,6 +11,14 @@ from oneloop.optim.optimizers import adamw, build, set_lr, sgd, try_optimizer
 from oneloop.optim.parameter_groups import freeze
 from tiny import three_layers
 
+pytestmark = pytest.mark.covers(
+    "oneloop.job.build",
+    "oneloop.optim.bad_step_guard",
+    "oneloop.optim.optimizers",
+    "oneloop.optim.parameter_groups",
+    "oneloop.recipe.training_keys",
+)
+
 
 def test_no_weight_decay_on_vectors():
     optimizer = build(adamw, three_layers(), lr=0.1, weight_decay=0.3)

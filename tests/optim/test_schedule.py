@@ -13,6 +13,11 @@ from oneloop.loop.counters import Best, Counters
 from oneloop.optim import schedule
 from oneloop.optim.schedule import learning_rate
 
+pytestmark = pytest.mark.covers(
+    "oneloop.loop.counters",
+    "oneloop.optim.schedule",
+)
+
 SCALE = Scale(batch=10, epoch=100)
 
 

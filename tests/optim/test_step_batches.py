@@ -16,6 +16,12 @@ from splits import LR, trained
 from tiny import Normed, Ragged, Sequences
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.machine.blocks",
+    "oneloop.optim.parameter_groups",
+    "oneloop.recipe.training_keys",
+)
+
 SPLITS = [("single", 1, 2), ("ddp", 2, 1), ("fsdp2", 2, 2)]
 GROUPS = {
     "embedding": {"freeze": True},

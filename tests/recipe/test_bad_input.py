@@ -11,6 +11,17 @@ import pytest
 
 from worlds import CONFIGS, ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.__main__",
+    "oneloop.launch.accelerate_launch",
+    "oneloop.launch.agreement",
+    "oneloop.launch.command",
+    "oneloop.launch.launched",
+    "oneloop.recipe.parse",
+    "oneloop.recipe.training_keys",
+    "oneloop.train",
+)
+
 TEXT = str(ROOT / "docs" / "reference" / "data.md")
 
 EMPTY = """

@@ -18,6 +18,16 @@ from oneloop.recipe.key_parser import parser
 from oneloop.recipe.key_rules import NEEDS
 from worlds import CONFIGS, ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.launch.processes",
+    "oneloop.recipe.class_paths",
+    "oneloop.recipe.key_parser",
+    "oneloop.recipe.key_rules",
+    "oneloop.recipe.run_keys",
+    "oneloop.recipe.schema",
+    "oneloop.recipe.training_keys",
+)
+
 SHORT = [
     "--duration",
     "6",

@@ -27,6 +27,25 @@ from oneloop.tasks.rows.find_files import found
 from oneloop.tools.after_training.recorded_task import recipe_of
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.duration",
+    "oneloop.launch.processes",
+    "oneloop.recipe.parse",
+    "oneloop.recipe.training_keys",
+    "oneloop.tasks.image_classification",
+    "oneloop.tasks.language.chat",
+    "oneloop.tasks.language.conversations",
+    "oneloop.tasks.rows.arrow_tables",
+    "oneloop.tasks.rows.cache",
+    "oneloop.tasks.rows.csv_json",
+    "oneloop.tasks.rows.file_rows",
+    "oneloop.tasks.rows.find_files",
+    "oneloop.tasks.rows.images",
+    "oneloop.tasks.text_classification",
+    "oneloop.tasks.text_regression",
+    "oneloop.tools.after_training.trained_model",
+)
+
 
 @pytest.mark.parametrize(
     ("words", "expected_text"),

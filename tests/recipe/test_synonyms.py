@@ -17,6 +17,17 @@ from oneloop.recipe.parse import check_keys, read
 from oneloop.recipe.synonyms import suggestion
 from oneloop.recipe.training_keys import TaskConfig
 
+pytestmark = pytest.mark.covers(
+    "oneloop.cli",
+    "oneloop.recipe.class_paths",
+    "oneloop.recipe.key_parser",
+    "oneloop.recipe.parse",
+    "oneloop.recipe.read",
+    "oneloop.recipe.synonyms",
+    "oneloop.recipe.training_keys",
+    "oneloop.tasks.sft",
+)
+
 NEWCOMERS = {
     "epochs": "duration",
     "num_train_epochs": "duration",

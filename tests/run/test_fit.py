@@ -21,6 +21,17 @@ from oneloop.data.seeded_samples import SampleError
 from oneloop.recipe.parse import read, recipe
 from worlds import HERE, _free_port, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop",
+    "oneloop.api",
+    "oneloop.basics.exit_codes",
+    "oneloop.data.seeded_samples",
+    "oneloop.launch.interpreter",
+    "oneloop.recipe.class_paths",
+    "oneloop.recipe.parse",
+    "oneloop.recipe.read",
+)
+
 QUIET = {"track": "none", "watch": {"quiet": True}}
 
 

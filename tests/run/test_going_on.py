@@ -31,6 +31,18 @@ from oneloop.tools.run_reader import read_record
 from silent_cases import BASE, CHANGES, DAMAGE, WORDS, lay, unfinished
 from worlds import here, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.manifest",
+    "oneloop.checkpoint.store",
+    "oneloop.checkpoint.writer",
+    "oneloop.recipe.comparison",
+    "oneloop.run.compatibility",
+    "oneloop.run.final_weights",
+    "oneloop.run.folder",
+    "oneloop.show.metrics_file",
+    "oneloop.tools.run_reader",
+)
+
 
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_resume_rejects_what_has_changed(tmp_path, name):

@@ -19,6 +19,18 @@ from oneloop.checkpoint.store import Store, problems, step_of
 from splits import distance
 from worlds import CONFIGS, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.store",
+    "oneloop.launch.agreement",
+    "oneloop.loop.start_lines",
+    "oneloop.loop.upkeep",
+    "oneloop.optim.bad_step_policy",
+    "oneloop.run.entry",
+    "oneloop.run.folder",
+    "oneloop.task_protocol.protocol",
+    "oneloop.train",
+)
+
 RECIPE = (
     "task: tiny.Ragged\nbatch: {size: 8}\nduration: 30\nlog: {every: 10}\neval: {every: "
     "10}\ntrack: []\n"

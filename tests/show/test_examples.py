@@ -23,6 +23,16 @@ from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.evaluation",
+    "oneloop.show.examples",
+    "oneloop.show.pictures",
+    "oneloop.show.tracking",
+    "oneloop.task_protocol.evaluation_metrics",
+    "oneloop.tasks.causal_lm",
+    "oneloop.tools.report.page",
+)
+
 
 def looked_at() -> dict:
     """Return the examples of an untrained CNN on the validation digits."""

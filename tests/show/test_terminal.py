@@ -24,6 +24,16 @@ from oneloop.tools.terminal_charts import plotted
 from oneloop.tools.watch.watch import view, watch
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.progress",
+    "oneloop.measure.advice",
+    "oneloop.show.terminal",
+    "oneloop.tools.run_reader",
+    "oneloop.tools.terminal_charts",
+    "oneloop.tools.watch.command",
+    "oneloop.tools.watch.watch",
+)
+
 FIGURES = {"train/loss": 1.5, "train/samples_per_second": 1234.0}
 SUMMARY = {
     "exit_reason": "done",

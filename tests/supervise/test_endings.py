@@ -18,6 +18,24 @@ import pytest
 from endings import LAUNCHERS, RECIPE, faulty, summary
 from worlds import CONFIGS, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.exit_codes",
+    "oneloop.checkpoint.background_save",
+    "oneloop.data.data_workers",
+    "oneloop.data.seeded_samples",
+    "oneloop.data.step_batches",
+    "oneloop.launch.accelerate_launch",
+    "oneloop.launch.launched",
+    "oneloop.launch.signals",
+    "oneloop.run.same_on_ranks",
+    "oneloop.supervise.crash_report",
+    "oneloop.supervise.hangs",
+    "oneloop.supervise.ranks",
+    "oneloop.supervise.supervisor",
+    "oneloop.supervise.worker",
+    "oneloop.train",
+)
+
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 TWENTY = pytest.mark.parametrize(
     "repeat", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 21))]

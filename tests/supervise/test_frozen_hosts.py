@@ -15,7 +15,16 @@ import pytest
 
 import lab
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.covers(
+        "oneloop.supervise.ranks",
+        "oneloop.supervise.supervisor",
+        "oneloop.tools.elastic.agent",
+    ),
+    pytest.mark.slow,
+    pytest.mark.hosts,
+    pytest.mark.timeout(900),
+]
 KEYS = f"{lab.KEYS} --duration 300"
 LIMIT = 30.0  # seconds in which all processes have ended or begun to restart
 HOLDER = 60.0  # the same if the node of the rendezvous is stopped

@@ -19,6 +19,13 @@ from slow_disk import RATE
 from slow_runs import FROZEN, LONGER, short_time_out, slow_disk
 from worlds import run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.heartbeats",
+    "oneloop.supervise.crash_report",
+    "oneloop.supervise.hangs",
+    "oneloop.supervise.pipe",
+)
+
 
 def status(rank: int, **about) -> RankStatus:
     return RankStatus(

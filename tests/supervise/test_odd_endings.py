@@ -16,6 +16,15 @@ import pytest
 from endings import LAUNCHERS, RECIPE, faulty, summary
 from worlds import CONFIGS, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.background_save",
+    "oneloop.data.data_workers",
+    "oneloop.launch.signals",
+    "oneloop.run.entry",
+    "oneloop.supervise.crash_report",
+    "oneloop.supervise.supervisor",
+)
+
 TRAIN = [sys.executable, "-m", "oneloop.train", "f.yaml"]
 
 

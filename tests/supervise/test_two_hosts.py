@@ -12,7 +12,17 @@ from safetensors.torch import load_file
 
 import lab
 
-pytestmark = [pytest.mark.slow, pytest.mark.hosts, pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.covers(
+        "oneloop.launch.nodes",
+        "oneloop.supervise.ranks",
+        "oneloop.tools.elastic.agent",
+        "oneloop.tools.elastic.rendezvous",
+    ),
+    pytest.mark.slow,
+    pytest.mark.hosts,
+    pytest.mark.timeout(900),
+]
 KEYS = f"{lab.KEYS} --duration 100"
 LIMIT = 30.0  # seconds in which all processes have ended or begun to restart
 

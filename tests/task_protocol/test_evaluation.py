@@ -12,6 +12,13 @@ from torch import nn
 
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.evaluation",
+    "oneloop.launch.before_imports",
+    "oneloop.task_protocol.metric_collection",
+    "oneloop.tasks.image_classification",
+)
+
 SIZES = (1, 7, 16, 33)
 MICROS = (4, 16)
 

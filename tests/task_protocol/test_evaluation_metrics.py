@@ -11,6 +11,12 @@ from torch import nn
 from oneloop.task_protocol.evaluation_metrics import ClassCounts, TextSums, adapted, directions
 from worlds import run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.evaluation",
+    "oneloop.show.examples",
+    "oneloop.task_protocol.evaluation_metrics",
+)
+
 CLASSES, SAMPLES = 7, 131
 
 

@@ -24,6 +24,12 @@ from oneloop.loop.counters import Best
 from oneloop.task_protocol.evaluation_metrics import adapted, directions, scalars
 from oneloop.task_protocol.metric_collection import Collection, not_logged
 
+pytestmark = pytest.mark.covers(
+    "oneloop.loop.counters",
+    "oneloop.task_protocol.evaluation_metrics",
+    "oneloop.task_protocol.metric_collection",
+)
+
 QUIET: dict[str, Any] = {"watch": {"quiet": True}, "track": [], "machine": {"workers": 0}}
 
 

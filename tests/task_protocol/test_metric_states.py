@@ -22,6 +22,11 @@ from torchmetrics.wrappers import (
 
 from worlds import run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.evaluation",
+    "oneloop.task_protocol.metric_states",
+)
+
 MICRO = 4
 SIZES = (17, 3)  # ranks with different numbers of micro-batches, and a rank without one
 WORDS = ["the cat sat", "a dog ran far", "the bird flew", "one fish", "the cat ran"]

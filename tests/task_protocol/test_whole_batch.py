@@ -16,6 +16,20 @@ import whole_batches
 from oneloop.cli import main
 from worlds import back_to, run, timeless, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.row_blocks",
+    "oneloop.basics.tensors",
+    "oneloop.job.embeddings",
+    "oneloop.job.preflight",
+    "oneloop.job.two_passes",
+    "oneloop.loop.gradients",
+    "oneloop.measure.meter",
+    "oneloop.task_protocol.evaluation_metrics",
+    "oneloop.task_protocol.protocol",
+    "oneloop.task_protocol.whole_batch",
+    "oneloop.tasks.contrastive",
+)
+
 LOSSES = ("infonce", "clip", "siglip", "supcon")
 DOUBLE = ["--machine.dtype", "float64"]
 VARIANTS = {

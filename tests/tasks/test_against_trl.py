@@ -19,7 +19,14 @@ from oneloop.tasks.language.tokens import chat_tokenizer
 from oneloop.tasks.sft import SFT
 from worlds import run, train
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.covers(
+        "oneloop.tasks.language.synthetic_chats",
+        "oneloop.tasks.language.tokens",
+        "oneloop.tasks.sft",
+    ),
+    pytest.mark.slow,
+]
 STEPS, BATCH = 40, 16
 SIZES: dict[str, Any] = {
     "num_hidden_layers": 2,

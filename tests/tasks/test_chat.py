@@ -39,6 +39,15 @@ from oneloop.tasks.language.sequences import IGNORE, spans
 from oneloop.tasks.sft import SFT
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.language.chat",
+    "oneloop.tasks.language.completions",
+    "oneloop.tasks.language.conversations",
+    "oneloop.tasks.language.sequences",
+    "oneloop.tasks.rows.cached_arrays",
+    "oneloop.tasks.sft",
+)
+
 NO_COLUMNS = {"messages": "", "prompt": "", "completion": "", "tools": ""}
 
 

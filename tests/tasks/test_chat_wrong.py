@@ -16,6 +16,17 @@ from chats import CHATML, a_model, of_trl, tokenizer_of, tokenizer_with, turns, 
 from oneloop.tasks.sft import SFT
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.language.attention",
+    "oneloop.tasks.language.chat",
+    "oneloop.tasks.language.completions",
+    "oneloop.tasks.language.conversations",
+    "oneloop.tasks.language.models",
+    "oneloop.tasks.language.sequences",
+    "oneloop.tasks.rows.open_data",
+    "oneloop.tasks.sft",
+)
+
 PLAIN = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

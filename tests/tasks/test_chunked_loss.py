@@ -14,6 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from oneloop.tasks.language.chunked_loss import Losses, chunked_cross_entropy, without_logits
 
+pytestmark = pytest.mark.covers("oneloop.tasks.language.chunked_loss")
+
 TOKENS, VOCABULARY, WIDTH = 37, 101, 16
 ONE, RAGGED, SINGLE = 1 << 24, 5 * VOCABULARY, 1
 """logits per chunk: all tokens in one chunk; five tokens per chunk and two in the last; one token

@@ -19,6 +19,16 @@ from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.rows import divided
 from oneloop.tasks.text_classification import TextClassification
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.rows.arrow_tables",
+    "oneloop.tasks.rows.csv_json",
+    "oneloop.tasks.rows.file_rows",
+    "oneloop.tasks.rows.find_files",
+    "oneloop.tasks.rows.open_data",
+    "oneloop.tasks.rows.rows",
+    "oneloop.tasks.text_classification",
+)
+
 SMALL: dict[str, Any] = {"model": "bytes", "layers": 1, "heads": 2, "width": 16, "length": 64}
 LABELLED = [{"text": f"movie {n}", "label": "pos" if n % 2 else "neg"} for n in range(60)]
 

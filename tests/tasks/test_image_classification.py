@@ -24,6 +24,14 @@ from oneloop.tasks.image_classification import ImageClassification
 from own_files import images
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.seeded_samples",
+    "oneloop.task_protocol.evaluation_metrics",
+    "oneloop.tasks.augmentation",
+    "oneloop.tasks.image_classification",
+    "oneloop.tasks.labels",
+)
+
 ALL = [
     "--task.mixup",
     "0.4",

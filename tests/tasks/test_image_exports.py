@@ -14,6 +14,13 @@ import pytest
 from own_files import images
 from worlds import apply, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.image_models",
+    "oneloop.tasks.transformers_models",
+    "oneloop.tools.export.convert",
+    "oneloop.tools.export.model_card",
+)
+
 WORDS = [
     "digits",
     "--task",

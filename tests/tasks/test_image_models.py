@@ -21,6 +21,13 @@ from silent_cases import unfinished
 from small_models import vit
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.parameter_names",
+    "oneloop.tasks.augmentation",
+    "oneloop.tasks.image_classification",
+    "oneloop.tasks.image_models",
+)
+
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
 COMMON = [
     "--duration",

@@ -17,6 +17,15 @@ from oneloop.data.fingerprint import changes
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.rows.images import decoded
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.fingerprint",
+    "oneloop.tasks.image_classification",
+    "oneloop.tasks.rows.csv_json",
+    "oneloop.tasks.rows.find_files",
+    "oneloop.tasks.rows.image_rows",
+    "oneloop.tasks.rows.images",
+)
+
 SMALL: dict[str, Any] = {"model": "cnn", "width": 8, "image_size": 16}
 
 

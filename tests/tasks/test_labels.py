@@ -15,6 +15,14 @@ from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.token_classification import TokenClassification
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.image_classification",
+    "oneloop.tasks.labels",
+    "oneloop.tasks.text_classification",
+    "oneloop.tasks.text_rows",
+    "oneloop.tasks.token_classification",
+)
+
 SMALL: dict[str, Any] = {"model": "bytes", "layers": 1, "heads": 2, "width": 16, "length": 64}
 COMPOSED = "café"
 DECOMPOSED = unicodedata.normalize("NFD", COMPOSED)

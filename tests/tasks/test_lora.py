@@ -23,6 +23,17 @@ from silent_cases import unfinished
 from slow_cases import with_slow
 from worlds import after
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.base_models",
+    "oneloop.checkpoint.frozen_weights",
+    "oneloop.checkpoint.weights",
+    "oneloop.machine.frozen_dtype",
+    "oneloop.run.final_weights",
+    "oneloop.tasks.language.lora",
+    "oneloop.tasks.language.lora_settings",
+    "oneloop.tasks.sft",
+)
+
 
 def on_each(
     layouts, folder: Path, words: list[str], expected_text: str = ""

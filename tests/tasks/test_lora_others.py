@@ -18,6 +18,15 @@ from oneloop.tasks.sft import SFT
 from silent_cases import unfinished
 from worlds import after, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.base_models",
+    "oneloop.machine.frozen_dtype",
+    "oneloop.tasks.language.lora",
+    "oneloop.tasks.language.lora_settings",
+    "oneloop.tasks.language.models",
+    "oneloop.tasks.sft",
+)
+
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory) -> Path:

@@ -13,6 +13,14 @@ from pyarrow import parquet
 from oneloop.tasks.language.message_flags import FLAGS
 from oneloop.tasks.sft import SFT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.language.conversations",
+    "oneloop.tasks.language.message_flags",
+    "oneloop.tasks.language.messages_as_json",
+    "oneloop.tasks.rows.open_data",
+    "oneloop.tasks.sft",
+)
+
 # Without marks, so that the answers are found by prefixes.
 PLAIN = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] }}"

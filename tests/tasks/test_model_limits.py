@@ -19,6 +19,17 @@ from oneloop.tasks.text_pairs import TextPairs
 from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.causal_lm",
+    "oneloop.tasks.model_limits",
+    "oneloop.tasks.sft",
+    "oneloop.tasks.text_classification",
+    "oneloop.tasks.text_encoders",
+    "oneloop.tasks.text_pairs",
+    "oneloop.tasks.text_regression",
+    "oneloop.tasks.token_classification",
+)
+
 SPECIAL = ["<s>", "<pad>", "</s>", "<unk>", "<mask>", "<pad2>"]
 SHAPE = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
 

@@ -20,6 +20,20 @@ from oneloop.tasks.rows.rows import divided
 from own_files import bulk, images, rows, write
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.mixture",
+    "oneloop.tasks.causal_lm",
+    "oneloop.tasks.labels",
+    "oneloop.tasks.rows.cached_arrays",
+    "oneloop.tasks.rows.find_files",
+    "oneloop.tasks.rows.image_rows",
+    "oneloop.tasks.rows.images",
+    "oneloop.tasks.rows.open_data",
+    "oneloop.tasks.rows.parquet",
+    "oneloop.tasks.rows.rewrite",
+    "oneloop.tasks.rows.rows",
+)
+
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
 COMMON = [
     "--duration",

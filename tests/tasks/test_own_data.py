@@ -15,6 +15,20 @@ from own_files import bulk, images, rows, steps_of, write
 from slow_cases import with_slow
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.causal_lm",
+    "oneloop.tasks.image_classification",
+    "oneloop.tasks.rows.cached_arrays",
+    "oneloop.tasks.rows.csv_json",
+    "oneloop.tasks.rows.image_rows",
+    "oneloop.tasks.rows.open_data",
+    "oneloop.tasks.rows.parquet",
+    "oneloop.tasks.text_classification",
+    "oneloop.tasks.text_regression",
+    "oneloop.tasks.text_rows",
+    "oneloop.tasks.token_classification",
+)
+
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
 COMMON = [
     "--duration",

@@ -17,6 +17,12 @@ from own_files import again, images, rows, started, write
 from silent_cases import unfinished
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.fingerprint",
+    "oneloop.run.compatibility",
+    "oneloop.tasks.rows.cache",
+)
+
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
 COMMON = [
     "--duration",

@@ -23,6 +23,21 @@ from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification
 from own_files import WORDS, again, rows, started, write
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.mixture",
+    "oneloop.tasks.causal_lm",
+    "oneloop.tasks.columns",
+    "oneloop.tasks.rows.file_rows",
+    "oneloop.tasks.rows.find_files",
+    "oneloop.tasks.rows.images",
+    "oneloop.tasks.rows.open_data",
+    "oneloop.tasks.rows.parquet",
+    "oneloop.tasks.rows.rows",
+    "oneloop.tasks.text_classification",
+    "oneloop.tasks.text_regression",
+    "oneloop.tasks.token_classification",
+)
+
 LINE = '{"text": "a", "label": "b"}\n'
 SMALL = {"layers": 1, "heads": 2, "width": 16}
 

@@ -18,6 +18,16 @@ from oneloop.recipe.parse import read
 from slow_cases import with_slow
 from worlds import apply, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.cli",
+    "oneloop.launch.command",
+    "oneloop.launch.signals",
+    "oneloop.optim.bad_step_guard",
+    "oneloop.recipe.class_paths",
+    "oneloop.recipe.expected",
+    "oneloop.tasks.template",
+)
+
 SPLITS = with_slow([("single", 1), ("ddp", 2), ("fsdp2", 2)], [("ddp", 2), ("fsdp2", 2)])
 SHORT = ["--duration", "60", "--track", "none", "--eval.every", "0"]
 

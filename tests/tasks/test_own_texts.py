@@ -27,6 +27,16 @@ from slow_cases import with_slow
 from small_models import bert
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.causal_lm",
+    "oneloop.tasks.text_classification",
+    "oneloop.tasks.text_encoders",
+    "oneloop.tasks.text_regression",
+    "oneloop.tasks.text_rows",
+    "oneloop.tasks.token_classification",
+    "oneloop.tasks.transformers_models",
+)
+
 COMMON = [
     "--duration",
     "6",

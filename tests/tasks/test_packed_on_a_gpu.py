@@ -23,6 +23,15 @@ from oneloop.tools.plan.ledger import _hidden
 from planning import LAYOUTS, SFT, one_step
 from worlds import run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.tensors",
+    "oneloop.tasks.language.attention",
+    "oneloop.tasks.language.chunked_loss",
+    "oneloop.tasks.language.language_model",
+    "oneloop.tools.plan.ledger",
+    "oneloop.tools.plan.plan",
+)
+
 KERNEL = "torch_attn._varlen_attn.default"
 BACKWARD = "torch_attn._varlen_attn_backward.default"
 LAYERS = 2  # of each model below

@@ -19,6 +19,14 @@ from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.sequences import Packed, Padded, collated, spans
 from oneloop.tasks.rows.cached_arrays import Ragged
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.language.attention",
+    "oneloop.tasks.language.generation",
+    "oneloop.tasks.language.language_model",
+    "oneloop.tasks.language.sequences",
+    "oneloop.tasks.rows.cached_arrays",
+)
+
 SIZES = {"vocab_size": 90, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SIZES |= {
     "num_attention_heads": 4,

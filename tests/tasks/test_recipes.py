@@ -14,6 +14,15 @@ from oneloop.recipe.read import packaged
 from splits import distance, furthest
 from worlds import CONFIGS, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.recipe.parse",
+    "oneloop.recipe.read",
+    "oneloop.run.environment",
+    "oneloop.tasks.docstring_pairs",
+    "oneloop.tasks.language.texts",
+    "oneloop.train",
+)
+
 WAYS = {
     "big": ("single", 1, ["--batch.micro", "64"]),
     "accumulated": ("single", 1, ["--batch.micro", "16"]),

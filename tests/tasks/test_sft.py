@@ -16,6 +16,20 @@ from oneloop.tools.report.page import report
 from silent_cases import unfinished
 from worlds import apply, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.recipe.read",
+    "oneloop.show.examples",
+    "oneloop.tasks.language.chat",
+    "oneloop.tasks.language.completions",
+    "oneloop.tasks.language.generation",
+    "oneloop.tasks.language.sequences",
+    "oneloop.tasks.language.synthetic_chats",
+    "oneloop.tasks.language.tokens",
+    "oneloop.tasks.sft",
+    "oneloop.tools.report.example_pages",
+    "oneloop.tools.report.page",
+)
+
 SMALL = [
     "sft",
     "--task.layers",

@@ -14,6 +14,16 @@ from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.text_classification import TextClassification
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.task_protocol.protocol",
+    "oneloop.tasks.causal_lm",
+    "oneloop.tasks.image_classification",
+    "oneloop.tasks.labels",
+    "oneloop.tasks.rows.find_files",
+    "oneloop.tasks.rows.open_data",
+    "oneloop.tasks.text_classification",
+)
+
 
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory):

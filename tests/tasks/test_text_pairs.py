@@ -18,6 +18,17 @@ from oneloop.task_protocol.whole_batch import columns_of, loss_alone
 from oneloop.tasks.text_pairs import TextPairs
 from worlds import after, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.task_protocol.evaluation_metrics",
+    "oneloop.task_protocol.protocol",
+    "oneloop.task_protocol.whole_batch",
+    "oneloop.tasks.docstring_pairs",
+    "oneloop.tasks.new_reader",
+    "oneloop.tasks.rows.csv_json",
+    "oneloop.tasks.text_encoders",
+    "oneloop.tasks.text_pairs",
+)
+
 COLOURS = ["red", "green", "blue", "black", "white", "pink", "brown", "grey"]
 THINGS = ["cat", "dog", "house", "tree", "car", "bird", "fish", "boat"]
 SMALL = ["--task.layers", "1", "--task.width", "32", "--task.length", "24", "--task.vocab", "300"]

@@ -8,6 +8,12 @@ import pytest
 
 from oneloop.tasks.causal_lm import CausalLM
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.causal_lm",
+    "oneloop.tasks.language.texts",
+    "oneloop.tasks.rows.find_files",
+)
+
 SMALL = {"layers": 1, "heads": 2, "width": 16, "block": 16}
 END = 256
 

@@ -12,6 +12,12 @@ from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import conversation
 from oneloop.tasks.language.tool_calls import CallForm
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.language.chat",
+    "oneloop.tasks.language.conversations",
+    "oneloop.tasks.language.tool_calls",
+)
+
 HEAD = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + (m['content'] or '') }}"
 TAIL = (
     "{{ '<|im_end|>\\n' }}{% endfor %}"

@@ -19,6 +19,16 @@ from silent_cases import unfinished
 from slow_cases import with_slow
 from worlds import CONFIGS, after, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.store",
+    "oneloop.tasks.rows.find_files",
+    "oneloop.tasks.rows.images",
+    "oneloop.tools.after_training.command",
+    "oneloop.tools.after_training.evaluate_and_predict",
+    "oneloop.tools.after_training.prediction",
+    "oneloop.tools.after_training.trained_model",
+)
+
 SMALL = ["--task.layers", "1", "--task.heads", "2", "--task.width", "16"]
 COMMON = [
     "--duration",

@@ -18,6 +18,13 @@ from oneloop.tasks.rows.images import decoded
 from silent_cases import BASE
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.columns",
+    "oneloop.tasks.rows.images",
+    "oneloop.tools.check.check_data",
+    "oneloop.tools.check.command",
+)
+
 SMALL = ["digits", "--task", "image_classification", "--task.image_size", "8", "--task.width", "8"]
 SMALL += ["--task.held_out", "0.2", "--duration", "4", "--batch.size", "8", "--track", "none"]
 

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import sys
 
+import pytest
+
 from worlds import run, train
+
+pytestmark = pytest.mark.covers(
+    "oneloop.tools.compare.command",
+    "oneloop.tools.compare.compare_runs",
+    "oneloop.tools.compare.first_difference",
+)
 
 WORDS = [
     "digits",

@@ -20,6 +20,17 @@ import lab
 from oneloop.cli import main
 from oneloop.tools.elastic.node_checks import gpu_problems, local_problems, xid_errors
 
+pytestmark = pytest.mark.covers(
+    "oneloop.launch.command",
+    "oneloop.launch.nodes",
+    "oneloop.run.environment",
+    "oneloop.run.folder",
+    "oneloop.tools.doctor.command",
+    "oneloop.tools.doctor.doctor",
+    "oneloop.tools.elastic.node_checks",
+    "oneloop.tools.elastic.rendezvous",
+)
+
 SMALL = (
     shutil.disk_usage("/dev/shm").free < 512 << 20
     or resource.getrlimit(resource.RLIMIT_NOFILE)[0] < 1024

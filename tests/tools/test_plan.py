@@ -26,6 +26,22 @@ from oneloop.tools.plan.planned import planned
 from planning import GPT, LAYOUTS, LLAMA, one_step, planned_recipes
 from worlds import HERE, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.launch.command",
+    "oneloop.recipe.run_keys",
+    "oneloop.tasks.language.models",
+    "oneloop.tools.accelerate_variables",
+    "oneloop.tools.plan.changes",
+    "oneloop.tools.plan.command",
+    "oneloop.tools.plan.description",
+    "oneloop.tools.plan.fake_mode",
+    "oneloop.tools.plan.gpus",
+    "oneloop.tools.plan.ledger",
+    "oneloop.tools.plan.plan",
+    "oneloop.tools.plan.planned",
+    "oneloop.tools.plan.step_costs",
+)
+
 BLOCKS = (f"{HERE / 'planning.py'}:Blocks", "--batch.size", "32")
 GIB = 2.0**30
 

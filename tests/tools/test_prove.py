@@ -21,6 +21,13 @@ from oneloop.tools.prove.prove import _Proof
 from own_files import images
 from worlds import ROOT, run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.launch.command",
+    "oneloop.tools.prove.command",
+    "oneloop.tools.prove.prove",
+    "oneloop.tools.prove.recorded_run",
+)
+
 TASKS = '''
 import os
 

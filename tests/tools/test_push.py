@@ -18,6 +18,12 @@ from adapters import WORDS, a_base, adapters_of, of_words
 from hub_server import Models
 from oneloop.cli import main
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tools.export.command",
+    "oneloop.tools.export.model_card",
+    "oneloop.tools.export.push",
+)
+
 
 def typed(words: list[str], folder: Path, variables: dict[str, str]) -> tuple[int, str]:
     """Run a command as typed."""

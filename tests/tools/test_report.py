@@ -19,6 +19,13 @@ import pytest
 from oneloop.cli import main
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tools.report.charts",
+    "oneloop.tools.report.command",
+    "oneloop.tools.report.example_pages",
+    "oneloop.tools.report.page",
+)
+
 LOSS = "Loss (train: mean since the previous point)"
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(

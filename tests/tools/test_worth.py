@@ -21,6 +21,14 @@ from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tools.worth.short_run import Runner
 from oneloop.tools.worth.techniques import TECHNIQUES, Machine, as_arguments
 
+pytestmark = pytest.mark.covers(
+    "oneloop.tools.worth.command",
+    "oneloop.tools.worth.short_run",
+    "oneloop.tools.worth.techniques",
+    "oneloop.tools.worth.worth",
+    "oneloop.tools.worth.worth_table",
+)
+
 SHORT = ["--rounds", "1", "--seconds", "0.01"]
 
 

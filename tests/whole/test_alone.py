@@ -10,6 +10,42 @@ from torch import nn
 
 from worlds import run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.duration",
+    "oneloop.basics.seeds",
+    "oneloop.checkpoint.checkpoints",
+    "oneloop.checkpoint.weights",
+    "oneloop.data.batch_layout",
+    "oneloop.data.order",
+    "oneloop.data.step_batches",
+    "oneloop.ema",
+    "oneloop.evaluation",
+    "oneloop.machine.compile",
+    "oneloop.machine.micro_batch",
+    "oneloop.machine.recompute",
+    "oneloop.machine.reduction",
+    "oneloop.machine.replicas",
+    "oneloop.machine.torch_settings",
+    "oneloop.measure.advice",
+    "oneloop.measure.clock",
+    "oneloop.measure.fingerprint",
+    "oneloop.measure.meter",
+    "oneloop.measure.noise_scale",
+    "oneloop.measure.profiling",
+    "oneloop.measure.stragglers",
+    "oneloop.optim.adamw",
+    "oneloop.optim.bad_step_guard",
+    "oneloop.optim.bad_step_policy",
+    "oneloop.optim.clip",
+    "oneloop.optim.optimizers",
+    "oneloop.optim.schedule",
+    "oneloop.run.final_weights",
+    "oneloop.show.metrics_file",
+    "oneloop.task_protocol.protocol_checks",
+    "oneloop.tasks.language.chunked_loss",
+    "oneloop.train",
+)
+
 
 def test_order_and_groups_feed_a_plain_loop():
     from oneloop.data.batch_layout import BatchLayout

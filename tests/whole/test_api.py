@@ -18,6 +18,13 @@ from oneloop.basics.exit_codes import BadInput
 from pages import program
 from worlds import run
 
+pytestmark = pytest.mark.covers(
+    "oneloop",
+    "oneloop.api",
+    "oneloop.tools.after_training.command",
+    "oneloop.tools.export.command",
+)
+
 SCRIPT = """
 import json
 import random

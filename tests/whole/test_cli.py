@@ -15,6 +15,14 @@ from oneloop.cli import COMMANDS, main
 from oneloop.recipe.parse import read
 from worlds import run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.command_options",
+    "oneloop.checkpoint.store",
+    "oneloop.cli",
+    "oneloop.tools.export.command",
+    "oneloop.tools.export.convert",
+)
+
 
 @pytest.fixture
 def gpt(tmp_path):

@@ -17,6 +17,8 @@ from slow_cases import with_slow
 from small_models import bert, llama
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers("oneloop.train")
+
 PARTS = blocks("how-to/single-modules.md", "python")
 
 

@@ -21,6 +21,21 @@ from oneloop.tools.report.example_pages import _verdict
 from silent_cases import unfinished
 from worlds import after, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.api",
+    "oneloop.cli",
+    "oneloop.job.build",
+    "oneloop.loop.upkeep",
+    "oneloop.recipe.class_paths",
+    "oneloop.run.compatibility",
+    "oneloop.run.source_code",
+    "oneloop.show.examples",
+    "oneloop.show.pictures",
+    "oneloop.show.terminal",
+    "oneloop.tools.after_training.prediction",
+    "oneloop.tools.report.example_pages",
+)
+
 TASK = '''
 import torch
 from torch import nn

@@ -12,6 +12,8 @@ import yaml
 
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers()
+
 WORKFLOW = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())
 SCRIPTS = [*sorted((ROOT / "launch").glob("*.sh")), ROOT / ".ci" / "run"]
 NOT_ON_MACOS = {  # of bash 4 and later, and of GNU tools

@@ -16,6 +16,8 @@ import code_measures
 from code_measures import code_lines, dense, imports, is_pair, measures, tokens
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers()
+
 PACKAGE = ROOT / "src" / "oneloop"
 LEAVES = (
     "ema",

@@ -1,5 +1,6 @@
 """The three houses: a run needs neither tools nor packaged tasks, and old import paths work."""
 
+import ast
 import json
 import subprocess
 import sys
@@ -13,6 +14,13 @@ from oneloop.basics.houses import TASKS, TOOLS, missing
 from oneloop.cli import COMMANDS, command
 from oneloop.old_names import _FOLDERS, _MOVED, new_names
 from worlds import ROOT
+
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.houses",
+    "oneloop.cli",
+    "oneloop.old_names",
+    "oneloop.tools.graph",
+)
 
 
 def test_a_run_needs_neither_tools_nor_packaged_tasks(tmp_path):
@@ -128,3 +136,33 @@ def test_the_map_of_files_is_that_of_the_docstrings():
     code = "import map_of_files; assert map_of_files.page() == map_of_files.PAGE.read_text()"
     environment = {"PYTHONPATH": str(ROOT / "docs")}
     subprocess.run([sys.executable, "-c", code], env=environment, check=True)
+
+
+# --- the test files of each module
+# --------------------------------------------------------------------------------------------------
+
+
+def covered(file: Path) -> set[str]:
+    """Return the modules that a test file covers, by its marker ``covers``."""
+    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
+    markers = [call for call in calls if ast.unparse(call.func) == "pytest.mark.covers"]
+    assert len(markers) == 1, f"{file} must state the modules that it covers"
+    return {ast.literal_eval(module) for module in markers[0].args}
+
+
+def modules() -> set[str]:
+    """Return the modules of oneloop, without packages that have only a docstring."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        name = ".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts)
+        _, *code = ast.parse(file.read_text()).body
+        if code or file.name != "__init__.py":
+            found.add(name.removesuffix(".__init__"))
+    return found
+
+
+def test_each_module_has_a_test_file_that_covers_it():
+    files = (ROOT / "tests").rglob("test_*.py")
+    stated = set().union(*(covered(file) for file in files))
+    assert sorted(modules() - stated) == []
+    assert sorted(stated - modules()) == []

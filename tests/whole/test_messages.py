@@ -10,6 +10,8 @@ import pytest
 
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers()
+
 PACKAGE = ROOT / "src" / "oneloop"
 WORDS = 25  # maximum words per sentence
 OTHERS = {"self.wrong", "contract.wrong"}  # their text follows "my_task.py:MyTask.loss"

@@ -18,6 +18,18 @@ from fake_cases import words
 from lab import gone
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.system",
+    "oneloop.basics.system.files",
+    "oneloop.basics.system.memory",
+    "oneloop.basics.system.processes",
+    "oneloop.basics.system.signals",
+    "oneloop.basics.system.start_methods",
+    "oneloop.checkpoint.writer",
+    "oneloop.data.data_workers",
+    "oneloop.recipe.class_paths",
+)
+
 EMULATION = ROOT / "tests" / "helpers" / "macos"
 SOURCE = ROOT / "src"
 TASK = """

@@ -15,6 +15,15 @@ from slow_cases import with_slow
 from small_models import bert, vit
 from worlds import apply, here, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.data.mixture",
+    "oneloop.tasks.image_classification",
+    "oneloop.tasks.text_classification",
+    "oneloop.tasks.text_regression",
+    "oneloop.tasks.token_classification",
+    "oneloop.tools.after_training.prediction",
+)
+
 RECIPES = blocks("reference/data.md", "yaml")
 MODELS = blocks("reference/models.md", "yaml")
 PROGRAMS = blocks("reference/models.md", "python")

@@ -12,6 +12,17 @@ from safetensors.torch import load_file
 
 from adapters import SPLITS, a_base, furthest, of_words
 
+pytestmark = pytest.mark.covers(
+    "oneloop.ema",
+    "oneloop.machine.compile",
+    "oneloop.machine.recompute",
+    "oneloop.optim.muon",
+    "oneloop.tasks.language.chunked_loss",
+    "oneloop.tasks.language.lora",
+    "oneloop.tasks.language.sequences",
+    "oneloop.train",
+)
+
 LEARNED = {
     "packing": ["--task.pack", "packed"],
     "LoRA": ["--task.lora.rank", "4"],

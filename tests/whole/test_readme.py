@@ -17,6 +17,12 @@ from oneloop.launch.nodes import options as node_options
 from pages import blocks, program
 from worlds import ROOT, _free_port, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.cli",
+    "oneloop.launch.command",
+    "oneloop.launch.nodes",
+)
+
 README = (ROOT / "README.md").read_text()
 FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
 PAGES = {path: path.read_text() for path in FILES}

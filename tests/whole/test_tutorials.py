@@ -13,6 +13,12 @@ import pytest
 from pages import blocks
 from worlds import ROOT, apply, run, train
 
+pytestmark = pytest.mark.covers(
+    "oneloop.loop.start_lines",
+    "oneloop.tasks.template",
+    "oneloop.train",
+)
+
 QUIET = ["--track", "none"]
 
 

@@ -18,6 +18,8 @@ import pytest
 from oneloop.basics.extras import EXTRAS
 from worlds import ROOT, run, train
 
+pytestmark = pytest.mark.covers("oneloop.basics.extras")
+
 TEMPLATE = """
 oneloop new my_task.py
 oneloop launch --config_file single my_task.py:MyTask --duration 400
