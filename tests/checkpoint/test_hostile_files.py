@@ -52,6 +52,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.run.folder",
     "oneloop.run.mirrored_folder",
     "oneloop.run.saved_forms",
+    "oneloop.tools.after_training.recorded_task",
     "oneloop.tools.after_training.trained_model",
     "oneloop.tools.report.page",
     "oneloop.tools.run_reader",

@@ -26,9 +26,11 @@ from tiny import Ragged, training_flops
 from worlds import ROOT, here, run, train
 
 pytestmark = pytest.mark.covers(
+    "oneloop.job.check_evaluation",
     "oneloop.job.model",
     "oneloop.job.preflight",
     "oneloop.job.trial_passes",
+    "oneloop.job.trial_samples",
     "oneloop.machine.recompute",
     "oneloop.optim.optimizers",
     "oneloop.recipe.key_rules",

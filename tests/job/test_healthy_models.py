@@ -14,6 +14,7 @@ from worlds import run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.job.preflight",
+    "oneloop.job.preflight_result",
     "oneloop.job.sample_sums",
     "oneloop.job.trial_passes",
     "oneloop.loop.repeat",

@@ -12,9 +12,14 @@ from slow_cases import with_slow
 from worlds import here, run
 
 pytestmark = pytest.mark.covers(
+    "oneloop.job.adapt_model",
     "oneloop.job.build",
+    "oneloop.job.check_evaluation",
     "oneloop.job.model",
     "oneloop.job.preflight",
+    "oneloop.job.task",
+    "oneloop.job.trial_samples",
+    "oneloop.job.unfit_models",
     "oneloop.loop.start_lines",
     "oneloop.optim.optimizers",
     "oneloop.recipe.expected",

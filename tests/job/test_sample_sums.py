@@ -15,6 +15,7 @@ from worlds import run
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.tensors",
+    "oneloop.job.check_training",
     "oneloop.job.float64",
     "oneloop.job.preflight",
     "oneloop.job.sample_contents",

@@ -15,7 +15,9 @@ from worlds import run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.job.build",
+    "oneloop.job.in_steps",
     "oneloop.job.restore",
+    "oneloop.job.tolerance",
     "oneloop.loop.repeat",
 )
 

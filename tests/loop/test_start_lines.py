@@ -18,6 +18,7 @@ from worlds import ROOT
 
 pytestmark = pytest.mark.covers(
     "oneloop.job.preflight",
+    "oneloop.loop.open_run",
     "oneloop.loop.start_lines",
     "oneloop.run.environment",
 )

@@ -31,7 +31,9 @@ from worlds import CONFIGS, HERE, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.job.find_micro_batch",
+    "oneloop.job.trial_steps",
     "oneloop.machine.micro_batch",
+    "oneloop.run.failure",
 )
 
 

@@ -15,6 +15,7 @@ from tiny import Ragged
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
+    "oneloop.loop.log_steps",
     "oneloop.measure.noise_scale",
     "oneloop.optim.clip",
 )

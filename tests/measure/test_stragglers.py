@@ -13,7 +13,10 @@ import torch
 from oneloop.measure.stragglers import DeviceTime, Stragglers
 from worlds import run, train
 
-pytestmark = pytest.mark.covers("oneloop.measure.stragglers")
+pytestmark = pytest.mark.covers(
+    "oneloop.loop.log_steps",
+    "oneloop.measure.stragglers",
+)
 
 TASK = '''
 import os, time, torch

@@ -19,12 +19,15 @@ from worlds import run, timeless, train
 pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.store",
     "oneloop.launch.processes",
+    "oneloop.loop.bad_steps",
+    "oneloop.loop.parts",
     "oneloop.loop.steps",
     "oneloop.loop.upkeep",
     "oneloop.measure.profiling",
     "oneloop.optim.bad_step_guard",
     "oneloop.optim.bad_step_policy",
     "oneloop.run.entry",
+    "oneloop.run.failure",
 )
 
 BATCH, STEPS, SAVE = 8, 24, 5

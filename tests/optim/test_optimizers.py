@@ -13,6 +13,8 @@ from tiny import three_layers
 
 pytestmark = pytest.mark.covers(
     "oneloop.job.build",
+    "oneloop.job.in_steps",
+    "oneloop.job.optimizer",
     "oneloop.optim.bad_step_guard",
     "oneloop.optim.optimizers",
     "oneloop.optim.parameter_groups",

@@ -43,6 +43,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.images",
     "oneloop.tasks.text_classification",
     "oneloop.tasks.text_regression",
+    "oneloop.tools.after_training.recorded_task",
     "oneloop.tools.after_training.trained_model",
 )
 

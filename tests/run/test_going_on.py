@@ -35,6 +35,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.checkpoint.manifest",
     "oneloop.checkpoint.store",
     "oneloop.checkpoint.writer",
+    "oneloop.loop.ending",
+    "oneloop.loop.open_run",
     "oneloop.recipe.comparison",
     "oneloop.run.compatibility",
     "oneloop.run.final_weights",

@@ -24,6 +24,14 @@ from safetensors.torch import load_file
 from oneloop.cli import main
 from worlds import after, here, run
 
+pytestmark = pytest.mark.covers(
+    "oneloop.old_names",
+    "oneloop.run.compatibility",
+    "oneloop.loop.open_run",
+    "oneloop.tools.after_training.trained_model",
+    "oneloop.tools.export.convert",
+)
+
 RUNS = Path(__file__).parent / "old_runs" / "95c85fa.tar.gz"
 
 

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.data.data_workers",
     "oneloop.launch.signals",
     "oneloop.run.entry",
+    "oneloop.run.failure",
+    "oneloop.run.summary",
     "oneloop.supervise.crash_report",
     "oneloop.supervise.supervisor",
 )

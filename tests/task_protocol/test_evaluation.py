@@ -15,6 +15,7 @@ from worlds import run, train
 pytestmark = pytest.mark.covers(
     "oneloop.evaluation",
     "oneloop.launch.before_imports",
+    "oneloop.loop.evaluations",
     "oneloop.task_protocol.metric_collection",
     "oneloop.tasks.image_classification",
 )

@@ -26,6 +26,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tools.after_training.command",
     "oneloop.tools.after_training.evaluate_and_predict",
     "oneloop.tools.after_training.prediction",
+    "oneloop.tools.after_training.same_data",
     "oneloop.tools.after_training.trained_model",
 )
 

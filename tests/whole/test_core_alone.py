@@ -22,6 +22,14 @@ import pytest
 from core_copies import LAUNCHERS, copied, line_command, train, variables
 from worlds import HERE
 
+pytestmark = pytest.mark.covers(
+    "oneloop.basics.houses",
+    "oneloop.train",
+    "oneloop.loop.steps",
+    "oneloop.loop.open_run",
+    "oneloop.launch.signals",
+)
+
 WORDS = ["--duration", "90", "--batch.size", "16", "--optimizer.lr", "0.01", "--track", "none"]
 WORDS += ["--save.every", "10", "--eval.every", "30", "--log.every", "10", "--ema.half_life", "160"]
 PAUSE = 0.03  # seconds of a micro-batch

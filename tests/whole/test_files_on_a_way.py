@@ -13,6 +13,8 @@ import pytest
 
 from worlds import ROOT
 
+pytestmark = pytest.mark.covers()
+
 MODULES = {
     "only_imported": "def f():\n    pass\n",
     "at_module_level": "numbers = [n for n in range(3)]\ntotal = sum(n for n in numbers)\n",
