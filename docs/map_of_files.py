@@ -24,10 +24,10 @@ def entries(folder: Path, indent: str = "  ") -> list[str]:
     lines = []
     for file in sorted(folder.glob("*.py")):
         if file.name != "__init__.py":
-            lines.append(f"{indent + file.name:28}{first_line(file)}")
+            lines.append(f"{indent + file.name:30}{first_line(file)}")
     for inner in sorted(path for path in folder.iterdir() if path.is_dir()):
         if (inner / "__init__.py").exists():
-            lines.append(f"{indent + inner.name + '/':28}{first_line(inner / '__init__.py')}")
+            lines.append(f"{indent + inner.name + '/':30}{first_line(inner / '__init__.py')}")
             lines += entries(inner, indent + "  ")
     return lines
 
