@@ -105,6 +105,8 @@ def test_imports_go_one_way():
             "ema.py",
             "def late():\n    from oneloop.tools.run_reader import Record",
         ),  # inside a function, too
+        ("cli.py", "from oneloop.tools.run_reader import Record"),  # the core imports a tool
+        ("api.py", "from oneloop.tasks.sft import SFT"),  # or a task
     ],
 )
 def test_a_wrong_import_is_found(tmp_path, file, line):
@@ -112,6 +114,37 @@ def test_a_wrong_import_is_found(tmp_path, file, line):
     broken = tmp_path / "oneloop" / file
     broken.write_text(f"{broken.read_text()}\n{line}\n")
     assert len(wrong_ways(tmp_path / "oneloop")) == 1
+
+
+def crowded(package: Path) -> list[str]:
+    """Return the files that import from too many modules of oneloop, also within functions."""
+    found = []
+    for file in files(package):
+        modules = set()
+        for name in imports(file):
+            if name.split(".")[0] != "oneloop":
+                continue
+            # ``from oneloop.basics import exit_codes`` imports a module, not a name of one.
+            place = package.parent.joinpath(*name.split("."))
+            if not (place.is_dir() or place.with_suffix(".py").is_file()):
+                name = name.rpartition(".")[0]
+            modules.add(name)
+        path = str(file.relative_to(package))
+        most = 20 if path == "train.py" else 15
+        if len(modules) > most:
+            found.append(f"{path} imports from {len(modules)} modules")
+    return found
+
+
+def test_no_file_imports_from_many_modules():
+    assert crowded(PACKAGE) == []
+
+
+def test_a_file_that_imports_from_many_modules_is_found(tmp_path):
+    shutil.copytree(PACKAGE, tmp_path / "oneloop")
+    full = tmp_path / "oneloop" / "loop" / "repeat.py"
+    full.write_text(f"{full.read_text()}\nfrom oneloop.basics import streams\n")
+    assert crowded(tmp_path / "oneloop") == ["loop/repeat.py imports from 16 modules"]
 
 
 def test_tasks_import_their_libraries_when_they_use_them():

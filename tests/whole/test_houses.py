@@ -50,6 +50,16 @@ def test_an_old_import_path_leads_to_the_module(old):
         module.nothing_of_this_name  # noqa: B018
 
 
+def test_all_names_of_moved_modules_are_found():
+    """moved_names.txt lists the public names of modules of commit 95c85fa that have moved."""
+    lost = []
+    for line in (ROOT / "tests" / "whole" / "moved_names.txt").read_text().splitlines():
+        module, _, names = line.partition(": ")
+        found = import_module(module)
+        lost += [f"{module}.{name}" for name in names.split() if not hasattr(found, name)]
+    assert lost == []
+
+
 def test_modules_of_a_moved_folder_are_found_too():
     assert new_names("oneloop.data.rows.rewrite") == ["oneloop.tasks.rows.rewrite"]
     assert new_names("oneloop.data.order") == []
