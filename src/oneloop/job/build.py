@@ -13,8 +13,9 @@ from oneloop.basics.duration import Scale
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.step_batches import CollateWithWeight
+from oneloop.ema import gamma
 from oneloop.job.apple_gpu import reject_training
-from oneloop.job.in_steps import Intervals, emas_of, intervals_of, rate_of
+from oneloop.job.in_steps import Intervals, intervals_of, rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.optimizer import optimizer_of, reject_sharding
 from oneloop.job.task import larger_is_better, make_task, why_no_noise_scale
@@ -139,7 +140,7 @@ def build_job(
     tokens = sample_weight if in_tokens else None
     scale = Scale(layout.size, len(train_set), tokens)
     total = recipe.duration.steps(scale)
-    emas = emas_of(recipe, scale, total)
+    emas = _emas(recipe, scale, total)
     upward = larger_is_better(recipe.eval, task, eval_sets, [ema["name"] for ema in emas])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")
@@ -169,3 +170,28 @@ def build_job(
         upward=upward,
         no_noise_scale=why_no_noise_scale(task, layout, ranks, sharded=sharded),
     )
+
+
+def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
+    """Return the arguments of each EMA, except model and optimizer."""
+    # Name each EMA by its width, and a single one "ema".
+    ema = recipe.ema
+    emas: list[dict[str, Any]] = []
+    for duration in ema.half_lives:
+        half_life = duration.samples(scale, total=total, key="ema.half_life")
+        emas.append({"half_life": half_life, "name": f"ema-{duration.text}"})
+    if ema.decay:
+        emas.append({"decay": ema.decay, "name": f"ema-{ema.decay}"})
+    for width in ema.power:
+        gamma(width)  # rejects a width that is too large
+        emas.append({"power": width, "name": f"ema-power-{width}"})
+    if len(emas) == 1 and not ema.power:
+        emas[0]["name"] = "ema"
+
+    names = [arguments["name"].replace(" ", "") for arguments in emas]
+    if len(set(names)) < len(names):
+        raise ValueError(f"ema: duplicate EMAs in {', '.join(names)}; remove one")
+    shared = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
+    return [
+        {**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)
+    ]

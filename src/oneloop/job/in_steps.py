@@ -1,11 +1,9 @@
-"""What a recipe says in durations, converted to steps: intervals, learning rate, and EMAs."""
+"""What a recipe says in durations, converted to steps: intervals and the learning rate."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from oneloop.basics.duration import Duration, Scale, is_time
-from oneloop.ema import gamma
 from oneloop.optim.schedule import LearningRate, learning_rate
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.schema import Recipe
@@ -97,28 +95,3 @@ def peak(optimizer: OptimizerConfig, batch: int) -> float:
         return optimizer.lr
     power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
     return float(optimizer.lr * (batch / optimizer.lr_at_batch) ** power)
-
-
-def emas_of(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
-    """Return the arguments of each EMA, except model and optimizer."""
-    # Name each EMA by its width, and a single one "ema".
-    ema = recipe.ema
-    emas: list[dict[str, Any]] = []
-    for duration in ema.half_lives:
-        half_life = duration.samples(scale, total=total, key="ema.half_life")
-        emas.append({"half_life": half_life, "name": f"ema-{duration.text}"})
-    if ema.decay:
-        emas.append({"decay": ema.decay, "name": f"ema-{ema.decay}"})
-    for width in ema.power:
-        gamma(width)  # rejects a width that is too large
-        emas.append({"power": width, "name": f"ema-power-{width}"})
-    if len(emas) == 1 and not ema.power:
-        emas[0]["name"] = "ema"
-
-    names = [arguments["name"].replace(" ", "") for arguments in emas]
-    if len(set(names)) < len(names):
-        raise ValueError(f"ema: duplicate EMAs in {', '.join(names)}; remove one")
-    shared = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
-    return [
-        {**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)
-    ]

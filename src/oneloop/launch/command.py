@@ -65,9 +65,7 @@ _CPP_LOG = "TORCH_CPP_LOG_LEVEL"
 
 
 def hide_warnings_of_torch() -> None:
-    """Hide C++ warnings, unless the user has chosen a level. Call it before torch is imported.
-
-    The store of a rendezvous warns about each client without a host name."""
+    """Hide C++ warnings, such as those of a rendezvous; call it before torch is imported."""
     os.environ.setdefault(_CPP_LOG, "ERROR")
 
 
