@@ -26,13 +26,17 @@ def shortened(job: Job, run: Run) -> tuple[Job, int]:
     if layout.accumulate <= 2 or job.exact or is_whole_batch(job.task):
         return job, 1
     size = 2 * run.ranks * layout.each
-    return replace(job, layout=BatchLayout(size, run.ranks, layout.each)), layout.accumulate - 1
+    shorter = BatchLayout(size, run.ranks, layout.each)
+    return replace(job, layout=shorter), layout.accumulate - 1
 
 
 def largest_samples(job: Job, number: int) -> list[int]:
     """Return the indices of the largest training samples; repeat them if ``number`` is larger."""
     largest = by_size(job, SAMPLED)
-    return [largest[position % len(largest)] for position in range(number)]
+    indices = []
+    for position in range(number):
+        indices.append(largest[position % len(largest)])
+    return indices
 
 
 def may_be_larger(job: Job) -> bool:
@@ -40,20 +44,32 @@ def may_be_larger(job: Job) -> bool:
 
     Without lengths, only the first ones are loaded. If these are equal, so are the others.
     """
-    has_lengths = job.collate.sample_weight is not None or hasattr(job.train_set, "lengths")
-    unknown = not has_lengths and len(job.train_set) > SAMPLED
-    return unknown and len(set(loaded_sizes(job, SAMPLED))) > 1
+    has_lengths = hasattr(job.train_set, "lengths")
+    if has_lengths or job.collate.sample_weight is not None:
+        return False
+    if len(job.train_set) <= SAMPLED:
+        return False
+    return len(set(loaded_sizes(job, SAMPLED))) > 1
 
 
 def largest_batches(job: Job) -> list[tuple[Batch, float]]:
     """Return the micro-batches of a step, of the largest samples, with their weights."""
+    samples = SeededSamples(job.train_set, seed=job.recipe.seed)
+    load = Batches(samples, job.collate)
     micro = job.layout.each
-    places = [(0, index) for index in largest_samples(job, micro * job.layout.accumulate)]
-    load = Batches(SeededSamples(job.train_set, seed=job.recipe.seed), job.collate)
-    return [load[places[start : start + micro]] for start in range(0, len(places), micro)]
+    indices = largest_samples(job, micro * job.layout.accumulate)
+    batches = []
+    for start in range(0, len(indices), micro):
+        places = [(0, index) for index in indices[start : start + micro]]
+        batches.append(load[places])
+    return batches
 
 
 def loaded_by(call: Callable[..., Any]) -> AbstractContextManager[Any]:
     """Return a context in which ``call(load, …)`` loads each batch of an evaluation."""
     load = Batches.__getitem__
-    return patch.object(Batches, "__getitem__", lambda *given: call(load, *given))
+
+    def outside(*given: Any) -> Any:
+        return call(load, *given)
+
+    return patch.object(Batches, "__getitem__", outside)
