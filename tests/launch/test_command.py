@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from oneloop.basics.exit_codes import BadInput
+from oneloop.cli import main
 from oneloop.launch.command import _of_one_process, config_file, split_words
 
 pytestmark = pytest.mark.covers("oneloop.launch.command")
@@ -74,3 +75,17 @@ def test_options_of_the_launcher_end_at_the_recipe():
     for words in ([], ["--config_file"], ["--config_file", "single"]):
         with pytest.raises(BadInput, match="no recipe given|needs a value"):
             split_words(words)
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ([], "the following arguments are required: RUN"),
+        (["nowhere"], "nowhere holds no run"),
+        (["nowhere", "--bogus"], "unrecognized arguments: --bogus"),
+    ],
+)
+def test_the_words_of_a_command_in_place_of_a_recipe_are_checked_first(more, reason, capsys):
+    for command in ("evaluate", "predict"):
+        assert main(["launch", "--config_file", "ddp", command, *more]) == 2
+        assert reason in capsys.readouterr().err

@@ -131,7 +131,8 @@ def launch(
 
     # Check the words before anything slow. Modules other than oneloop.train take other words.
     if module == "oneloop.train" and recipe_words[0] in ON_PROCESSES:
-        required(recipe_words[0]).parsed(*recipe_words)
+        command, *more = recipe_words
+        required(command).parsed(command, more)
         module = module_of("after training")
     elif module == "oneloop.train":
         check_keys(recipe_words)
