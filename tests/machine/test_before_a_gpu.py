@@ -123,7 +123,7 @@ def test_the_batches_of_a_measured_step_are_on_the_device_of_the_model():
     job, run = build_job(read(["digits", "--batch.size", "4"]), ranks=1), start()
     costs = StepCosts(job, run)
     run.device = torch.device("meta")
-    ((batch, weight),) = costs._loaded(job, 4, 1)
+    ((batch, weight),) = costs._loaded()
     assert weight == 4 and {value.device.type for value in batch.values()} == {"meta"}
 
 
