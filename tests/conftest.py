@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -30,6 +31,15 @@ def needs_linux(file: Path) -> bool:
         if helper.exists():
             text += helper.read_text(encoding="utf-8")
     return re.search(r"/proc/(self|\{)|os\.sched_|memfd_create", text) is not None
+
+
+@pytest.fixture(autouse=True)
+def sys_path_stays() -> Iterator[None]:
+    """Restore sys.path: a command that a test calls adds the folder of its task, and later tests
+    would import their tasks from there."""
+    before = sys.path.copy()
+    yield
+    sys.path[:] = before
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
