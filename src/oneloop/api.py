@@ -118,7 +118,7 @@ def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) ->
         BadInput: the run, the data or an option is invalid.
     """
     with _alone("evaluate"), borrowed(mixed_precision):
-        perform = required("after training").perform
+        perform = required("evaluate or predict").perform
         return dict(perform("evaluate", _options("evaluate", run, options))[1])
 
 
@@ -149,7 +149,7 @@ def predict(
 
         # Without a file, write to a temporary one and read it.
         file = Path(to or f"{scratch}/rows.jsonl")
-        prediction = required("after training")
+        prediction = required("evaluate or predict")
         prediction.check_file(file)
         with borrowed(mixed_precision):
             prediction.perform("predict", _options("predict", run, {**options, "to": file}))
@@ -190,7 +190,7 @@ def report(*runs: Run, to: str | Path | None = None) -> Path:
         BadInput: a run cannot be read.
     """
     folders = [_folder(run) for run in runs]
-    page: Path = required("report page").write_report(folders, None if to is None else Path(to))
+    page: Path = required("the report page").write_report(folders, None if to is None else Path(to))
     return page
 
 

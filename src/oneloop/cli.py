@@ -13,7 +13,8 @@ from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.mirror import local_run
 from oneloop.checkpoint.named_checkpoint import problems_at
 from oneloop.checkpoint.store import Store
-from oneloop.launch.command import config_files, launch
+from oneloop.launch.command import launch
+from oneloop.launch.config_files import config_files
 
 Command = Callable[[Sequence[str]], int]
 """takes the words after its name, returns oneloop's exit code"""
@@ -99,7 +100,7 @@ def new(words: Sequence[str]) -> int:
             "folder"
         )
     else:
-        texts = {given.file: required("template").task_template(given.file)}
+        texts = {given.file: required("a new task").task_template(given.file)}
     there = [str(path) for path in texts if path.exists()]
     if there:
         raise BadInput(
@@ -155,7 +156,7 @@ def verify(words: Sequence[str]) -> int:
     options.add_argument("--same", type=local_run, metavar="RUN", help=same)
     given = options.parse_args(words)
     if given.same:
-        parted, lines = required("first difference").parting(given.same, given.run)
+        parted, lines = required("verify --same").parting(given.same, given.run)
         print(printable("\n".join(lines)))
         return ERROR if parted else DONE
 

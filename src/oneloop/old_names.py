@@ -133,6 +133,9 @@ class OldNames(MetaPathFinder, Loader):
         modules = new_names(module.__name__)
 
         def read(name: str) -> Any:
+            if name == "__all__":  # ``import *`` asks for it
+                public = [vars(import_module(new)) for new in modules]
+                return [one for names in public for one in names if not one.startswith("_")]
             if not name.startswith("__"):
                 for new in map(import_module, modules):
                     if hasattr(new, name):

@@ -12,7 +12,8 @@ import pytest
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.cli import main
-from oneloop.launch.command import _of_one_process, config_file, split_words
+from oneloop.launch.command import _of_one_process, split_words
+from oneloop.launch.config_files import config_file
 
 pytestmark = pytest.mark.covers("oneloop.launch.command")
 

@@ -208,7 +208,7 @@ def test_what_new_rejects(written, monkeypatch, capsys, words):
 
 
 def test_the_config_files_are_written_out(tmp_path, monkeypatch, capsys):
-    from oneloop.launch.command import config_file, config_files
+    from oneloop.launch.config_files import config_file, config_files
 
     monkeypatch.chdir(tmp_path)
     assert cli.main(["new", "--configs"]) == 0 and cli.main(["new", "--configs", "mine"]) == 0

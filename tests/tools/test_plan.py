@@ -14,7 +14,7 @@ import torch
 
 from adapters import a_base
 from oneloop.cli import main
-from oneloop.launch.command import config_files
+from oneloop.launch.config_files import config_files
 from oneloop.recipe.parse import read
 from oneloop.recipe.run_keys import MachineConfig
 from oneloop.tasks.language.models import Shape, from_scratch

@@ -70,6 +70,12 @@ def test_modules_of_a_moved_folder_are_found_too():
         import_module("oneloop.plan.nothing")
 
 
+def test_all_names_of_an_old_module_can_be_imported():
+    names: dict[str, object] = {}
+    exec("from oneloop.tasks.protocol import *", names)
+    assert names["Task"] is import_module("oneloop.task_protocol.protocol").Task
+
+
 def test_a_module_with_an_old_name_runs():
     command = [sys.executable, "-m", "oneloop.apply", "nothing"]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -118,7 +124,7 @@ def test_the_table_says_what_a_tool_needs(name):
 
 
 def test_a_command_without_its_tool_is_rejected(tmp_path):
-    copied(tmp_path, "worth", "run_reader.py", "elastic")
+    copied(tmp_path, "worth", "run_reader.py", "elastic", "tasks")
     environment = {"PYTHONPATH": str(tmp_path), "PATH": ""}
 
     def typed(*words: str) -> subprocess.CompletedProcess:
@@ -133,14 +139,26 @@ def test_a_command_without_its_tool_is_rejected(tmp_path):
     assert "worth     oneloop.tools.worth.command is not in this copy" in listed.stdout
     assert "plan      Report what a run needs" in listed.stdout
 
+    (tmp_path / "a.yaml").write_text("task: {name: sft}\n")
+
+    # Each message names what was typed or called, and what is missing.
     for words, absent in [
         (["worth", "digits"], "worth.command"),
         (["report", "runs"], "run_reader"),
-        (["launch", "--max_restarts", "1", "--config_file", "ddp", "digits"], "elastic.elastic"),
+        (["launch", "--max_restarts", "1", "--config_file", "ddp", "a.yaml"], "elastic.elastic"),
     ]:
         done = typed(*words)
         assert done.returncode == 2
         assert f"oneloop.tools.{absent} is not in this copy of oneloop; install" in done.stderr
+
+    # Without the packaged tasks, their recipes are unknown.
+    for words, reason in [
+        (["launch", "digits"], "'digits' is unknown, because oneloop.tasks is not in this copy"),
+        (["launch", "a.yaml"], "cannot run a packaged task, because oneloop.tasks is not in this"),
+    ]:
+        done = typed(*words)
+        assert done.returncode == 2
+        assert reason in done.stderr
 
 
 def test_the_map_of_files_is_that_of_the_docstrings():

@@ -37,11 +37,12 @@ TOOLS = {
     ),
     # Modules that a run, another command or a call from Python uses.
     "graph": ("tools.graph",),
-    "report page": ("tools.report.page", "tools.run_reader"),
-    "template": ("tasks.template",),
-    "elastic": ("tools.elastic.elastic",),
-    "first difference": ("tools.compare.first_difference",),
-    "after training": ("tools.after_training.evaluate_and_predict",),
+    "the report page": ("tools.report.page", "tools.run_reader"),
+    "a packaged task": ("tasks",),
+    "a new task": ("tasks.template",),
+    "several nodes or restarts": ("tools.elastic.elastic",),
+    "verify --same": ("tools.compare.first_difference",),
+    "evaluate or predict": ("tools.after_training.evaluate_and_predict",),
 }
 """a module, and what it needs of the tools and tasks, all below ``oneloop``"""
 
@@ -68,7 +69,7 @@ def module_of(name: str) -> str:
     """Return the full name of a tool's module. Raise BadInput if it was deleted."""
     absent = missing(name)
     if absent:
-        raise BadInput(f"oneloop's {name} is needed here, but {absent}; install oneloop again")
+        raise BadInput(f"oneloop cannot run {name}, because {absent}; install oneloop again")
     return f"oneloop.{TOOLS[name][0]}"
 
 

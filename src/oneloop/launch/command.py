@@ -13,52 +13,15 @@ from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.houses import module_of, required
 from oneloop.basics.launcher import exit_file_variable
+from oneloop.launch.config_files import config_file, read_config
 from oneloop.launch.launched import Launched
 from oneloop.launch.nodes import ACCELERATE, PORT, Nodes, nodes, options
 
 ON_PROCESSES = ("evaluate", "predict")
 """commands that oneloop launch runs on several processes, in place of a recipe"""
-
-_PACKAGE = Path(__file__).parents[1]
-_FOLDERS = (_PACKAGE / "accelerate_configs", _PACKAGE.parents[1] / "accelerate_configs")
-"""folders in an installed package, and in a checkout"""
-
-
-def config_files() -> dict[str, Path]:
-    """Return the packaged config files of accelerate by name."""
-    folder = next(folder for folder in _FOLDERS if folder.is_dir())
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
-
-
-def config_file(asked: str) -> str:
-    """Return the path of a config file by its short name.
-
-    An existing file of that name takes precedence. An unknown name is returned as it is.
-    """
-    if Path(asked).is_file():
-        return asked
-    return str(config_files().get(asked, asked))
-
-
-def read_config(asked: str) -> dict[str, Any]:
-    """Return the settings of a config file, given by its short name or path. Raise BadInput."""
-    try:
-        settings = yaml.safe_load(Path(config_file(asked)).read_text(encoding="utf-8"))
-    except OSError as error:
-        known = ", ".join(config_files())
-        raise BadInput(
-            f"--config_file {asked} cannot be read: {error.strerror}; known: {known}"
-        ) from error
-    except (yaml.YAMLError, UnicodeDecodeError):
-        settings = None
-    if not isinstance(settings, dict):
-        raise BadInput(f"--config_file {asked} is not an accelerate config file")
-    return settings
 
 
 _CPP_LOG = "TORCH_CPP_LOG_LEVEL"
@@ -133,7 +96,7 @@ def launch(
     if module == "oneloop.train" and recipe_words[0] in ON_PROCESSES:
         command, *more = recipe_words
         required(command).parsed(command, more)
-        module = module_of("after training")
+        module = module_of("evaluate or predict")
     elif module == "oneloop.train":
         check_keys(recipe_words)
 
@@ -167,7 +130,12 @@ def _by_accelerate(words: list[str]) -> _Start:
 
 def _by_agent(task: AgentTask) -> _Start:
     """Start the agent of this node, which starts, and restarts, the training processes."""
-    command = [sys.executable, "-m", module_of("elastic"), json.dumps(asdict(task))]
+    command = [
+        sys.executable,
+        "-m",
+        module_of("several nodes or restarts"),
+        json.dumps(asdict(task)),
+    ]
     return _Start(command, {_CPP_LOG: os.environ.get(_CPP_LOG, "ERROR")})
 
 

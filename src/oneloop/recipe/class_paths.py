@@ -11,15 +11,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from oneloop.basics import houses
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
-from oneloop.basics.houses import TASKS
 from oneloop.recipe.expected import EXPECTED, MISFITS, OPTIONS
 from oneloop.recipe.synonyms import suggestion
 
 # Class paths of the short names for ``task.name``, ``optimizer.name`` and ``schedule.name``.
 CHOICES: dict[str, dict[str, str]] = {
-    "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in TASKS.items()},
+    "task": {name: f"oneloop.tasks.{name}.{kind}" for name, kind in houses.TASKS.items()},
     "optimizer": {name: f"oneloop.optim.optimizers.{name}" for name in OPTIONS["optimizer"]},
     "schedule": {name: f"oneloop.optim.schedule.{name}" for name in OPTIONS["schedule"]},
 }
@@ -39,6 +39,8 @@ def resolve(group: str, name: str) -> Callable[..., Any]:
         BadInput: there is none, or it is of another kind.
     """
     path, attribute = _split(group, name)
+    if path.startswith("oneloop.tasks."):
+        houses.module_of("a packaged task")
 
     # Import the file or module. Each error says what the user can do.
     try:

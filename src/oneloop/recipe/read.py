@@ -11,6 +11,7 @@ from typing import Any
 from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import flattened, one_line
+from oneloop.basics.houses import missing
 from oneloop.basics.untrusted import parsed_yaml
 from oneloop.recipe.class_paths import CHOICES, only_task, path_of
 from oneloop.recipe.schema import GROUPS
@@ -115,6 +116,11 @@ def _text_of_file(source: str) -> str:
         if source in CHOICES["task"]:
             raise BadInput(
                 f"{source!r} is a task, not a recipe ({known}); write RECIPE --task {source}"
+            )
+        if not known:
+            raise BadInput(
+                f"recipe {source!r} is unknown, because {missing('a packaged task')}; use a YAML "
+                "file or a task (my_task.py:MyTask), or install oneloop again"
             )
         raise BadInput(
             f"recipe {source!r} is unknown; use {known} or a YAML "

@@ -34,10 +34,10 @@ def end_of(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) 
     summary = uploaded
 
     # Write the report. An error of the report does not fail the run.
-    reporting = tool("report page")
     try:
+        reporting = tool("the report page")
         if reporting is None:
-            print(f"report.html is not written: {missing('report page')}", file=sys.stderr)
+            print(f"report.html is not written: {missing('the report page')}", file=sys.stderr)
         else:
             folder.write("report.html", reporting.report([folder.path]))
     except Exception as error:

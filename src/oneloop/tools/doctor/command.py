@@ -4,7 +4,8 @@ import os
 from collections.abc import Sequence
 
 from oneloop.basics.command_options import Options
-from oneloop.launch.command import hide_warnings_of_torch, read_config, split_words
+from oneloop.launch.command import hide_warnings_of_torch, split_words
+from oneloop.launch.config_files import read_config
 from oneloop.launch.nodes import nodes, options
 
 _HELP = """Check that this host can train, and that several hosts can train together.

@@ -7,7 +7,8 @@ from math import inf
 
 from oneloop.basics.command_options import Options, positive
 from oneloop.basics.exit_codes import BadInput
-from oneloop.launch.command import hide_warnings_of_torch, read_config
+from oneloop.launch.command import hide_warnings_of_torch
+from oneloop.launch.config_files import read_config
 from oneloop.tools.plan.gpus import ANY, GPUS, Gpu
 
 _HELP = """Report memory, transfers and FLOPs of a run on any number of GPUs, and the cheapest \

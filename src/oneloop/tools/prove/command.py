@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from oneloop.basics.command_options import Options, positive
-from oneloop.launch.command import read_config
+from oneloop.launch.config_files import read_config
 
 
 def prove(words: Sequence[str], *, start: Callable[[Sequence[str], int], int] | None = None) -> int:

@@ -18,7 +18,8 @@ from oneloop.basics.exit_codes import BAD_INPUT, DONE, ERROR, STOPPED, BadInput
 from oneloop.basics.files import dumps, printable
 from oneloop.basics.system.signals import on_stops
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.launch.command import config_file, launch, launch_options
+from oneloop.launch.command import launch, launch_options
+from oneloop.launch.config_files import config_file
 from oneloop.recipe.parse import read
 from oneloop.tools.compare.first_difference import FirstDifference, parting
 from oneloop.tools.worth.techniques import as_arguments
