@@ -39,7 +39,7 @@ from gpu_trace import Reduced, events_of, reduce
 from oneloop.basics.side_copies import before_change
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
-from oneloop.checkpoint.store import Keep
+from oneloop.checkpoint.retention import Keep
 from oneloop.ema import EMA
 from oneloop.measure.flops import data_sheet
 from oneloop.optim.bad_step_guard import Guard

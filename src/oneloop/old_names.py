@@ -11,6 +11,8 @@ _MOVED = {
     "after.exported": "tools.export.command",
     "apply": "tools.after_training.evaluate_and_predict",
     "data.rows": "tasks.rows",
+    "data.rows.csv_json": "tasks.rows.text_tables",
+    "data.rows.file_rows": "tasks.rows.csv_json_lines",
     "job.check_data": "tools.check.check_data",
     "after.options": "tools.after_training.command",
     "launch.doctor_words": "tools.doctor.command",
@@ -35,6 +37,10 @@ _DIVIDED = {
     "plan.step_costs": ("tools.plan.step_costs", "tools.plan.inputs"),
     "run.export": ("run.final_weights", "tools.export.convert", "tools.export.push"),
     "run.training_state": ("loop.training_state", "loop.open_run"),
+    "tasks.evaluation_metrics": (
+        "task_protocol.evaluation_metrics",
+        "task_protocol.retrieval_metrics",
+    ),
     "show.watch": ("tools.watch.watch", "tools.terminal_charts"),
 }
 """old names of modules whose content is in several modules now"""
@@ -75,7 +81,6 @@ _ROOMS = {
         "upkeep",
     ),
     ("tasks", "task_protocol"): (
-        "evaluation_metrics",
         "evaluation_sums",
         "metric_collection",
         "metric_states",

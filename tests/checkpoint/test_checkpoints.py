@@ -24,12 +24,14 @@ from oneloop.basics.exit_codes import Inexact
 from oneloop.checkpoint import pieces
 from oneloop.checkpoint.background_save import SaveError, SaveInProgress
 from oneloop.checkpoint.checkpoints import Checkpoints
-from oneloop.checkpoint.store import Keep, Store, problems
+from oneloop.checkpoint.retention import Keep
+from oneloop.checkpoint.store import Store, problems
 from oneloop.checkpoint.writing_process import TORN, WritingProcess
 from oneloop.ema import EMA
 from worlds import run
 
 pytestmark = pytest.mark.covers(
+    "oneloop.checkpoint.retention",
     "oneloop.basics.side_copies",
     "oneloop.basics.tensors",
     "oneloop.checkpoint.background_save",

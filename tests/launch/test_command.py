@@ -15,7 +15,7 @@ from oneloop.cli import main
 from oneloop.launch.command import _of_one_process, split_words
 from oneloop.launch.config_files import config_file
 
-pytestmark = pytest.mark.covers("oneloop.launch.command")
+pytestmark = pytest.mark.covers("oneloop.launch.config_files", "oneloop.launch.command")
 
 PROGRAM = "import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))"
 

@@ -21,7 +21,7 @@ from oneloop.machine.recompute import _kept_operations
 from oneloop.machine.torch_settings import _NOT_DETERMINISTIC
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault, Policy
-from oneloop.task_protocol.evaluation_metrics import Retrieval
+from oneloop.task_protocol.retrieval_metrics import Retrieval
 from oneloop.tasks.language.logit_chunks import tokens_of_a_chunk
 from worlds import ROOT
 

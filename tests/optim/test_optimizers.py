@@ -13,7 +13,7 @@ from tiny import three_layers
 
 pytestmark = pytest.mark.covers(
     "oneloop.job.build",
-    "oneloop.job.in_steps",
+    "oneloop.job.learning_rate",
     "oneloop.job.optimizer",
     "oneloop.optim.bad_step_guard",
     "oneloop.optim.optimizers",
@@ -43,7 +43,7 @@ def test_set_lr_reaches_every_group():
 
 
 def test_the_learning_rate_follows_the_batch():
-    from oneloop.job.in_steps import peak
+    from oneloop.job.learning_rate import peak
     from oneloop.recipe.training_keys import OptimizerConfig
 
     def rate(rule: str, at: int = 64) -> float:

@@ -19,8 +19,8 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.launch import processes
 from oneloop.recipe.parse import parser, read
 from oneloop.tasks.image_classification import ImageClassification
-from oneloop.tasks.rows import csv_json as tables
-from oneloop.tasks.rows import file_rows
+from oneloop.tasks.rows import csv_json_lines
+from oneloop.tasks.rows import text_tables as tables
 from oneloop.tasks.rows.arrow_tables import tables as of_files
 from oneloop.tasks.rows.cache import content_of
 from oneloop.tasks.rows.find_files import found
@@ -37,8 +37,8 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.conversations",
     "oneloop.tasks.rows.arrow_tables",
     "oneloop.tasks.rows.cache",
-    "oneloop.tasks.rows.csv_json",
-    "oneloop.tasks.rows.file_rows",
+    "oneloop.tasks.rows.text_tables",
+    "oneloop.tasks.rows.csv_json_lines",
     "oneloop.tasks.rows.find_files",
     "oneloop.tasks.rows.images",
     "oneloop.tasks.text_classification",
@@ -289,7 +289,7 @@ def test_quotes_that_are_closed_are_read(tmp_path, monkeypatch, rows):
 @pytest.mark.parametrize(("ending", "between"), [("csv", ","), ("tsv", "\t")])
 def test_a_last_block_of_blank_lines_is_no_error(tmp_path, monkeypatch, ending, between):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(file_rows, "_BUFFER", 64)
+    monkeypatch.setattr(csv_json_lines, "_BUFFER", 64)
     rows = "".join(f"text {number}{between}{number}\n" for number in range(10))
     file = tmp_path / f"rows.{ending}"
     file.write_text(f"text{between}label\n{rows}" + "\n" * 400)

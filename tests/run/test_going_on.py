@@ -32,6 +32,7 @@ from silent_cases import BASE, CHANGES, DAMAGE, WORDS, lay, unfinished
 from worlds import here, run, train
 
 pytestmark = pytest.mark.covers(
+    "oneloop.measure.goodput",
     "oneloop.checkpoint.manifest",
     "oneloop.checkpoint.store",
     "oneloop.checkpoint.writer",

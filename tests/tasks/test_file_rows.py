@@ -14,15 +14,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from oneloop.tasks.rows.file_rows import FileRow, file_rows
+from oneloop.tasks.rows.csv_json_lines import FileRow, file_rows
 from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.rows import divided
 from oneloop.tasks.text_classification import TextClassification
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.arrow_tables",
-    "oneloop.tasks.rows.csv_json",
-    "oneloop.tasks.rows.file_rows",
+    "oneloop.tasks.rows.text_tables",
+    "oneloop.tasks.rows.csv_json_lines",
     "oneloop.tasks.rows.find_files",
     "oneloop.tasks.rows.open_data",
     "oneloop.tasks.rows.rows",

@@ -20,7 +20,7 @@ from oneloop.tasks.rows.images import decoded
 pytestmark = pytest.mark.covers(
     "oneloop.data.fingerprint",
     "oneloop.tasks.image_classification",
-    "oneloop.tasks.rows.csv_json",
+    "oneloop.tasks.rows.text_tables",
     "oneloop.tasks.rows.find_files",
     "oneloop.tasks.rows.image_rows",
     "oneloop.tasks.rows.images",

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.causal_lm",
     "oneloop.tasks.image_classification",
     "oneloop.tasks.rows.cached_arrays",
-    "oneloop.tasks.rows.csv_json",
+    "oneloop.tasks.rows.text_tables",
     "oneloop.tasks.rows.image_rows",
     "oneloop.tasks.rows.open_data",
     "oneloop.tasks.rows.parquet",

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.data.mixture",
     "oneloop.tasks.causal_lm",
     "oneloop.tasks.columns",
-    "oneloop.tasks.rows.file_rows",
+    "oneloop.tasks.rows.csv_json_lines",
     "oneloop.tasks.rows.find_files",
     "oneloop.tasks.rows.images",
     "oneloop.tasks.rows.open_data",

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.task_protocol.whole_batch",
     "oneloop.tasks.docstring_pairs",
     "oneloop.tasks.new_reader",
-    "oneloop.tasks.rows.csv_json",
+    "oneloop.tasks.rows.text_tables",
     "oneloop.tasks.text_encoders",
     "oneloop.tasks.text_pairs",
 )
@@ -332,7 +332,7 @@ def test_a_csv_without_rows_is_named(tmp_path):
 
 def test_ranks_of_distinct_answers_are_those_of_a_set():
     """Copies count once, and every answer of an equal question is right."""
-    from oneloop.task_protocol.evaluation_metrics import Retrieval
+    from oneloop.task_protocol.retrieval_metrics import Retrieval
 
     draw = np.random.default_rng(0)
     questions, answers = draw.integers(0, 12, 60), draw.integers(0, 9, 60)

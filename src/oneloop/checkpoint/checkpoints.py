@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.basics.tensors import optimizer_tensors
-from oneloop.basics.untrusted import Form
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
@@ -30,8 +29,9 @@ from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
 from oneloop.checkpoint.pieces import header_of, pieces
+from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
-from oneloop.checkpoint.saved_state import read_state, state_problems
+from oneloop.checkpoint.saved_state import Forms, read_state, state_problems
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
@@ -39,7 +39,7 @@ from oneloop.checkpoint.state_dict import (
     load_values,
     optimizer_values,
 )
-from oneloop.checkpoint.store import Keep, Store, name_of, problems, step_in, step_of
+from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
 
 _LONG = timedelta(days=1)
 """time-out of collectives: one rank may read or write for hours"""
@@ -72,7 +72,7 @@ class Checkpoints:
         sync: bool = False,
         max_failures: int = 3,
         patience: float = 1.0,
-        forms: Mapping[str, Form] | None = None,
+        forms: Forms | None = None,
         say: Callable[[str], None] = print,
     ) -> None:
         self.store = Store(root)

@@ -1,12 +1,11 @@
 """Copies of a mirror's checkpoints for a run: each host fetches what its ranks need."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from oneloop.basics.bucket import Bucket, StoreError
 from oneloop.basics.exit_codes import Unavailable
-from oneloop.basics.untrusted import Form
 from oneloop.checkpoint.mirror import (
     Block,
     Copy,
@@ -16,7 +15,7 @@ from oneloop.checkpoint.mirror import (
     folder_of,
     steps_in,
 )
-from oneloop.checkpoint.saved_state import state_problems
+from oneloop.checkpoint.saved_state import Forms, state_problems
 from oneloop.checkpoint.store import Store, name_of, step_in, step_of
 
 
@@ -40,7 +39,7 @@ class Fetcher:
         *,
         rank: int,
         leader: int,
-        forms: Mapping[str, Form],
+        forms: Forms,
         gather: Callable[..., Any],
         say: Callable[..., None],
     ) -> None:

@@ -20,8 +20,8 @@ from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.pieces import header_of, pieces
+from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.state_dict import buffers_of, load_tensors, model_tensors
-from oneloop.checkpoint.store import Keep
 
 
 class Average(Protocol):

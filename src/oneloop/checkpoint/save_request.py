@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any
 
-from oneloop.checkpoint.store import Keep
+from oneloop.checkpoint.retention import Keep
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,11 @@ STATE = "state.json"
 MOST_STATE = 1 << 28  # bytes; a task may save much
 _OPTIMIZER = {"parameters": {None: dict}, "groups": [dict]}
 
+Forms = Mapping[str, Form]
+"""what each component of a state looks like, by name"""
 
-def read_state(folder: Path, forms: Mapping[str, Form] | None = None) -> dict[str, Any]:
+
+def read_state(folder: Path, forms: Forms | None = None) -> dict[str, Any]:
     """Return the state of a checkpoint that is not tensors.
 
     Args:
@@ -31,7 +34,7 @@ def read_state(folder: Path, forms: Mapping[str, Form] | None = None) -> dict[st
     return state
 
 
-def state_problems(folder: Path, forms: Mapping[str, Form]) -> list[str]:
+def state_problems(folder: Path, forms: Forms) -> list[str]:
     """Return the problem of a checkpoint's state, as :func:`read_state` reports it."""
     try:
         read_state(folder, forms)

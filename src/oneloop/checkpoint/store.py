@@ -5,9 +5,8 @@ Needs no torch.
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any
@@ -24,6 +23,7 @@ from oneloop.checkpoint.manifest import (
     signed,
     tensor_problems,
 )
+from oneloop.checkpoint.retention import Keep
 
 _NAME = re.compile(r"step-([0-9]{8,15})")
 _CHUNK = 1 << 22  # bytes
@@ -72,22 +72,6 @@ def write_file(file: Path, content: bytes) -> dict[str, Any]:
         stream.flush()
         os.fsync(stream.fileno())
     return {"size": len(content), "xxh3": xxh3_128_hexdigest(content)}
-
-
-@dataclass(frozen=True)
-class Keep:
-    """The checkpoints that a prune keeps: the newest, those of every Mth step, and the best."""
-
-    newest: int = 2  # how many, at least 1
-    every: int = 0  # in steps; 0: none
-    best: int | None = None  # step of the best checkpoint
-
-    def among(self, steps: Sequence[int]) -> set[int]:
-        """Return those of the steps, in ascending order, whose checkpoints are kept."""
-        kept = {
-            step for step in steps if (self.every and step % self.every == 0) or step == self.best
-        }
-        return kept | set(steps[-max(1, self.newest) :])
 
 
 class Store:

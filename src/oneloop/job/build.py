@@ -15,15 +15,15 @@ from oneloop.data.order import Ordered, order_of
 from oneloop.data.step_batches import CollateWithWeight
 from oneloop.ema import gamma
 from oneloop.job.apple_gpu import reject_training
-from oneloop.job.in_steps import Intervals, intervals_of, rate_of
+from oneloop.job.intervals import Intervals, intervals_of
+from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.optimizer import optimizer_of, reject_sharding
-from oneloop.job.task import larger_is_better, make_task, why_no_noise_scale
+from oneloop.job.task import larger_is_better, make_task, sets_of, why_no_noise_scale
 from oneloop.optim.bad_step_policy import Policy
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.schema import Recipe
-from oneloop.task_protocol.protocol import Task, check_sets
-from oneloop.task_protocol.protocol_checks import theirs
+from oneloop.task_protocol.protocol import Task
 
 
 @dataclass(frozen=True)
@@ -126,9 +126,7 @@ def build_job(
 
     # Create the task and its data sets.
     task = make_task(recipe)
-    train_set = theirs(task, "train_set", task.train_set)
-    eval_sets = theirs(task, "eval_sets", task.eval_sets)
-    check_sets(train_set, eval_sets)
+    train_set, eval_sets = sets_of(task)
     if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
         raise ValueError("save.final best requires a validation set; the task has none")
     if recipe.debug.overfit:

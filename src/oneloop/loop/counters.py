@@ -6,18 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
+from oneloop.measure.goodput import goodput
 from oneloop.measure.meter import OWN_METRICS
 from oneloop.show.examples import Examples
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import Tracking
-
-_CAUSES = {
-    "start": "starts",
-    "repeated": "repeated steps",
-    "data": "waiting for data",
-    "save": "saving",
-}
-"""causes of lost time, and how a sentence names them"""
 
 
 @dataclass
@@ -73,32 +66,8 @@ class Counters:
         self.lost = {cause: before.get(cause, 0.0) + spent[cause] for cause in ("data", "save")}
 
     def goodput(self, now: float) -> dict[str, Any]:
-        """Return how much of the time since the first start was useful.
-
-        Useful is what went into kept steps and evaluations. Time after the last log line of a
-        killed start counts as start.
-
-        Args:
-            now: seconds since 1970.
-
-        Returns:
-            For summary.json: ``share``, ``seconds`` (since the first start), ``lost`` (seconds by
-            cause), and ``about`` (a sentence).
-        """
-        starts = self._starts
-        repeated = starts["repeated"]
-        kept = self.elapsed() - starts["before"]
-        seconds = max(now - starts["first"], kept + repeated, 1e-9)
-        lost = {"start": seconds - kept - repeated, "repeated": repeated, **self.lost}
-        share = 1 - sum(lost.values()) / seconds
-
-        # Say it in a sentence.
-        causes = [f"{value / seconds:.1%} {_CAUSES[cause]}" for cause, value in lost.items()]
-        about = (
-            f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} "
-            f"starts; lost: {', '.join(causes)}"
-        )
-        return {"share": share, "seconds": seconds, "lost": lost, "about": about.replace("%", " %")}
+        """Return :func:`oneloop.measure.goodput.goodput` of the run until ``now``."""
+        return goodput(self._starts, kept=self.elapsed(), now=now, lost=self.lost)
 
     def trained(self, samples: int, weight: float) -> None:
         """Count an accepted update with ``samples`` samples of total weight ``weight``."""

@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from typing import Any
 
 from oneloop.basics.heartbeats import BEATS, EVALUATION
-from oneloop.checkpoint.store import Keep
+from oneloop.checkpoint.retention import Keep
 from oneloop.evaluation import evaluate_all
 from oneloop.loop.parts import Parts
 from oneloop.machine.torch_settings import release_cache

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.row_blocks import row_blocks
 from oneloop.basics.wide_sums import WideSum, on_host, widest
 from oneloop.task_protocol.metric_collection import Collection, as_tensor
 
@@ -200,123 +199,10 @@ class TextSums:
         return metrics
 
 
-class _Groups:
-    """Documents of equal texts, of which only one counts, and the right ones of equal queries.
-
-    Args:
-        queries: integers (samples,), equal for equal queries.
-        documents: likewise.
-    """
-
-    def __init__(self, queries: Tensor, documents: Tensor) -> None:
-        # Number the distinct texts from 0.
-        distinct, self._query = torch.unique(queries, return_inverse=True)
-        kinds, self._document, copies = torch.unique(
-            documents, return_inverse=True, return_counts=True
-        )
-        self._kinds = len(kinds)
-
-        # The first of several equal documents stands for all. (scatter_reduce would find it, too,
-        # but has no deterministic kernel on a GPU.)
-        index = torch.arange(len(documents), device=documents.device)
-        sorted_ = self._document.argsort(stable=True)
-        first = sorted_[copies.cumsum(0) - copies]
-        self._is_first: Tensor = first[self._document] == index
-
-        # The right documents of each query, and where those of a query begin.
-        pairs = torch.unique(self._query * self._kinds + self._document)
-        self._right = pairs % self._kinds
-        numbers = torch.arange(len(distinct) + 1, device=pairs.device)
-        self._begin = torch.searchsorted(pairs, numbers * self._kinds)
-
-    def counted(self, rows: slice) -> Tensor:
-        """Return which documents count as wrong for the queries of these rows, as booleans."""
-        query = self._query[rows]
-        begin = self._begin[query]
-        count = self._begin[query + 1] - begin
-        row = torch.repeat_interleave(torch.arange(len(query), device=query.device), count)
-        earlier = count.cumsum(0) - count
-        within = torch.arange(len(row), device=row.device) - earlier[row]
-        right = torch.zeros(len(query), self._kinds, dtype=torch.bool, device=query.device)
-        right[row, self._right[begin[row] + within]] = True
-        return self._is_first & ~right[:, self._document]
-
-
 def _ratio(part: float, whole: float) -> float:
     if not whole:
         return math.nan
     return part / whole
-
-
-class Retrieval:
-    """Recall@1, 5 and 10 and mean reciprocal rank of the right document in the whole set.
-
-    The same is computed in the other direction (``reverse_…``). A document that is as similar as
-    the right one counts as more similar.
-
-    Args:
-        group: rank distinct documents. Copies of a document count once, and each document that
-            belongs to an equal query is right. False: only the documents of samples with the same
-            number as the query are left out, and each copy counts.
-    """
-
-    def __init__(self, *, group: bool = False) -> None:
-        self.group = group
-        self.higher_is_better: dict[str, bool | None] = {}
-        for direction in ("", "reverse_"):
-            for name in ("recall@1", "recall@5", "recall@10", "mrr"):
-                self.higher_is_better[direction + name] = True
-        self._sums = [WideSum(5), WideSum(5)]
-        """by direction: the sum of each metric, in this order, and the number of queries"""
-
-    def to(self, device: torch.device) -> "Retrieval":
-        self._sums = [sums.to(device) for sums in self._sums]
-        return self
-
-    def update(self, queries: Tensor, documents: Tensor, *, ids: Sequence[Tensor] = ()) -> None:
-        """Add a set of pairs: query and right document have the same index.
-
-        Call it with the whole set.
-
-        Args:
-            queries: (samples, width).
-            documents: (samples, width); the similarity is the scalar product.
-            ids: integers (samples,). Documents of samples with the same number are not counted as
-                wrong. With ``group`` there are two: equal texts of queries, and of documents, have
-                equal numbers.
-        """
-        self._add(self._sums[0], queries, documents, ids)
-        self._add(self._sums[1], documents, queries, [*ids][::-1])
-
-    def _add(
-        self, sums: WideSum, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]
-    ) -> None:
-        """Add the pairs to the ``sums`` of one direction, in place."""
-        groups = _Groups(*ids) if self.group else None
-        for rows in row_blocks(len(queries), len(documents)):
-            # Find the documents that are more similar than the right one, or as similar, or NaN.
-            similarity = queries[rows] @ documents.T
-            right = similarity.diagonal(rows.start)[:, None]
-            before = ~(similarity < right)
-
-            # Leave out duplicates of the right document, and the right one.
-            for id_ in ids:
-                before &= id_[rows, None] != id_
-            before.diagonal(rows.start).fill_(False)
-            if groups is not None:
-                before &= groups.counted(rows)
-            rank = widest(1 + before.sum(1))
-            recalls = [(rank <= k).sum() for k in (1, 5, 10)]
-            count = rank.new_full((), len(rank))
-            sums.add(torch.stack([*recalls, (1 / rank).sum(), count]))
-
-    def sums(self) -> Sequence[Tensor]:
-        return [sums.parts for sums in self._sums]
-
-    def compute(self) -> dict[str, float]:
-        sums = torch.stack([sums.value() for sums in self._sums])
-        means = sums[:, :4] / sums[:, 4:]
-        return dict(zip(self.higher_is_better, means.flatten().tolist(), strict=True))
 
 
 def prefix(name: str) -> str:

@@ -12,8 +12,8 @@ from torch import Tensor
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
-from oneloop.tasks.rows.csv_json import OBJECTS
 from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.text_tables import OBJECTS
 
 # by source name: a function from a label to its class number
 Numbers = Mapping[str, Callable[[Any], int]]

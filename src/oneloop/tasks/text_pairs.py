@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.task_protocol.evaluation_metrics import Retrieval
 from oneloop.task_protocol.protocol import RECORDED
+from oneloop.task_protocol.retrieval_metrics import Retrieval
 from oneloop.tasks.columns import check_texts, columns_of, number_of_text, repeated, texts_of
 from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs

@@ -13,10 +13,10 @@ from numpy.typing import NDArray
 
 from oneloop.basics.progress import Working
 from oneloop.tasks.rows.cache import alone, content_of, key_of, numbers_key
-from oneloop.tasks.rows.csv_json import MIXED, Converted, converted
 from oneloop.tasks.rows.find_files import SPLITS, Found
 from oneloop.tasks.rows.image_rows import image_rows, metadata_of
 from oneloop.tasks.rows.rows import FINDINGS, Row
+from oneloop.tasks.rows.text_tables import MIXED, Converted, converted
 
 _BATCH = 1000  # rows per Arrow array of a column
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from oneloop.tasks.rows.cache import below
-from oneloop.tasks.rows.file_rows import COMPRESSED
+from oneloop.tasks.rows.csv_json_lines import COMPRESSED
 
 _JPEG = (".jpg", ".jpeg", ".jpe", ".jfif", ".jp2", ".j2k", ".jpx")
 _IMAGES = (".png", ".bmp", ".gif", ".webp", ".avif", ".tif", ".tiff", ".ppm", ".pgm", *_JPEG)

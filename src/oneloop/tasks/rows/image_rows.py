@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from oneloop.tasks.rows.csv_json import Columns
-from oneloop.tasks.rows.file_rows import csv_columns, file_rows
+from oneloop.tasks.rows.csv_json_lines import csv_columns, file_rows
 from oneloop.tasks.rows.find_files import Found, metadata_in
+from oneloop.tasks.rows.text_tables import Columns
 
 IMAGE = "image"
 LABEL = "label"

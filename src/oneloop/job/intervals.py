@@ -1,13 +1,10 @@
-"""What a recipe says in durations, converted to steps: intervals and the learning rate."""
+"""The intervals of a recipe in steps: of log lines, evaluations, saves and checks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from oneloop.basics.duration import Duration, Scale, is_time
-from oneloop.optim.schedule import LearningRate, learning_rate
-from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.schema import Recipe
-from oneloop.recipe.training_keys import OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -70,28 +67,3 @@ def intervals_of(recipe: Recipe, scale: Scale, total: int) -> Intervals:
     if recipe.debug.dry_run:
         total = 1
     return Intervals(every, total, seconds, forever)
-
-
-def rate_of(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
-    """Return the learning rate of a recipe by step; arguments as for :func:`intervals_of`."""
-    schedule = recipe.schedule
-    return learning_rate(
-        resolve("schedule", schedule.name),
-        peak(recipe.optimizer, recipe.batch.size),
-        warmup=schedule.warmup,
-        final=schedule.final,
-        options=schedule.options,
-        scale=scale,
-        total=total,
-    )
-
-
-def peak(optimizer: OptimizerConfig, batch: int) -> float:
-    """Return the peak learning rate for a batch size.
-
-    It grows linearly with the batch (Goyal et al. 2017), or with its square root (Malladi et al.
-    2022)."""
-    if not optimizer.lr_at_batch:
-        return optimizer.lr
-    power = {"linear": 1.0, "sqrt": 0.5, "none": 0.0}[optimizer.lr_rule]
-    return float(optimizer.lr * (batch / optimizer.lr_at_batch) ** power)

@@ -18,7 +18,7 @@ from oneloop.basics.files import replacing
 from oneloop.basics.progress import Working
 from oneloop.basics.untrusted import delete
 from oneloop.tasks.rows.cache import alone, checksum_of, key_of
-from oneloop.tasks.rows.file_rows import FileRow, about_one_object, csv_columns, file_rows
+from oneloop.tasks.rows.csv_json_lines import FileRow, about_one_object, csv_columns, file_rows
 from oneloop.tasks.rows.find_files import Found
 
 _JsonRows = Sequence[Mapping[str, Any]]
