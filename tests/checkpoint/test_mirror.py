@@ -31,6 +31,7 @@ from oneloop.run.mirrored_folder import MirroredFolder
 from worlds import _free_port, run
 
 pytestmark = pytest.mark.covers(
+    "oneloop.basics.upload_limit",
     "oneloop.basics.bucket",
     "oneloop.checkpoint.background_save",
     "oneloop.checkpoint.checkpoints",

@@ -1,7 +1,6 @@
 """Objects in a bucket (``s3://``, ``gs://``) or a folder (``file://``), by fsspec."""
 
 import os
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_128
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.basics.untrusted import MOST_BYTES
+from oneloop.basics.upload_limit import UploadLimit
 
 BLOCK = 1 << 23  # bytes that one request writes or reads, and that one checksum covers
 _PARTS = 9000  # of one upload; S3 allows 10,000
@@ -115,8 +115,7 @@ class Bucket:
         import fsspec
 
         self.address = address.rstrip("/")
-        self._limit = limit
-        self._next = 0.0  # time.monotonic() before which it must not write
+        self._limit = UploadLimit(limit)
         scheme = address.partition("://")[0]
         self._is_local = scheme == "file"
         with self._errors():
@@ -188,10 +187,7 @@ class Bucket:
                 stream = self._fs.open(path, "wb", block_size=max(BLOCK, size // _PARTS))
             try:
                 for block in _in_blocks(pieces):
-                    # Wait until the limit allows to write the block.
-                    time.sleep(max(0.0, self._next - time.monotonic()))
-                    pause = len(block) / self._limit if self._limit else 0.0
-                    self._next = time.monotonic() + pause
+                    self._limit.wait(len(block))
                     stream.write(block)
                     whole.update(block)
                     blocks.append(xxh3_64_hexdigest(block))

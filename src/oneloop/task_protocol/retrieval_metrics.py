@@ -29,25 +29,31 @@ class _Groups:
         # but has no deterministic kernel on a GPU.)
         index = torch.arange(len(documents), device=documents.device)
         sorted_ = self._document.argsort(stable=True)
-        first = sorted_[copies.cumsum(0) - copies]
+        earlier = copies.cumsum(0) - copies
+        first = sorted_[earlier]
         self._is_first: Tensor = first[self._document] == index
 
         # The right documents of each query, and where those of a query begin.
-        pairs = torch.unique(self._query * self._kinds + self._document)
+        number = self._query * self._kinds + self._document
+        pairs = torch.unique(number)
         self._right = pairs % self._kinds
         numbers = torch.arange(len(distinct) + 1, device=pairs.device)
-        self._begin = torch.searchsorted(pairs, numbers * self._kinds)
+        least = numbers * self._kinds
+        self._begin = torch.searchsorted(pairs, least)
 
     def counted(self, rows: slice) -> Tensor:
         """Return which documents count as wrong for the queries of these rows, as booleans."""
         query = self._query[rows]
         begin = self._begin[query]
         count = self._begin[query + 1] - begin
-        row = torch.repeat_interleave(torch.arange(len(query), device=query.device), count)
+        rows_here = torch.arange(len(query), device=query.device)
+        row = torch.repeat_interleave(rows_here, count)
         earlier = count.cumsum(0) - count
         within = torch.arange(len(row), device=row.device) - earlier[row]
         right = torch.zeros(len(query), self._kinds, dtype=torch.bool, device=query.device)
-        right[row, self._right[begin[row] + within]] = True
+        place = begin[row] + within
+        kind = self._right[place]
+        right[row, kind] = True
         return self._is_first & ~right[:, self._document]
 
 
@@ -109,14 +115,19 @@ class Retrieval:
             if groups is not None:
                 before &= groups.counted(rows)
             rank = widest(1 + before.sum(1))
-            recalls = [(rank <= k).sum() for k in (1, 5, 10)]
-            count = rank.new_full((), len(rank))
-            sums.add(torch.stack([*recalls, (1 / rank).sum(), count]))
+            found = []
+            for k in (1, 5, 10):
+                found.append((rank <= k).sum())
+            found.append((1 / rank).sum())
+            found.append(rank.new_full((), len(rank)))
+            sums.add(torch.stack(found))
 
     def sums(self) -> Sequence[Tensor]:
         return [sums.parts for sums in self._sums]
 
     def compute(self) -> dict[str, float]:
         sums = torch.stack([sums.value() for sums in self._sums])
-        means = sums[:, :4] / sums[:, 4:]
-        return dict(zip(self.higher_is_better, means.flatten().tolist(), strict=True))
+        queries = sums[:, 4:]
+        means = sums[:, :4] / queries
+        values = means.flatten().tolist()
+        return dict(zip(self.higher_is_better, values, strict=True))
