@@ -8,6 +8,13 @@ from torch import Tensor
 from oneloop.basics.row_blocks import row_blocks
 from oneloop.basics.wide_sums import WideSum, widest
 
+_NAMES = (
+    "recall@1",
+    "recall@5",
+    "recall@10",
+    "mrr",
+)
+
 
 class _Groups:
     """Documents of equal texts, of which only one counts, and the right ones of equal queries.
@@ -49,7 +56,8 @@ class _Groups:
         rows_here = torch.arange(len(query), device=query.device)
         row = torch.repeat_interleave(rows_here, count)
         earlier = count.cumsum(0) - count
-        within = torch.arange(len(row), device=row.device) - earlier[row]
+        numbers = torch.arange(len(row), device=row.device)
+        within = numbers - earlier[row]
         right = torch.zeros(len(query), self._kinds, dtype=torch.bool, device=query.device)
         place = begin[row] + within
         kind = self._right[place]
@@ -73,7 +81,7 @@ class Retrieval:
         self.group = group
         self.higher_is_better: dict[str, bool | None] = {}
         for direction in ("", "reverse_"):
-            for name in ("recall@1", "recall@5", "recall@10", "mrr"):
+            for name in _NAMES:
                 self.higher_is_better[direction + name] = True
         self._sums = [WideSum(5), WideSum(5)]
         """by direction: the sum of each metric, in this order, and the number of queries"""
@@ -95,7 +103,8 @@ class Retrieval:
                 equal numbers.
         """
         self._add(self._sums[0], queries, documents, ids)
-        self._add(self._sums[1], documents, queries, [*ids][::-1])
+        reverse = [*ids][::-1]
+        self._add(self._sums[1], documents, queries, reverse)
 
     def _add(
         self, sums: WideSum, queries: Tensor, documents: Tensor, ids: Sequence[Tensor]
@@ -105,7 +114,8 @@ class Retrieval:
         for rows in row_blocks(len(queries), len(documents)):
             # Find the documents that are more similar than the right one, or as similar, or NaN.
             similarity = queries[rows] @ documents.T
-            right = similarity.diagonal(rows.start)[:, None]
+            diagonal = similarity.diagonal(rows.start)
+            right = diagonal[:, None]
             before = ~(similarity < right)
 
             # Leave out duplicates of the right document, and the right one.
