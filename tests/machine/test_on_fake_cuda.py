@@ -67,6 +67,7 @@ FLOAT64_OF_STEPS = {
 FLOAT64_OF_EVALUATIONS = {
     "basics/wide_sums.py": "losses and metrics are summed over the whole set",
     "task_protocol/evaluation_metrics.py": "so are the metrics",
+    "task_protocol/retrieval_metrics.py": "so are those of retrieval",
     "task_protocol/metric_states.py": "batch.grain keeps the metrics of each micro-batch apart",
     "tasks/language/language_model.py": "losses of tokens are summed",
     "tasks/sft.py": "losses of tokens are summed",

@@ -212,7 +212,7 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_a_column_that_no_task_reads_cannot_stop_a_run(tmp_path, monkeypatch, name):
     monkeypatch.setenv("ONELOOP_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("oneloop.tasks.rows.csv_json._ROWS", 50)
+    monkeypatch.setattr("oneloop.tasks.rows.text_tables._ROWS", 50)
     rows = [{**row, "odd": ODD[name](n)} for n, row in enumerate(LABELLED)]
     file = write(tmp_path / "train.jsonl", lines(rows))
     task = TextClassification(str(file), **SMALL)
