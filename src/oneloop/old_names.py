@@ -34,7 +34,7 @@ _DIVIDED = {
         "tools.after_training.recorded_task",
     ),
     "data.rows.cache": ("tasks.rows.cache", "data.fingerprint"),
-    "plan.step_costs": ("tools.plan.step_costs", "tools.plan.inputs"),
+    "plan.step_costs": ("tools.plan.step_costs", "job.trial_steps"),
     "run.export": ("run.final_weights", "tools.export.convert", "tools.export.push"),
     "run.training_state": ("loop.training_state", "loop.open_run"),
     "tasks.evaluation_metrics": (

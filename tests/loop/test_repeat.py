@@ -15,7 +15,7 @@ from worlds import run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.job.build",
-    "oneloop.job.intervals",
+    "oneloop.job.build",
     "oneloop.job.restore",
     "oneloop.job.tolerance",
     "oneloop.loop.repeat",
@@ -117,7 +117,7 @@ class _Due:
     def __init__(self, *, log: int, check: int, total: int = 100_000) -> None:
         from types import SimpleNamespace
 
-        from oneloop.job.intervals import Intervals
+        from oneloop.job.build import Intervals
 
         self._on = True
         self._job = SimpleNamespace(

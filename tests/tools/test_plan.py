@@ -35,7 +35,6 @@ pytestmark = pytest.mark.covers(
     "oneloop.tools.plan.description",
     "oneloop.tools.plan.fake_mode",
     "oneloop.tools.plan.gpus",
-    "oneloop.tools.plan.inputs",
     "oneloop.tools.plan.ledger",
     "oneloop.tools.plan.plan",
     "oneloop.tools.plan.planned",

@@ -1,6 +1,6 @@
 """Build a job from a recipe and check it, before anything is written."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,13 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Subset
 
-from oneloop.basics.duration import Scale
+from oneloop.basics.duration import Duration, Scale, is_time
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.step_batches import CollateWithWeight
 from oneloop.ema import gamma
 from oneloop.job.apple_gpu import reject_training
-from oneloop.job.intervals import Intervals, intervals_of
 from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.optimizer import optimizer_of, reject_sharding
@@ -24,6 +23,35 @@ from oneloop.optim.bad_step_policy import Policy
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.protocol import Task
+
+
+@dataclass(frozen=True)
+class Intervals:
+    """Intervals in steps of log, eval and save.
+
+    Those of check (replicas) and collect (garbage) are there only if they are enabled.
+    """
+
+    every: Mapping[str, int]
+    total: int  # steps of the run; everything is due at the last step
+    save_seconds: float = float("inf")  # also between saves
+    forever: int = 0  # steps between checkpoints that are never deleted (0: none)
+
+    def due(self, step: int, *, save: bool = False) -> list[str]:
+        """Return the actions that are due after this step, in execution order.
+
+        ``save``: whether the time for a save has come."""
+        return [
+            name
+            for name, every in self.every.items()
+            if is_time(step, every, self.total) or (save and name == "save")
+        ]
+
+    def is_due(self, name: str, step: int) -> bool:
+        return is_time(step, self.every[name], self.total)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.every
 
 
 @dataclass(frozen=True)
@@ -163,7 +191,7 @@ def build_job(
         layout=layout,
         order=order_of(train_set, seed=recipe.seed, batch=layout.size),
         collate=collate,
-        intervals=intervals_of(recipe, scale, total),
+        intervals=_intervals(recipe, scale, total),
         rate=rate_of(recipe, scale, total),
         upward=upward,
         no_noise_scale=why_no_noise_scale(task, layout, ranks, sharded=sharded),
@@ -193,3 +221,36 @@ def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
     return [
         {**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)
     ]
+
+
+def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
+    """Return the intervals of a recipe.
+
+    Args:
+        recipe: its groups log, eval, save, machine and debug apply.
+        scale: of its durations.
+        total: steps of the run.
+    """
+
+    def steps(every: Duration, key: str) -> int:
+        return every.steps(scale, total=total, key=key)
+
+    save = recipe.save.every
+    seconds = float("inf")
+    every = {
+        "log": max(1, steps(recipe.log.every, "log.every")),
+        "eval": steps(recipe.eval.every, "eval.every"),
+        "save": 0,
+    }
+    if save.unit != "seconds":
+        every["save"] = steps(save, "save.every")
+    elif save.amount:
+        seconds = float(save.amount)
+    if recipe.machine.check_every.amount:
+        every["check"] = steps(recipe.machine.check_every, "machine.check_every")
+    if recipe.machine.gc_every.amount:
+        every["collect"] = steps(recipe.machine.gc_every, "machine.gc_every")
+    forever = steps(recipe.save.forever, "save.forever")
+    if recipe.debug.dry_run:
+        total = 1
+    return Intervals(every, total, seconds, forever)

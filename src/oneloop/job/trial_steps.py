@@ -8,8 +8,8 @@ import torch
 
 from oneloop.basics.seeds import reseed
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.seeded_samples import SeededSamples
-from oneloop.data.step_batches import transferred
+from oneloop.data.seeded_samples import Batches, SeededSamples
+from oneloop.data.step_batches import Batch, transferred
 from oneloop.ema import EMA
 from oneloop.job.build import Job, build_job
 from oneloop.job.two_passes import TwoPasses
@@ -20,6 +20,7 @@ from oneloop.optim.clip import clip_, global_norm
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.whole_batch import is_whole_batch
 
+SAMPLED = 256  # samples of unknown size that are loaded to find the largest
 _CONNECT = timedelta(seconds=60)  # the time that trial processes have to connect
 
 
@@ -128,3 +129,38 @@ def loaded_sizes(job: Job, most: int | None = None) -> list[int]:
         batch, _ = job.collate([samples[0, index]])
         sizes.append(sum(value.numel() for value in batch.values() if torch.is_tensor(value)))
     return sizes
+
+
+def largest_samples(job: Job, number: int) -> list[int]:
+    """Return the indices of the largest training samples; repeat them if ``number`` is larger."""
+    largest = by_size(job, SAMPLED)
+    indices = []
+    for position in range(number):
+        indices.append(largest[position % len(largest)])
+    return indices
+
+
+def may_be_larger(job: Job) -> bool:
+    """Return whether samples may be larger than all that were loaded to find the largest.
+
+    Without lengths, only the first ones are loaded. If these are equal, so are the others.
+    """
+    has_lengths = hasattr(job.train_set, "lengths")
+    if has_lengths or job.collate.sample_weight is not None:
+        return False
+    if len(job.train_set) <= SAMPLED:
+        return False
+    return len(set(loaded_sizes(job, SAMPLED))) > 1
+
+
+def largest_batches(job: Job) -> list[tuple[Batch, float]]:
+    """Return the micro-batches of a step, of the largest samples, with their weights."""
+    samples = SeededSamples(job.train_set, seed=job.recipe.seed)
+    load = Batches(samples, job.collate)
+    micro = job.layout.each
+    indices = largest_samples(job, micro * job.layout.accumulate)
+    batches = []
+    for first in range(0, len(indices), micro):
+        places = [(0, index) for index in indices[first : first + micro]]
+        batches.append(load[places])
+    return batches

@@ -1,7 +1,10 @@
-"""What a step needs to run on fake tensors, which have sizes but no memory."""
+"""What a step needs to run on fake tensors, which have sizes but no memory; and a shorter step."""
 
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +12,11 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.data.seeded_samples import Batches
+from oneloop.job.build import Job
+from oneloop.launch.processes import Run
+from oneloop.task_protocol.whole_batch import is_whole_batch
 from oneloop.tools.plan.ledger import Ledger
 
 
@@ -58,3 +66,26 @@ def empty(model: nn.Module, mode: FakeTensorMode) -> None:
 
 def skip(*_: Any, **__: Any) -> None:
     """Stand in for a function that would compare the ranks."""
+
+
+def shortened(job: Job, run: Run) -> tuple[Job, int]:
+    """Return the job with at most two micro-batches per step, and for how many the first counts.
+
+    All of them are needed with ``batch.grain``, and for a loss over the whole batch.
+    """
+    layout = job.layout
+    if layout.accumulate <= 2 or job.exact or is_whole_batch(job.task):
+        return job, 1
+    size = 2 * run.ranks * layout.each
+    shorter = BatchLayout(size, run.ranks, layout.each)
+    return replace(job, layout=shorter), layout.accumulate - 1
+
+
+def loaded_by(call: Callable[..., Any]) -> AbstractContextManager[Any]:
+    """Return a context in which ``call(load, …)`` loads each batch of an evaluation."""
+    load = Batches.__getitem__
+
+    def outside(*given: Any) -> Any:
+        return call(load, *given)
+
+    return patch.object(Batches, "__getitem__", outside)

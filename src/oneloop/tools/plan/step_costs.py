@@ -28,13 +28,13 @@ from oneloop.ema import EMA
 from oneloop.evaluation import evaluate
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight, metric_names
+from oneloop.job.trial_steps import largest_batches, largest_samples
 from oneloop.launch.processes import Run
 from oneloop.loop.gradients import Gradients
 from oneloop.machine.fsdp2_units import unit_groups
 from oneloop.measure.meter import Meter
 from oneloop.optim.bad_step_guard import Guard
-from oneloop.tools.plan.fake_mode import RealValues, empty, skip
-from oneloop.tools.plan.inputs import largest_batches, largest_samples, loaded_by, shortened
+from oneloop.tools.plan.fake_mode import RealValues, empty, loaded_by, shortened, skip
 from oneloop.tools.plan.ledger import Collective, Costs, Ledger, module_names
 from oneloop.train import accept, accumulate, update
 
