@@ -138,6 +138,7 @@ def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(core, launcher):
     assert results(core) == expected
 
 
+@pytest.mark.slow
 def test_a_run_needs_no_tool(tmp_path):
     copied(tmp_path)
     script = HERE / "one_tool_less.py"
