@@ -1,4 +1,4 @@
-"""Full training steps of a job on its largest samples, in a process of their own."""
+"""Full training steps of a job on its largest samples, in a separate process."""
 
 from dataclasses import dataclass, replace
 from datetime import timedelta

@@ -25,7 +25,7 @@ class BadStepHandler:
         """Skip a bad step, which changed nothing; or restore the last checkpoint; or end the run.
 
         Raises:
-            Diverged: the recipe says to stop, or there is no checkpoint to rewind to.
+            Diverged: the recipe's policy is to stop, or no checkpoint exists to rewind to.
         """
         parts = self._parts
         parts.steps.save_later()

@@ -114,7 +114,8 @@ class LogSteps:
         run_log = self._parts.run_log
 
         def log(metrics: dict[str, float]) -> None:
-            run_log.write(run_log.line(**metrics))
+            line = run_log.line(**metrics)
+            run_log.write(line)
 
         if not run.main:
             return Profiling(folder, run.device)

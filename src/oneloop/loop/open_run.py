@@ -59,7 +59,7 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
         if run.main:
             starts = _begin_folder(job, run, folder, state)
 
-    # Tell the supervisor where the run is, and start the clock.
+    # Report the folder of the run to the supervisor, and start the clock.
     CHANNEL.folder = folder.path.absolute()
     CHANNEL.send(folder=str(CHANNEL.folder))
     state.count.begin(run.from_main(starts))

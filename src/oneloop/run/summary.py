@@ -12,13 +12,19 @@ from oneloop.run.folder import Folder
 from oneloop.show.terminal import metric
 
 
-def end_of(run: Run, folder: Folder, summary: dict[str, Any], *, as_json: bool) -> dict[str, Any]:
+def end_of(
+    run: Run,
+    folder: Folder,
+    summary: dict[str, Any],
+    *,
+    as_json: bool,
+) -> dict[str, Any]:
     """Write and print the summary; return it, with an error if the mirror is incomplete."""
     if not folder.begun:
         folder.abandon()
         return summary
 
-    # Write nothing to a folder that was moved, or to another one in its place.
+    # Write nothing if the folder was moved: another folder may be in its place.
     moved = folder.moved()
     if moved:
         folder.close()

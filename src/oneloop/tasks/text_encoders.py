@@ -104,7 +104,7 @@ def reader(name: str, shape: EncoderShape, **options: Any) -> "ByteReader | Toke
             :class:`TokenReader`.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: the model does not exist.
     """
     if name == "bytes":
         return ByteReader(shape)
@@ -122,7 +122,7 @@ def token_reader(name: str, shape: EncoderShape, own: str, **options: Any) -> "T
             :class:`TokenReader`.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: the model does not exist.
     """
     if not is_transformers(name):
         raise ValueError(

@@ -173,7 +173,7 @@ class LanguageModel(SplitSets):
         return Padded(samples, content)
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
-        """Return samples as one batch; padding is no target."""
+        """Return samples as one batch, in which padding is not a target."""
         # All packed rows have the same width.
         width = self.shape.length if isinstance(samples[0], list) else 0
         return collated(samples, width=width, most=self._max_documents)

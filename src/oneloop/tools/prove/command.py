@@ -5,8 +5,12 @@ from collections.abc import Callable, Sequence
 from oneloop.basics.command_options import Options, positive
 from oneloop.launch.config_files import read_config
 
+Start = Callable[[Sequence[str], int], int]
+"""runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the
+exit code"""
 
-def prove(words: Sequence[str], *, start: Callable[[Sequence[str], int], int] | None = None) -> int:
+
+def prove(words: Sequence[str], *, start: Start | None = None) -> int:
     """Compare a parallel layout with one process by training the same few steps, in a temporary
     folder.
 

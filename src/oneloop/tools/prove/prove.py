@@ -5,7 +5,7 @@ The answer comes from real runs of a few steps."""
 import json
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,11 +22,9 @@ from oneloop.launch.command import launch, launch_options
 from oneloop.launch.config_files import config_file
 from oneloop.recipe.parse import read
 from oneloop.tools.compare.first_difference import FirstDifference, parting
+from oneloop.tools.prove.command import Start
 from oneloop.tools.worth.techniques import as_arguments
 
-Start = Callable[[Sequence[str], int], int]
-"""runs ``oneloop launch`` with these arguments; output goes to the file descriptor; returns the
-exit code"""
 _SECONDS = 1800.0  # time limit of one run
 
 # Keys of every run.
