@@ -111,8 +111,8 @@ def evaluate(run: Run, *, mixed_precision: str | None = None, **options: Any) ->
     Args:
         run: the run folder, or the summary that :func:`fit` returned.
         mixed_precision: as in :func:`fit`.
-        options: ``data``, ``checkpoint``, ``weights``, ``micro``, ``device``, ``accept_changes``
-            and ``task`` of the command; a task may be a class.
+        options: ``data``, ``checkpoint``, ``weights``, ``micro``, ``generate``, ``device``,
+            ``accept_changes`` and ``task`` of the command; a task may be a class.
 
     Raises:
         BadInput: the run, the data or an option is invalid.
@@ -203,6 +203,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "micro": None,
         "device": None,
         "accept_changes": False,
+        "generate": None,
     },
     "export": {
         "checkpoint": None,
@@ -213,6 +214,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     },
 }
 _DEFAULTS["predict"] = {**_DEFAULTS["evaluate"], "raw": False}
+del _DEFAULTS["predict"]["generate"]
 
 
 def _options(command: str, run: Run, given: dict[str, Any]) -> Namespace:
@@ -227,6 +229,9 @@ def _options(command: str, run: Run, given: dict[str, Any]) -> Namespace:
 
     if options.get("device") not in (None, "auto", "cpu"):
         raise BadInput(f"device must be auto or cpu, got {options['device']!r}")
+    wanted = options.get("generate")
+    if wanted not in (None, "all") and not (isinstance(wanted, int) and wanted > 0):
+        raise BadInput(f"generate must be a positive number of samples or all, got {wanted!r}")
 
     # On a command line, these are texts.
     if isinstance(options["task"], type):

@@ -4,7 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
 
@@ -15,14 +15,22 @@ from torch import nn
 from oneloop.basics.heartbeats import BEATS, METRICS
 from oneloop.basics.progress import tracked
 from oneloop.basics.seeds import reseed
-from oneloop.basics.tensors import reshard, share_buffers, summed
+from oneloop.basics.tensors import reshard, share_buffers
 from oneloop.data.sample_reader import CannotSend, SampleReader
 from oneloop.data.seeded_samples import Place, SeededSamples
 from oneloop.data.step_batches import Batch, CollateWithWeight, loader, transferred
 from oneloop.ema import EMA
 from oneloop.show.examples import Examples, Shows
-from oneloop.task_protocol.evaluation_metrics import Metrics, adapted, confusion, prefix, scalars
+from oneloop.task_protocol.evaluation_metrics import (
+    Metrics,
+    adapted,
+    computed,
+    confusion,
+    prefix,
+    scalars,
+)
 from oneloop.task_protocol.evaluation_sums import Apart, Together, WholeBatches
+from oneloop.task_protocol.generated import Generation, generated_metrics, generating_weights
 from oneloop.task_protocol.metric_collection import on_device
 from oneloop.task_protocol.protocol import Objective
 from oneloop.task_protocol.whole_batch import is_whole_batch
@@ -60,6 +68,7 @@ def evaluate(
     exact: bool = False,
     window: int | None = None,
     pinned: bool = True,
+    generation: Generation | None = None,
 ) -> dict[str, float] | None:
     """Return loss (weighted as in training) and metrics. Collective: call on every rank.
 
@@ -79,6 +88,7 @@ def evaluate(
         exact: bit-identical sums on any number of ranks; ValueError for a metric that has none.
         window: samples of a loss over a whole batch (default: ``micro``); the last may be smaller.
         pinned: keep batches in pinned host memory on CUDA.
+        generation: for which samples the task generates, for its ``generated_metrics``.
 
     Returns:
         ``{"loss": …, "accuracy": …}``, equal on all ranks; for a mixture also ``loss/NAME``; None
@@ -100,12 +110,15 @@ def evaluate(
             task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed)
         )
 
-    loaded = loader(keyed, collate, share.places, workers=workers, device=device, pinned=pinned)
+    def batches_of(own: Share) -> Any:
+        places = own.places
+        loaded = loader(keyed, collate, places, workers=workers, device=device, pinned=pinned)
+        # After an exception, close the loader: else its workers stay alive.
+        return closing(_weighed(loaded, device, (seed, own.first), pinned))
 
-    # Run the forwards. After an exception, close the loader: else its workers stay alive.
+    # Run the forwards.
     share_buffers(model)
-    seeded = seed, share.first
-    with evaluating(model), closing(_weighed(loaded, device, seeded, pinned)) as weighed:
+    with evaluating(model), batches_of(share) as weighed:
         batches = tracked(weighed, "evaluating", total=len(share.places))
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
@@ -123,7 +136,27 @@ def evaluate(
         results = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
         if measured is not None:
             results |= _computed(task, adapted(measured), accelerator, examples)
-        return results
+
+    # Generate, in micro-batches that do not depend on the number of ranks.
+    if generation is not None:
+        indices = generation.indices(len(dataset))
+        part = share_of([range(len(indices))], generation.batch, ranks, accelerator.process_index)
+        part = part.of(indices)
+        with evaluating(model), batches_of(part) as weighed:
+            shown = tracked((batch for batch, _ in weighed), "generating", total=len(part.places))
+            made = generated_metrics(
+                task,
+                model,
+                zip(part.sources, shown, strict=True),
+                idle=part.idle,
+                accelerator=accelerator,
+                interrupted=interrupted,
+                exact=exact,
+            )
+        if made is None:
+            return None
+        results |= made
+    return results
 
 
 def _losses(
@@ -164,10 +197,7 @@ def _weighed(
 def _computed(
     task: Any, metrics: Metrics, accelerator: Accelerator, examples: Examples | None
 ) -> dict[str, float]:
-    # Collective: the same sums in the same order on every rank.
-    for mine in metrics.sums():
-        mine.copy_(summed(mine))
-    values = metrics.compute()
+    values = computed(metrics)
     if examples is not None:
         examples.confusion = confusion(task, values)
     return scalars(values)
@@ -220,6 +250,13 @@ class Share:
         """Whether no micro-batch of this rank counts."""
         return all(source is None for source in self.sources)
 
+    def of(self, indices: Sequence[int]) -> "Share":
+        """Return the same share of a subset: its sample i is sample ``indices[i]`` of the set."""
+        places = []
+        for micro_batch in self.places:
+            places.append([(epoch, indices[index]) for epoch, index in micro_batch])
+        return replace(self, places=places)
+
 
 def share_of(sources: Sequence[range], micro: int, ranks: int, rank: int) -> Share:
     """Return this rank's micro-batches: consecutive ones, so that it reads adjacent samples.
@@ -253,6 +290,7 @@ def evaluate_all(
     *,
     emas: Iterable[EMA] = (),
     examples: Examples | None = None,
+    generation: Generation | None = None,
     **options: Any,
 ) -> dict[str, dict[str, float]] | None:
     """:func:`evaluate` several sets, with the weights and with each EMA.
@@ -262,7 +300,8 @@ def evaluate_all(
         model: As prepared for training.
         sets: Data sets by name.
         emas: Averages of the model's weights.
-        examples: Collects samples of the first set to show, with the weights.
+        examples: Collects samples of the first set to show, with the first EMA, if there is one.
+        generation: For which samples the task generates, with these weights, too.
         options: Other arguments of :func:`evaluate`.
 
     Returns:
@@ -273,12 +312,27 @@ def evaluate_all(
     holding: dict[str, Callable[[], Any]] = {"raw": nullcontext}
     for ema in emas:
         holding[ema.name] = ema.swapped
+
+    # Examples and what is generated come from one kind of weights.
+    generating = generating_weights([*holding][1:])
+    if examples is not None:
+        examples.weights = generating
     for weights, held in holding.items():
         results[weights] = {}
+        here = weights == generating
+        shown = examples if here else None
         with held():
             for name, dataset in sets.items():
-                metrics = evaluate(task, model, dataset, examples=examples, name=name, **options)
-                examples = None
+                metrics = evaluate(
+                    task,
+                    model,
+                    dataset,
+                    examples=shown,
+                    name=name,
+                    generation=generation if here else None,
+                    **options,
+                )
+                shown = None
                 if metrics is None:
                     return None
                 for metric, value in metrics.items():

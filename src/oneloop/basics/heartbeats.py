@@ -16,6 +16,7 @@ TRAINING = "training"
 EPOCH = "training (new epoch)"
 EVALUATION = "evaluation"
 METRICS = "evaluation (metrics)"
+GENERATION = "evaluation (generation)"
 SAVING = "saving"
 LOADING = "loading a checkpoint"
 ENDING = "ending"
@@ -26,12 +27,13 @@ _FIRST = {
     EPOCH: 600.0,
     EVALUATION: 600.0,
     METRICS: 600.0,
+    GENERATION: 600.0,
     SAVING: 600.0,
     LOADING: 1800.0,
     ENDING: 1800.0,
 }
 """hang limit in seconds until enough intervals are measured (the first step may compile)"""
-_LEARNS = (TRAINING, EPOCH, EVALUATION)  # phases that consist of similar steps
+_LEARNS = (TRAINING, EPOCH, EVALUATION, GENERATION)  # phases that consist of similar steps
 _WARM = 2  # first intervals of a phase, which are not typical
 _ENOUGH = 3  # intervals needed after them
 _AT_LEAST = 9.0  # minimum seconds beyond the longest interval

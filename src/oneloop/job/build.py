@@ -22,6 +22,7 @@ from oneloop.job.task import larger_is_better, make_task, sets_of, why_no_noise_
 from oneloop.optim.bad_step_policy import Policy
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.schema import Recipe
+from oneloop.task_protocol.generated import check_generates
 from oneloop.task_protocol.protocol import Task
 
 
@@ -167,6 +168,8 @@ def build_job(
     scale = Scale(layout.size, len(train_set), tokens)
     total = recipe.duration.steps(scale)
     emas = _emas(recipe, scale, total)
+    if recipe.eval.generate:
+        check_generates(task, eval_sets)
     upward = larger_is_better(recipe.eval, task, eval_sets, [ema["name"] for ema in emas])
     if total < 1:
         raise ValueError(f"duration {recipe.duration} is shorter than one step; the minimum is 1")

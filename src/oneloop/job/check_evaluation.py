@@ -17,6 +17,7 @@ from oneloop.job.tolerance import near, tolerance_of
 from oneloop.job.trial_passes import Wrapped
 from oneloop.job.trial_samples import EVALUATED, Samples, load_samples, make_batch
 from oneloop.launch.processes import Run
+from oneloop.task_protocol.generated import check_generated
 from oneloop.task_protocol.protocol_checks import Contract
 from oneloop.task_protocol.whole_batch import columns_of, parts_of
 
@@ -92,6 +93,9 @@ def check_evaluation(
         for name in [*job.eval_sets][:1]:
             evaluated, _ = load_samples(first.reader, f"{EVALUATED}[{name!r}]", 0)
             notes += _check_metrics(contract, job, run, model, evaluated)
+            if job.recipe.eval.generate:
+                batch, _ = make_batch(Contract(job.task), run, evaluated)
+                notes += check_generated(contract, inner, batch, run.device)
     return drawn.graph if drawn is not None else None
 
 

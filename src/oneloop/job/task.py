@@ -1,6 +1,6 @@
 """The task of a recipe: create it, and find out what a run needs to know about it."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,6 +11,7 @@ from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.run_keys import EvalConfig
 from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.evaluation_metrics import directions, prefix
+from oneloop.task_protocol.generated import generating_weights
 from oneloop.task_protocol.protocol import Progress, Task, check, check_sets
 from oneloop.task_protocol.protocol_checks import theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch, loss_alone
@@ -62,29 +63,33 @@ def sets_of(task: Task) -> tuple[Any, dict[str, Any]]:
 
 
 def larger_is_better(
-    setting: EvalConfig, task: Task, eval_sets: Iterable[str], emas: Iterable[str]
+    setting: EvalConfig, task: Task, eval_sets: Iterable[str], emas: Sequence[str]
 ) -> bool:
     """Return whether a larger ``eval.best`` is better.
 
     Raise ValueError if no evaluation computes this metric, or if its direction is unknown.
     """
+    # Only one kind of weights generates.
     best = setting.metric
     known: dict[str, bool | None] = {}
-    metrics = sorted(directions(task).items())
-    for name in eval_sets:
-        if name != "test":
-            known |= {f"{prefix(name)}/{metric}": upward for metric, upward in metrics}
-    known |= {f"{ema}/{metric}": upward for ema in emas for metric, upward in known.items()}
+    generating = generating_weights(emas) if setting.generate else ""
+    names = [name for name in eval_sets if name != "test"]
+    for weights in ("raw", *emas):
+        head = "" if weights == "raw" else f"{weights}/"
+        metrics = directions(task, generated=weights == generating)
+        for name in names:
+            for metric, upward in sorted(metrics.items()):
+                known[f"{head}{prefix(name)}/{metric}"] = upward
     if known and best not in known:
         raise ValueError(
             f"eval.best {best!r} is not a metric of this task; known: {', '.join(known)}"
         )
-    upward = setting.larger_is_better
-    if upward is None:
-        upward = known.get(best, False)
-    if upward is None:
+    larger = setting.larger_is_better
+    if larger is None:
+        larger = known.get(best, False)
+    if larger is None:
         raise ValueError(
             f"eval.best {best}: this metric has no direction; write --eval.best max:{best} if "
             f"larger values are better, or --eval.best min:{best}"
         )
-    return upward
+    return larger

@@ -10,6 +10,7 @@ from oneloop.evaluation import evaluate_all
 from oneloop.loop.parts import Parts
 from oneloop.machine.torch_settings import release_cache
 from oneloop.show.examples import Examples
+from oneloop.task_protocol.generated import Generation
 
 
 class Evaluations:
@@ -89,6 +90,7 @@ class Evaluations:
                 interrupted=run.stop_wanted,
                 window=job.layout.size,
                 pinned=job.recipe.machine.pinned,
+                generation=Generation.of(config.generate, config.micro),
             )
         if metrics is None:
             return False

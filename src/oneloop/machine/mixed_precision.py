@@ -79,7 +79,7 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     tied = _tied(model)
     try:
         on_device = _mesh_on(accelerator.device)
-        with on_device, _without_error(model, "get_input_embeddings"):
+        with on_device, _own_units(model, tied):
             plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
             prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     # an unknown layer class, a container, a module in two units
@@ -179,22 +179,43 @@ def _train_as_unsharded(model: nn.Module) -> None:
 
 
 @contextmanager
-def _without_error(model: nn.Module, name: str) -> Iterator[None]:
-    """Let a method of the model that raises NotImplementedError return None, for a while.
+def _own_units(model: nn.Module, tied: Sequence[Sequence[str]]) -> Iterator[None]:
+    """Hide embeddings, for a while, that accelerate cannot shard as units of their own.
 
-    Models of transformers without an input embedding, or with several, raise it, and accelerate
-    does not catch it.
+    Models of transformers without an input embedding, or with several, raise NotImplementedError,
+    which accelerate does not catch. And if more modules than the input embedding and the output
+    layer share a weight (T5, BART), it must stay in the root's unit.
+
+    Args:
+        model: not yet sharded.
+        tied: names of each parameter that has several.
     """
-    try:
-        getattr(model, name, lambda: None)()
-    except NotImplementedError:
-        setattr(model, name, lambda: None)
+    embeddings: dict[str, Any] = {}
+    for name in ("get_input_embeddings", "get_output_embeddings"):
         try:
-            yield
-        finally:
-            delattr(model, name)
-    else:
+            embeddings[name] = getattr(model, name, lambda: None)()
+        except NotImplementedError:
+            embeddings[name] = None
+
+    # Find weights that other modules use, too.
+    own = list(embeddings.values())
+    shared = False
+    for names in tied:
+        modules = [model.get_submodule(name.rpartition(".")[0]) for name in names]
+        of_embedding = any(module is one for module in modules for one in own)
+        only = all(any(module is one for one in own) for module in modules)
+        shared = shared or (of_embedding and not only)
+
+    hidden = []
+    for name, embedding in embeddings.items():
+        if hasattr(model, name) and (shared or embedding is None):
+            setattr(model, name, lambda: None)
+            hidden.append(name)
+    try:
         yield
+    finally:
+        for name in hidden:
+            delattr(model, name)
 
 
 def _without_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:

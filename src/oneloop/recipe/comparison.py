@@ -20,6 +20,7 @@ _ADDED: dict[str, tuple[Any, ...]] = {
     "task.group_answers": (False,),
     "task.system": ("system", ""),
     "task.flags": (_FLAGS, []),
+    "task.text_metrics": (["exact_match", "bleu", "chrf", "rouge1", "rouge2", "rougeL"],),
 }
 _NAMES = tuple(f"{group}.name" for group in CHOICES)
 

@@ -80,6 +80,9 @@ class EvalConfig:
     samples: int = 8
     """number of validation samples to show after each evaluation, and of those with the largest
     loss (0: none)"""
+    generate: int | Literal["all"] = 0
+    """samples of each evaluated set for which the task generates, such as texts, for its metrics of
+    what was generated: a number of evenly spread ones, or all (0: none)"""
     best: str = "eval/loss"
     """metric for the best checkpoint, early stopping and the plateau schedule; max:NAME or min:NAME
     says that larger or smaller is better, if the metric itself does not know"""
@@ -99,6 +102,7 @@ class EvalConfig:
     def __post_init__(self) -> None:
         at_least(1, eval__micro=1 if self.micro is None else self.micro)
         at_least(0, eval__samples=self.samples)
+        at_least(0, eval__generate=0 if self.generate == "all" else self.generate)
 
 
 @dataclass(frozen=True)

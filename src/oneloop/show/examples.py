@@ -16,6 +16,7 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
+from oneloop.basics.generation import TEXTS, generated
 from oneloop.basics.tensors import recovered
 from oneloop.show.pictures import data_url, side_by_side
 
@@ -51,6 +52,7 @@ class Examples:
         self.samples: list[dict[str, Any]] = []
         self.confusion: dict[str, Any] | None = None
         self.problem = ""  # why a sample is missing
+        self.weights = "raw"  # the weights that are evaluated: raw, or the name of an EMA
 
     def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
         """Keep the samples with the largest mean loss, on the device. No host sync.
@@ -139,10 +141,12 @@ class Examples:
             outputs = {**outputs, **self._generated(task, model, batch)}
 
         # Keep the outputs that have a row for each sample.
-        rows = {}
+        rows: dict[str, Any] = {}
         for name, value in outputs.items():
             if torch.is_tensor(value) and value.ndim and len(value) == len(indices):
                 rows[name] = value.detach().cpu()
+            elif name == TEXTS and len(value) == len(indices):
+                rows[name] = value
 
         for row, (index, sample) in enumerate(zip(indices, samples, strict=True)):
             about = {"index": index, "worst": bool(known), "loss": known.get(index)}
@@ -157,17 +161,15 @@ class Examples:
                 continue
             self.samples.append(about | shown)
 
-    def _generated(self, task: Any, model: nn.Module, batch: dict[str, Any]) -> dict[str, Tensor]:
-        """Return the outputs of ``generate`` (without the DDP wrapper); empty if it fails."""
-        of = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    def _generated(self, task: Any, model: nn.Module, batch: dict[str, Any]) -> dict[str, Any]:
+        """Return what the task generates; empty if it fails."""
         try:
-            # With compiled code, each length of the text would be another compilation.
-            with torch.compiler.set_stance("force_eager"):
-                return dict(task.generate(of, batch))
+            return generated(task, model, batch)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:
-            if not recovered(of):
+            bare = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+            if not recovered(bare):
                 raise
             self.problem = (
                 f"generation failed ({type(task).__name__}.generate: {type(error).__name__}: "
@@ -182,7 +184,7 @@ class Examples:
             if "image" in sample:
                 sample = {**sample, "image": data_url(sample["image"])}
             samples.append(sample)
-        return {"samples": samples, "confusion": self.confusion}
+        return {"weights": self.weights, "samples": samples, "confusion": self.confusion}
 
 
 _EARLIER = 8  # earlier texts kept per sample; above it, every second one is dropped

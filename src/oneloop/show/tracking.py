@@ -269,17 +269,21 @@ def _log_examples(tracker: Any, step: int, examples: Examples) -> None:
 
 
 def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
-    """Return images of the samples and of the confusion matrix, by name in the tracker."""
+    """Return images of the samples and of the confusion matrix, by name in the tracker.
+
+    Names of EMA weights begin with the name of the EMA, as those of metrics do.
+    """
     pictures = {}
+    head = "" if examples.weights == "raw" else f"{examples.weights}/"
     for name, worst in (("examples/fixed", False), ("examples/worst", True)):
         chosen = []
         for sample in examples.samples:
             if "image" in sample and sample["worst"] == worst:
                 chosen.append(sample)
         if chosen:
-            pictures[name] = tiles(chosen)
+            pictures[head + name] = tiles(chosen)
     if examples.confusion:
-        pictures["examples/confusion"] = matrix(examples.confusion)
+        pictures[f"{head}examples/confusion"] = matrix(examples.confusion)
     return pictures
 
 
@@ -291,12 +295,13 @@ def _texts(examples: Examples) -> dict[str, str]:
         caption = ""
         if "continuation" in sample:
             text = sample["prompt"] + "\N{RIGHTWARDS ARROW}" + sample["continuation"]
-            caption = "generated text after the arrow"
+            caption = f"generated text after the arrow ({examples.weights} weights)"
         else:
             text = sample.get("text") or "".join(piece for piece, _ in sample.get("tokens", ()))
             if "prediction" in sample:
                 label = sample.get("target", "unknown")
                 caption = f"label {label}, prediction {sample['prediction']}"
+                caption += f" ({examples.weights} weights)"
         if text:
             lines = [f"    {line}" for line in text.splitlines()]  # a code block
             texts[name] = "\n".join([caption, "", *lines])

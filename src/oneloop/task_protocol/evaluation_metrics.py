@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from oneloop.basics.tensors import summed
 from oneloop.basics.wide_sums import WideSum, on_host, widest
 from oneloop.task_protocol.metric_collection import Collection, as_tensor
 
@@ -237,25 +238,56 @@ def has_sums(metrics: Any) -> bool:
     return callable(getattr(metrics, "sums", None))
 
 
-def directions(task: object) -> dict[str, bool | None]:
+def directions(task: object, *, generated: bool = False) -> dict[str, bool | None]:
     """Return the names of a task's evaluation metrics, and whether a larger value is better.
 
-    The names are those of :func:`oneloop.evaluation.evaluate`. Raise ValueError if a metric
-    computes several values without names, or has the name of the loss.
+    The names are those of :func:`oneloop.evaluation.evaluate`.
+
+    Args:
+        task: with or without ``metrics``.
+        generated: with its metrics of what it generates, too.
+
+    Raises:
+        ValueError: a metric computes several values without names, has the name of the loss, or two
+            metrics have the same name.
     """
     known: dict[str, bool | None] = {"loss": False}
-    if hasattr(task, "metrics"):
-        own = adapted(task.metrics()).higher_is_better
+    makers = ["metrics"]
+    if generated:
+        makers.append("generated_metrics")
+    for maker in makers:
+        make = getattr(task, maker, None)
+        if make is None:
+            continue
+        own = adapted(make()).higher_is_better
         _check_names(own)
+        for name in own:
+            if name in known:
+                raise ValueError(
+                    f"the metric {name!r} of generated_metrics() is also one of metrics(); rename "
+                    "one of them"
+                )
         known |= own
     return known
 
 
-def scalars(computed: Mapping[str, Any]) -> dict[str, float]:
+def computed(metrics: Metrics) -> Mapping[str, Any]:
+    """Add up the sums of all ranks, and compute. Collective: call on every rank.
+
+    Args:
+        metrics: of this rank.
+    """
+    # The same sums in the same order on every rank.
+    for own in metrics.sums():
+        own.copy_(summed(own))
+    return metrics.compute()
+
+
+def scalars(values: Mapping[str, Any]) -> dict[str, float]:
     """Return the scalar metrics, without matrices. Raise ValueError if one is named ``loss``."""
-    _check_names(computed)
-    values = {name: as_tensor(name, value) for name, value in computed.items()}
-    return {name: float(value) for name, value in values.items() if not _is_table(value)}
+    _check_names(values)
+    tensors = {name: as_tensor(name, value) for name, value in values.items()}
+    return {name: float(value) for name, value in tensors.items() if not _is_table(value)}
 
 
 def _check_names(names: Iterable[str]) -> None:

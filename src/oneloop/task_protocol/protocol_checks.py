@@ -37,6 +37,8 @@ _ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
     "update": ("metrics", "batch", "outputs"),
     "show": ("sample", "outputs"),
     "generate": ("model", "batch"),
+    "generated_metrics": (),
+    "update_generated": ("metrics", "batch", "texts"),
     "load_state_dict": ("state",),
     "embed": ("model", "batch"),
     "batch_loss": ("parts", "columns"),
@@ -290,13 +292,22 @@ class Contract:
             return []
         metrics = theirs(self.task, "metrics", lambda: on_device(self.task.metrics(), device))
         theirs(self.task, "update", lambda: self.task.update(metrics, batch, outputs))
+        return self.check_computed("metrics", metrics)
+
+    def check_computed(self, member: str, metrics: Any) -> list[str]:
+        """Check what updated metrics compute; return lines about values that are not used.
+
+        Args:
+            member: the method that made the metrics.
+            metrics: on their device.
+        """
         try:
             computed = metrics.compute()
         except Exception:
             return []  # a few samples may not suffice
         if not isinstance(computed, Mapping):
             raise self.wrong(
-                "metrics",
+                member,
                 f"computes {_describe(computed)}",
                 "let compute return a dict of named metrics",
             )

@@ -9,8 +9,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from oneloop.basics.wide_sums import widest
-from oneloop.task_protocol.evaluation_metrics import TextSums
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, end_token_notes, ends_in
 from oneloop.tasks.language.conversations import (
@@ -21,7 +19,7 @@ from oneloop.tasks.language.conversations import (
     first_value,
     is_text,
 )
-from oneloop.tasks.language.generation import written
+from oneloop.tasks.language.generation import answered
 from oneloop.tasks.language.language_model import LanguageModel, is_packed
 from oneloop.tasks.language.message_flags import FLAGS, keys_of
 from oneloop.tasks.language.models import SCRATCH, Architecture
@@ -34,6 +32,12 @@ from oneloop.tasks.language.sequences import (
     token_ids,
 )
 from oneloop.tasks.language.synthetic_chats import LESSONS, SyntheticChats
+from oneloop.tasks.language.text_metrics import (
+    DEFAULT,
+    check_text_metrics,
+    text_metrics,
+    update_texts,
+)
 from oneloop.tasks.language.tokens import chat_tokenizer, tokenizer_key
 from oneloop.tasks.rows.cache import key_of
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
@@ -76,7 +80,9 @@ class SFT(LanguageModel):
         architecture: gpt2 or llama, for a model from scratch.
         vocab: vocabulary size of the bpe tokenizer from scratch.
         length: maximum tokens per sample.
-        answer: maximum tokens of a generated answer (report, oneloop predict).
+        answer: maximum tokens of a generated answer (report, oneloop predict, eval.generate).
+        text_metrics: metrics of generated answers (eval.generate): exact_match, bleu, chrf, rouge1,
+            rouge2, rougeL or rougeLsum.
         overlong: cut longer samples, split them into several, or drop them.
         unreadable: stop at a row that cannot be read, or skip such rows and list them in
             environment.json.
@@ -103,6 +109,7 @@ class SFT(LanguageModel):
         vocab: int = 512,
         length: int = 256,
         answer: int = 64,
+        text_metrics: list[str] = [*DEFAULT],  # noqa: B006
         overlong: Overlong = "cut",
         unreadable: Unreadable = "stop",
         pack: Literal["packed", "padded"] = "packed",
@@ -114,8 +121,10 @@ class SFT(LanguageModel):
         )
         if answer < 1:
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
+        check_text_metrics(text_metrics)
         self.length = self.shape.length
         self.answer = answer
+        self.text_metrics = text_metrics
         self.overlong = overlong
         self.window = window
         self.columns = {
@@ -164,6 +173,7 @@ class SFT(LanguageModel):
         self.notes = self._data_notes
 
     writes = True
+    counts_whole_texts = True
 
     def _sources(
         self, data: str | list[dict[str, Any]], held_out: float, unreadable: Unreadable
@@ -277,19 +287,7 @@ class SFT(LanguageModel):
             self.tokenizer.chat_template = self._template
         self.tokenizer.save_pretrained(folder)
 
-    def metrics(self) -> TextSums:
-        return TextSums(by_bytes=False, whole=True)
-
-    def update(
-        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> None:
-        is_target = batch["target"] != IGNORE
-        right = outputs["right"] & is_target
-        exact = (right | ~is_target).all(1)
-        loss = widest(outputs["loss"]).sum()
-        metrics.update(loss, is_target.sum(), right=right.sum(), whole=exact)
-
-    def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Return the greedy answer to the tokens before each sample's first target.
 
         All answers have the same length.
@@ -305,11 +303,18 @@ class SFT(LanguageModel):
         prompts = []
         for row, length in zip(batch["input"], lengths.tolist(), strict=True):
             prompts.append(row[:length][count - limit :])
-        return {"written": written(model, prompts, count, ends=self._ends), "prompt": lengths}
+        made = answered(model, prompts, count, ends=self._ends, decode=self._answer)
+        return {"prompt": lengths, **made}
 
-    def predicted(
-        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> dict[str, list[Any]]:
+    def generated_metrics(self) -> Any:
+        return text_metrics(self.text_metrics)
+
+    def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
+        """Compare each answer with the first answer of its conversation."""
+        references = [self._first_answer(target) or "" for target in batch["target"].tolist()]
+        update_texts(metrics, texts, references)
+
+    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, list[Any]]:
         """Return each sample's prompt, the model's answer and the reference answer.
 
         A sample with a reference answer also has metrics.
@@ -326,7 +331,7 @@ class SFT(LanguageModel):
             batch["input"].tolist(),
             batch["target"].tolist(),
             outputs["prompt"].tolist(),
-            outputs["written"].tolist(),
+            outputs["texts"],
             strict=True,
         )
         prompts = []
@@ -334,7 +339,7 @@ class SFT(LanguageModel):
         targets = list[str | None]()
         for tokens, target, length, answer in rows:
             prompts.append(self.decode(tokens[:length]))
-            answers.append(self._answer(answer))
+            answers.append(answer)
             targets.append(self._first_answer(target))
         return {"prompt": prompts, "answer": answers, "target": targets, **metrics}
 

@@ -1,9 +1,15 @@
-"""Text generation; all rows have one length, so that all processes call the model equally often."""
+"""Text generation; all rows have one length, and all processes call the model equally often."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from oneloop.basics.generation import TEXTS, TIES, all_done
+
+_ROUNDING = 64  # a near tie: the two largest logits differ by less than so many units of rounding
+_CHECK_EVERY = 8  # tokens after which generation ends if all rows have ended (a host sync)
 
 Choose = Callable[[Tensor], Tensor]  # (rows, entries) logits -> (rows,) tokens
 
@@ -13,6 +19,40 @@ def greedy(logits: Tensor) -> Tensor:
     return logits.argmax(-1)
 
 
+class NearTies:
+    """Counts texts with a near tie: a token whose choice rounding could change.
+
+    Other sums of floating-point numbers, on another parallel layout, can choose the other token.
+    It is also a logits processor of transformers, for greedy decoding.
+
+    Args:
+        ends: end tokens; later tokens of a text do not count.
+    """
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self._ends = torch.tensor(ends, dtype=torch.int64)
+        self._done: Tensor | None = None
+        self.found: Tensor | None = None  # (texts,), whether a text has a near tie
+
+    def __call__(self, tokens: Tensor, logits: Tensor) -> Tensor:
+        """Look at the next logits, and return them unchanged.
+
+        Args:
+            tokens: the texts so far; not used.
+            logits: (texts, vocabulary).
+        """
+        if self._done is None or self.found is None:
+            self._ends = self._ends.to(logits.device)
+            self._done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+            self.found = torch.zeros_like(self._done)
+        largest, chosen = logits.topk(2)
+        rounding = _ROUNDING * torch.finfo(logits.dtype).eps * largest[:, 0].abs()
+        near = largest[:, 0] - largest[:, 1] < rounding
+        self.found |= near & ~self._done
+        self._done |= torch.isin(chosen[:, 0], self._ends)
+        return logits
+
+
 def written(
     model: nn.Module,
     prompts: Sequence[Tensor],
@@ -20,6 +60,7 @@ def written(
     *,
     ends: Sequence[int] = (),
     choose: Choose = greedy,
+    ties: NearTies | None = None,
 ) -> Tensor:
     """Generate tokens of shape (prompts, count) after each prompt, with a model of transformers.
 
@@ -32,6 +73,7 @@ def written(
         count: number of tokens of each answer.
         ends: end tokens; after one, the rest of the row repeats it.
         choose: function from logits, shape (prompts, vocabulary), to tokens, shape (prompts,).
+        ties: looks at the logits of each token.
     """
     # Pad the prompts on the left.
     device = prompts[0].device
@@ -43,7 +85,7 @@ def written(
         mask[row, longest - len(prompt) :] = 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
 
-    # Generate: the first pass reads the prompts, each later one a token. Also finished rows go on.
+    # Generate: the first pass reads the prompts, each later one a token. Finished rows go on.
     generated = list[Tensor]()
     past = None
     stops = torch.tensor(ends, dtype=torch.int64, device=device)
@@ -57,9 +99,44 @@ def written(
             use_cache=True,
         )
         past = output.past_key_values
-        token = choose(output.logits[:, -1].float())
+        logits = output.logits[:, -1]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if ties is not None:
+            ties(tokens, logits)
+        token = choose(logits)
         token = torch.where(done, tokens[:, -1], token)
         done |= torch.isin(token, stops)
         generated.append(token)
         tokens = token[:, None]
+
+        # End early if all rows have ended; their last tokens are repeated.
+        if ends and len(generated) % _CHECK_EVERY == 0 and all_done(done, model):
+            generated += [token] * (count - len(generated))
+            break
     return torch.stack(generated, dim=1)
+
+
+def answered(
+    model: nn.Module,
+    prompts: Sequence[Tensor],
+    count: int,
+    *,
+    ends: Sequence[int],
+    decode: Callable[[list[int]], str],
+) -> dict[str, Any]:
+    """Return greedy answers as a task's ``generate`` returns them.
+
+    Args:
+        model: see :func:`written`.
+        prompts: see :func:`written`.
+        count: see :func:`written`.
+        ends: see :func:`written`.
+        decode: from the tokens of an answer to its text.
+
+    Returns:
+        ``written``, (prompts, count) tokens; ``texts``; and ``near_ties``, (prompts,).
+    """
+    ties = NearTies(ends)
+    answers = written(model, prompts, count, ends=ends, ties=ties)
+    texts = [decode(tokens) for tokens in answers.tolist()]
+    return {"written": answers, TEXTS: texts, TIES: ties.found}

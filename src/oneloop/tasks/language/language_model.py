@@ -83,6 +83,7 @@ class LanguageModel(SplitSets):
     """
 
     unit = "tokens"
+    counts_whole_texts = False  # whether evaluations count fully correct samples
     begin: int | None = None  # BOS token (and ``end``: EOS) of a model from scratch
     end = 0
     tokenizer: Any
@@ -284,7 +285,7 @@ class LanguageModel(SplitSets):
         return None
 
     def metrics(self) -> TextSums:
-        return TextSums(by_bytes=self.token_bytes is not None)
+        return TextSums(by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts)
 
     def update(
         self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
@@ -298,8 +299,11 @@ class LanguageModel(SplitSets):
         sizes = self._sizes_on(target.device)
         if sizes is not None:
             text = (sizes[target.clamp(min=0)] * is_target).sum()
+        whole = None
+        if self.counts_whole_texts:
+            whole = (right | ~is_target).all(1)
         loss = widest(outputs["loss"]).sum()
-        metrics.update(loss, is_target.sum(), right=right.sum(), text=text)
+        metrics.update(loss, is_target.sum(), right=right.sum(), text=text, whole=whole)
 
     def _sizes_on(self, device: torch.device) -> Tensor | None:
         """Return the bytes of each token on ``device``, where they are copied only once."""

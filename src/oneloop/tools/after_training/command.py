@@ -69,6 +69,12 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
     # Options of one of them.
     if command == "evaluate":
         options.add_argument("--json", action="store_true", help="print the metrics as JSON")
+        options.add_argument(
+            "--generate",
+            type=_number_or_all,
+            metavar="N",
+            help="samples to generate for, or all; default: the run's eval.generate",
+        )
     else:
         options.add_argument(
             "--to", type=Path, metavar="FILE", help="the file to write: .parquet, .jsonl or .csv"
@@ -86,6 +92,13 @@ def parsed(command: str, words: Sequence[str]) -> Namespace:
             )
         check_file(given.to)
     return given
+
+
+def _number_or_all(text: str) -> int | str:
+    """Return the number in the text of ``--generate``, or ``all``."""
+    if text == "all":
+        return text
+    return int(positive(int)(text))
 
 
 def recipe_file(run: Path) -> Path:

@@ -27,6 +27,7 @@ from oneloop.evaluation import evaluate_all
 from oneloop.launch.before_imports import reject
 from oneloop.launch.processes import Run, start
 from oneloop.machine.torch_settings import float32_products
+from oneloop.task_protocol.generated import Generation, check_generates
 from oneloop.task_protocol.protocol import check_sets
 from oneloop.task_protocol.protocol_checks import theirs
 from oneloop.tools.after_training.command import check_file as check_file
@@ -78,6 +79,10 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
             return run, _predicted(of, model, sets, run, options, given.to, raw=given.raw)
         # A loss over a whole batch is evaluated in windows of the training's batch size.
         options["window"] = recipe.batch.size
+        wanted = given.generate or recipe.eval.generate
+        if wanted:
+            check_generates(of.task, sets)
+            options["generation"] = Generation.of(wanted, given.micro or recipe.eval.micro)
         found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
         assert found is not None
         return run, {"weights": of.about, **found["raw"]}

@@ -19,6 +19,7 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from oneloop.basics.files import dumps, replacing
+from oneloop.basics.generation import generated
 from oneloop.basics.progress import tracked
 from oneloop.basics.tensors import share_buffers
 from oneloop.basics.untrusted import delete
@@ -79,7 +80,7 @@ def predictions(
         for places, source, batch in zip(share.places, share.sources, shown, strict=True):
             _, outputs = task.loss(model, batch)
             if getattr(task, "writes", False):
-                outputs = {**outputs, **task.generate(model, batch)}  # type: ignore[attr-defined]
+                outputs = {**outputs, **generated(task, model, batch)}
             if source is None:
                 continue  # a repeated micro-batch: FSDP2 needs equal forward counts
 
@@ -116,10 +117,12 @@ def _columns(task: Any, predicted: Any, samples: int) -> Columns:
     return columns
 
 
-def _outputs(outputs: Mapping[str, Tensor], samples: int) -> Columns:
+def _outputs(outputs: Mapping[str, Any], samples: int) -> Columns:
     columns = {}
     for name, tensor in outputs.items():
-        if tensor.ndim and len(tensor) == samples:
+        if not isinstance(tensor, Tensor):
+            columns[name] = list(tensor)  # generated texts
+        elif tensor.ndim and len(tensor) == samples:
             wide = tensor.float() if tensor.is_floating_point() else tensor
             columns[name] = wide.tolist()
     if not columns:

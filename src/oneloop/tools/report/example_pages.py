@@ -50,6 +50,9 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     if isinstance(given, list):
         samples = [sample for sample in given if isinstance(sample, Mapping)]
     at = f"at step {examples.get('step')}"
+    weights = examples.get("weights")
+    if weights is not None:
+        at += f", {weights} weights"
     worst = [sample for sample in samples if sample.get("worst")]
     fixed = [sample for sample in samples if not sample.get("worst")]
     written = [sample for sample in fixed if "continuation" in sample]

@@ -1,0 +1,123 @@
+"""Call a task's ``generate`` on every parallel layout.
+
+It gets the bare model, and may call ``model.generate`` of transformers. Under FSDP2 this calls
+nothing but the model's own forward, equally often on all ranks, so that the weights stay sharded.
+
+>>> made = generated(task, model, batch)  # collective under FSDP2
+>>> made["texts"]
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from oneloop.basics.heartbeats import BEATS, GENERATION
+from oneloop.basics.tensors import is_alone
+
+TEXTS = "texts"  # entry of what a task generates: a list of one text for each sample
+TIES = "near_ties"  # entry: (samples,), whether rounding could change the sample's text
+
+
+def generated(task: Any, model: nn.Module, batch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a task generates for a batch, by name. Under FSDP2 collective.
+
+    Args:
+        task: its ``generate`` returns a dict, or a list of texts.
+        model: in eval mode; ``generate`` gets it without the DDP wrapper.
+        batch: on the device.
+    """
+    inner = model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+    # Each forward is a sign of life: a long text takes long. With compiled code, each length of
+    # the text would be another compilation.
+    beats = inner.register_forward_pre_hook(lambda *_: BEATS.beat())
+    eager = torch.compiler.set_stance("force_eager")
+    try:
+        with BEATS.phase(GENERATION), eager, only_forward(inner):
+            result = task.generate(inner, batch)
+    finally:
+        beats.remove()
+    if isinstance(result, Mapping):
+        return dict(result)
+    return {TEXTS: result}
+
+
+@contextmanager
+def only_forward(model: nn.Module) -> Iterator[None]:
+    """Let ``model.generate`` of transformers call only the model's forward in this context.
+
+    This matters under FSDP2, which gathers weights in the forward of the whole model: an encoder
+    that is called alone would see shards, and a rank that ends early would leave the others
+    waiting. Other models are not changed.
+
+    Args:
+        model: a model of transformers, or another one.
+    """
+    if not isinstance(model, FSDPModule) or not hasattr(model, "generate"):
+        yield
+        return
+    transformers_model: Any = model
+    attributes: dict[str, Any] = {"generate": partial(_in_step, transformers_model.generate)}
+    config = getattr(model, "config", None)
+    if getattr(config, "is_encoder_decoder", False):
+        encoder = _EncoderThroughModel(model, transformers_model.get_encoder())
+        attributes["get_encoder"] = lambda *_, **__: encoder
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            delattr(model, name)
+
+
+def _in_step(generate: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Generate until the texts of all ranks have ended."""
+    named.setdefault("synced_gpus", not is_alone())
+    return generate(*given, **named)
+
+
+class _EncoderThroughModel:
+    """Stands for the encoder of a model: calls it through the forward of the whole model."""
+
+    def __init__(self, model: Any, encoder: Any) -> None:
+        self._model = model
+        self._encoder = encoder
+
+    def __getattr__(self, name: str) -> Any:
+        # transformers reads from the signature of ``forward`` which inputs the encoder takes.
+        return getattr(self._encoder, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        # The decoder reads one token; its output is dropped.
+        values = [value for value in inputs.values() if isinstance(value, Tensor)]
+        start = values[0].new_zeros(len(values[0]), 1, dtype=torch.int64)
+        outputs = self._model(**inputs, decoder_input_ids=start, use_cache=False)
+        return BaseModelOutput(
+            last_hidden_state=outputs.encoder_last_hidden_state,
+            hidden_states=outputs.encoder_hidden_states,
+            attentions=outputs.encoder_attentions,
+        )
+
+
+def all_done(done: Tensor, model: nn.Module) -> bool:
+    """Return whether all rows are done: of this rank, or under FSDP2 of all ranks.
+
+    A host sync; under FSDP2 also collective.
+
+    Args:
+        done: (rows,), bool.
+        model: sharded or not.
+    """
+    open_rows = (~done).sum()
+    if isinstance(model, FSDPModule) and not is_alone():
+        dist.all_reduce(open_rows)
+    return not int(open_rows)

@@ -1,0 +1,188 @@
+"""What a task generates in an evaluation: for which samples, and for which metrics."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.generation import TEXTS, TIES, generated
+from oneloop.basics.heartbeats import BEATS, METRICS
+from oneloop.basics.tensors import summed
+from oneloop.task_protocol.evaluation_metrics import adapted, computed, scalars
+from oneloop.task_protocol.metric_collection import on_device
+from oneloop.task_protocol.metric_states import MetricStates
+from oneloop.task_protocol.protocol_checks import Contract, named, theirs
+
+_AT_ONCE = 8  # samples that are generated together, by default
+_MEMBERS = ("generate", "generated_metrics", "update_generated")
+
+
+@dataclass(frozen=True)
+class Generation:
+    """For which samples of each evaluated set a task generates.
+
+    Args:
+        samples: number of samples, evenly spread over the set; None: all of them.
+        batch: samples that are generated together. It must not depend on the number of ranks:
+            then the padding, and so the result, does not depend on it either.
+    """
+
+    samples: int | None = None
+    batch: int = _AT_ONCE
+
+    @classmethod
+    def of(cls, samples: int | Literal["all"], batch: int | None) -> "Generation | None":
+        """Return the generation of a recipe: ``eval.generate`` and ``eval.micro``; 0: None."""
+        if not samples:
+            return None
+        return cls(None if samples == "all" else samples, batch or _AT_ONCE)
+
+    def indices(self, size: int) -> list[int]:
+        """Return the indices of the samples in a set of this size."""
+        if self.samples is None or self.samples >= size:
+            return list(range(size))
+        return [place * size // self.samples for place in range(self.samples)]
+
+
+def generating_weights(emas: Sequence[str]) -> str:
+    """Return the weights that generate in an evaluation: those of the first EMA, else ``raw``.
+
+    Args:
+        emas: names of the EMAs that are evaluated.
+    """
+    return emas[0] if emas else "raw"
+
+
+def check_generates(task: Any, eval_sets: Collection[str]) -> None:
+    """Raise ValueError if a task lacks what ``eval.generate`` needs.
+
+    Args:
+        task: of the run.
+        eval_sets: names of its evaluation sets.
+    """
+    if not eval_sets:
+        raise ValueError(
+            "eval.generate: the task has no validation set; add one to eval_sets(), or remove it"
+        )
+    missing = [name for name in _MEMBERS if not callable(getattr(task, name, None))]
+    if missing:
+        raise ValueError(
+            f"eval.generate: the task {type(task).__name__} has no {', '.join(missing)}; add the "
+            "missing methods (docs/how-to/generate-while-training.md), or remove eval.generate"
+        )
+
+
+def made_for_metrics(task: Any, made: Mapping[str, Any], *, samples: int) -> Any:
+    """Return what ``update_generated`` gets: the texts, or without texts all that was generated.
+
+    Args:
+        task: for the message.
+        made: the result of :func:`generated`.
+        samples: number of samples of the batch.
+
+    Raises:
+        BadInput: the texts are not a list of one text for each sample.
+    """
+    if TEXTS not in made:
+        return made
+    texts = made[TEXTS]
+    is_list = isinstance(texts, list | tuple)
+    if is_list and len(texts) == samples and all(isinstance(text, str) for text in texts):
+        return list(texts)
+    found = f"{len(texts)} entries" if is_list else f"a {type(texts).__name__}"
+    raise BadInput(
+        f"{named(task, 'generate')} returned {found} as texts of {samples} samples; return a list "
+        "of one str for each sample, or a dict"
+    )
+
+
+def check_generated(
+    contract: Contract, model: Any, batch: Mapping[str, Any], device: torch.device
+) -> list[str]:
+    """Generate for a batch before a run, and update the metrics. Under FSDP2 collective.
+
+    Args:
+        contract: of the task.
+        model: in eval mode, without the DDP wrapper.
+        batch: on the device.
+        device: of the metrics.
+
+    Returns:
+        Lines about values of the metrics that are neither logged nor drawn.
+
+    Raises:
+        BadInput: a method of the task is wrong.
+    """
+    task: Any = contract.task
+    made = theirs(task, "generate", partial(generated, task, model, batch))
+    given = made_for_metrics(task, made, samples=len(batch["index"]))
+    own = theirs(task, "generated_metrics", task.generated_metrics)
+    metrics = on_device(own, device)
+    update = partial(task.update_generated, metrics, batch, given)
+    theirs(task, "update_generated", update)
+    return contract.check_computed("generated_metrics", metrics)
+
+
+def generated_metrics(
+    task: Any,
+    model: nn.Module,
+    batches: Iterable[tuple[int | None, Mapping[str, Any]]],
+    *,
+    idle: bool,
+    accelerator: Any,
+    interrupted: Callable[[], bool],
+    exact: bool,
+) -> dict[str, float] | None:
+    """Generate, and return the metrics over all ranks. Collective: call on every rank.
+
+    They are computed as if one process had seen all micro-batches, in order. ``near_ties`` is the
+    number of samples that rounding could change, if the task finds them.
+
+    Args:
+        task: has ``generate``, ``generated_metrics`` and ``update_generated``.
+        model: in eval mode.
+        batches: micro-batches on the device, equally many on all ranks, each with its source; None:
+            it repeats samples, and does not count.
+        idle: whether no micro-batch of this rank counts.
+        accelerator: of the ranks.
+        interrupted: called once per micro-batch, equal on all ranks; True ends the evaluation.
+        exact: bit-identical sums on any number of ranks.
+
+    Returns:
+        Metrics by name; None if interrupted.
+    """
+    device = accelerator.device
+    metrics = on_device(task.generated_metrics(), device)
+    states = MetricStates(metrics, apart=exact, ranks=accelerator.num_processes)
+    ties = torch.zeros((), dtype=torch.int64, device=device)
+    finds_ties = False
+
+    micro_batches = 0
+    for source, batch in batches:
+        if interrupted():
+            return None
+        made = generated(task, model, batch)
+        finds_ties = TIES in made
+        given = made_for_metrics(task, made, samples=len(batch["index"]))
+        if source is not None or idle:
+            task.update_generated(metrics, batch, given)
+
+        # A rank without samples only needs the attributes that an update sets.
+        if source is not None:
+            states.micro_batch()
+            if finds_ties:
+                ties += made[TIES].sum()
+        elif idle:
+            states.clear()
+        micro_batches += 1
+
+    with BEATS.phase(METRICS):
+        states.combine(accelerator, each=micro_batches)
+        results = scalars(computed(adapted(metrics)))
+        if finds_ties:
+            results[TIES] = float(summed(ties))
+    return results

@@ -1,0 +1,117 @@
+"""Metrics of generated texts beside reference texts, computed by torchmetrics.
+
+>>> metrics = text_metrics(["exact_match", "bleu"])
+>>> update_texts(metrics, texts, references)
+"""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+ROUGE = ("rouge1", "rouge2", "rougeL", "rougeLsum")
+DEFAULT = ["exact_match", "bleu", "chrf", "rouge1", "rouge2", "rougeL"]
+"""names of the metrics that a task computes by default"""
+_KNOWN = ("exact_match", "bleu", "chrf", *ROUGE)
+
+
+def check_text_metrics(names: Sequence[str]) -> None:
+    """Raise ValueError if a metric is unknown, is named twice, or lacks its data.
+
+    Args:
+        names: the value of ``task.text_metrics``.
+    """
+    for name in names:
+        if name not in _KNOWN:
+            raise ValueError(f"task.text_metrics: {name!r} is unknown; known: {', '.join(_KNOWN)}")
+        if [*names].count(name) > 1:
+            raise ValueError(f"task.text_metrics: {name!r} is there twice; remove one")
+    if not names:
+        raise ValueError("task.text_metrics is empty; name at least one, such as exact_match")
+    if "rougeLsum" in names:
+        _check_sentences()
+
+
+def _check_sentences() -> None:
+    """Raise ValueError if nltk or its data, which find the sentences for rougeLsum, are missing."""
+    try:
+        from nltk.tokenize import sent_tokenize  # type: ignore[import-not-found]
+
+        sent_tokenize("One. Two.")
+    except (ImportError, LookupError) as error:
+        raise ValueError(
+            "task.text_metrics: rougeLsum needs nltk and its data punkt_tab, which are not "
+            "installed; use rougeL, or install both (pip install nltk; python -m nltk.downloader "
+            "punkt_tab)"
+        ) from error
+
+
+def words(text: str) -> str:
+    """Return the words of a text for ROUGE: in lower case, without punctuation.
+
+    Letters and digits of all alphabets count. The rouge_score package, and torchmetrics by
+    default, drop those outside of a-z and 0-9.
+
+    Args:
+        text: any text.
+    """
+    return re.sub(r"[\W_]+", " ", text.lower())
+
+
+def text_metrics(names: Sequence[str]) -> Any:
+    """Return a new torchmetrics.MetricCollection. All values are between 0 and 1.
+
+    Args:
+        names: of ``exact_match`` (equal after removing spaces at both ends), ``bleu`` (Papineni et
+            al. 2002; of the corpus, with the tokens "13a" of sacrebleu), ``chrf`` (Popovic 2015; of
+            the corpus, characters only), ``rouge1``, ``rouge2``, ``rougeL`` and ``rougeLsum`` (Lin
+            2004; mean F1 of :func:`words`).
+    """
+    from torchmetrics import MeanMetric, MetricCollection
+    from torchmetrics.text import CHRFScore, ROUGEScore, SacreBLEUScore
+
+    class ExactMatch(MeanMetric):
+        """The mean of 0 (another text) and 1 (the same text)."""
+
+        higher_is_better = True
+
+    class Rouge(ROUGEScore):
+        """ROUGE whose results are only the F1, named as here."""
+
+        def compute(self) -> dict[str, torch.Tensor]:
+            values = super().compute()
+            return {key: values[f"{key}_fmeasure"] for key in names if key in ROUGE}
+
+    # Sums of many characters are exact only in float64.
+    metrics: dict[str, Any] = {}
+    if "exact_match" in names:
+        metrics["exact_match"] = ExactMatch()
+    if "bleu" in names:
+        metrics["bleu"] = SacreBLEUScore(tokenize="13a")
+    if "chrf" in names:
+        metrics["chrf"] = CHRFScore(n_word_order=0)
+    keys = tuple(name for name in names if name in ROUGE)
+    if keys:
+        metrics["rouge"] = Rouge(rouge_keys=keys, normalizer=words, tokenizer=str.split)
+    for metric in metrics.values():
+        metric.set_dtype(torch.float64)
+    return MetricCollection(metrics)
+
+
+def update_texts(metrics: Any, texts: Sequence[str], references: Sequence[str]) -> None:
+    """Add generated texts to the metrics of :func:`text_metrics`.
+
+    Args:
+        metrics: the collection.
+        texts: generated texts.
+        references: the reference of each one.
+    """
+    for name, metric in metrics.items():
+        if name == "exact_match":
+            same = [a.strip() == b.strip() for a, b in zip(texts, references, strict=True)]
+            metric.update(torch.tensor(same, dtype=torch.float64, device=metric.device))
+        elif name == "rouge":
+            metric.update(list(texts), list(references))
+        else:
+            metric.update(list(texts), [[reference] for reference in references])

@@ -1,0 +1,141 @@
+"""``eval.generate``: texts and their metrics are those of a hand-written loop, on every layout."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import writers
+from worlds import after, run, train
+
+pytestmark = pytest.mark.covers("oneloop.task_protocol.generated", "oneloop.basics.generation")
+
+
+def words(folder: Path, task: str, *more: str) -> list[str]:
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(f"task: writers.{task}\n")
+    settings = {
+        "duration": "4",
+        "batch.size": "12",
+        "eval.every": "2",
+        "eval.micro": "3",
+        "eval.generate": "all",
+        "eval.samples": "2",
+        "optimizer.lr": "0.01",
+        "machine.dtype": "float64",
+        "machine.workers": "0",
+        "track": "none",
+        "run.dir": str(folder / "run"),
+    }
+    flags = [part for key, value in settings.items() for part in (f"--{key}", value)]
+    return [str(recipe), *flags, *more]
+
+
+def texts_of(folder: Path) -> dict[int, str]:
+    """Return the text of each sample in the last evaluation; all ranks wrote the same of one."""
+    found: dict[int, str] = {}
+    for file in sorted(folder.glob("texts-*.jsonl")):
+        own = {}
+        for line in file.read_text().splitlines():
+            index, text = json.loads(line)
+            own[index] = text  # the last evaluation comes last
+        for index, text in own.items():
+            assert found.setdefault(index, text) == text, (index, file)
+    return found
+
+
+def evaluations(folder: Path) -> list[dict]:
+    lines = map(json.loads, (folder / "run/metrics.jsonl").read_text().splitlines())
+    kept = []
+    for line in lines:
+        if "eval/loss" in line:
+            kept.append({name: value for name, value in line.items() if name != "time"})
+    return kept
+
+
+def trained(folder: Path, task: str, *more: str, ranks: int = 1, config: str | None = None):
+    folder.mkdir()
+    world = run(
+        train,
+        words(folder, task, *more),
+        ranks=ranks,
+        config=config,
+        variables={"WRITERS_FOLDER": str(folder)},
+    )
+    world.ok()
+    return world
+
+
+def by_hand(folder: Path, task: writers.Writes) -> tuple[list[str], float]:
+    """Return the texts and chrF of a plain loop of ``generate`` with the weights of a run."""
+    from torchmetrics.text import CHRFScore
+
+    model = task.model().double().eval()
+    model.load_state_dict(load_file(folder / "run/final/model.safetensors"), strict=False)
+    if hasattr(model, "tie_weights"):
+        model.tie_weights()
+    data = task.eval_sets()["validation"]
+    metric = CHRFScore()
+    texts = []
+    for start in range(0, len(data), 3):
+        rows = [data[index] for index in range(start, min(start + 3, len(data)))]
+        batch = task.collate(rows)
+        made = task.generate(model, batch)
+        metric.update(made, [[" ".join(f"w{t}" for t in row.tolist())] for row in rows])
+        texts += made
+    return texts, float(metric.compute())
+
+
+LAYOUTS = [(2, "ddp"), (3, "ddp"), (2, "fsdp2")]
+
+
+@pytest.mark.parametrize("task", ["Copies", "Continues"])
+def test_texts_and_metrics_are_equal_on_every_layout(tmp_path: Path, task: str) -> None:
+    one = tmp_path / "one"
+    trained(one, task)
+    texts, score = by_hand(one, getattr(writers, task)())
+    assert texts_of(one) == dict(enumerate(texts))
+    assert len(set(texts)) > 3 and len({len(text.split()) for text in texts}) > 2
+    (*_, last) = evaluations(one)
+    assert last["eval/chrf"] == pytest.approx(score, rel=1e-6)
+
+    # Five micro-batches on two or three ranks: the last one repeats the first, and does not count.
+    for ranks, config in LAYOUTS:
+        folder = tmp_path / f"{config}{ranks}"
+        trained(folder, task, ranks=ranks, config=config)
+        assert texts_of(folder) == texts_of(one), (ranks, config)
+        for before, now in zip(evaluations(one), evaluations(folder), strict=True):
+            assert now["eval/chrf"] == before["eval/chrf"], (ranks, config)
+
+
+def test_beams_and_a_rank_without_samples(tmp_path: Path) -> None:
+    more = ["--task.beams", "2", "--eval.generate", "3"]
+    one = tmp_path / "one"
+    trained(one, "Copies", *more)
+    assert sorted(texts_of(one)) == [0, 4, 8]
+    for config in ("ddp", "fsdp2"):
+        folder = tmp_path / config
+        trained(folder, "Copies", *more, ranks=2, config=config)
+        assert texts_of(folder) == texts_of(one), config
+        assert evaluations(folder)[-1]["eval/chrf"] == evaluations(one)[-1]["eval/chrf"]
+
+
+def test_only_the_first_ema_generates(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    emas = ["--ema.half_life", "[24 samples, 12 samples]", "--eval.best"]
+    trained(folder, "Copies", *emas, "max:ema-24samples/eval/chrf")
+    for line in evaluations(folder):
+        assert ("eval/chrf" in line) == (line["weights"] == "ema-24samples"), line
+    summary = json.loads((folder / "run/summary.json").read_text())
+    assert summary["best"]["metric"] == "ema-24samples/eval/chrf"
+
+    # The same after the run, with another number of samples.
+    found = after(folder, "evaluate", "run", "--weights", "ema-24samples", "--json")
+    found.ok()
+    metrics = json.loads(found.output.splitlines()[-1])
+    (*_, last, _) = evaluations(folder)
+    assert metrics["eval/chrf"] == last["eval/chrf"]
