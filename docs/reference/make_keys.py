@@ -10,6 +10,7 @@ TASKS = (
     "image_classification",
     "causal_lm",
     "sft",
+    "seq2seq",
     "text_classification",
     "text_regression",
     "token_classification",

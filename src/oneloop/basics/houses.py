@@ -10,6 +10,7 @@ TASKS = {
     "image_classification": "ImageClassification",
     "causal_lm": "CausalLM",
     "sft": "SFT",
+    "seq2seq": "Seq2Seq",
     "text_classification": "TextClassification",
     "text_regression": "TextRegression",
     "token_classification": "TokenClassification",

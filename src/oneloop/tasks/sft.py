@@ -321,12 +321,6 @@ class SFT(LanguageModel):
         """
         # Without a reference answer there are no metrics.
         metrics = super().predicted(batch, outputs)
-        known = list(metrics["tokens"])
-        for values in metrics.values():
-            for index, tokens in enumerate(known):
-                if not tokens:
-                    values[index] = None
-
         rows = zip(
             batch["input"].tolist(),
             batch["target"].tolist(),

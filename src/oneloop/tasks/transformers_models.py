@@ -123,10 +123,16 @@ def file_stats(name: str) -> object:
     return stats
 
 
-def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
+def tokenizer_of(name: str, *, trust_remote_code: bool = False, fast: bool = True) -> Any:
     """Return the tokenizer next to a model.
 
-    Raise ValueError if there is none, or if it is not a fast tokenizer.
+    Args:
+        name: a folder, or ``hf:ID[@REVISION]``.
+        trust_remote_code: run Python code stored with it.
+        fast: whether it must be a fast one, which knows the words and characters of its tokens.
+
+    Raises:
+        ValueError: there is none, or it is not a fast tokenizer.
     """
     from transformers import AutoTokenizer
 
@@ -147,7 +153,7 @@ def tokenizer_of(name: str, *, trust_remote_code: bool = False) -> Any:
             f"task.model {name!r}: no tokenizer: its vocabulary is empty; save it next to the "
             "weights"
         )
-    if not tokenizer.is_fast:
+    if fast and not tokenizer.is_fast:
         raise ValueError(
             f"task.model {name!r}: its tokenizer is not a fast tokenizer (tokenizer.json)"
         )

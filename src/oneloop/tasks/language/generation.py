@@ -140,3 +140,45 @@ def answered(
     answers = written(model, prompts, count, ends=ends, ties=ties)
     texts = [decode(tokens) for tokens in answers.tolist()]
     return {"written": answers, TEXTS: texts, TIES: ties.found}
+
+
+def generated_texts(
+    model: Any,
+    inputs: Tensor,
+    mask: Tensor,
+    *,
+    count: int,
+    beams: int,
+    decode: Callable[[list[int]], str],
+) -> dict[str, Any]:
+    """Generate with an encoder-decoder model, as a task's ``generate`` returns it.
+
+    Args:
+        model: a model of transformers; its generation_config applies, except sampling.
+        inputs: (samples, tokens), the sources.
+        mask: (samples, tokens), 0 for padding.
+        count: most tokens of a text.
+        beams: of the beam search; 1: greedy.
+        decode: from the tokens of an answer to its text.
+
+    Returns:
+        ``written``, (samples, tokens); ``texts``; and, for greedy search, ``near_ties``.
+    """
+    from transformers import LogitsProcessorList
+
+    ends = model.generation_config.eos_token_id
+    if not isinstance(ends, list):
+        ends = [] if ends is None else [ends]
+    ties = NearTies(ends)
+    tokens = model.generate(
+        input_ids=inputs,
+        attention_mask=mask,
+        max_new_tokens=count,
+        num_beams=beams,
+        do_sample=False,
+        logits_processor=LogitsProcessorList([ties] if beams == 1 else []),
+    )
+    made = {"written": tokens, TEXTS: [decode(row) for row in tokens.tolist()]}
+    if beams == 1:
+        made[TIES] = ties.found
+    return made

@@ -1,23 +1,17 @@
-"""Base class of the language tasks: the loss over target tokens, metrics, parts of the report."""
+"""Base class of the language tasks: model, batches, loss, and the tokens of the report."""
 
 import os
 from collections.abc import Sequence
-from copy import deepcopy
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from oneloop.basics.base_models import BaseModel
 from oneloop.basics.tensors import Planned, on_gpu
-from oneloop.basics.wide_sums import widest
-from oneloop.task_protocol.evaluation_metrics import TextSums
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
-from oneloop.tasks.language.lora import add_adapters, merged, save_config
-from oneloop.tasks.language.lora_settings import LoRA, adapters
+from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import (
     Architecture,
     Shape,
@@ -34,10 +28,10 @@ from oneloop.tasks.language.sequences import (
     spans,
     token_ids,
 )
+from oneloop.tasks.language.token_targets import TokenTargets
 from oneloop.tasks.model_limits import shorter_length
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.rows.open_data import Source, SplitSets, combined
-from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
+from oneloop.tasks.rows.open_data import Source, combined
 
 Fused = bool | Literal["auto"]
 
@@ -52,7 +46,7 @@ def is_packed(pack: str, *known: str) -> bool:
     return pack == "packed"
 
 
-class LanguageModel(SplitSets):
+class LanguageModel(TokenTargets):
     """Language modelling. The weight of a sample is its number of target tokens.
 
     Batches come from :func:`oneloop.tasks.language.sequences.collated`.
@@ -82,11 +76,8 @@ class LanguageModel(SplitSets):
         lora: low-rank adapters for a pretrained model; only the adapters are trained.
     """
 
-    unit = "tokens"
-    counts_whole_texts = False  # whether evaluations count fully correct samples
     begin: int | None = None  # BOS token (and ``end``: EOS) of a model from scratch
     end = 0
-    tokenizer: Any
     length_key = "length"  # task key of the sample length
     default_length = 256  # of this key
 
@@ -111,24 +102,12 @@ class LanguageModel(SplitSets):
         router_loss: Literal["refuse", "none"] = "refuse",
         lora: LoRA = LoRA(),
     ) -> None:
+        super().__init__(
+            model, pretrained=pretrained, trust_remote_code=trust_remote_code, lora=lora
+        )
         self.packed = packed
         self.fused_loss = fused_loss
         self.router_loss = router_loss
-
-        # The model to load; with adapters, ``model`` may be their folder.
-        self.pretrained = pretrained
-        self.trust_remote_code = trust_remote_code
-        self.adapters = adapters(model, lora, pretrained=pretrained)
-        self.name = model if self.adapters is None else self.adapters.base
-        if self.name is not None and not is_transformers(self.name):
-            raise ValueError(
-                f"task.model {self.name!r} is not a folder saved by transformers; give one, or "
-                "hf:ID"
-            )
-
-        # Lines for the log: all, and those about the data.
-        self.notes = list[str]()
-        self._data_notes = list[str]()
 
         # A default may be more than the positions of the model to load.
         if self.name is not None and length == self.default_length:
@@ -149,10 +128,8 @@ class LanguageModel(SplitSets):
         )
 
         # Set by ``model``.
-        self.origin: BaseModel | None = None
         self._can_fuse = False
         self._masked = False
-        self._sizes: Tensor | None = None  # of the tokens, in bytes, on the device
 
     def _use(self, sources: Sequence[Source], samples: Sequence[dict[str, Any]]) -> None:
         """Use these samples of each source, by split."""
@@ -180,14 +157,7 @@ class LanguageModel(SplitSets):
         return collated(samples, width=width, most=self._max_documents)
 
     def model(self) -> nn.Module:
-        # Take the stats before the model is read: its files may change meanwhile.
-        if self.adapters is None:
-            model = self.bare_model()
-        else:
-            before = file_stats(self.adapters.base)
-            model = self.bare_model()
-            self.origin, added = add_adapters(model, self.adapters, stats=before)
-            self.notes = [*self.notes, added]
+        model = self.adapted_model()
         self._masked = prepare_attention(model, packed=self.packed, router_loss=self.router_loss)
 
         # Prepare the fused loss also for auto, which decides by the size of each micro-batch.
@@ -199,14 +169,6 @@ class LanguageModel(SplitSets):
                 if self.fused_loss is True:
                     raise ValueError(f"task.fused_loss: {error}") from error
         return model
-
-    def known_tokenizer(self) -> Any:
-        """Return the tokenizer of the model, or of the adapters if their folder has one."""
-        assert self.name is not None
-        source = self.name
-        if self.adapters is not None:
-            source = self.adapters.tokenizer
-        return tokenizer_of(source, trust_remote_code=self.trust_remote_code)
 
     def bare_model(self) -> nn.Module:
         """Build or load the model, without adapters."""
@@ -226,9 +188,6 @@ class LanguageModel(SplitSets):
         )
         self.notes = [*self._data_notes, *added]
         return model
-
-    def weight(self, batch: dict[str, Tensor]) -> Tensor:
-        return (batch["target"] != IGNORE).sum()
 
     def _model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
         # The masks are 4-D: transformers would read a 2-D mask on the host (sync).
@@ -279,51 +238,6 @@ class LanguageModel(SplitSets):
         """Vocabulary size."""
         raise NotImplementedError
 
-    @property
-    def token_bytes(self) -> Tensor | None:
-        """Number of bytes of each token, shape (vocabulary,); None if unknown."""
-        return None
-
-    def metrics(self) -> TextSums:
-        return TextSums(by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts)
-
-    def update(
-        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> None:
-        target = batch["target"]
-        is_target = target != IGNORE
-        right = outputs["right"] & is_target
-
-        # Count the bytes of the target tokens, for bits per byte.
-        text = None
-        sizes = self._sizes_on(target.device)
-        if sizes is not None:
-            text = (sizes[target.clamp(min=0)] * is_target).sum()
-        whole = None
-        if self.counts_whole_texts:
-            whole = (right | ~is_target).all(1)
-        loss = widest(outputs["loss"]).sum()
-        metrics.update(loss, is_target.sum(), right=right.sum(), text=text, whole=whole)
-
-    def _sizes_on(self, device: torch.device) -> Tensor | None:
-        """Return the bytes of each token on ``device``, where they are copied only once."""
-        sizes = self.token_bytes
-        if sizes is None:
-            return None
-        if self._sizes is None or self._sizes.device != device:
-            self._sizes = sizes.to(device)
-        return self._sizes
-
-    def predicted(
-        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
-    ) -> dict[str, list[Any]]:
-        """Return mean loss (nats), number and accuracy of each sample's target tokens."""
-        is_target = batch["target"] != IGNORE
-        count = is_target.sum(1)
-        losses = (widest(outputs["loss"]) * is_target).sum(1) / count
-        right = (outputs["right"] & is_target).sum(1) / count
-        return {"loss": losses.tolist(), "tokens": count.tolist(), "accuracy": right.tolist()}
-
     def pieces(
         self, tokens: list[int], losses: list[float], trained: list[bool]
     ) -> list[tuple[str, float | None]]:
@@ -349,50 +263,3 @@ class LanguageModel(SplitSets):
             shown["prompt"] = self.decode(tokens[: int(outputs["prompt"])])
             shown["continuation"] = self._answer(outputs["written"].tolist())
         return shown
-
-    def decode(self, tokens: list[int]) -> str:
-        """Return tokens as text."""
-        return str(self.tokenizer.decode(tokens))
-
-    def _answer(self, tokens: list[int]) -> str:
-        """Return tokens that the model wrote as text."""
-        return self.decode(tokens)
-
-    def merge(self, model: nn.Module) -> nn.Module:
-        """Merge the adapters into the model's weights, in place.
-
-        Raise ValueError if there are no adapters.
-        """
-        if self.origin is None:
-            raise ValueError(
-                "--merged: the run trained no adapters; its weights are whole as they are"
-            )
-        self.origin = None
-        return merged(model)
-
-    def save_model(self, model: nn.Module, folder: Path, *, ends: Sequence[int] = ()) -> None:
-        """Write the configs with which transformers or, for adapters, peft loads the weights.
-
-        Args:
-            model: the trained model.
-            folder: where the weights are written.
-            ends: end tokens, at which transformers should stop in addition to the model's.
-        """
-        if self.origin is not None:
-            save_config(model, folder)
-            return
-        model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
-        config = deepcopy(getattr(model, "generation_config", None))
-        if config is None:
-            return
-
-        # Add the end tokens; transformers stores a number if there is one, and else a list.
-        own_ends = config.eos_token_id
-        if not isinstance(own_ends, list):
-            own_ends = [own_ends]
-        all_ends = [end for end in dict.fromkeys([*own_ends, *ends]) if end is not None]
-        if len(all_ends) == 1:
-            config.eos_token_id = all_ends[0]
-        else:
-            config.eos_token_id = all_ends or None
-        (folder / "generation_config.json").write_text(config.to_json_string(), encoding="utf-8")

@@ -20,13 +20,14 @@ _OWN_NAME = re.compile(rf"(\.lora_\w+)\.{_NAME}(?=\.|$)")
 
 
 def add_adapters(
-    model: nn.Module, wanted: Adapters, *, stats: object = None
+    model: nn.Module, wanted: Adapters, *, task: str = "CAUSAL_LM", stats: object = None
 ) -> tuple[BaseModel, str]:
     """Add float32 adapters to a model in place, and freeze the rest.
 
     Args:
         model: a pretrained model of transformers.
         wanted: the base model, the settings, and the folder of existing adapters.
+        task: peft's name of the kind of task.
         stats: :func:`file_stats` from before the model was read (None: no check).
 
     Returns:
@@ -58,7 +59,7 @@ def add_adapters(
     # GPT-2's layers store the transposed weight.
     transposed = all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers)
     config = LoraConfig(
-        task_type="CAUSAL_LM",
+        task_type=task,
         base_model_name_or_path=path,
         revision=commit or revision,
         r=settings.rank,

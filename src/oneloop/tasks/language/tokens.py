@@ -167,17 +167,58 @@ def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
 
     Raise ValueError if ``vocab``, the vocabulary size, is below 258.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    # A turn ends with <|im_end|>, which is also the end token.
     special = ["<|im_start|>", "<|im_end|>"]
-    if vocab < len(alphabet) + len(special):
-        raise ValueError(
-            f"task.vocab {vocab} is too small: a byte-level BPE for chats needs at least 258"
-        )
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=_byte_level(texts, vocab, special),
+        eos_token=special[1],
+        pad_token=special[1],
+    )
+    tokenizer.add_special_tokens({"additional_special_tokens": special[:1]})
+    tokenizer.chat_template = _CHATML
+    return tokenizer
 
-    # Divide numbers into digits, so that sums can be learned.
+
+def ending_tokenizer(texts: Iterable[str], vocab: int) -> Any:
+    """Train a byte-level BPE; return a tokenizer of transformers that ends each text, as T5's.
+
+    Args:
+        texts: the training texts.
+        vocab: vocabulary size.
+
+    Raises:
+        ValueError: the vocabulary size is below 258.
+    """
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["<pad>", "</s>"]
+    bpe = _byte_level(texts, vocab, special)
+    bpe.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[1])
+
+
+def _byte_level(texts: Iterable[str], vocab: int, special: list[str]) -> Any:
+    """Train a byte-level BPE that divides numbers into digits, so that sums can be learned.
+
+    Args:
+        texts: the training texts.
+        vocab: vocabulary size.
+        special: special tokens, which get the first numbers.
+
+    Raises:
+        ValueError: the vocabulary is too small for all bytes.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    least = len(alphabet) + len(special)
+    if vocab < least:
+        raise ValueError(
+            f"task.vocab {vocab} is too small: a byte-level BPE needs at least {least}"
+        )
     bpe: Any = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -193,14 +234,7 @@ def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
         show_progress=False,
     )
     bpe.train_from_iterator(texts, trainer)
-
-    # A turn ends with <|im_end|>, which is also the end token.
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe, eos_token=special[1], pad_token=special[1]
-    )
-    tokenizer.add_special_tokens({"additional_special_tokens": special[:1]})
-    tokenizer.chat_template = _CHATML
-    return tokenizer
+    return bpe
 
 
 class Blocks:

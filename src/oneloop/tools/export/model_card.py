@@ -19,6 +19,7 @@ _KINDS = {
     "text_pairs": "sentence-similarity",
     "causal_lm": "text-generation",
     "sft": "text-generation",
+    "seq2seq": "text2text-generation",
 }
 """the hub's task names (pipeline tags) by oneloop's"""
 _LIBRARIES = ("oneloop", "torch", "transformers", "peft")  # whose versions a card names

@@ -1,0 +1,187 @@
+"""Samples of a sequence-to-sequence model: pairs of source and target tokens, cut and padded.
+
+One array holds both: the source tokens are stored as their bitwise complements, before the target
+tokens.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from oneloop.data.order import Ordered
+from oneloop.data.packing import Bucketed
+from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.rows import Row
+
+Overlong = Literal["cut", "drop"]
+Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
+
+
+def encoded_pair(
+    row: Row, columns: Mapping[str, str], tokenizer: Any, prefix: str
+) -> NDArray[np.int32]:
+    """Return the tokens of a row: complements of those of the source, then those of the target.
+
+    Args:
+        row: values by column.
+        columns: names of the columns ``source`` and ``target``; a row to predict has no target.
+        tokenizer: a tokenizer of transformers.
+        prefix: text before each source.
+
+    Raises:
+        ValueError: source or target are empty, or not a text.
+    """
+    source = _text(row, columns["source"], "source")
+    inputs = tokenizer(prefix + source, verbose=False)["input_ids"]
+    if not inputs:
+        raise ValueError("the source has no tokens; fill it, or remove the row")
+    labels = list[int]()
+    if columns["target"]:
+        target = _text(row, columns["target"], "target")
+        labels = tokenizer(text_target=target, verbose=False)["input_ids"]
+        # Some tokenizers end a text themselves.
+        if labels[-1:] != [tokenizer.eos_token_id]:
+            labels = [*labels, tokenizer.eos_token_id]
+    return np.concatenate([~np.array(inputs, dtype=np.int32), np.array(labels, dtype=np.int32)])
+
+
+def _text(row: Row, column: str, key: str) -> str:
+    """Return a text that is not empty. Raise ValueError."""
+    value = row[column]
+    if not isinstance(value, str):
+        raise ValueError(f"the {key} is a {type(value).__name__}; task.{key} must name texts")
+    if not value.strip():
+        raise ValueError(f"the {key} is empty; fill it, or remove the row")
+    return value
+
+
+class SourceTarget:
+    """Pairs of source and target tokens; in training those of a step have similar lengths.
+
+    Args:
+        texts: from :func:`encoded_pair`.
+        lengths: most tokens of a source and of a target.
+        overlong: cut longer ones before their last token, which ends the text, or drop the pair.
+        content: a key of the texts' content (None: unknown).
+
+    Raises:
+        ValueError: no pair is left.
+    """
+
+    def __init__(
+        self,
+        texts: Ragged,
+        lengths: tuple[int, int],
+        overlong: Overlong,
+        content: dict[str, Any] | None,
+    ) -> None:
+        self.content = content
+        self._values = texts.values
+        self._limits = lengths
+
+        # Find where each source and each target ends.
+        stops = np.asarray(texts.ends, dtype=np.int64)
+        starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
+        sources = np.concatenate([np.zeros(1, np.int64), np.cumsum(texts.values < 0)])
+        middles = starts + sources[stops] - sources[starts]
+        too_long = (middles - starts > lengths[0]) | (stops - middles > lengths[1])
+        self.overlong = int(too_long.sum())
+        self.whole = len(stops)
+        keep = np.ones(len(stops), dtype=bool)
+        if overlong == "drop":
+            keep = ~too_long
+        if not keep.any():
+            raise ValueError(
+                f"all {self.whole:,} pairs are longer than {lengths[0]:,} source or "
+                f"{lengths[1]:,} target tokens; raise task.length or task.target_length"
+            )
+        self._starts = starts[keep]
+        self._middles = middles[keep]
+        self._stops = stops[keep]
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def __getitem__(self, index: int) -> Pair:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        middle = self._middles[index]
+        source = ~np.asarray(self._values[self._starts[index] : middle])
+        target = np.asarray(self._values[middle : self._stops[index]])
+        return _cut(source, self._limits[0]), _cut(target, self._limits[1])
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of tokens of each pair, source and target."""
+        source = np.minimum(self._middles - self._starts, self._limits[0])
+        target = np.minimum(self._stops - self._middles, self._limits[1])
+        return np.asarray(source + target)
+
+    def order(self, *, seed: int, batch: int) -> Ordered:
+        """Return an order by length within a few steps; it depends on seed, epoch and batch."""
+        return Bucketed(self.lengths, seed=seed, batch=batch)
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Return a key of the texts' content; None if it is unknown."""
+        return self.content and {"samples": len(self), **self.content}
+
+    def about(self) -> str:
+        """Return a log line about the lengths."""
+        lengths = self.lengths
+        return (
+            f"{len(self):,} pairs of {lengths.mean():.0f} tokens on average, {lengths.max():,} at "
+            "most, padded"
+        )
+
+    def notes(self, overlong: Overlong) -> list[str]:
+        """Return a log line if texts are too long."""
+        if not self.overlong:
+            return []
+        action = "truncated" if overlong == "cut" else "dropped"
+        source, target = self._limits
+        line = (
+            f"{self.overlong:,} of {self.whole:,} pairs are longer than {source:,} source or "
+            f"{target:,} target tokens and are {action}"
+        )
+        return [line]
+
+
+def _cut(tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
+    """Return at most ``limit`` tokens; the last one ends the text, and stays."""
+    if len(tokens) <= limit:
+        return tokens
+    return np.append(tokens[: limit - 1], tokens[-1])
+
+
+def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Tensor]:
+    """Return one batch, padded to its longest source and target.
+
+    Args:
+        pairs: source and target tokens.
+        padding: token of the padding of sources.
+
+    Returns:
+        ``input`` and ``mask`` (1: not padding), (samples, source tokens); ``target``, (samples,
+        target tokens), in which padding is ignored; and the share of ``padding``.
+    """
+    width = max(len(source) for source, _ in pairs)
+    target_width = max(1, *(len(target) for _, target in pairs))
+    inputs = np.full((len(pairs), width), padding, dtype=np.int64)
+    mask = np.zeros_like(inputs)
+    targets = np.full((len(pairs), target_width), IGNORE, dtype=np.int64)
+    for row, (source, target) in enumerate(pairs):
+        inputs[row, : len(source)] = source
+        mask[row, : len(source)] = 1
+        targets[row, : len(target)] = target
+    real = mask.sum() + (targets != IGNORE).sum()
+    return {
+        "input": torch.from_numpy(inputs),
+        "mask": torch.from_numpy(mask),
+        "target": torch.from_numpy(targets),
+        "padding": torch.tensor(1 - real / (inputs.size + targets.size)),
+    }

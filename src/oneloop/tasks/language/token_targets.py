@@ -1,0 +1,193 @@
+"""Base class of the tasks whose targets are tokens: their metrics, and the model that is loaded."""
+
+from collections.abc import Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from oneloop.basics.base_models import BaseModel
+from oneloop.basics.wide_sums import widest
+from oneloop.task_protocol.evaluation_metrics import TextSums
+from oneloop.tasks.language.lora import add_adapters, merged, save_config
+from oneloop.tasks.language.lora_settings import LoRA, adapters
+from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.rows.open_data import SplitSets
+from oneloop.tasks.transformers_models import file_stats, is_transformers, tokenizer_of
+
+
+class TokenTargets(SplitSets):
+    """Targets are tokens: ``batch["target"]``; the weight is their number.
+
+    The outputs of a loss are ``loss`` (nats) and, in evaluations, ``right``, each of the shape of
+    the target.
+
+    Args:
+        model: a folder saved by transformers or peft, or hf:ID[@REVISION]; None: a model from
+            scratch.
+        pretrained: load the weights.
+        trust_remote_code: run Python code stored with the weights.
+        lora: settings of adapters.
+    """
+
+    unit = "tokens"
+    counts_whole_texts = False  # whether evaluations count fully correct samples
+    adapted_for = "CAUSAL_LM"  # peft's name of the kind of task
+    needs_fast_tokenizer = True
+    tokenizer: Any
+
+    def __init__(
+        self, model: str | None, *, pretrained: bool, trust_remote_code: bool, lora: LoRA
+    ) -> None:
+        # The model to load; with adapters, ``model`` may be their folder.
+        self.pretrained = pretrained
+        self.trust_remote_code = trust_remote_code
+        self.adapters = adapters(model, lora, pretrained=pretrained)
+        self.name = model if self.adapters is None else self.adapters.base
+        if self.name is not None and not is_transformers(self.name):
+            raise ValueError(
+                f"task.model {self.name!r} is not a folder saved by transformers; give one, or "
+                "hf:ID"
+            )
+
+        # Lines for the log: all, and those about the data.
+        self.notes = list[str]()
+        self._data_notes = list[str]()
+
+        # Set by ``model``.
+        self.origin: BaseModel | None = None
+        self._sizes: Tensor | None = None  # of the tokens, in bytes, on the device
+
+    def known_tokenizer(self) -> Any:
+        """Return the tokenizer of the model, or of the adapters if their folder has one."""
+        assert self.name is not None
+        source = self.name
+        if self.adapters is not None:
+            source = self.adapters.tokenizer
+        return tokenizer_of(
+            source, trust_remote_code=self.trust_remote_code, fast=self.needs_fast_tokenizer
+        )
+
+    def bare_model(self) -> nn.Module:
+        """Build or load the model, without adapters."""
+        raise NotImplementedError
+
+    def adapted_model(self) -> nn.Module:
+        """Build or load the model, with the adapters."""
+        # Take the stats before the model is read: its files may change meanwhile.
+        if self.adapters is None:
+            model = self.bare_model()
+        else:
+            before = file_stats(self.adapters.base)
+            model = self.bare_model()
+            self.origin, added = add_adapters(
+                model, self.adapters, task=self.adapted_for, stats=before
+            )
+            self.notes = [*self.notes, added]
+        return model
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["target"] != IGNORE).sum()
+
+    @property
+    def token_bytes(self) -> Tensor | None:
+        """Number of bytes of each token, shape (vocabulary,); None if unknown."""
+        return None
+
+    def metrics(self) -> TextSums:
+        return TextSums(by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts)
+
+    def update(
+        self, metrics: TextSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
+        target = batch["target"]
+        is_target = target != IGNORE
+        right = outputs["right"] & is_target
+
+        # Count the bytes of the target tokens, for bits per byte.
+        text = None
+        sizes = self._sizes_on(target.device)
+        if sizes is not None:
+            text = (sizes[target.clamp(min=0)] * is_target).sum()
+        whole = None
+        if self.counts_whole_texts:
+            whole = (right | ~is_target).all(1)
+        loss = widest(outputs["loss"]).sum()
+        metrics.update(loss, is_target.sum(), right=right.sum(), text=text, whole=whole)
+
+    def _sizes_on(self, device: torch.device) -> Tensor | None:
+        """Return the bytes of each token on ``device``, where they are copied only once."""
+        sizes = self.token_bytes
+        if sizes is None:
+            return None
+        if self._sizes is None or self._sizes.device != device:
+            self._sizes = sizes.to(device)
+        return self._sizes
+
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
+        """Return mean loss (nats), number and accuracy of each sample's target tokens.
+
+        All are None for a sample without target tokens.
+        """
+        is_target = batch["target"] != IGNORE
+        count = is_target.sum(1)
+        losses = (widest(outputs["loss"]) * is_target).sum(1) / count
+        right = (outputs["right"] & is_target).sum(1) / count
+        columns = {"loss": losses.tolist(), "tokens": count.tolist(), "accuracy": right.tolist()}
+        known = count.tolist()
+        for values in columns.values():
+            for index, tokens in enumerate(known):
+                if not tokens:
+                    values[index] = None
+        return columns
+
+    def decode(self, tokens: list[int]) -> str:
+        """Return tokens as text."""
+        return str(self.tokenizer.decode(tokens))
+
+    def _answer(self, tokens: list[int]) -> str:
+        """Return tokens that the model wrote as text."""
+        return self.decode(tokens)
+
+    def merge(self, model: nn.Module) -> nn.Module:
+        """Merge the adapters into the model's weights, in place.
+
+        Raise ValueError if there are no adapters.
+        """
+        if self.origin is None:
+            raise ValueError(
+                "--merged: the run trained no adapters; its weights are whole as they are"
+            )
+        self.origin = None
+        return merged(model)
+
+    def save_model(self, model: nn.Module, folder: Path, *, ends: Sequence[int] = ()) -> None:
+        """Write the configs with which transformers or, for adapters, peft loads the weights.
+
+        Args:
+            model: the trained model.
+            folder: where the weights are written.
+            ends: end tokens, at which transformers should stop in addition to the model's.
+        """
+        if self.origin is not None:
+            save_config(model, folder)
+            return
+        model.config.save_pretrained(folder)  # type: ignore[union-attr,operator]
+        config = deepcopy(getattr(model, "generation_config", None))
+        if config is None:
+            return
+
+        # Add the end tokens; transformers stores a number if there is one, and else a list.
+        own_ends = config.eos_token_id
+        if not isinstance(own_ends, list):
+            own_ends = [own_ends]
+        all_ends = [end for end in dict.fromkeys([*own_ends, *ends]) if end is not None]
+        if len(all_ends) == 1:
+            config.eos_token_id = all_ends[0]
+        else:
+            config.eos_token_id = all_ends or None
+        (folder / "generation_config.json").write_text(config.to_json_string(), encoding="utf-8")

@@ -1,0 +1,394 @@
+"""Sequence-to-sequence models: translate, summarize or answer, with encoder and decoder."""
+
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oneloop.tasks.language.generation import generated_texts
+from oneloop.tasks.language.lora_settings import LoRA
+from oneloop.tasks.language.models import load_model
+from oneloop.tasks.language.number_words import NUMBERS, NumberWords
+from oneloop.tasks.language.sequences import IGNORE
+from oneloop.tasks.language.source_target import (
+    Overlong,
+    Pair,
+    SourceTarget,
+    collated_pairs,
+    encoded_pair,
+)
+from oneloop.tasks.language.text_metrics import (
+    DEFAULT,
+    check_text_metrics,
+    text_metrics,
+    update_texts,
+)
+from oneloop.tasks.language.token_targets import TokenTargets
+from oneloop.tasks.language.tokens import ending_tokenizer, tokenizer_key
+from oneloop.tasks.model_limits import check_sizes, config_of, shorter_length
+from oneloop.tasks.rows.cache import key_of
+from oneloop.tasks.rows.cached_arrays import Ragged, ragged
+from oneloop.tasks.rows.open_data import (
+    Source,
+    Unreadable,
+    combined,
+    named_sources,
+    notes_of,
+    opened,
+    skipped_rows,
+    whole,
+)
+
+_CACHE_VERSION = 1  # increase it if the tokens of a row change
+_LENGTHS = (256, 128)  # default lengths of source and target
+
+
+class Seq2Seq(TokenTargets):
+    """Targets from sources, such as translations or summaries, with encoder and decoder.
+
+    The weight of a sample is its number of target tokens.
+
+    Args:
+        data: numbers (digits to English words); a file or folder of json lines, parquet, csv or
+            arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7}, …].
+        source: column of the sources.
+        target: column of the targets.
+        prefix: text before each source, such as "translate English to German: ".
+        held_out: share of the rows for each of validation and test, if the data set has no such
+            split.
+        window: megabytes of parquet rows in memory per process.
+        unreadable: stop at a row that cannot be read, or skip such rows and list them in
+            environment.json.
+        model: a folder saved by transformers, or hf:ID[@REVISION], with its tokenizer (null: a
+            small T5 from scratch).
+        pretrained: load the weights of model (false: use only its configuration).
+        trust_remote_code: run Python code stored with the weights (only if you trust the author).
+        layers: number of blocks of the encoder, and of the decoder.
+        heads: number of attention heads.
+        width: hidden size.
+        dropout: dropout of a model from scratch.
+        vocab: vocabulary size of the tokenizer from scratch.
+        length: maximum tokens of a source.
+        target_length: maximum tokens of a target.
+        overlong: cut longer texts before their end token, or drop the pair.
+        label_smoothing: share of the target probability that is spread over all tokens.
+        answer: maximum tokens of a generated text (null: target_length).
+        beams: beams of the beam search (1: greedy).
+        text_metrics: metrics of generated texts (eval.generate): exact_match, bleu, chrf, rouge1,
+            rouge2, rougeL or rougeLsum.
+        lora: low-rank adapters for a pretrained model; only the adapters are trained.
+    """
+
+    needs: dict[str, str] = {  # noqa: RUF012
+        "held_out": "data!=numbers",
+        "layers": "model=null",
+        "heads": "model=null",
+        "width": "model=null",
+        "dropout": "model=null",
+        "vocab": "model=null",
+    }
+    writes = True
+    counts_whole_texts = True
+    adapted_for = "SEQ_2_SEQ_LM"
+    needs_fast_tokenizer = False
+
+    def __init__(
+        self,
+        data: str | list[dict[str, Any]] = "numbers",
+        source: str = "source",
+        target: str = "target",
+        prefix: str = "",
+        held_out: float = 0.05,
+        window: int = 256,
+        unreadable: Unreadable = "stop",
+        model: str | None = None,
+        pretrained: bool = True,
+        trust_remote_code: bool = False,
+        layers: int = 2,
+        heads: int = 4,
+        width: int = 128,
+        dropout: float = 0.0,
+        vocab: int = 512,
+        length: int = 256,
+        target_length: int = 128,
+        overlong: Overlong = "cut",
+        label_smoothing: float = 0.0,
+        answer: int | None = None,
+        beams: int = 1,
+        text_metrics: list[str] = [*DEFAULT],  # noqa: B006
+        lora: LoRA = LoRA(),
+    ) -> None:
+        super().__init__(
+            model, pretrained=pretrained, trust_remote_code=trust_remote_code, lora=lora
+        )
+        check_text_metrics(text_metrics)
+        self.text_metrics = text_metrics
+        self.columns = {"source": source, "target": target}
+        self.prefix = prefix
+        self.window = window
+        self.overlong = overlong
+        self.label_smoothing = label_smoothing
+        self.beams = beams
+        self._shape = {"layers": layers, "heads": heads, "width": width, "dropout": dropout}
+        self._use_lengths(length, target_length)
+        self.answer = self.lengths[1] if answer is None else answer
+        self._check_numbers()
+
+        # Choose the tokenizer.
+        if self.name is None:
+            self.tokenizer = ending_tokenizer(NumberWords("train").texts(), vocab)
+        else:
+            _check_model(self.name, trust_remote_code=trust_remote_code)
+            self.tokenizer = self.known_tokenizer()
+            _check_tokenizer(self.name, self.tokenizer)
+
+        # Tokenize all splits of all sources.
+        sources = self._sources(data, held_out, unreadable)
+        samples = []
+        for one in sources:
+            splits = {}
+            for split, rows in one.parts.items():
+                splits[split] = self._samples(one, rows)
+                notes = splits[split].notes(overlong)
+                self._data_notes += [f"{split}: {note}" for note in notes]
+            samples.append(splits)
+        self._sets = combined(sources, samples)
+        self._data_notes = [*notes_of(sources), *self._data_notes]
+        self.skipped_rows = skipped_rows(sources)
+        self.notes = self._data_notes
+
+    def _use_lengths(self, length: int, target_length: int) -> None:
+        """Use these lengths; a default may be more than the model's positions."""
+        lengths = []
+        keys = ("length", "target_length")
+        for key, own, default in zip(keys, (length, target_length), _LENGTHS, strict=True):
+            if self.name is not None and own == default:
+                own, notes = shorter_length(
+                    self.name, own, key=key, trust_remote_code=self.trust_remote_code
+                )
+                self._data_notes += notes
+            if own < 2:
+                raise ValueError(f"task.{key} {own} must be at least 2 tokens")
+            lengths.append(own)
+        self.lengths = (lengths[0], lengths[1])
+
+    def _check_numbers(self) -> None:
+        """Raise ValueError if a number is out of range."""
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(
+                f"task.label_smoothing {self.label_smoothing} must be at least 0 and below 1 "
+                "(common: 0.1)"
+            )
+        if self.answer < 1:
+            raise ValueError(f"task.answer {self.answer} must be at least 1 token")
+        if self.beams < 1:
+            raise ValueError(f"task.beams {self.beams} must be at least 1 (greedy)")
+
+    def _sources(
+        self, data: str | list[dict[str, Any]], held_out: float, unreadable: Unreadable
+    ) -> list[Source]:
+        """Open the data sets that ``task.data`` names."""
+        if data == "numbers":
+            columns = {"source": "source", "target": "target"}
+            return [Source(data, columns, parts={split: NumberWords(split) for split in NUMBERS})]
+        sources = named_sources(data, self.columns, unreadable=unreadable)
+        return [opened(source, held_out=held_out, window=self.window) for source in sources]
+
+    def _samples(self, source: Source, rows: Any) -> SourceTarget:
+        """Return the samples of the rows of one split."""
+        # The cache key names all that the tokens of a row depend on.
+        key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self.prefix, dict(source.columns)]
+        encode = partial(
+            encoded_pair, columns=source.columns, tokenizer=self.tokenizer, prefix=self.prefix
+        )
+        skip = source.skipped is not None and source.parts.keys() != {"all"}
+        texts: Ragged = ragged(
+            rows, encode, made_by=key, what=f"tokenizing {source.where}", skip=skip
+        )
+        content = {**rows.fingerprint(), "made by": key_of(key)}
+        if texts.skipped and source.skipped is not None:
+            for index, why in texts.skipped:
+                source.skipped.append(f"{rows.where(index)}: {why}")
+            content["skipped"] = key_of([index for index, _ in texts.skipped])
+        return SourceTarget(texts, self.lengths, self.overlong, content)
+
+    def samples_of(self, data: str, *, labelled: bool) -> SourceTarget:
+        columns = dict(self.columns)
+        if not labelled:
+            columns["target"] = ""
+        source = whole(Source(data, columns), window=self.window)
+        overlong = self.overlong
+        self.overlong = "cut"  # each row is predicted
+        samples = self._samples(source, source.parts["all"])
+        self.overlong = overlong
+        return samples
+
+    def collate(self, samples: list[Pair]) -> dict[str, Tensor]:
+        return collated_pairs(samples, padding=self.tokenizer.pad_token_id)
+
+    def bare_model(self) -> nn.Module:
+        entries = len(self.tokenizer)
+        if self.name is None:
+            return _from_scratch(self._shape, entries)
+        model, notes = load_model(
+            self.name,
+            entries=entries,
+            length=self.lengths[0],
+            length_key="length",
+            pretrained=self.pretrained,
+            trust_remote_code=self.trust_remote_code,
+            lora=None if self.adapters is None else self.adapters.settings,
+            kind="AutoModelForSeq2SeqLM",
+        )
+        longest = max(self.lengths[1], self.answer)
+        check_sizes(model, self.name, entries=entries, length=longest, key="target_length")
+        self.notes = [*self._data_notes, *notes]
+        return model
+
+    def model(self) -> nn.Module:
+        model = self.adapted_model()
+        config: Any = model.config
+
+        # The tokens before and after the targets, as transformers shifts them.
+        for name in ("decoder_start_token_id", "pad_token_id"):
+            if getattr(config, name, None) is None:
+                raise ValueError(
+                    f"task.model {self.name!r}: its config.json has no {name}, with which the "
+                    "decoder starts; add it"
+                )
+        self._start = int(config.decoder_start_token_id)
+        self._padding = int(config.pad_token_id)
+        return model
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        # The decoder reads the targets, shifted to the right.
+        target = batch["target"]
+        shifted = F.pad(target[:, :-1], (1, 0), value=self._start)
+        shifted = torch.where(shifted == IGNORE, self._padding, shifted)
+        logits = model(
+            input_ids=batch["input"],
+            attention_mask=batch["mask"],
+            decoder_input_ids=shifted,
+            use_cache=False,
+        ).logits
+
+        # Half-precision logits are too coarse for the loss.
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        entropy = partial(
+            F.cross_entropy,
+            logits.flatten(0, 1),
+            target.flatten(),
+            reduction="none",
+            ignore_index=IGNORE,
+        )
+        each = entropy()
+        total = each.sum()
+        if self.label_smoothing:
+            # As transformers' LabelSmoother (Szegedy et al. 2016): the mean over all tokens.
+            total = entropy(label_smoothing=self.label_smoothing).sum()
+        outputs = {"loss": each.detach().view_as(target)}
+        if not torch.is_grad_enabled():
+            outputs["right"] = logits.argmax(-1) == target
+        if model.training:
+            outputs["padding"] = batch["padding"]
+        return total, outputs
+
+    def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
+        """Return a text for each source: the most likely one of a greedy or beam search."""
+        return generated_texts(
+            model,
+            batch["input"],
+            batch["mask"],
+            count=self.answer,
+            beams=self.beams,
+            decode=self._answer,
+        )
+
+    def generated_metrics(self) -> Any:
+        return text_metrics(self.text_metrics)
+
+    def update_generated(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
+        update_texts(metrics, texts, self._targets(batch["target"]))
+
+    def _targets(self, target: Tensor) -> list[str]:
+        """Return the targets of a batch as texts."""
+        texts = []
+        for row in target.tolist():
+            texts.append(self._answer([token for token in row if token != IGNORE]))
+        return texts
+
+    def predicted(self, batch: dict[str, Tensor], outputs: dict[str, Any]) -> dict[str, list[Any]]:
+        """Return each source, the text that the model wrote, and the target.
+
+        A sample with a target also has metrics.
+        """
+        sources = [self._answer(row) for row in batch["input"].tolist()]
+        targets = [text or None for text in self._targets(batch["target"])]
+        metrics = super().predicted(batch, outputs)
+        return {"source": sources, "answer": outputs["texts"], "target": targets, **metrics}
+
+    def show(self, sample: Pair, outputs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return source and target, and what the model wrote."""
+        source, target = (self._answer(tokens.tolist()) for tokens in sample)
+        shown = {"text": source, "target": target}
+        if "texts" in outputs:
+            shown |= {"prompt": source, "continuation": outputs["texts"]}
+        return shown
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        self.save_model(model, folder)
+        self.tokenizer.save_pretrained(folder)
+
+    def _answer(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def _from_scratch(shape: Mapping[str, Any], entries: int) -> nn.Module:
+    """Return a T5 with random weights; its tokenizer is :func:`ending_tokenizer`."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    width, heads = shape["width"], shape["heads"]
+    if width % heads:
+        raise ValueError(f"task.width {width} is not divisible by task.heads {heads}")
+    config = T5Config(
+        vocab_size=entries,
+        d_model=width,
+        d_kv=width // heads,
+        d_ff=4 * width,
+        num_layers=shape["layers"],
+        num_heads=heads,
+        dropout_rate=shape["dropout"],
+        pad_token_id=0,
+        eos_token_id=1,
+        decoder_start_token_id=0,
+    )
+    return T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
+
+
+def _check_model(name: str, *, trust_remote_code: bool) -> None:
+    """Raise ValueError if a model has no encoder and decoder."""
+    config = config_of(name, trust_remote_code=trust_remote_code)
+    if not getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"task.model {name!r} is not an encoder-decoder model ({config.model_type}); use "
+            "--task causal_lm or sft for a decoder, text_classification for an encoder"
+        )
+
+
+def _check_tokenizer(name: str, tokenizer: Any) -> None:
+    """Raise ValueError if a tokenizer lacks tokens, or needs to know the languages."""
+    for role in ("pad_token", "eos_token"):
+        if getattr(tokenizer, role) is None:
+            raise ValueError(
+                f"task.model {name!r}: its tokenizer has no {role}; set one, and save it next to "
+                "the weights"
+            )
+    if hasattr(tokenizer, "src_lang") or hasattr(tokenizer, "tgt_lang"):
+        raise ValueError(
+            f"task.model {name!r}: its tokenizer ({type(tokenizer).__name__}) needs the languages "
+            "of source and target, which this task cannot set; use a model of one pair of languages"
+        )
