@@ -102,8 +102,18 @@ def snippets(folder: Path) -> list[str]:
     return ["snippets", "--task.data", str(data), *shape, *sizes]
 
 
+def numbers(folder: Path) -> list[str]:
+    """Encoder and decoder, whose evaluations also generate."""
+    shape = ["--task.width", "32", "--task.layers", "1", "--task.dropout", "0.1"]
+    sizes = ["--batch.size", "16", "--batch.grain", "2", "--eval.every", "100"]
+    # an evaluation has the micro-batches of the grain
+    generation = ["--eval.micro", "2", "--eval.generate", "9"]
+    return ["numbers", *shape, *sizes, *generation]
+
+
 TASKS = {
     "digits": digits,
+    "numbers": numbers,
     "gpt": language(),
     "llama": language(
         "--task.architecture", "llama", "--task.tokenizer", "bpe", "--task.pack", "packed"

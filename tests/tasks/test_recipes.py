@@ -58,6 +58,7 @@ SMALL = {
     "sft": ["--task.layers", "1", "--task.width", "32", "--task.length", "64"],  # packed
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
     "docstrings": ["--task.width", "32", "--task.length", "16", "--task.dropout", "0"],
+    "numbers": ["--task.width", "32", "--task.layers", "1", "--eval.generate", "8"],
 }
 SGD = [
     "--duration",
@@ -88,7 +89,9 @@ def corpus(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["digits", "gpt", "llama", "sft", "snippets", "docstrings"])
+@pytest.mark.parametrize(
+    "recipe", ["digits", "gpt", "llama", "sft", "snippets", "docstrings", "numbers"]
+)
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
     for way, (config, ranks, words) in WAYS.items():
@@ -177,6 +180,7 @@ def test_the_packaged_recipes_read_and_print(capsys):
         "llama",
         "llama-1b",
         "llama-7b",
+        "numbers",
         "sft",
         "snippets",
     ]

@@ -6,7 +6,8 @@ from oneloop.tasks.rows.cache import key_of
 
 NUMBERS = {"train": 8000, "validation": 300, "test": 300}
 """number of rows of each split"""
-_LARGEST = 100_000
+_DRAWN = [(0, 1000, 600), (1000, 10_000, 3000), (10_000, 100_000, 5000)]
+"""first number, end and count of each range that is drawn from; the counts sum up to all rows"""
 _ONES = [
     "zero",
     "one",
@@ -63,7 +64,12 @@ class NumberWords:
 
     def __init__(self, part: str) -> None:
         """Generate the rows of ``part``: train, validation or test; no number is in two of them."""
-        numbers = random.Random(17).sample(range(_LARGEST), sum(NUMBERS.values()))
+        # Short numbers are rare among all, so draw them separately.
+        generator = random.Random(17)
+        numbers = list[int]()
+        for start, stop, count in _DRAWN:
+            numbers += generator.sample(range(start, stop), count)
+        generator.shuffle(numbers)
         start = 0
         for name, count in NUMBERS.items():
             if name == part:

@@ -1,0 +1,319 @@
+"""The task ``seq2seq``: losses of transformers' Seq2SeqTrainer, texts, files, and wrong inputs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from oneloop.basics.seeds import key
+from oneloop.data.order import order_of
+from oneloop.tasks.language.number_words import NumberWords, in_words
+from oneloop.tasks.language.tokens import ending_tokenizer
+from oneloop.tasks.seq2seq import Seq2Seq
+from worlds import after, run, train
+
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.seq2seq",
+    "oneloop.tasks.language.source_target",
+    "oneloop.tasks.language.number_words",
+    "oneloop.tasks.language.token_targets",
+)
+STEPS, BATCH = 40, 16
+
+
+def pairs(count: int) -> list[dict[str, str]]:
+    """Return pairs of different lengths, so that padding matters."""
+    rows = NumberWords("train")
+    return [{"english": rows[i]["target"], "digits": rows[i]["source"]} for i in range(count)]
+
+
+def a_model(folder: Path, kind: str, **more: Any) -> Path:
+    """Save a tiny encoder-decoder model without dropout, and its tokenizer."""
+    tokenizer = ending_tokenizer(NumberWords("train").texts(), 300)
+    tokenizer.save_pretrained(folder)
+    torch.manual_seed(1)
+    common = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1} | more
+    if kind == "T5":
+        sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+        start = {"decoder_start_token_id": 0, "dropout_rate": 0.0}
+        config = transformers.T5Config(**{**common, **sizes, **start, **more})
+        model: Any = transformers.T5ForConditionalGeneration(config)
+    else:
+        sizes = {"d_model": 32, "max_position_embeddings": 64, "bos_token_id": 1}
+        for side in ("encoder", "decoder"):
+            sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+        start = {"decoder_start_token_id": 1, "dropout": 0.0, "forced_eos_token_id": None}
+        config = getattr(transformers, f"{kind}Config")(**{**common, **sizes, **start, **more})
+        names = {"Bart": "BartForConditionalGeneration", "Marian": "MarianMTModel"}
+        model = getattr(transformers, names[kind])(config)
+    model.save_pretrained(folder)
+    return folder
+
+
+def data_in(folder: Path, count: int = 200) -> None:
+    lines = [json.dumps(row) + "\n" for row in pairs(count)]
+    (folder / "pairs.jsonl").write_text("".join(lines))
+
+
+def words(*more: str) -> list[str]:
+    settings = {
+        "task": "seq2seq",
+        "task.data": "pairs.jsonl",
+        "task.source": "english",
+        "task.target": "digits",
+        "task.model": "model",
+        "task.length": "32",
+        "task.target_length": "12",
+        "duration": "4",
+        "batch.size": str(BATCH),
+        "optimizer.lr": "2e-3",
+        "eval.every": "0",
+        "schedule.name": "constant",
+        "schedule.warmup": "0",
+        "log.every": "1",
+        "log.noise_scale": "false",
+        "track": "none",
+        "machine.workers": "0",
+        "run.dir": "run",
+    }
+    flags = [part for name, value in settings.items() for part in (f"--{name}", value)]
+    return [*flags, *more]
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "smoothing"), [("T5", 0.0), ("T5", 0.1), ("Bart", 0.0), ("Bart", 0.1)]
+)
+def test_the_losses_are_those_of_the_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, smoothing: float
+) -> None:
+    a_model(tmp_path / "model", kind)
+    data_in(tmp_path)
+    more = ["--duration", str(STEPS), "--optimizer.weight_decay", "0", "--optimizer.clip", "1.0"]
+    more += ["--optimizer.betas", "[0.9,0.999]", "--task.label_smoothing", str(smoothing)]
+    run(train, words(*more), folder=tmp_path).ok()
+    ours = losses(tmp_path / "run")
+
+    # The same samples in the same order.
+    monkeypatch.chdir(tmp_path)
+    task = Seq2Seq("pairs.jsonl", "english", "digits", model="model", length=32, target_length=12)
+    torch.manual_seed(key(0))
+    model: Any = task.model()
+    data = task.train_set()
+    _, ids = order_of(data, seed=0, batch=BATCH)[0 : STEPS * BATCH]
+    rows = []
+    for index in ids.tolist():
+        source, target = data[index]
+        rows.append({"input_ids": source.tolist(), "labels": target.tolist()})
+
+    theirs = []
+
+    class Recorded(transformers.Seq2SeqTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            theirs.append((loss[0] if isinstance(loss, tuple) else loss).item())
+            return loss
+
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(rows)
+
+    arguments = transformers.Seq2SeqTrainingArguments(
+        output_dir="trainer",
+        per_device_train_batch_size=BATCH,
+        max_steps=STEPS,
+        learning_rate=2e-3,
+        lr_scheduler_type="constant",
+        weight_decay=0.0,
+        max_grad_norm=1.0,
+        label_smoothing_factor=smoothing,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
+    collator = transformers.DataCollatorForSeq2Seq(task.tokenizer, model=model)
+    Recorded(model, arguments, train_dataset=rows, data_collator=collator).train()
+    assert len(theirs) == len(ours) == STEPS
+    assert ours[0] - ours[-1] > 1.0
+    for one, other in zip(ours, theirs, strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["T5", "Bart", "Marian"])
+def test_the_loss_is_that_of_transformers(tmp_path: Path, kind: str) -> None:
+    a_model(tmp_path / "model", kind)
+    data_in(tmp_path)
+    task = Seq2Seq(
+        str(tmp_path / "pairs.jsonl"),
+        "english",
+        "digits",
+        model=str(tmp_path / "model"),
+        length=32,
+        target_length=12,
+    )
+    model: Any = task.model().eval()
+    batch = task.collate([task.train_set()[index] for index in range(5)])
+    assert (batch["target"] < 0).any() and (batch["mask"] == 0).any()
+    with torch.no_grad():
+        total, _ = task.loss(model, batch)
+        labels = batch["target"]
+        mean = model(input_ids=batch["input"], attention_mask=batch["mask"], labels=labels).loss
+    assert float(total / task.weight(batch)) == pytest.approx(float(mean), rel=1e-6)
+
+
+def test_texts_files_and_predictions(tmp_path: Path) -> None:
+    """Generated metrics are those of a loop by hand; final/ and an export write the same texts."""
+    from torchmetrics.text import CHRFScore, ROUGEScore, SacreBLEUScore
+
+    a_model(tmp_path / "model", "T5")
+    data_in(tmp_path)
+    more = ["--eval.generate", "all", "--eval.micro", "8", "--task.prefix", "say "]
+    more += ["--task.source", "digits", "--task.target", "english", "--duration", "60"]
+    more += ["--task.target_length", "32", "--optimizer.lr", "1e-2"]
+    run(train, words(*more), folder=tmp_path).ok()
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    logged = [line for line in lines if "eval/loss" in line][-1]
+
+    # Generate by hand, with what final/ holds.
+    final = tmp_path / "run/final"
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(final).eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(final)
+    after(tmp_path, "predict", "run", "--to", "found.jsonl").ok()
+    found = [json.loads(line) for line in (tmp_path / "found.jsonl").read_text().splitlines()]
+    texts = []
+    for start in range(0, len(found), 8):
+        sources = [row["source"] for row in found[start : start + 8]]
+        batch = tokenizer(sources, return_tensors="pt", padding=True)
+        tokens = model.generate(**batch, max_new_tokens=32, do_sample=False)
+        texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)
+    assert [row["answer"] for row in found] == texts
+    assert all(row["source"].startswith("say ") for row in found)
+    references = [row["target"] for row in found]
+    assert [in_words(int(row["source"][4:])) for row in found] == references
+
+    # The metrics of torchmetrics.
+    nested = [[reference] for reference in references]
+    assert logged["eval/bleu"] == pytest.approx(float(SacreBLEUScore()(texts, nested)), rel=1e-6)
+    chrf = CHRFScore(n_word_order=0)(texts, nested)
+    assert logged["eval/chrf"] == pytest.approx(float(chrf), rel=1e-6)
+    rouge = ROUGEScore(rouge_keys=("rouge1", "rouge2", "rougeL"))(texts, references)
+    for name in ("rouge1", "rouge2", "rougeL"):
+        assert logged[f"eval/{name}"] == pytest.approx(float(rouge[f"{name}_fmeasure"]), rel=1e-6)
+    same = [text == reference for text, reference in zip(texts, references, strict=True)]
+    assert logged["eval/exact_match"] == pytest.approx(sum(same) / len(same))
+    assert logged["eval/chrf"] > 0.1
+
+
+def test_adapters_are_saved_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_model(tmp_path / "model", "T5")
+    data_in(tmp_path)
+    more = ["--task.lora.rank", "4", "--optimizer.lr", "0.01", "--duration", "6"]
+    run(train, words(*more), folder=tmp_path).ok()
+    final = tmp_path / "run/final"
+    assert json.loads((final / "adapter_config.json").read_text())["task_type"] == "SEQ_2_SEQ_LM"
+    assert all("lora_" in name for name in load_file(final / "adapter_model.safetensors"))
+
+    from peft import PeftModel
+
+    from oneloop import export
+
+    export(tmp_path / "run", to=tmp_path / "merged", merged=True)
+    merged = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "merged").eval()
+    base = transformers.AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()
+    batch = {"input_ids": torch.arange(3, 13)[None], "decoder_input_ids": torch.tensor([[0, 5, 9]])}
+    with torch.no_grad():
+        before = base(**batch).logits
+        adapted = PeftModel.from_pretrained(base, final).eval()(**batch).logits
+        both = merged(**batch).logits
+    assert not torch.allclose(adapted, before, atol=1e-4)
+    assert torch.allclose(adapted, both, atol=1e-4)
+
+
+def test_long_texts_are_cut_before_their_end_or_dropped(tmp_path: Path) -> None:
+    a_model(tmp_path / "model", "T5")
+    data_in(tmp_path)
+    model, file = str(tmp_path / "model"), str(tmp_path / "pairs.jsonl")
+    common: dict[str, Any] = {"source": "english", "target": "digits", "model": model}
+    cut = Seq2Seq(file, length=8, target_length=12, **common)
+    whole = Seq2Seq(file, length=32, target_length=12, **common)
+    dropped = Seq2Seq(file, length=8, target_length=12, overlong="drop", **common)
+    sources = [cut.train_set()[index][0] for index in range(len(cut.train_set()))]
+    long = [whole.train_set()[index][0] for index in range(len(whole.train_set()))]
+    assert max(map(len, sources)) == 8 and max(map(len, long)) > 8
+    for short, full in zip(sources, long, strict=True):
+        assert short[-1] == full[-1] == 1
+        assert short[:-1].tolist() == full[: len(short) - 1].tolist()
+    fitting = [full for full in long if len(full) <= 8]
+    assert len(dropped.train_set()) == len(fitting)
+    assert any("pairs are longer than 8 source" in note for note in cut.notes)
+
+
+WRONG = [
+    ("no target column", [], {"rows": [{"no target": ""}]}, "digits"),
+    ("an empty source", [], {"rows": [{"english": " ", "digits": "1"}]}, "the source is empty"),
+    ("an empty target", [], {"rows": [{"english": "one", "digits": ""}]}, "the target is empty"),
+    ("numbers", [], {"rows": [{"digits": 1}]}, "task.target must name texts"),
+    ("a decoder", [], {"kind": "gpt2"}, "is not an encoder-decoder model (gpt2)"),
+    ("no start", [], {"config": {"decoder_start_token_id": None}}, "no decoder_start_token_id"),
+    ("no padding", [], {"config": {"pad_token_id": None}}, "no pad_token_id"),
+    ("no pad token", [], {"tokenizer": {"pad_token": None}}, "its tokenizer has no pad_token"),
+    ("no end token", [], {"tokenizer": {"eos_token": None}}, "its tokenizer has no eos_token"),
+    ("a long source", ["--task.length", "65"], {}, "task.length 65 exceeds the 64 positions"),
+    ("a long target", ["--task.target_length", "70"], {}, "task.target_length 70 exceeds the 64"),
+    ("no beams", ["--task.beams", "0"], {}, "task.beams 0 must be at least 1"),
+    ("no answer", ["--task.answer", "0"], {}, "task.answer 0 must be at least 1"),
+    ("smoothing", ["--task.label_smoothing", "1"], {}, "task.label_smoothing 1.0 must be"),
+    ("a metric", ["--task.text_metrics", "[meteor]"], {}, "'meteor' is unknown; known: exact"),
+    ("no nltk", ["--task.text_metrics", "[rougeLsum]"], {}, "rougeLsum needs nltk"),
+    ("too many entries", [], {"config": {"vocab_size": 280}}, "its tokenizer has 300 entries"),
+    ("languages", [], {"kind": "languages"}, "needs the languages"),
+    ("generate", ["--eval.generate", "-1"], {}, "eval.generate"),
+]
+
+
+@pytest.mark.parametrize(
+    ("more", "changes", "message"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
+)
+def test_wrong_inputs(
+    tmp_path: Path, more: list[str], changes: dict[str, Any], message: str
+) -> None:
+    a_model(tmp_path / "model", "Bart", **changes.get("config", {}))
+    data_in(tmp_path, 40)
+    if "rows" in changes:
+        rows = pairs(40)
+        rows[17] |= changes["rows"][0]
+        if "no target" in changes["rows"][0]:
+            rows = [{"english": row["english"]} for row in rows]
+        if changes["rows"][0].get("digits") == 1:
+            rows = [row | {"digits": 1} for row in rows]
+        lines = [json.dumps(row) + "\n" for row in rows]
+        (tmp_path / "pairs.jsonl").write_text("".join(lines))
+    if changes.get("kind") == "gpt2":
+        config = transformers.GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2)
+        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    if changes.get("kind") == "languages":
+        vocabulary = {f"w{number}": number for number in range(300)}
+        tokenizer = transformers.NllbTokenizer(vocab=vocabulary, merges=[])
+        tokenizer.save_pretrained(tmp_path / "model")
+    if "tokenizer" in changes:
+        tokenizer = ending_tokenizer(NumberWords("train").texts(), 300)
+        for name, value in changes["tokenizer"].items():
+            setattr(tokenizer, name, value)
+        tokenizer.save_pretrained(tmp_path / "model")
+    world = run(train, words(*more), folder=tmp_path)
+    assert world.codes == [2], world.output
+    assert message in world.output, world.output
+    assert "Traceback" not in world.output
+    assert not (tmp_path / "run").exists()
