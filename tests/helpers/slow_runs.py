@@ -77,6 +77,10 @@ class Slow(Ragged):
         if place == "state_dict":
             self.state_dict = self._state
             self.load_state_dict = lambda state: None
+        if place == "generation":
+            self.generate = self._write
+            self.generated_metrics = lambda: torchmetrics.MetricCollection({"length": Mean()})
+            self.update_generated = self._measure
         if place == "final":
             self.save = lambda model, folder: self.come(place)
 
@@ -92,6 +96,18 @@ class Slow(Ragged):
     def _state(self) -> dict[str, Any]:
         self.come("state_dict")
         return {}
+
+    def _write(self, model: nn.Module, batch: dict[str, Tensor]) -> list[str]:
+        """Write a text by eight forwards, each of which takes long for the last sample."""
+        long = int(batch["index"].max()) > 27
+        for _ in range(8):
+            model(batch["input"])
+            if long:
+                time.sleep(self.seconds / 8)
+        return ["text"] * len(batch["input"])
+
+    def _measure(self, metrics: Any, batch: dict[str, Tensor], texts: list[str]) -> None:
+        metrics["length"].update(float(len(texts)))
 
     def model(self) -> nn.Module:
         net = super().model()

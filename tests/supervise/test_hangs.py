@@ -173,6 +173,7 @@ PLACES = {  # of slow work, and further keys
     "final": [],
     "upload": ["--save.mirror", "mirror", "--save.upload_limit", str(4e-6 * FROZEN / (3 * SHORT))],
 }
+GENERATION = ["--eval.generate", "10", "--eval.micro", "1"]
 READ = {  # of these, the sample is named
     "sample": ": it reads sample ",
     "worker": ": data worker 0 reads sample ",
@@ -200,6 +201,8 @@ def slow_run(
     words += ["--machine.patience", str(patience)]
     # only rank 0 writes final/
     words += ["--task.rank", str(0 if place == "final" else ranks - 1), *PLACES.get(place, [])]
+    if place == "generation":
+        words += GENERATION
     if place == "upload":
         words[words.index("mirror")] = f"file://{folder}/mirror"
     rates = {"frozen base": 4 * FROZEN / seconds, "save": SAVE_RATE}
@@ -228,6 +231,15 @@ def test_slow_work_is_no_hang(tmp_path, place, config, ranks):
     assert ("waits for data" in world.output) == (place in READ), world.output
     assert READ.get(place, "") in world.output
     assert (tmp_path / "once").exists() or place in ("save", "frozen base", "upload")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
+def test_a_long_text_is_no_hang(tmp_path, config, ranks):
+    """The last text takes 8 s, after nine short ones; each of its forwards takes 1 s."""
+    world = slow_run(tmp_path, "generation", config, ranks, 8.0, patience=0.3)
+    world.ok()
+    assert "hangs" not in world.output, world.output
 
 
 def _hours() -> list[float]:

@@ -138,3 +138,48 @@ def test_only_the_first_ema_generates(tmp_path: Path) -> None:
     metrics = json.loads(found.output.splitlines()[-1])
     (*_, last, _) = evaluations(folder)
     assert metrics["eval/chrf"] == last["eval/chrf"]
+
+
+WRONG = [
+    ("digits", [], "the task ImageClassification has no generate, generated_metrics"),
+    ("gpt", [], "the task CausalLM has no generated_metrics, update_generated"),
+    ("sft", ["--eval.generate", "some"], "eval.generate"),
+    ("sft", ["--eval.generate", "-2"], "eval.generate"),
+    ("sft", ["--task.text_metrics", "[bleu, bleu]"], "'bleu' is there twice"),
+    ("sft", ["--task.text_metrics", "[]"], "task.text_metrics is empty"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "more", "message"), WRONG)
+def test_wrong_inputs(tmp_path: Path, recipe: str, more: list[str], message: str) -> None:
+    common = ["--duration", "2", "--track", "none", "--run.dir", "run", "--eval.generate", "4"]
+    world = run(train, [recipe, *common, *more], folder=tmp_path)
+    assert world.codes == [2], world.output
+    assert message in world.output and "Traceback" not in world.output, world.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("config", ["single", pytest.param("fsdp2", marks=pytest.mark.slow)])
+def test_a_failing_writer_is_found_before_the_run(tmp_path: Path, config: str) -> None:
+    folder = tmp_path / "failing"
+    folder.mkdir()
+    ranks = 1 if config == "single" else 2
+    more = ["--task.fails", "1"]
+    world = run(train, words(folder, "Copies", *more), ranks=ranks, config=config)
+    assert world.codes == [2] * ranks, world.output
+    assert "Copies.generate failed: RuntimeError: the writer is out of ink" in world.output
+    assert not (folder / "run").exists()
+
+
+def test_a_stop_within_generation_is_resumed(tmp_path: Path) -> None:
+    """A run that is stopped while it generates evaluates again, with the same results."""
+    whole = tmp_path / "whole"
+    trained(whole, "Copies", "--save.every", "2")
+    stopped = tmp_path / "stopped"
+    stopped.mkdir()
+    again = words(stopped, "Copies", "--save.every", "2")
+    first = run(train, again, variables={"WRITERS_STOP": "4"})  # within the first evaluation
+    assert first.codes == [75], first.output
+    assert json.loads((stopped / "run/summary.json").read_text())["step"] < 4
+    run(train, again).ok()
+    assert evaluations(stopped) == evaluations(whole)
