@@ -9,6 +9,7 @@ PAGE = Path(__file__).with_name("keys.md")
 TASKS = (
     "image_classification",
     "causal_lm",
+    "masked_lm",
     "sft",
     "text_classification",
     "text_regression",

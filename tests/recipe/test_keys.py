@@ -132,6 +132,7 @@ LISTED = {
 TASKS = (
     "image_classification",
     "causal_lm",
+    "masked_lm",
     "sft",
     "text_classification",
     "text_regression",

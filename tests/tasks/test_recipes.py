@@ -58,6 +58,18 @@ SMALL = {
     "sft": ["--task.layers", "1", "--task.width", "32", "--task.length", "64"],  # packed
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
     "docstrings": ["--task.width", "32", "--task.length", "16", "--task.dropout", "0"],
+    "bert": [
+        "--task.layers",
+        "1",
+        "--task.width",
+        "32",
+        "--task.vocab",
+        "512",
+        "--task.block",
+        "48",
+        "--task.data",
+        "corpus",
+    ],
 }
 SGD = [
     "--duration",
@@ -88,7 +100,9 @@ def corpus(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["digits", "gpt", "llama", "sft", "snippets", "docstrings"])
+@pytest.mark.parametrize(
+    "recipe", ["digits", "gpt", "llama", "sft", "snippets", "docstrings", "bert"]
+)
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
     for way, (config, ranks, words) in WAYS.items():
@@ -169,6 +183,7 @@ def test_the_schedule_is_the_same_on_two_ranks_and_with_accumulation(tmp_path):
 
 def test_the_packaged_recipes_read_and_print(capsys):
     assert packaged() == [
+        "bert",
         "digits",
         "docstrings",
         "gpt",

@@ -223,6 +223,7 @@ def load_model(
     pretrained: bool = True,
     trust_remote_code: bool = False,
     lora: LoRA | None = None,
+    kind: str = "AutoModelForCausalLM",
 ) -> tuple[nn.Module, list[str]]:
     """Load a model of transformers; return it and lines for the log.
 
@@ -234,6 +235,7 @@ def load_model(
         pretrained: load the weights (False: use only the configuration).
         trust_remote_code: run Python code stored with the weights.
         lora: settings of adapters; with them the model keeps its dtype, or is quantized.
+        kind: name of its Auto class.
 
     Raises:
         ValueError: the model cannot be loaded, or its sizes do not fit.
@@ -242,7 +244,7 @@ def load_model(
 
     # Load it in float32; for adapters in the dtype of its file, or in 4 bits.
     model, notes = auto_model(
-        "AutoModelForCausalLM",
+        kind,
         name,
         None,
         pretrained=pretrained,
