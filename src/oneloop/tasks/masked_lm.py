@@ -286,7 +286,7 @@ def _encoder_config(name: str, *, trust_remote_code: bool) -> Any:
     known = own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING
     if not known or config.is_encoder_decoder:
         raise ValueError(
-            f"task.model {name!r} is a {config.model_type} model, which has no head for masked "
-            "tokens; give an encoder, such as BERT"
+            f"task.model {name!r} is a {config.model_type} model; masked_lm needs an encoder with a "
+            "head for masked tokens, such as BERT"
         )
     return config
