@@ -64,11 +64,18 @@ class CausalLM(RawTexts):
         unreadable: Unreadable = "stop",
         **model: Any,
     ) -> None:
-        packed = is_packed(pack, "concat", "packed", "padded")
-        super().__init__(packed=packed, length=block, **model)
+        super().__init__(
+            data=data,
+            column=column,
+            held_out=held_out,
+            window=window,
+            unreadable=unreadable,
+            packed=is_packed(pack, "concat", "packed", "padded"),
+            length=block,
+            **model,
+        )
         self.pack = pack
         self.block = self.shape.length
-        self._open(data, column=column, held_out=held_out, window=window, unreadable=unreadable)
 
         # Choose the tokenizer; the cache key of the tokens names all that the tokenizer depends on.
         self._cache_key: list[Any]

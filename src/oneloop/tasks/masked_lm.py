@@ -20,7 +20,7 @@ from oneloop.tasks.language.tokens import MASK_SPECIAL, mask_tokenizer
 from oneloop.tasks.model_limits import config_of, first_position, padding_token
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import Unreadable
-from oneloop.tasks.text_encoders import EncoderShape, bert_config
+from oneloop.tasks.text_encoders import bert_config
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "vocab": "model=null",
@@ -94,6 +94,11 @@ class MaskedLM(RawTexts):
     ) -> None:
         masks = Masks(share=share, kept=kept, replaced=replaced, whole_words=whole_words)
         super().__init__(
+            data=data,
+            column=column,
+            held_out=held_out,
+            window=window,
+            unreadable=unreadable,
             packed=is_packed(pack, "concat", "packed", "padded"),
             length=block,
             dropout=dropout,
@@ -107,13 +112,10 @@ class MaskedLM(RawTexts):
         )
         self.pack = pack
         self.block = self.shape.length
-        config = None
-        if self.name is not None:
-            config = _encoder_config(self.name, trust_remote_code=trust_remote_code)
-        self._open(data, column=column, held_out=held_out, window=window, unreadable=unreadable)
 
         # Choose the tokenizer.
         if self.name is not None:
+            config = _encoder_config(self.name, trust_remote_code=trust_remote_code)
             self.tokenizer = MaskedTokens(self.known_tokenizer(), masks, self.name)
             padding = padding_token(config, self.tokenizer.model)
         else:
@@ -167,14 +169,7 @@ class MaskedLM(RawTexts):
         if self.name is None:
             from transformers import BertForMaskedLM
 
-            shape = EncoderShape(
-                layers=self.shape.layers,
-                heads=self.shape.heads,
-                width=self.shape.width,
-                length=self.block,
-                dropout=self.shape.dropout,
-            )
-            config = bert_config(shape, entries=self.entries, padding=self._padding)
+            config = bert_config(self.shape, entries=self.entries, padding=self._padding)
             return BertForMaskedLM(config)  # type: ignore[no-any-return]
         model, added = load_model(
             self.name,
@@ -286,7 +281,7 @@ def _encoder_config(name: str, *, trust_remote_code: bool) -> Any:
     known = own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING
     if not known or config.is_encoder_decoder:
         raise ValueError(
-            f"task.model {name!r} is a {config.model_type} model; masked_lm needs an encoder with a "
-            "head for masked tokens, such as BERT"
+            f"task.model {name!r} is a {config.model_type} model; masked_lm needs an encoder with "
+            "a head for masked tokens, such as BERT"
         )
     return config

@@ -33,11 +33,11 @@ class EncoderShape:
             )
 
 
-def bert_config(shape: EncoderShape, *, entries: int, padding: int) -> Any:
+def bert_config(shape: Any, *, entries: int, padding: int) -> Any:
     """Return the configuration of a BERT.
 
     Args:
-        shape: its sizes.
+        shape: an EncoderShape, or an object with the same sizes.
         entries: vocabulary size.
         padding: padding token.
     """

@@ -66,7 +66,8 @@ def check_both_directions(model: nn.Module, tokens: Tensor) -> None:
     """
     start = len(tokens) // 2
     row = tokens[None]
-    if near(logits_of(model, row[:, :start]), logits_of(model, row)[:, :start], 2e-6):
+    alone = logits_of(model, row[:, :start])
+    if near(alone, logits_of(model, row)[:, :start], 2e-6):
         raise ValueError(
             f"{type(model).__name__} does not attend to later tokens, so it cannot predict masked "
             "ones; use an encoder (is_decoder false), or the task causal_lm"

@@ -19,22 +19,31 @@ from oneloop.tasks.rows.open_data import (
 class RawTexts(LanguageModel):
     """Base class: samples are cut from raw texts.
 
-    A subclass calls :meth:`_open`, chooses its tokenizer, and calls :meth:`_tokenize`.
+    A subclass chooses its tokenizer, and calls :meth:`_tokenize`.
+
+    Args:
+        data: value of ``task.data``.
+        column: column of the text.
+        held_out: share of the rows for each of validation and test, if the data set has no such
+            split.
+        window: megabytes of parquet rows in memory per process.
+        unreadable: stop at a row of a file that cannot be read, or skip such rows.
     """
 
     length_key = "block"
     default_length = 128
 
-    def _open(
+    def __init__(
         self,
-        data: str | list[dict[str, Any]],
         *,
+        data: str | list[dict[str, Any]],
         column: str,
         held_out: float,
         window: int,
         unreadable: Unreadable,
+        **model: Any,
     ) -> None:
-        """Open the texts, by source and split; the arguments are those of the tasks."""
+        super().__init__(**model)
         self.column = column
         self.window = window
         self._sources = named_sources(data, {"column": column}, unreadable=unreadable)
