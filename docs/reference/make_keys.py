@@ -9,6 +9,7 @@ PAGE = Path(__file__).with_name("keys.md")
 TASKS = (
     "image_classification",
     "causal_lm",
+    "masked_lm",
     "sft",
     "seq2seq",
     "text_classification",

@@ -28,10 +28,12 @@ RECIPES = {
     "sft": "sft",
     "snippets": "snippets --task.data {rows} --task.length 64",
     "docstrings": "docstrings --task.data {pairs} --task.length 24",
+    "bert": "bert --task.data {texts} --task.block 32 --task.vocab 300",
 }
 OTHERS = {
     "gpt packed": RECIPES["gpt"] + " --task.pack packed",
     "sft packed": "sft --task.pack packed",
+    "bert packed": "bert --task.data {texts} --task.block 32 --task.vocab 300 --task.pack packed",
     "lora": "sft --task.pack padded --task.length 96 --task.model {base} --task.lora.rank 4",
     "lora packed": "sft --task.pack packed --task.length 96 --task.model {base} --task.lora.rank 4",
     "recompute": RECIPES["llama"] + " --machine.recompute full",
@@ -43,7 +45,17 @@ OTHERS = {
     "siglip": "{contrast.yaml} --task.loss siglip --task.dropout 0.1",
     "supcon": "{contrast.yaml} --task.loss supcon",
 }
-_OF_TRANSFORMERS = ("gpt", "gpt2", "llama", "llama-1b", "llama-7b", "sft", "snippets", "docstrings")
+_OF_TRANSFORMERS = (
+    "gpt",
+    "gpt2",
+    "llama",
+    "llama-1b",
+    "llama-7b",
+    "sft",
+    "snippets",
+    "docstrings",
+    "bert",
+)
 
 
 def prepared(folder: Path) -> Callable[[str], Prepared]:

@@ -51,7 +51,12 @@ QUICK = {
 }
 
 PACKED = ("llama", "sft", "gpt packed", "sft packed", "lora packed", "recompute")
-PADDED = ("snippets", "docstrings")  # attention in both directions, with a mask for the padding
+PADDED = (
+    "snippets",
+    "docstrings",
+    "bert",
+    "bert packed",
+)  # attention in both directions, with a mask for the padding
 WHOLE_BATCH = ("docstrings", "clip", "siglip", "supcon")
 NO_ATTENTION = ("digits", "images", "bf16 parameters", "clip", "siglip", "supcon")
 

@@ -132,6 +132,7 @@ LISTED = {
 TASKS = (
     "image_classification",
     "causal_lm",
+    "masked_lm",
     "sft",
     "seq2seq",
     "text_classification",

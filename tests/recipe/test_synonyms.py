@@ -149,6 +149,7 @@ def test_a_wrong_key_is_rejected_without_torch_and_accelerate(words, tmp_path):
 PACKAGED = (
     "image_classification",
     "causal_lm",
+    "masked_lm",
     "sft",
     "text_classification",
     "text_regression",

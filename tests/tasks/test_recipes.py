@@ -59,6 +59,18 @@ SMALL = {
     "snippets": ["--task.layers", "1", "--task.width", "32", "--eval.micro", "64"],
     "docstrings": ["--task.width", "32", "--task.length", "16", "--task.dropout", "0"],
     "numbers": ["--task.width", "32", "--task.layers", "1", "--eval.generate", "8"],
+    "bert": [
+        "--task.layers",
+        "1",
+        "--task.width",
+        "32",
+        "--task.vocab",
+        "512",
+        "--task.block",
+        "48",
+        "--task.data",
+        "corpus",
+    ],
 }
 SGD = [
     "--duration",
@@ -90,7 +102,8 @@ def corpus(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe", ["digits", "gpt", "llama", "sft", "snippets", "docstrings", "numbers"]
+    "recipe",
+    ["digits", "gpt", "llama", "sft", "snippets", "docstrings", "bert", "numbers"],
 )
 def test_the_same_weights_four_ways(corpus, recipe):
     weights, losses = {}, {}
@@ -172,6 +185,7 @@ def test_the_schedule_is_the_same_on_two_ranks_and_with_accumulation(tmp_path):
 
 def test_the_packaged_recipes_read_and_print(capsys):
     assert packaged() == [
+        "bert",
         "digits",
         "docstrings",
         "gpt",

@@ -155,6 +155,11 @@ TASKS = {
         ["--task.block", "8"],
         lambda row: row["loss"] > 0 and row["tokens"] >= 1,
     ),
+    "masked_lm": (
+        "jsonl",
+        ["--task.block", "8", "--task.vocab", "270", "--task.pack", "padded"],
+        lambda row: row["loss"] > 0 and row["tokens"] >= 1,
+    ),
 }
 
 

@@ -9,6 +9,7 @@ from oneloop.basics.exit_codes import BadInput
 TASKS = {
     "image_classification": "ImageClassification",
     "causal_lm": "CausalLM",
+    "masked_lm": "MaskedLM",
     "sft": "SFT",
     "seq2seq": "Seq2Seq",
     "text_classification": "TextClassification",

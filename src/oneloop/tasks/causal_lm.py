@@ -3,7 +3,6 @@
 From scratch a GPT-2 or Llama is trained, on bytes or on a BPE that is trained first.
 """
 
-from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,24 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from oneloop.tasks.language.generation import written
-from oneloop.tasks.language.language_model import LanguageModel, is_packed
+from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.models import SCRATCH
+from oneloop.tasks.language.raw_texts import RawTexts
 from oneloop.tasks.language.sequences import IGNORE
-from oneloop.tasks.language.texts import Texts, all_texts, texts_of
-from oneloop.tasks.language.tokens import BPE, Blocks, Bytes, Vocabulary
-from oneloop.tasks.rows.open_data import (
-    Source,
-    Unreadable,
-    named_sources,
-    notes_of,
-    skipped_rows,
-)
+from oneloop.tasks.language.texts import Texts
+from oneloop.tasks.language.tokens import Blocks, Bytes, Vocabulary
+from oneloop.tasks.rows.open_data import Unreadable
 
 _MAX_NEW_TOKENS = 48
 _TEMPERATURE = 0.8
 
 
-class CausalLM(LanguageModel):
+class CausalLM(RawTexts):
     """Text, predicted token by token; the weight of a sample is its number of target tokens.
 
     Args:
@@ -51,8 +45,6 @@ class CausalLM(LanguageModel):
             not UTF-8), or skip such rows and list them in environment.json.
     """
 
-    length_key = "block"
-    default_length = 128
     needs = SCRATCH | {
         "tokenizer": "model=null",
         "vocab": "model=null tokenizer=bpe",
@@ -72,18 +64,18 @@ class CausalLM(LanguageModel):
         unreadable: Unreadable = "stop",
         **model: Any,
     ) -> None:
-        packed = is_packed(pack, "concat", "packed", "padded")
-        super().__init__(packed=packed, length=block, **model)
-        self.column = column
-        self.window = window
+        super().__init__(
+            data=data,
+            column=column,
+            held_out=held_out,
+            window=window,
+            unreadable=unreadable,
+            packed=is_packed(pack, "concat", "packed", "padded"),
+            length=block,
+            **model,
+        )
         self.pack = pack
         self.block = self.shape.length
-
-        # Open the texts, by source and split.
-        sources = named_sources(data, {"column": column}, unreadable=unreadable)
-        texts = [texts_of(source, share=held_out, window=window) for source in sources]
-        self.skipped_rows = skipped_rows(sources)
-        self._data_notes += notes_of(sources)
 
         # Choose the tokenizer; the cache key of the tokens names all that the tokenizer depends on.
         self._cache_key: list[Any]
@@ -94,19 +86,13 @@ class CausalLM(LanguageModel):
             self.tokenizer = Bytes()
             self._cache_key = [tokenizer]
         else:
-            trained = [splits["train"] for splits in texts]
-            fingerprints = [split.fingerprint() for split in trained]
-            content = None if None in fingerprints else fingerprints
-            self.tokenizer = BPE(chain.from_iterable(trained), vocab, cache_key=content)
+            self.tokenizer, content = self._train_bpe(vocab)
             self._cache_key = [tokenizer, vocab, content]
         self.begin = self.end = self.tokenizer.separator
         self._token_bytes = torch.from_numpy(self.tokenizer.token_bytes)
 
         # Tokenize, and cut or pack.
-        samples = []
-        for splits in texts:
-            samples.append({name: self._samples(split, name) for name, split in splits.items()})
-        self._use(sources, samples)
+        self._tokenize()
 
         # All concatenated samples have ``block`` targets.
         self.sample_weight = None
@@ -119,7 +105,6 @@ class CausalLM(LanguageModel):
         self.notes = self._data_notes
 
     def _samples(self, part: Texts, name: str) -> Any:
-        """Return the samples of one split; only training samples are packed."""
         tokens = part.tokens(
             self.tokenizer.encode, made_by=self._cache_key, what=f"tokenizing {name}"
         )
@@ -135,10 +120,6 @@ class CausalLM(LanguageModel):
     @property
     def token_bytes(self) -> Tensor | None:
         return self._token_bytes if self._token_bytes.any() else None
-
-    def samples_of(self, data: str, *, labelled: bool) -> Any:
-        source = Source(data, {"column": self.column})
-        return self._samples(all_texts(source, window=self.window), "texts")
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:
         """Return samples of at most ``block + 1`` tokens as one batch; padding is no target."""

@@ -30,20 +30,31 @@ def config_of(name: str, *, trust_remote_code: bool = False) -> Any:
     return config.get_text_config()
 
 
+def first_position(model: nn.Module) -> tuple[int, int | None]:
+    """Return the number of a text's first position, and the size of the table of positions.
+
+    RoBERTa and its relatives number positions from ``padding_idx + 1``. Other models number them
+    from 0; for them the size is None.
+    """
+    for name, module in model.named_modules():
+        # I-BERT has its own class of embeddings.
+        padding = getattr(module, "padding_idx", None)
+        if name.endswith("position_embeddings") and isinstance(padding, int):
+            weight: Any = module.weight
+            return padding + 1, len(weight)
+    return 0, None
+
+
 def positions_of(model: nn.Module) -> int | None:
     """Return the number of positions of a model, in tokens; None if it has no limit.
 
-    RoBERTa and its relatives number positions from ``padding_idx + 1``, and so have fewer than
-    ``max_position_embeddings``.
+    RoBERTa and its relatives have fewer than ``max_position_embeddings``.
     """
     config: Any = model.config.get_text_config()  # type: ignore[operator, union-attr]
     limit = getattr(config, "max_position_embeddings", None)
-    for name, module in model.named_modules():
-        # I-BERT has its own class of embeddings.
-        first = getattr(module, "padding_idx", None)
-        if name.endswith("position_embeddings") and isinstance(first, int):
-            weight: Any = module.weight
-            return len(weight) - first - 1
+    first, size = first_position(model)
+    if size is not None:
+        return size - first
     return limit if isinstance(limit, int) and limit > 0 else None
 
 

@@ -33,6 +33,29 @@ class EncoderShape:
             )
 
 
+def bert_config(shape: Any, *, entries: int, padding: int) -> Any:
+    """Return the configuration of a BERT.
+
+    Args:
+        shape: an EncoderShape, or an object with the same sizes.
+        entries: vocabulary size.
+        padding: padding token.
+    """
+    from transformers import BertConfig
+
+    return BertConfig(
+        vocab_size=entries,
+        hidden_size=shape.width,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        intermediate_size=4 * shape.width,
+        max_position_embeddings=shape.length,
+        pad_token_id=padding,
+        hidden_dropout_prob=shape.dropout,
+        attention_probs_dropout_prob=shape.dropout,
+    )
+
+
 class Encoder(nn.Module):
     """Transformer encoder with mean pooling and a linear head.
 
@@ -43,19 +66,9 @@ class Encoder(nn.Module):
 
     def __init__(self, outputs: int, shape: EncoderShape) -> None:
         super().__init__()
-        from transformers import BertConfig, BertModel
+        from transformers import BertModel
 
-        config = BertConfig(
-            vocab_size=257,
-            hidden_size=shape.width,
-            num_hidden_layers=shape.layers,
-            num_attention_heads=shape.heads,
-            intermediate_size=4 * shape.width,
-            max_position_embeddings=shape.length,
-            pad_token_id=PAD,
-            hidden_dropout_prob=shape.dropout,
-            attention_probs_dropout_prob=shape.dropout,
-        )
+        config = bert_config(shape, entries=257, padding=PAD)
         self.encoder = BertModel(config, add_pooling_layer=False)
         self.head = nn.Linear(shape.width, outputs)
 

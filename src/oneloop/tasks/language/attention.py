@@ -63,7 +63,7 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     # Compare with the model's own attention; on meta there are no logits.
     own_logits = None
     if next(model.parameters()).device.type != "meta":
-        own_logits = _logits(model, _tokens(model))
+        own_logits = logits_of(model, _tokens(model))
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     try:
         if own_logits is not None:
@@ -298,7 +298,14 @@ def _tokens(model: nn.Module) -> Tensor:
     return torch.arange(length, device=next(model.parameters()).device)[None] % entries
 
 
-def _logits(model: nn.Module, tokens: Tensor, **inputs: Any) -> Tensor:
+def logits_of(model: nn.Module, tokens: Tensor, **inputs: Any) -> Tensor:
+    """Return the logits of a model in eval mode.
+
+    Args:
+        model: a model of transformers.
+        tokens: rows of tokens.
+        inputs: more inputs of the model.
+    """
     training = model.training
     model.eval()
     try:
@@ -321,7 +328,7 @@ def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
     device = tokens.device
 
     # Compare causal attention with the model's own.
-    if not _near(_logits(model, tokens, attention_mask=causal(device)), own):
+    if not near(logits_of(model, tokens, attention_mask=causal(device)), own):
         raise ValueError(f"{name} does not attend to exactly the tokens before each token")
     if not packed:
         return
@@ -336,21 +343,22 @@ def _test_run(model: nn.Module, own: Tensor, *, packed: bool) -> None:
 
     def logits_after(first: Tensor) -> Tensor:
         row = torch.cat([first, second], dim=1)
-        return _logits(model, row, position_ids=positions, attention_mask=mask)[:, start:]
+        return logits_of(model, row, position_ids=positions, attention_mask=mask)[:, start:]
 
     after = logits_after(first)
-    if not _near(after, logits_after(first.flip(1)), 2e-6):
+    if not near(after, logits_after(first.flip(1)), 2e-6):
         raise ValueError(
             f"{name}: its layers carry state from one document to the next (linear attention, a "
             "state space, a convolution)"
         )
 
     # Run the second document alone.
-    if not _near(after, _logits(model, second, attention_mask=causal(device))):
+    if not near(after, logits_of(model, second, attention_mask=causal(device))):
         raise ValueError(
             f"{name}: the logits of a packed document depend on the document before it"
         )
 
 
-def _near(one: Tensor, other: Tensor, tolerance: float = 1e-4) -> bool:
+def near(one: Tensor, other: Tensor, tolerance: float = 1e-4) -> bool:
+    """Return whether logits are equal, up to this share of the largest one."""
     return bool((one - other).abs().max() <= tolerance * other.abs().max())

@@ -80,6 +80,7 @@ class LanguageModel(TokenTargets):
     end = 0
     length_key = "length"  # task key of the sample length
     default_length = 256  # of this key
+    shows_likeliest = False  # whether ``show`` reads the most likely token of each position
 
     def __init__(
         self,
@@ -226,9 +227,12 @@ class LanguageModel(TokenTargets):
             )
             total = each.sum()
             outputs = {"loss": each.detach().view_as(target)}
-            # In training nobody reads it.
+            # In training nobody reads them.
             if not torch.is_grad_enabled():
-                outputs["right"] = logits.argmax(-1) == target
+                likeliest = logits.argmax(-1)
+                outputs["right"] = likeliest == target
+                if self.shows_likeliest:
+                    outputs["likeliest"] = likeliest
         if model.training and "padding" in batch:
             outputs["padding"] = batch["padding"]
         return total, outputs

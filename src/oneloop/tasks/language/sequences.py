@@ -4,7 +4,7 @@ A token that is not a target (of a prompt) is stored as its bitwise complement, 
 holds both kinds.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,11 @@ Overlong = Literal["cut", "split", "drop"]
 _ACTIONS = {"cut": "truncated", "split": "split into several", "drop": "dropped"}
 
 
+def _same(span: NDArray[np.int32]) -> Any:
+    """Return a span as it is."""
+    return span
+
+
 @dataclass(frozen=True)
 class Spans:
     """Samples as ranges of an array of tokens, each with at least one target."""
@@ -39,16 +44,19 @@ class Spans:
     without: int  # number of samples without a target, which are dropped
     whole: int  # number of texts
 
+    special: int = 0  # number of special tokens that ``draw`` adds to each sample
+    draw: Callable[[NDArray[np.int32]], Any] = _same  # makes a sample of a range of tokens
+
     def __len__(self) -> int:
         return len(self.starts)
 
-    def __getitem__(self, index: int) -> NDArray[np.int32]:
-        return self.tokens[self.starts[index] : self.stops[index]]
+    def __getitem__(self, index: int) -> Any:
+        return self.draw(self.tokens[self.starts[index] : self.stops[index]])
 
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Number of input tokens of each sample."""
-        return np.asarray(self.stops - self.starts - 1)
+        return np.asarray(self.stops - self.starts - 1 + self.special)
 
     def about(self, overlong: Overlong) -> list[str]:
         """Return log lines about texts that are too long or have no target."""
@@ -63,17 +71,20 @@ class Spans:
         return lines
 
 
-def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
+def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -> Spans:
     """Return the samples of tokenized texts.
 
     Args:
         texts: tokens of each text; complements are not targets.
         length: maximum number of input tokens of a sample.
         overlong: cut longer texts, split them (adjacent samples share one token), or drop them.
+        special: how many of the input tokens are special ones, which ``texts`` do not have.
 
     Raises:
         ValueError: no sample is left.
     """
+    most = length
+    length -= special
     starts, stops = _ranges(texts)
     text = np.arange(len(stops))
     long = stops - starts > length + 1
@@ -97,11 +108,12 @@ def spans(texts: Ragged, length: int, overlong: Overlong) -> Spans:
         tokens=texts.values,
         starts=starts[keep],
         stops=stops[keep],
-        length=length,
+        length=most,
         texts=text[keep],
         overlong=long.sum(),
         without=(~keep).sum(),
         whole=len(long),
+        special=special,
     )
     if not len(made):
         raise ValueError(_why_empty(texts, made, overlong))
@@ -151,11 +163,8 @@ def _targets(
     return counts
 
 
-class Padded:
-    """Samples of one span each (tokens and complements).
-
-    In training the samples of a step have similar lengths.
-    """
+class Pieces:
+    """Samples of one span each (tokens and complements)."""
 
     def __init__(self, spans: Spans, content: dict[str, Any] | None) -> None:
         """Use these samples; ``content`` is a key of the texts' content (None: unknown)."""
@@ -165,10 +174,18 @@ class Padded:
     def __len__(self) -> int:
         return len(self.spans)
 
-    def __getitem__(self, index: int) -> NDArray[np.int32]:
+    def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return self.spans[index]
+
+    def fingerprint(self) -> dict[str, Any] | None:
+        """Return a key of the texts' content; None if it is unknown."""
+        return self.content and {"samples": len(self), **self.content}
+
+
+class Padded(Pieces):
+    """The same. In training the samples of a step have similar lengths."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -181,10 +198,6 @@ class Padded:
         It depends on seed, epoch and global batch size.
         """
         return Bucketed(self.spans.lengths, seed=seed, batch=batch)
-
-    def fingerprint(self) -> dict[str, Any] | None:
-        """Return a key of the texts' content; None if it is unknown."""
-        return self.content and {"samples": len(self), **self.content}
 
     def about(self) -> str:
         """Return a log line about the sample lengths."""
@@ -224,7 +237,7 @@ class Prompts(Padded):
             )
 
     def __getitem__(self, index: int) -> NDArray[np.int32]:
-        tokens = super().__getitem__(index)
+        tokens: NDArray[np.int32] = super().__getitem__(index)
         length = self.spans.length
         if len(tokens) <= length + 1:
             return tokens
@@ -248,7 +261,7 @@ class Packed:
     def __len__(self) -> int:
         return len(self.bins)
 
-    def __getitem__(self, index: int) -> list[NDArray[np.int32]]:
+    def __getitem__(self, index: int) -> list[Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return [self.spans[member] for member in self.bins[index].tolist()]

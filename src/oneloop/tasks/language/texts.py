@@ -18,6 +18,8 @@ from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.find_files import Found, found
 from oneloop.tasks.rows.open_data import Source, checked, opened, whole
 
+Encode = Callable[[str], NDArray[np.int32]]  # text -> tokens
+
 _EXCLUDED = {
     "site-packages",
     "test",
@@ -144,10 +146,15 @@ class Texts(Protocol):
 
     def __iter__(self) -> Iterator[str]: ...
 
-    def tokens(
-        self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str
-    ) -> Ragged:
-        """Return the tokens of each text; ``made_by`` is the cache key of the tokenizer."""
+    def tokens(self, encode: Encode, *, made_by: Any, what: str, ended: bool = True) -> Ragged:
+        """Return the tokens of each text.
+
+        Args:
+            encode: returns the tokens of a text.
+            made_by: cache key of the tokenizer.
+            what: label of the progress bar.
+            ended: whether ``encode`` adds a token at the end of each text.
+        """
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the content; None if it is unknown."""
@@ -163,14 +170,13 @@ class InMemory:
     def __iter__(self) -> Iterator[str]:
         return (document.text for document in self.documents)
 
-    def tokens(
-        self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str
-    ) -> Ragged:
+    def tokens(self, encode: Encode, *, made_by: Any, what: str, ended: bool = True) -> Ragged:
         encoded = []
         for document in tracked(self.documents, what, total=len(self.documents)):
             tokens = encode(document.text)
-            # The last token ends the text.
-            encoded.append(tokens if document.ends else tokens[:-1])
+            # The last token ends the text, which may go on elsewhere.
+            is_whole = document.ends or not ended
+            encoded.append(tokens if is_whole else tokens[:-1])
         joined = np.concatenate(encoded) if encoded else np.zeros(0, dtype=np.int32)
         return Ragged(joined, np.cumsum([len(tokens) for tokens in encoded], dtype=np.int64))
 
@@ -189,9 +195,7 @@ class InRows:
         for array in self.rows.values(self.column):
             yield from array.to_pylist()
 
-    def tokens(
-        self, encode: Callable[[str], NDArray[np.int32]], *, made_by: Any, what: str
-    ) -> Ragged:
+    def tokens(self, encode: Encode, *, made_by: Any, what: str, ended: bool = True) -> Ragged:
         return ragged(self.rows, partial(_tokens, encode, self.column), made_by=made_by, what=what)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -388,10 +392,6 @@ def _few_files(where: str, *, whole: bool = False) -> Found | None:
     return files if files.kind == "text" and not _large(files) else None
 
 
-def _tokens(
-    encode: Callable[[str], NDArray[np.int32]],
-    column: str,
-    row: Mapping[str, Any],
-) -> NDArray[np.int32]:
+def _tokens(encode: Encode, column: str, row: Mapping[str, Any]) -> NDArray[np.int32]:
     """Return the tokens of a row's text."""
     return encode(row[column])

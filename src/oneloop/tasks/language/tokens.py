@@ -22,6 +22,10 @@ _CHATML = (
 )
 
 
+# padding, unknown, class, separator and mask
+MASK_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
 class Bytes:
     """One token per byte, and a separator between texts."""
 
@@ -47,30 +51,40 @@ class BPE:
 
     separator = 0
 
-    def __init__(self, texts: Iterable[str], vocab: int, *, cache_key: Any = None) -> None:
+    def __init__(
+        self,
+        texts: Iterable[str],
+        vocab: int,
+        *,
+        cache_key: Any = None,
+        special: Sequence[str] = ("<|endoftext|>",),
+    ) -> None:
         """Train the tokenizer, or load it from the cache.
 
         Args:
             texts: training texts.
             vocab: vocabulary size.
             cache_key: JSON that identifies the texts (None: do not cache).
+            special: special tokens, which get the first ids.
 
         Raises:
-            ValueError: ``vocab`` is below 257.
+            ValueError: ``vocab`` is below the number of bytes and special tokens.
         """
         from tokenizers import Tokenizer
 
-        if vocab < 257:
+        least = 256 + len(special)
+        if vocab < least:
             raise ValueError(
-                f"task.vocab {vocab} is too small: a byte-level BPE needs at least 257"
+                f"task.vocab {vocab} is too small: a byte-level BPE needs at least {least}"
             )
         if cache_key is None:
-            self.model = self._train(texts, vocab)
+            self.model = self._train(texts, vocab, special)
         else:
-            with alone(f"bpe/{key_of(cache_key, vocab)}.json") as path:
+            # The key of one special token is that of older versions.
+            with alone(f"bpe/{key_of(cache_key, vocab, *special[1:])}.json") as path:
                 if not path.exists():
                     with replacing(path) as draft:
-                        self._train(texts, vocab).save(str(draft))
+                        self._train(texts, vocab, special).save(str(draft))
                 self.model = Tokenizer.from_file(str(path))
 
         # A byte-level token has one character per byte; the first one separates texts.
@@ -80,7 +94,7 @@ class BPE:
         self.token_bytes = np.array([0, *lengths[1:]], dtype=np.int64)
 
     @staticmethod
-    def _train(texts: Iterable[str], vocab: int) -> Any:
+    def _train(texts: Iterable[str], vocab: int, special: Sequence[str]) -> Any:
         from tokenizers import ByteLevelBPETokenizer
 
         model = ByteLevelBPETokenizer()
@@ -89,7 +103,7 @@ class BPE:
                 texts,
                 vocab_size=vocab,
                 show_progress=False,
-                special_tokens=["<|endoftext|>"],
+                special_tokens=[*special],
             )
         return model
 
@@ -160,6 +174,35 @@ class Vocabulary:
 
     def save(self, folder: Path) -> None:
         self.model.save_pretrained(folder)
+
+
+def mask_tokenizer(model: Any, length: int) -> Any:
+    """Return a byte-level BPE as a tokenizer of transformers with BERT's special tokens.
+
+    Args:
+        model: the BPE, of ``tokenizers``; its special tokens are MASK_SPECIAL.
+        length: positions of the model.
+    """
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    bpe = Tokenizer.from_str(model.to_str())
+    pad, unknown, begin, separator, mask = MASK_SPECIAL
+    bpe.post_processor = TemplateProcessing(
+        single=f"{begin} $A {separator}",
+        pair=f"{begin} $A {separator} $B:1 {separator}:1",
+        special_tokens=[(begin, bpe.token_to_id(begin)), (separator, bpe.token_to_id(separator))],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        pad_token=pad,
+        unk_token=unknown,
+        cls_token=begin,
+        sep_token=separator,
+        mask_token=mask,
+        model_max_length=length,
+    )
 
 
 def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:

@@ -18,6 +18,7 @@ _KINDS = {
     "text_regression": "text-classification",
     "text_pairs": "sentence-similarity",
     "causal_lm": "text-generation",
+    "masked_lm": "fill-mask",
     "sft": "text-generation",
     "seq2seq": "text2text-generation",
 }

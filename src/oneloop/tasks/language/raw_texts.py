@@ -1,0 +1,79 @@
+"""Base class of the tasks on raw texts: causal and masked language modelling."""
+
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any
+
+from oneloop.tasks.language.language_model import LanguageModel
+from oneloop.tasks.language.texts import Texts, all_texts, texts_of
+from oneloop.tasks.language.tokens import BPE
+from oneloop.tasks.rows.open_data import (
+    Source,
+    Unreadable,
+    named_sources,
+    notes_of,
+    skipped_rows,
+)
+
+
+class RawTexts(LanguageModel):
+    """Base class: samples are cut from raw texts.
+
+    A subclass chooses its tokenizer, and calls :meth:`_tokenize`.
+
+    Args:
+        data: value of ``task.data``.
+        column: column of the text.
+        held_out: share of the rows for each of validation and test, if the data set has no such
+            split.
+        window: megabytes of parquet rows in memory per process.
+        unreadable: stop at a row of a file that cannot be read, or skip such rows.
+    """
+
+    length_key = "block"
+    default_length = 128
+
+    def __init__(
+        self,
+        *,
+        data: str | list[dict[str, Any]],
+        column: str,
+        held_out: float,
+        window: int,
+        unreadable: Unreadable,
+        **model: Any,
+    ) -> None:
+        super().__init__(**model)
+        self.column = column
+        self.window = window
+        self._sources = named_sources(data, {"column": column}, unreadable=unreadable)
+        self._texts = [texts_of(source, share=held_out, window=window) for source in self._sources]
+        self.skipped_rows = skipped_rows(self._sources)
+        self._data_notes += notes_of(self._sources)
+
+    def _train_bpe(self, vocab: int, **options: Any) -> tuple[BPE, Sequence[Any] | None]:
+        """Train a BPE on the training texts; return it, and a key of their content.
+
+        Args:
+            vocab: vocabulary size.
+            options: ``special`` of :class:`oneloop.tasks.language.tokens.BPE`.
+        """
+        trained = [splits["train"] for splits in self._texts]
+        fingerprints = [split.fingerprint() for split in trained]
+        content = None if None in fingerprints else fingerprints
+        return BPE(chain.from_iterable(trained), vocab, cache_key=content, **options), content
+
+    def _tokenize(self) -> None:
+        """Make the samples of each source and split."""
+        samples = []
+        for splits in self._texts:
+            samples.append({name: self._samples(split, name) for name, split in splits.items()})
+        self._use(self._sources, samples)
+
+    def _samples(self, part: Texts, name: str) -> Any:
+        """Return the samples of one split; only training samples are packed."""
+        raise NotImplementedError
+
+    def samples_of(self, data: str, *, labelled: bool) -> Any:
+        source = Source(data, {"column": self.column})
+        return self._samples(all_texts(source, window=self.window), "texts")

@@ -1,0 +1,287 @@
+"""Masked language modelling, with a BERT from scratch or an encoder of transformers."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from oneloop.tasks.language.bidirectional import apart, check_apart, check_both_directions
+from oneloop.tasks.language.language_model import is_packed
+from oneloop.tasks.language.masked_tokens import MaskedTokens, Masks
+from oneloop.tasks.language.models import load_model
+from oneloop.tasks.language.raw_texts import RawTexts
+from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Pieces, spans
+from oneloop.tasks.language.texts import Texts
+from oneloop.tasks.language.tokens import MASK_SPECIAL, mask_tokenizer
+from oneloop.tasks.model_limits import config_of, first_position, padding_token
+from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.open_data import Unreadable
+from oneloop.tasks.text_encoders import bert_config
+
+_NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
+    "vocab": "model=null",
+    "layers": "model=null",
+    "heads": "model=null",
+    "width": "model=null",
+    "dropout": "model=null",
+}
+
+
+class MaskedLM(RawTexts):
+    """Text in which masked tokens are predicted; the weight of a sample is their number.
+
+    Args:
+        data: stdlib (the source of Python's standard library); a file or folder of text, parquet,
+            json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight:
+            0.7}, …]. Splits come from the names of files, folders or hub splits (train, validation,
+            test); see held_out.
+        column: column of the text.
+        held_out: share of the rows for each of validation and test, if the data set has no such
+            split.
+        window: megabytes of parquet rows in memory per process.
+        block: tokens per sample, with its special tokens.
+        vocab: vocabulary size of a model from scratch (a byte-level BPE, trained on the training
+            texts).
+        share: probability that a token is predicted; at least one is in each sample.
+        kept: share of the predicted tokens that the model sees unchanged.
+        replaced: share of the predicted tokens that a random token replaces; a mask token replaces
+            the others.
+        whole_words: predict all tokens of a word, or none; share is that of the words.
+        pack: concat (concatenate all texts, with separators, and cut samples of block tokens),
+            packed (several texts per sample; none attends to another), or padded (one text per
+            sample; the samples of a step have similar lengths). packed and padded split longer
+            texts.
+        unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
+            not UTF-8), or skip such rows and list them in environment.json.
+        model: a folder saved by transformers, or hf:ID[@REVISION], with its tokenizer (null: a BERT
+            from scratch).
+        pretrained: load the weights of model (false: use only its configuration).
+        trust_remote_code: run Python code stored with the weights (only if you trust the author).
+        layers: number of transformer blocks.
+        heads: number of attention heads.
+        width: hidden size.
+        dropout: dropout of embeddings, attention and residuals (of a model from scratch).
+    """
+
+    shows_likeliest = True
+    needs = _NEEDS
+
+    def __init__(
+        self,
+        data: str | list[dict[str, Any]] = "stdlib",
+        column: str = "text",
+        held_out: float = 0.05,
+        window: int = 256,
+        block: int = 128,
+        vocab: int = 4096,
+        share: float = 0.15,
+        kept: float = 0.1,
+        replaced: float = 0.1,
+        whole_words: bool = False,
+        pack: Literal["concat", "packed", "padded"] = "concat",
+        unreadable: Unreadable = "stop",
+        model: str | None = None,
+        pretrained: bool = True,
+        trust_remote_code: bool = False,
+        layers: int = 4,
+        heads: int = 4,
+        width: int = 128,
+        dropout: float = 0.0,
+    ) -> None:
+        masks = Masks(share=share, kept=kept, replaced=replaced, whole_words=whole_words)
+        super().__init__(
+            data=data,
+            column=column,
+            held_out=held_out,
+            window=window,
+            unreadable=unreadable,
+            packed=is_packed(pack, "concat", "packed", "padded"),
+            length=block,
+            dropout=dropout,
+            model=model,
+            pretrained=pretrained,
+            trust_remote_code=trust_remote_code,
+            layers=layers,
+            heads=heads,
+            width=width,
+            fused_loss=False,
+        )
+        self.pack = pack
+        self.block = self.shape.length
+
+        # Choose the tokenizer.
+        if self.name is not None:
+            config = _encoder_config(self.name, trust_remote_code=trust_remote_code)
+            self.tokenizer = MaskedTokens(self.known_tokenizer(), masks, self.name)
+            padding = padding_token(config, self.tokenizer.model)
+        else:
+            bpe, _ = self._train_bpe(vocab, special=MASK_SPECIAL)
+            made = mask_tokenizer(bpe.model, self.block)
+            self.tokenizer = MaskedTokens(made, masks, "null")
+            padding = made.pad_token_id
+        self._padding = self.tokenizer.separator if padding is None else padding
+        if self.block <= self.tokenizer.around:
+            raise ValueError(
+                f"task.block {self.block} has no room for text next to the "
+                f"{self.tokenizer.around} special tokens; raise it"
+            )
+
+        # Tokenize, and cut or pack.
+        self._tokenize()
+        self.notes = self._data_notes
+
+        # Set by ``model``: whether it takes masks of documents, and the number of a first position.
+        self._takes_documents = True
+        self._first_position = 0
+
+    def _samples(self, part: Texts, name: str) -> Any:
+        tokens = part.tokens(
+            self.tokenizer.encode,
+            made_by=self.tokenizer.cache_key,
+            what=f"tokenizing {name}",
+            ended=False,
+        )
+        if not (tokens.values >= 0).any():
+            raise ValueError(f"task.data: no text of the {name} split has a token to predict")
+        if self.pack == "concat":
+            tokens = Ragged(tokens.values, np.array([len(tokens.values)]))
+
+        # Cut them; masks are drawn whenever a sample is read.
+        made = spans(tokens, self.block, "split", special=self.tokenizer.around)
+        made = replace(made, draw=self.tokenizer.draw)
+        content = part.fingerprint()
+        if self.pack == "concat":
+            return Pieces(made, content)
+        self._data_notes += [f"{name}: {line}" for line in made.about("split")]
+        if self.packed and name == "train":
+            return Packed(made, content)
+        return Padded(made, content)
+
+    @property
+    def entries(self) -> int:
+        return int(self.tokenizer.entries)
+
+    def bare_model(self) -> nn.Module:
+        if self.name is None:
+            from transformers import BertForMaskedLM
+
+            config = bert_config(self.shape, entries=self.entries, padding=self._padding)
+            return BertForMaskedLM(config)  # type: ignore[no-any-return]
+        model, added = load_model(
+            self.name,
+            entries=self.entries,
+            length=self.block,
+            length_key=self.length_key,
+            pretrained=self.pretrained,
+            trust_remote_code=self.trust_remote_code,
+            kind="AutoModelForMaskedLM",
+        )
+        self.notes = [*self._data_notes, *added]
+        return model
+
+    def model(self) -> nn.Module:
+        model = self.bare_model()
+        self._first_position = first_position(model)[0]
+        if next(model.parameters()).device.type == "meta":
+            return model
+
+        # Run as many tokens as a sample has: attention to a window shows only in long rows.
+        ordinary = self.tokenizer.ordinary
+        tokens = ordinary[torch.arange(self.block) % len(ordinary)]
+        check_both_directions(model, tokens)
+        try:
+            check_apart(model, tokens)
+        except ValueError as error:
+            if self.packed:
+                raise ValueError(f"task.pack packed: {error}; use task.pack padded") from error
+            self._takes_documents = False
+        return model
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Return samples as one batch.
+
+        Args:
+            samples: inputs and targets of a document, or of several in a list.
+
+        Returns:
+            ``input``, ``target``, ``position`` and ``document`` (its number in the row; -1 is
+            padding) of each token, int64 of shape (samples, width), and the share of ``padding``.
+        """
+        rows = []
+        for sample in samples:
+            documents = []
+            for number, document in enumerate(sample if isinstance(sample, list) else [sample]):
+                positions = torch.arange(document.shape[1])
+                numbers = torch.full_like(positions, number)
+                documents.append(torch.cat([document, torch.stack([positions, numbers])]))
+            rows.append(torch.cat(documents, dim=1).T)
+        table = pad_sequence(rows, batch_first=True, padding_value=-1)
+
+        # All rows have the same width, unless the texts are padded.
+        if self.pack == "concat" or isinstance(samples[0], list):
+            missing = self.block - table.shape[1]
+            table = nn.functional.pad(table, (0, 0, 0, missing), value=-1)
+        inputs, target, position, document = table.unbind(-1)
+        is_padding = document < 0
+        return {
+            "input": inputs.masked_fill(is_padding, self._padding),
+            "target": target.masked_fill(is_padding, IGNORE),
+            "position": position.clamp(min=0),
+            "document": document.contiguous(),
+            "padding": is_padding.float().mean(),
+        }
+
+    def _model_inputs(self, batch: dict[str, Tensor]) -> dict[str, Any]:
+        document = batch["document"]
+        if not self._takes_documents:
+            known = (document >= 0).long()
+            return {"input_ids": batch["input"], "attention_mask": known}
+        return {
+            "input_ids": batch["input"],
+            "attention_mask": apart(document),
+            "position_ids": batch["position"] + self._first_position,
+        }
+
+    def show(self, sample: Tensor, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        """Return a text with its masks, the tokens to predict, and the predicted ones."""
+        inputs, target = sample.tolist()
+        likeliest = outputs["likeliest"].tolist()
+        targets = []
+        predictions = []
+        for right, answer in zip(target, likeliest, strict=False):
+            if right != IGNORE:
+                targets.append(self.decode([right]))
+                predictions.append(self.decode([answer]))
+        return {
+            "text": self.decode(inputs),
+            "target": " | ".join(targets),
+            "prediction": " | ".join(predictions),
+        }
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        self.save_model(model, folder)
+        self.tokenizer.save(folder)
+
+
+def _encoder_config(name: str, *, trust_remote_code: bool) -> Any:
+    """Return the configuration of a model. Raise ValueError if it has no head for masked tokens.
+
+    Args:
+        name: a folder saved by transformers, or ``hf:ID[@REVISION]``.
+        trust_remote_code: run Python code stored with the weights.
+    """
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    config = config_of(name, trust_remote_code=trust_remote_code)
+    own_code = "AutoModelForMaskedLM" in (getattr(config, "auto_map", None) or {})
+    known = own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING
+    if not known or config.is_encoder_decoder:
+        raise ValueError(
+            f"task.model {name!r} is a {config.model_type} model; masked_lm needs an encoder with "
+            "a head for masked tokens, such as BERT"
+        )
+    return config
