@@ -101,7 +101,6 @@ def evaluate(
     keyed = SeededSamples(dataset, seed=seed, name=name)
     collate = CollateWithWeight(task.collate, task.weight, dtype=dtype)  # weights may differ
 
-    # Choose how to sum.
     measured = on_device(task.metrics(), device) if hasattr(task, "metrics") else None
     kind = Apart if exact else Together
     sums: Together | Apart | WholeBatches = kind(task, len(sources), device, measured, ranks=ranks)
@@ -109,16 +108,11 @@ def evaluate(
         sums = WholeBatches(
             task, measured, share.cut, micro=micro, window=window or micro, seed=(device, seed)
         )
-
-    def batches_of(own: Share) -> Any:
-        places = own.places
-        loaded = loader(keyed, collate, places, workers=workers, device=device, pinned=pinned)
-        # After an exception, close the loader: else its workers stay alive.
-        return closing(_weighed(loaded, device, (seed, own.first), pinned))
+    loading = _Loading(keyed, collate, workers, device, pinned)
 
     # Run the forwards.
     share_buffers(model)
-    with evaluating(model), batches_of(share) as weighed:
+    with evaluating(model), closing(loading.weighed(share)) as weighed:
         batches = tracked(weighed, "evaluating", total=len(share.places))
         for source, (batch, weight) in zip(share.sources, batches, strict=True):
             if interrupted():
@@ -127,36 +121,47 @@ def evaluate(
             if examples is not None and source is not None:
                 examples.take(batch, outputs)
         if examples is not None and hasattr(task, "show"):
-            chosen = SampleReader(partial(_chosen, keyed, collate), workers=workers)
-            with BEATS.phase(METRICS), chosen as read:
-                load = partial(_on_device, read, device)
-                _look(examples, task, model, len(dataset), load, micro, accelerator)
+            _look(examples, task, model, loading, micro, accelerator)
 
     with BEATS.phase(METRICS):  # collective: sum over the ranks
         results = _losses([*sources], *sums.summed(accelerator, each=len(share.places)))
         if measured is not None:
             results |= _computed(task, adapted(measured), accelerator, examples)
 
-    # Generate, in micro-batches that do not depend on the number of ranks.
-    if generation is not None:
-        indices = generation.indices(len(dataset))
-        part = share_of([range(len(indices))], generation.batch, ranks, accelerator.process_index)
-        part = part.of(indices)
-        with evaluating(model), batches_of(part) as weighed:
-            shown = tracked((batch for batch, _ in weighed), "generating", total=len(part.places))
-            made = generated_metrics(
-                task,
-                model,
-                zip(part.sources, shown, strict=True),
-                idle=part.idle,
-                accelerator=accelerator,
-                interrupted=interrupted,
-                exact=exact,
-            )
-        if made is None:
-            return None
-        results |= made
-    return results
+    if generation is None:
+        return results
+    made = _generated(task, model, loading, generation, accelerator, interrupted, exact=exact)
+    return None if made is None else results | made
+
+
+def _generated(
+    task: Any,
+    model: nn.Module,
+    loading: "_Loading",
+    generation: Generation,
+    accelerator: Accelerator,
+    interrupted: Callable[[], bool],
+    *,
+    exact: bool,
+) -> dict[str, float] | None:
+    """Return the metrics of what the task generates; None if interrupted. Collective."""
+    # The micro-batches do not depend on the number of ranks.
+    indices = generation.indices(len(loading.samples))
+    ranks, rank = accelerator.num_processes, accelerator.process_index
+    share = share_of([range(len(indices))], generation.batch, ranks, rank).of(indices)
+
+    with evaluating(model), closing(loading.weighed(share)) as weighed:
+        batches = (batch for batch, _ in weighed)
+        shown = tracked(batches, "generating", total=len(share.places))
+        return generated_metrics(
+            task,
+            model,
+            zip(share.sources, shown, strict=True),
+            idle=share.idle,
+            accelerator=accelerator,
+            interrupted=interrupted,
+            exact=exact,
+        )
 
 
 def _losses(
@@ -170,28 +175,42 @@ def _losses(
     return metrics
 
 
-def _weighed(
-    loaded: Iterable[tuple[Batch, float]],
-    device: torch.device,
-    seeded: tuple[int, int],
-    pinned: bool,
-) -> Generator[tuple[Batch, float]]:
-    """Yield the batches on the device with their weights; copy the next one meanwhile.
+@dataclass(frozen=True)
+class _Loading:
+    """How an evaluation loads its batches."""
 
-    ``seeded``: seed, and index of the first batch. They seed all generators before each batch, so
-    that a forward draws the same numbers at each evaluation, on any number of ranks.
-    """
-    seed, first = seeded
-    weights: deque[float] = deque()
+    samples: SeededSamples
+    collate: CollateWithWeight
+    workers: int
+    device: torch.device
+    pinned: bool
 
-    def batches() -> Iterator[Batch]:
-        for batch, weight in loaded:
-            weights.append(weight)
-            yield batch
+    def weighed(self, share: "Share") -> Generator[tuple[Batch, float]]:
+        """Yield the batches on the device with their weights; copy the next one meanwhile.
 
-    for number, batch in enumerate(transferred(batches(), device, pinned=pinned)):
-        reseed(device, seed, first + number, others=True)
-        yield batch, weights.popleft()
+        All generators are seeded before each batch, so that a forward draws the same numbers at
+        each evaluation, on any number of ranks. Close it after an exception: else the data workers
+        stay alive.
+        """
+        weights: deque[float] = deque()
+        loaded = loader(
+            self.samples,
+            self.collate,
+            share.places,
+            workers=self.workers,
+            device=self.device,
+            pinned=self.pinned,
+        )
+
+        def batches() -> Iterator[Batch]:
+            for batch, weight in loaded:
+                weights.append(weight)
+                yield batch
+
+        on_device = transferred(batches(), self.device, pinned=self.pinned)
+        for number, batch in enumerate(on_device, start=share.first):
+            reseed(self.device, self.samples.seed, number, others=True)
+            yield batch, weights.popleft()
 
 
 def _computed(
@@ -207,15 +226,25 @@ def _look(
     examples: Examples,
     task: Objective,
     model: nn.Module,
-    number: int,
-    load: Callable[[list[int]], tuple[list[Any], Batch]],
+    loading: "_Loading",
     micro: int,
     accelerator: Accelerator,
 ) -> None:
-    try:
-        examples.look(cast(Shows, task), model, number, load, micro=micro, accelerator=accelerator)
-    except CannotSend as error:  # on all ranks, which load the same samples
-        examples.problem = f"a data worker cannot send a sample ({error})"
+    samples = loading.samples
+    chosen = SampleReader(partial(_chosen, samples, loading.collate), workers=loading.workers)
+    with BEATS.phase(METRICS), chosen as read:
+        load = partial(_on_device, read, loading.device)
+        try:
+            examples.look(
+                cast(Shows, task),
+                model,
+                len(samples),
+                load,
+                micro=micro,
+                accelerator=accelerator,
+            )
+        except CannotSend as error:  # on all ranks, which load the same samples
+            examples.problem = f"a data worker cannot send a sample ({error})"
 
 
 def _chosen(

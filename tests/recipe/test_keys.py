@@ -104,6 +104,7 @@ LISTED = {
     "optimizer.frozen_modules": "needs frozen modules: tests/optim/test_optimizers.py",
     "guard.spike": "needs a spike: tests/optim/test_bad_step_policy.py",
     "guard.patience": "needs bad steps: tests/optim/test_bad_step_policy.py",
+    "eval.generate": "metrics of what is generated: tests/task_protocol/test_generated.py",
     "eval.samples": "changes what the report shows: tests/show/test_examples.py",
     "stop.patience": "needs a worse evaluation: tests/optim/test_bad_step_policy.py",
     "stop.after": "needs a longer run: tests/checkpoint/test_resume.py",
@@ -303,4 +304,4 @@ def test_the_page_of_all_keys_is_what_the_schema_states():
 
     page = runpy.run_path(str(ROOT / "docs" / "reference" / "make_keys.py"))
     assert page["PAGE"].read_text() == page["page"](), "run python docs/reference/make_keys.py"
-    assert len(page["page"]().splitlines()) <= 200
+    assert len(page["page"]().splitlines()) <= 210

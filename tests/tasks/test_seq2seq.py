@@ -215,6 +215,7 @@ def test_texts_files_and_predictions(tmp_path: Path) -> None:
     assert logged["eval/chrf"] > 0.1
 
 
+@pytest.mark.slow
 def test_adapters_are_saved_and_merged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     a_model(tmp_path / "model", "T5")

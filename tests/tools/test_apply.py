@@ -25,6 +25,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.images",
     "oneloop.tools.after_training.command",
     "oneloop.tools.after_training.evaluate_and_predict",
+    "oneloop.tools.after_training.data_sets",
     "oneloop.tools.after_training.prediction",
     "oneloop.tools.after_training.same_data",
     "oneloop.tools.after_training.trained_model",

@@ -47,7 +47,8 @@ def encoded_pair(
         # Some tokenizers end a text themselves.
         if labels[-1:] != [tokenizer.eos_token_id]:
             labels = [*labels, tokenizer.eos_token_id]
-    return np.concatenate([~np.array(inputs, dtype=np.int32), np.array(labels, dtype=np.int32)])
+    sources = ~np.array(inputs, dtype=np.int32)
+    return np.concatenate([sources, np.array(labels, dtype=np.int32)])
 
 
 def _text(row: Row, column: str, key: str) -> str:

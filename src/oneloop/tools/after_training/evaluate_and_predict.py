@@ -12,7 +12,6 @@ if __name__ == "__main__":  # before the imports that a system could lack
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,11 +26,9 @@ from oneloop.evaluation import evaluate_all
 from oneloop.launch.before_imports import reject
 from oneloop.launch.processes import Run, start
 from oneloop.machine.torch_settings import float32_products
-from oneloop.task_protocol.generated import Generation, check_generates
-from oneloop.task_protocol.protocol import check_sets
-from oneloop.task_protocol.protocol_checks import theirs
 from oneloop.tools.after_training.command import check_file as check_file
 from oneloop.tools.after_training.command import parsed
+from oneloop.tools.after_training.data_sets import generation_of, sets_of
 from oneloop.tools.after_training.prediction import predictions, write
 from oneloop.tools.after_training.recorded_task import recipe_of
 from oneloop.tools.after_training.trained_model import Trained, trained
@@ -68,7 +65,7 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
             accept_changes=given.accept_changes,
             own_data=evaluates or given.data is None,
         )
-        sets = _sets(of, given.data, labelled=evaluates)
+        sets = sets_of(of.task, given.data, labelled=evaluates)
 
     model = _prepared(of, run)
     options = of.options
@@ -79,10 +76,9 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
             return run, _predicted(of, model, sets, run, options, given.to, raw=given.raw)
         # A loss over a whole batch is evaluated in windows of the training's batch size.
         options["window"] = recipe.batch.size
-        wanted = given.generate or recipe.eval.generate
-        if wanted:
-            check_generates(of.task, sets)
-            options["generation"] = Generation.of(wanted, given.micro or recipe.eval.micro)
+        options["generation"] = generation_of(
+            of.task, sets, given.generate or recipe.eval.generate, given.micro or recipe.eval.micro
+        )
         found = evaluate_all(of.task, model, sets, accelerator=run.accelerator, **options)
         assert found is not None
         return run, {"weights": of.about, **found["raw"]}
@@ -109,28 +105,6 @@ def run(given: Namespace) -> NoReturn:
             result = dumps(result) if given.json else _table(result)
         print(result, flush=True)
     processes.end(exit_codes.DONE)
-
-
-def _sets(of: Trained, data: str | None, *, labelled: bool) -> dict[str, Any]:
-    """Return the data sets by name: those of the run, or ``data``. Without labels, only one."""
-    if data is None:
-        sets = of.task.eval_sets()
-        if not labelled:
-            sets = {name: sets[name] for name in list(sets)[:1]}
-        if not sets:
-            raise ValueError("the run's task has no validation set; give data with --data")
-    elif not hasattr(of.task, "samples_of"):
-        raise ValueError(
-            f"--data {data}: {type(of.task).__name__} has no samples_of() to open it; remove --data"
-        )
-    else:
-        opened = partial(of.task.samples_of, data, labelled=labelled)
-        try:
-            sets = {"data": theirs(of.task, "samples_of", opened)}
-        except ValueError as error:
-            raise ValueError(f"--data {data}: {str(error).removeprefix('task.data: ')}") from error
-    check_sets(next(iter(sets.values())), sets)
-    return sets
 
 
 def _prepared(of: Trained, run: Run) -> nn.Module:
