@@ -53,9 +53,6 @@ def add_adapters(
     commit = commit_of(wanted.base)
     if commit is None:
         path = str(Path(path).resolve())
-    alpha: Any = settings.alpha
-    if alpha == int(alpha):
-        alpha = int(alpha)  # peft's type, so that adapter_config.json has 32 and not 32.0
     # GPT-2's layers store the transposed weight.
     transposed = all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers)
     config = LoraConfig(
@@ -63,7 +60,7 @@ def add_adapters(
         base_model_name_or_path=path,
         revision=commit or revision,
         r=settings.rank,
-        lora_alpha=alpha,
+        lora_alpha=_whole(settings.alpha),
         use_rslora=settings.rslora,
         lora_dropout=settings.dropout,
         target_modules=_target_names(layers, model),
@@ -100,6 +97,11 @@ def add_adapters(
     if wanted.given is not None:
         before = _load_adapters(model, wanted.given, origin)
     return origin, _log_line(model, settings, layers, before)
+
+
+def _whole(alpha: float) -> Any:
+    """Return an integer if possible: peft's type, so that its file has 32 and not 32.0."""
+    return int(alpha) if alpha == int(alpha) else alpha
 
 
 def _log_line(model: nn.Module, settings: LoRA, layers: Sequence[str], before: str | None) -> str:
