@@ -225,3 +225,15 @@ def test_every_key_in_a_table_of_equivalents_exists(page):
             key = re.match(r"(?:--)?((\w+)(?:\.\w+)+)", words)
             if key and key[2] in groups and key[1] not in ("task.lora", "oneloop.evaluate"):
                 assert f"| `{key[1]}`" in KEYS, f"{page.name}: {words}"
+
+
+@pytest.mark.slow
+def test_a_task_generates_while_it_trains(tmp_path):
+    ((name, text),) = blocks("how-to/generate-while-training.md", "python").items()
+    (tmp_path / name).write_text(text)
+    words = ["numbers", "--task", "writer.py:Writer", "--eval.generate", "16", "--duration", "4"]
+    words += ["--task.width", "16", "--task.layers", "1", "--eval.every", "2", "--run.dir", "run"]
+    run(train, words, ranks=2, folder=tmp_path).ok()
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    found = [line["eval/character_errors"] for line in lines if "eval/loss" in line]
+    assert len(found) == 2 and all(0 < value < 100 for value in found)
