@@ -466,7 +466,8 @@ def test_a_resumed_run_has_the_same_masks(data, tmp_path):
     written(tmp_path, data, dropout=0.1)
     words = [*WORDS, "--duration", "12", "--eval.every", "3"]
     run(train, [*words, "--run.dir", "whole"], folder=tmp_path).ok()
-    run(train, [*words, "--stop.after", "0.001", "--run.dir", "two"], folder=tmp_path)
+    stopped = run(train, [*words, "--stop.after", "0.01s", "--run.dir", "two"], folder=tmp_path)
+    assert stopped.codes == [75] and len(losses(tmp_path / "two")) < 12
     run(train, [*words, "--run.dir", "two"], folder=tmp_path).ok()
     for name in ("train/loss", "eval/loss"):
         assert losses(tmp_path / "two", name)[-4:] == losses(tmp_path / "whole", name)[-4:]
