@@ -1,6 +1,7 @@
 """Text generation; all rows have one length, and all processes call the model equally often."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -166,16 +167,21 @@ def generated_texts(
     """
     from transformers import LogitsProcessorList
 
-    ends = model.generation_config.eos_token_id
+    # Only one of the two limits may be set.
+    config = deepcopy(model.generation_config)
+    config.max_length = None
+    config.max_new_tokens = count
+    config.num_beams = beams
+    config.do_sample = False
+
+    ends = config.eos_token_id
     if not isinstance(ends, list):
         ends = [] if ends is None else [ends]
     ties = NearTies(ends)
     tokens = model.generate(
         input_ids=inputs,
         attention_mask=mask,
-        max_new_tokens=count,
-        num_beams=beams,
-        do_sample=False,
+        generation_config=config,
         logits_processor=LogitsProcessorList([ties] if beams == 1 else []),
     )
     made = {"written": tokens, TEXTS: [decode(row) for row in tokens.tolist()]}
