@@ -24,12 +24,11 @@ from oneloop.show.examples import Examples, Shows
 from oneloop.task_protocol.evaluation_metrics import (
     Metrics,
     adapted,
-    computed,
     confusion,
     prefix,
     scalars,
 )
-from oneloop.task_protocol.evaluation_sums import Apart, Together, WholeBatches
+from oneloop.task_protocol.evaluation_sums import Apart, Together, WholeBatches, computed
 from oneloop.task_protocol.generated import Generation, generated_metrics, generating_weights
 from oneloop.task_protocol.metric_collection import on_device
 from oneloop.task_protocol.protocol import Objective

@@ -11,7 +11,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from oneloop.basics.tensors import summed
 from oneloop.basics.wide_sums import WideSum, on_host, widest
 from oneloop.task_protocol.metric_collection import Collection, as_tensor
 
@@ -269,18 +268,6 @@ def directions(task: object, *, generated: bool = False) -> dict[str, bool | Non
                 )
         known |= own
     return known
-
-
-def computed(metrics: Metrics) -> Mapping[str, Any]:
-    """Add up the sums of all ranks, and compute. Collective: call on every rank.
-
-    Args:
-        metrics: of this rank.
-    """
-    # The same sums in the same order on every rank.
-    for own in metrics.sums():
-        own.copy_(summed(own))
-    return metrics.compute()
 
 
 def scalars(values: Mapping[str, Any]) -> dict[str, float]:

@@ -4,7 +4,7 @@ They are added in arrival order, or in an order that does not depend on the rank
 """
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -12,10 +12,23 @@ from torch import Tensor
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.seeds import reseed
-from oneloop.basics.tensors import gathered
+from oneloop.basics.tensors import gathered, summed
 from oneloop.basics.wide_sums import WideSum
+from oneloop.task_protocol.evaluation_metrics import Metrics
 from oneloop.task_protocol.metric_states import MetricStates, compute_alone, reset_sums, seeded
 from oneloop.task_protocol.whole_batch import Described, check_alike, columns_of, described
+
+
+def computed(metrics: Metrics) -> Mapping[str, Any]:
+    """Add up the sums of all ranks, and compute. Collective: call on every rank.
+
+    Args:
+        metrics: of this rank.
+    """
+    # The same sums in the same order on every rank.
+    for own in metrics.sums():
+        own.copy_(summed(own))
+    return metrics.compute()
 
 
 class Together:

@@ -12,7 +12,8 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.generation import TEXTS, TIES, generated
 from oneloop.basics.heartbeats import BEATS, METRICS
 from oneloop.basics.tensors import summed
-from oneloop.task_protocol.evaluation_metrics import adapted, computed, scalars
+from oneloop.task_protocol.evaluation_metrics import adapted, scalars
+from oneloop.task_protocol.evaluation_sums import computed
 from oneloop.task_protocol.metric_collection import on_device
 from oneloop.task_protocol.metric_states import MetricStates
 from oneloop.task_protocol.protocol_checks import Contract, named, theirs
