@@ -9,8 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from oneloop.task_protocol.protocol import check, check_sets
-from oneloop.tasks.causal_lm import BPE, Bytes, CausalLM
+from oneloop.tasks.causal_lm import CausalLM
 from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tasks.language.tokens import BPE, Bytes
 from oneloop.tasks.text_classification import TextClassification
 from worlds import run, train
 

@@ -120,8 +120,7 @@ class MaskedTokens:
         else:
             numbers = numbers[1:]
         numbers = torch.where(can_be_drawn, numbers, torch.inf)
-        chosen = numbers <= numbers.min()
-        chosen |= numbers < self.masks.share
+        chosen = (numbers < self.masks.share) | (numbers == numbers.min())
 
         # Draw what the model sees in place of each one.
         fate = torch.rand(len(tokens))
