@@ -29,6 +29,7 @@ RECIPES = {
     "snippets": "snippets --task.data {rows} --task.length 64",
     "docstrings": "docstrings --task.data {pairs} --task.length 24",
     "bert": "bert --task.data {texts} --task.block 32 --task.vocab 300",
+    "numbers": "numbers --task.length 16",
 }
 OTHERS = {
     "gpt packed": RECIPES["gpt"] + " --task.pack packed",
@@ -55,6 +56,7 @@ _OF_TRANSFORMERS = (
     "snippets",
     "docstrings",
     "bert",
+    "numbers",
 )
 
 

@@ -124,11 +124,10 @@ def test_beams_and_a_rank_without_samples(tmp_path: Path) -> None:
     one = tmp_path / "one"
     trained(one, "Copies", *more)
     assert sorted(texts_of(one)) == [0, 4, 8]
-    for config in ("ddp", "fsdp2"):
-        folder = tmp_path / config
-        trained(folder, "Copies", *more, ranks=2, config=config)
-        assert texts_of(folder) == texts_of(one), config
-        assert evaluations(folder)[-1]["eval/chrf"] == evaluations(one)[-1]["eval/chrf"]
+    two = tmp_path / "two"
+    trained(two, "Copies", *more, ranks=2, config="fsdp2")
+    assert texts_of(two) == texts_of(one)
+    assert evaluations(two)[-1]["eval/chrf"] == evaluations(one)[-1]["eval/chrf"]
 
 
 def test_only_the_first_ema_generates(tmp_path: Path) -> None:
@@ -179,6 +178,7 @@ def test_a_failing_writer_is_found_before_the_run(tmp_path: Path, config: str) -
     assert not (folder / "run").exists()
 
 
+@pytest.mark.slow
 def test_a_stop_within_generation_is_resumed(tmp_path: Path) -> None:
     """A run that is stopped while it generates evaluates again, with the same results."""
     whole = tmp_path / "whole"

@@ -88,5 +88,6 @@ def _of_ranks() -> dict[str, float]:
     return {name: float(value) for name, value in adapted(metrics).compute().items()}
 
 
+@pytest.mark.slow
 def test_three_processes_compute_what_one_does() -> None:
     assert run(_of_ranks, ranks=3).ok() == [computed(TEXTS, REFERENCES)] * 3

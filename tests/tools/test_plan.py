@@ -11,6 +11,7 @@ from collections import Counter
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from adapters import a_base
 from oneloop.cli import main
@@ -384,22 +385,29 @@ def test_an_upper_bound_that_does_not_fit_may_fit(capsys):
     assert capsys.readouterr().out.startswith("fits: ")
 
 
-@pytest.mark.parametrize(
-    ("what", "names"),
-    [
-        ("bias", "bias and output.bias"),
-        pytest.param("module", "0.up.weight and 1.up.weight", marks=pytest.mark.slow),
-    ],
-)
-def test_tied_parameters_that_fsdp2_separates_are_named_in_plan_and_run(
-    what, names, tmp_path, capsys
-):
-    words = [f"{HERE / 'planning.py'}:Tied", "--task.what", what, "--batch.size", "8"]
+def test_tied_parameters_that_fsdp2_separates_are_named_in_plan_and_run(tmp_path, capsys):
+    words = [f"{HERE / 'planning.py'}:Tied", "--task.what", "module", "--batch.size", "8"]
     assert main(["plan", *words, "--config_file", "fsdp2", "--processes", "2"]) == 2
     error = capsys.readouterr().err
+    names = "0.up.weight and 1.up.weight"
     assert f"cannot shard the model: {names} are one parameter" in error
     ended = run(train, words, ranks=2, config="fsdp2", folder=tmp_path)
     assert ended.codes == [2, 2] and error in ended.output
+
+
+def test_a_bias_of_the_model_and_its_output_layer_is_in_the_unit_of_the_root(tmp_path):
+    words = [f"{HERE / 'planning.py'}:Tied", "--task.what", "bias", "--batch.size", "8"]
+    words += ["--duration", "5", "--track", "none", "--optimizer.name", "sgd"]
+    assert main(["plan", *words, "--config_file", "fsdp2", "--processes", "2"]) == 0
+    for config, ranks in (("single", 1), ("fsdp2", 2)):
+        more = ["--run.dir", config]
+        run(train, [*words, *more], ranks=ranks, config=config, folder=tmp_path).ok()
+    one, two = (
+        load_file(tmp_path / name / "final/model.safetensors") for name in ("single", "fsdp2")
+    )
+    assert one.keys() == two.keys()
+    for name, value in one.items():
+        assert torch.allclose(value, two[name], rtol=1e-6, atol=1e-7), name
 
 
 def test_odd_tasks_and_environments(capfd, monkeypatch):

@@ -213,6 +213,9 @@ def _plannable(recipe: Recipe, words: Sequence[str]) -> tuple[Recipe, NotCounted
         notes.append(f"machine.recompute {recompute}: planned as none, which is an upper bound")
         recompute = "none"
 
+    if recipe.eval.generate:
+        found.more.append(f"eval.generate {recipe.eval.generate}: keys and values of the tokens")
+
     # Plan quantized weights in the dtype of the model.
     lora = recipe.task.options.get("lora")
     if isinstance(lora, Mapping) and lora.get("quantize"):

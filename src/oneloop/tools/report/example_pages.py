@@ -172,11 +172,14 @@ def _token(text: str, loss: Any) -> str:
 
 
 def _written(sample: Mapping[str, Any]) -> str:
+    reference = ""
+    if "target" in sample:
+        reference = f" · reference: {_safe(sample['target'])}"
     return (
         f'<pre tabindex="0"><span class="soft">{_safe(sample.get("prompt", ""))}</span>'
         f"<mark>{_safe(sample['continuation'])}</mark></pre>{_earlier(sample.get('earlier'))}"
         f'<p class="verdict"><span class="soft">given text, then the model\'s · sample'
-        f" {_safe(sample.get('index'))}</span></p>"
+        f" {_safe(sample.get('index'))}</span>{reference}</p>"
     )
 
 
