@@ -48,7 +48,7 @@ class NearTies:
             self.found = torch.zeros_like(self._done)
         largest, chosen = logits.topk(2)
         rounding = _ROUNDING * torch.finfo(logits.dtype).eps * largest[:, 0].abs()
-        near = largest[:, 0] - largest[:, 1] < rounding
+        near = largest[:, 0] - largest[:, 1] <= rounding
         self.found |= near & ~self._done
         self._done |= torch.isin(chosen[:, 0], self._ends)
         return logits

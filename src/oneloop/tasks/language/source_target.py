@@ -131,6 +131,11 @@ class SourceTarget:
         """Return a key of the texts' content; None if it is unknown."""
         return self.content and {"samples": len(self), **self.content}
 
+    @property
+    def warning(self) -> str:
+        """A line for the user if texts are too long for the model; else empty."""
+        return "; ".join(self.notes("cut"))
+
     def about(self) -> str:
         """Return a log line about the lengths."""
         lengths = self.lengths
