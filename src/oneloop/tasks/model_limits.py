@@ -9,12 +9,13 @@ from torch import nn
 from oneloop.basics.base_models import place_of
 
 
-def config_of(name: str, *, trust_remote_code: bool = False) -> Any:
+def config_of(name: str, *, trust_remote_code: bool = False, whole: bool = False) -> Any:
     """Return the text configuration of a model. Raise ValueError if it cannot be loaded.
 
     Args:
         name: a folder saved by transformers, or ``hf:ID[@REVISION]``.
         trust_remote_code: run Python code stored with the weights.
+        whole: return the configuration of the whole model, which may be of several models.
     """
     from transformers import AutoConfig
 
@@ -27,7 +28,7 @@ def config_of(name: str, *, trust_remote_code: bool = False) -> Any:
         raise ValueError(
             f"task.model {name!r} cannot be loaded: {' '.join(str(error).split())}"
         ) from error
-    return config.get_text_config()
+    return config if whole else config.get_text_config()
 
 
 def first_position(model: nn.Module) -> tuple[int, int | None]:

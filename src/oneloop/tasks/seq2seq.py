@@ -371,7 +371,7 @@ def _from_scratch(shape: Mapping[str, Any], entries: int) -> nn.Module:
 
 def _check_model(name: str, *, trust_remote_code: bool) -> None:
     """Raise ValueError if a model has no encoder and decoder."""
-    config = config_of(name, trust_remote_code=trust_remote_code)
+    config = config_of(name, trust_remote_code=trust_remote_code, whole=True)
     if not getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"task.model {name!r} is not an encoder-decoder model ({config.model_type}); use "
