@@ -21,6 +21,7 @@ from worlds import after, run, train
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.seq2seq",
     "oneloop.tasks.language.source_target",
+    "oneloop.tasks.language.encoder_decoder",
     "oneloop.tasks.language.number_words",
     "oneloop.tasks.language.token_targets",
 )
@@ -199,6 +200,13 @@ def test_texts_files_and_predictions(tmp_path: Path) -> None:
         texts += tokenizer.batch_decode(tokens, skip_special_tokens=True)
     assert [row["answer"] for row in found] == texts
     assert all(row["source"].startswith("say ") for row in found)
+
+    # Rows to predict may have targets, or none.
+    rows = [{"digits": "40", "english": "forty"}, {"digits": "41", "english": ""}]
+    (tmp_path / "new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    after(tmp_path, "predict", "run", "--data", "new.jsonl", "--to", "new.csv.jsonl").ok()
+    (forty, other) = map(json.loads, (tmp_path / "new.csv.jsonl").read_text().splitlines())
+    assert forty["target"] == "forty" and forty["tokens"] > 1 and other["loss"] is None
     references = [row["target"] for row in found]
     assert [in_words(int(row["source"][4:])) for row in found] == references
 
@@ -259,6 +267,14 @@ def test_long_texts_are_cut_before_their_end_or_dropped(tmp_path: Path) -> None:
     fitting = [full for full in long if len(full) <= 8]
     assert len(dropped.train_set()) == len(fitting)
     assert any("pairs are longer than 8 source" in note for note in cut.notes)
+
+
+def test_a_tokenizer_from_scratch_is_trained_on_the_training_texts(tmp_path: Path) -> None:
+    rows = [{"source": f"purplish {n}", "target": f"zyxwv {n}"} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = Seq2Seq(str(tmp_path / "rows.jsonl"), vocab=300)
+    assert len(task.tokenizer("purplish")["input_ids"]) == 2  # the word and the end token
+    assert len(task.tokenizer("seventeen")["input_ids"]) > 5
 
 
 WRONG = [

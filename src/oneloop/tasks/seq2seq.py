@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.tasks.language.encoder_decoder import (
+    check_encoder_decoder,
+    check_tokenizer,
+    t5_from_scratch,
+)
 from oneloop.tasks.language.generation import generated_texts
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import load_model
@@ -20,6 +26,7 @@ from oneloop.tasks.language.source_target import (
     SourceTarget,
     collated_pairs,
     encoded_pair,
+    texts_in,
 )
 from oneloop.tasks.language.text_metrics import (
     DEFAULT,
@@ -29,13 +36,14 @@ from oneloop.tasks.language.text_metrics import (
 )
 from oneloop.tasks.language.token_targets import TokenTargets
 from oneloop.tasks.language.tokens import ending_tokenizer, tokenizer_key
-from oneloop.tasks.model_limits import check_sizes, config_of, shorter_length
+from oneloop.tasks.model_limits import check_sizes, shorter_length
 from oneloop.tasks.rows.cache import key_of
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
     combined,
+    first_columns,
     named_sources,
     notes_of,
     opened,
@@ -71,7 +79,7 @@ class Seq2Seq(TokenTargets):
         heads: number of attention heads.
         width: hidden size.
         dropout: dropout of a model from scratch.
-        vocab: vocabulary size of the tokenizer from scratch.
+        vocab: vocabulary size of the tokenizer from scratch (a BPE, trained on the training texts).
         length: maximum tokens of a source.
         target_length: maximum tokens of a target.
         overlong: cut longer texts before their end token, or drop the pair.
@@ -138,16 +146,19 @@ class Seq2Seq(TokenTargets):
         self.answer = self.lengths[1] if answer is None else answer
         self._check_numbers()
 
-        # Choose the tokenizer.
+        # Choose the tokenizer; without a model, train it on the training texts.
+        sources = self._sources(data, held_out, unreadable)
         if self.name is None:
-            self.tokenizer = ending_tokenizer(NumberWords("train").texts(), vocab)
+            trained = [(one.parts["train"], one.columns) for one in sources]
+            content = [[rows.fingerprint(), dict(columns)] for rows, columns in trained]
+            texts = chain.from_iterable(texts_in(*one) for one in trained)
+            self.tokenizer = ending_tokenizer(texts, vocab, cache_key=content)
         else:
-            _check_model(self.name, trust_remote_code=trust_remote_code)
+            check_encoder_decoder(self.name, trust_remote_code=trust_remote_code)
             self.tokenizer = self.known_tokenizer()
-            _check_tokenizer(self.name, self.tokenizer)
+            check_tokenizer(self.name, self.tokenizer)
 
         # Tokenize all splits of all sources.
-        sources = self._sources(data, held_out, unreadable)
         samples = []
         for one in sources:
             splits = {}
@@ -198,12 +209,17 @@ class Seq2Seq(TokenTargets):
         sources = named_sources(data, self.columns, unreadable=unreadable)
         return [opened(source, held_out=held_out, window=self.window) for source in sources]
 
-    def _samples(self, source: Source, rows: Any) -> SourceTarget:
+    def _samples(self, source: Source, rows: Any, *, labelled: bool = True) -> SourceTarget:
         """Return the samples of the rows of one split."""
         # The cache key names all that the tokens of a row depend on.
-        key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self.prefix, dict(source.columns)]
+        key: list[Any] = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self.prefix]
+        key += [dict(source.columns), labelled]
         encode = partial(
-            encoded_pair, columns=source.columns, tokenizer=self.tokenizer, prefix=self.prefix
+            encoded_pair,
+            columns=source.columns,
+            tokenizer=self.tokenizer,
+            prefix=self.prefix,
+            labelled=labelled,
         )
         skip = source.skipped is not None and source.parts.keys() != {"all"}
         texts: Ragged = ragged(
@@ -217,13 +233,16 @@ class Seq2Seq(TokenTargets):
         return SourceTarget(texts, self.lengths, self.overlong, content)
 
     def samples_of(self, data: str, *, labelled: bool) -> SourceTarget:
-        columns = dict(self.columns)
+        # A row to predict may have a target.
+        choices = [self.columns]
         if not labelled:
-            columns["target"] = ""
-        source = whole(Source(data, columns), window=self.window)
+            choices.append({**self.columns, "target": ""})
+        source = first_columns(
+            Source(data, self.columns), choices, partial(whole, window=self.window)
+        )
         overlong = self.overlong
         self.overlong = "cut"  # each row is predicted
-        samples = self._samples(source, source.parts["all"])
+        samples = self._samples(source, source.parts["all"], labelled=labelled)
         self.overlong = overlong
         return samples
 
@@ -233,7 +252,7 @@ class Seq2Seq(TokenTargets):
     def bare_model(self) -> nn.Module:
         entries = len(self.tokenizer)
         if self.name is None:
-            return _from_scratch(self._shape, entries)
+            return t5_from_scratch(self._shape, entries)
         model, notes = load_model(
             self.name,
             entries=entries,
@@ -345,50 +364,3 @@ class Seq2Seq(TokenTargets):
 
     def _answer(self, tokens: list[int]) -> str:
         return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-
-
-def _from_scratch(shape: Mapping[str, Any], entries: int) -> nn.Module:
-    """Return a T5 with random weights; its tokenizer is :func:`ending_tokenizer`."""
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    width, heads = shape["width"], shape["heads"]
-    if width % heads:
-        raise ValueError(f"task.width {width} is not divisible by task.heads {heads}")
-    config = T5Config(
-        vocab_size=entries,
-        d_model=width,
-        d_kv=width // heads,
-        d_ff=4 * width,
-        num_layers=shape["layers"],
-        num_heads=heads,
-        dropout_rate=shape["dropout"],
-        pad_token_id=0,
-        eos_token_id=1,
-        decoder_start_token_id=0,
-    )
-    return T5ForConditionalGeneration(config)  # type: ignore[no-any-return]
-
-
-def _check_model(name: str, *, trust_remote_code: bool) -> None:
-    """Raise ValueError if a model has no encoder and decoder."""
-    config = config_of(name, trust_remote_code=trust_remote_code, whole=True)
-    if not getattr(config, "is_encoder_decoder", False):
-        raise ValueError(
-            f"task.model {name!r} is not an encoder-decoder model ({config.model_type}); use "
-            "--task causal_lm or sft for a decoder, text_classification for an encoder"
-        )
-
-
-def _check_tokenizer(name: str, tokenizer: Any) -> None:
-    """Raise ValueError if a tokenizer lacks tokens, or needs to know the languages."""
-    for role in ("pad_token", "eos_token"):
-        if getattr(tokenizer, role) is None:
-            raise ValueError(
-                f"task.model {name!r}: its tokenizer has no {role}; set one, and save it next to "
-                "the weights"
-            )
-    if hasattr(tokenizer, "src_lang") or hasattr(tokenizer, "tgt_lang"):
-        raise ValueError(
-            f"task.model {name!r}: its tokenizer ({type(tokenizer).__name__}) needs the languages "
-            "of source and target, which this task cannot set; use a model of one pair of languages"
-        )

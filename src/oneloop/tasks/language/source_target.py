@@ -4,7 +4,7 @@ One array holds both: the source tokens are stored as their bitwise complements,
 tokens.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -22,16 +22,31 @@ Overlong = Literal["cut", "drop"]
 Pair = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
+def texts_in(rows: Any, columns: Mapping[str, str]) -> Iterator[str]:
+    """Yield the texts of rows, on which a tokenizer is trained.
+
+    Args:
+        rows: a sequence of rows.
+        columns: names of the columns ``source`` and ``target``.
+    """
+    for index in range(len(rows)):
+        row = rows[index]
+        for column in columns.values():
+            if isinstance(row[column], str):
+                yield row[column]
+
+
 def encoded_pair(
-    row: Row, columns: Mapping[str, str], tokenizer: Any, prefix: str
+    row: Row, columns: Mapping[str, str], tokenizer: Any, prefix: str, *, labelled: bool = True
 ) -> NDArray[np.int32]:
     """Return the tokens of a row: complements of those of the source, then those of the target.
 
     Args:
         row: values by column.
-        columns: names of the columns ``source`` and ``target``; a row to predict has no target.
+        columns: names of the columns ``source`` and ``target`` ("": no such column).
         tokenizer: a tokenizer of transformers.
         prefix: text before each source.
+        labelled: whether the row needs a target.
 
     Raises:
         ValueError: source or target are empty, or not a text.
@@ -41,7 +56,7 @@ def encoded_pair(
     if not inputs:
         raise ValueError("the source has no tokens; fill it, or remove the row")
     labels = list[int]()
-    if columns["target"]:
+    if columns["target"] and (labelled or row[columns["target"]]):
         target = _text(row, columns["target"], "target")
         labels = tokenizer(text_target=target, verbose=False)["input_ids"]
         # Some tokenizers end a text themselves.

@@ -224,21 +224,30 @@ def chat_tokenizer(texts: Iterable[str], vocab: int) -> Any:
     return tokenizer
 
 
-def ending_tokenizer(texts: Iterable[str], vocab: int) -> Any:
+def ending_tokenizer(texts: Iterable[str], vocab: int, *, cache_key: Any = None) -> Any:
     """Train a byte-level BPE; return a tokenizer of transformers that ends each text, as T5's.
 
     Args:
         texts: the training texts.
         vocab: vocabulary size.
+        cache_key: JSON that identifies the texts (None: do not cache).
 
     Raises:
         ValueError: the vocabulary size is below 258.
     """
+    from tokenizers import Tokenizer
     from tokenizers.processors import TemplateProcessing
     from transformers import PreTrainedTokenizerFast
 
     special = ["<pad>", "</s>"]
-    bpe = _byte_level(texts, vocab, special)
+    if cache_key is None:
+        bpe = _byte_level(texts, vocab, special)
+    else:
+        with alone(f"bpe/{key_of(cache_key, vocab, *special)}.json") as path:
+            if not path.exists():
+                with replacing(path) as draft:
+                    _byte_level(texts, vocab, special).save(str(draft))
+            bpe = Tokenizer.from_file(str(path))
     bpe.post_processor = TemplateProcessing("$A </s>", special_tokens=[("</s>", 1)])
     return PreTrainedTokenizerFast(tokenizer_object=bpe, pad_token=special[0], eos_token=special[1])
 
