@@ -25,10 +25,11 @@ for number in range(200):
     folder.mkdir(parents=True, exist_ok=True)
     Image.fromarray((digits.images[number] * 15.9).astype("uint8")).save(folder / f"{number}.png")
 END
-for recipe in digits gpt llama bert sft snippets images; do
+for recipe in digits gpt llama bert sft numbers snippets images; do
   case $recipe in
     gpt | llama | bert | snippets) own=(--task.layers 1 --task.heads 2 --task.width 32) ;;  # small: the last evaluation reads the whole validation split
     images) own=(--task.data images) ;;
+    numbers) own=(--task.layers 1 --eval.generate 16) ;;
     *) own=() ;;
   esac
   for strategy in single ddp fsdp2; do
