@@ -79,8 +79,9 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
     tied = _tied(model)
     try:
         on_device = _mesh_on(accelerator.device)
-        with on_device, _own_units(model, tied):
-            plugin.transformer_cls_names_to_wrap = _without_embedding(model, asked) or None
+        with on_device, _own_units(model, tied) as embedding:
+            classes = _without_embedding(model, embedding, asked)
+            plugin.transformer_cls_names_to_wrap = classes or None
             prepared, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     # an unknown layer class, a container, a module in two units
     except (ValueError, NotImplementedError, RuntimeError, TypeError) as error:
@@ -179,8 +180,10 @@ def _train_as_unsharded(model: nn.Module) -> None:
 
 
 @contextmanager
-def _own_units(model: nn.Module, tied: Sequence[Sequence[str]]) -> Iterator[None]:
+def _own_units(model: nn.Module, tied: Sequence[Sequence[str]]) -> Iterator[nn.Module | None]:
     """Hide embeddings, for a while, that accelerate cannot shard as units of their own.
+
+    Yield the input embedding, if the model has one.
 
     Models of transformers without an input embedding, or with several, raise NotImplementedError,
     which accelerate does not catch. And if more modules than the input embedding and the output
@@ -212,18 +215,19 @@ def _own_units(model: nn.Module, tied: Sequence[Sequence[str]]) -> Iterator[None
             setattr(model, name, lambda: None)
             hidden.append(name)
     try:
-        yield
+        yield own[0]
     finally:
         for name in hidden:
             delattr(model, name)
 
 
-def _without_embedding(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+def _without_embedding(
+    model: nn.Module, embedding: nn.Module | None, blocks: Sequence[str]
+) -> list[str]:
     """Return the classes that do not contain the input embedding.
 
     accelerate shards it separately, and only once.
     """
-    embedding = getattr(model, "get_input_embeddings", lambda: None)()
     outer = set()
     for module in model.modules():
         if module is not embedding and any(inner is embedding for inner in module.modules()):

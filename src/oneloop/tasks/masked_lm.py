@@ -185,7 +185,6 @@ class MaskedLM(RawTexts):
 
     def model(self) -> nn.Module:
         model = self.bare_model()
-        _name_bias_once(model)
         self._first_position = first_position(model)[0]
         if next(model.parameters()).device.type == "meta":
             return model
@@ -266,20 +265,6 @@ class MaskedLM(RawTexts):
     def save(self, model: nn.Module, folder: Path) -> None:
         self.save_model(model, folder)
         self.tokenizer.save(folder)
-
-
-def _name_bias_once(model: Any) -> None:
-    """Leave the bias of the output layer only to this layer.
-
-    The heads of BERT and RoBERTa hold it, too, but do not read it. FSDP2 shards the layer on its
-    own, and cannot shard a parameter twice. transformers loads either name.
-    """
-    output = model.get_output_embeddings()
-    bias = getattr(output, "bias", None)
-    for module in model.modules():
-        for name, parameter in [*module.named_parameters(recurse=False)]:
-            if parameter is bias and module is not output:
-                module.register_parameter(name, None)
 
 
 def _encoder_config(name: str, *, trust_remote_code: bool) -> Any:
