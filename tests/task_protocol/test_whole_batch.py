@@ -55,7 +55,7 @@ LAYOUTS = {
 LAYOUTS |= {"FSDP2 2": ("fsdp2", 2, 8)}
 
 
-_SLOW = ("1 x 32", "DDP 4")
+_SLOW = ("1 x 32", "DDP 2", "DDP 4")
 
 
 @pytest.mark.parametrize(
