@@ -269,6 +269,21 @@ def test_long_texts_are_cut_before_their_end_or_dropped(tmp_path: Path) -> None:
     assert any("pairs are longer than 8 source" in note for note in cut.notes)
 
 
+def test_settings_of_the_model_that_change_the_form_of_texts_do_not_apply(tmp_path: Path) -> None:
+    a_model(tmp_path / "model", "Bart")
+    data_in(tmp_path)
+    task = Seq2Seq(
+        str(tmp_path / "pairs.jsonl"), "english", "digits", model=str(tmp_path / "model"), length=32
+    )
+    model: Any = task.model().eval()
+    batch = task.collate([task.train_set()[index] for index in range(3)])
+    plain = task.generate(model, batch)["texts"]
+    model.generation_config.return_dict_in_generate = True
+    model.generation_config.num_return_sequences = 2
+    model.generation_config.eos_token_id = None
+    assert task.generate(model, batch)["texts"] == plain and len(plain) == 3
+
+
 def test_a_tokenizer_from_scratch_is_trained_on_the_training_texts(tmp_path: Path) -> None:
     rows = [{"source": f"purplish {n}", "target": f"zyxwv {n}"} for n in range(60)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

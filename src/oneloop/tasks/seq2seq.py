@@ -324,6 +324,7 @@ class Seq2Seq(TokenTargets):
             batch["mask"],
             count=self.answer,
             beams=self.beams,
+            end=self.tokenizer.eos_token_id,
             decode=self._answer,
         )
 
@@ -359,7 +360,7 @@ class Seq2Seq(TokenTargets):
         return shown
 
     def save(self, model: nn.Module, folder: Path) -> None:
-        self.save_model(model, folder)
+        self.save_model(model, folder, ends=[self.tokenizer.eos_token_id])
         self.tokenizer.save_pretrained(folder)
 
     def _answer(self, tokens: list[int]) -> str:

@@ -150,6 +150,7 @@ def generated_texts(
     *,
     count: int,
     beams: int,
+    end: int,
     decode: Callable[[list[int]], str],
 ) -> dict[str, Any]:
     """Generate with an encoder-decoder model, as a task's ``generate`` returns it.
@@ -160,6 +161,7 @@ def generated_texts(
         mask: (samples, tokens), 0 for padding.
         count: most tokens of a text.
         beams: of the beam search; 1: greedy.
+        end: end token of the tokenizer, for a model that names none.
         decode: from the tokens of an answer to its text.
 
     Returns:
@@ -173,10 +175,14 @@ def generated_texts(
     config.max_new_tokens = count
     config.num_beams = beams
     config.do_sample = False
+    config.num_return_sequences = 1
+    config.return_dict_in_generate = False
+    if config.eos_token_id is None:
+        config.eos_token_id = end
 
     ends = config.eos_token_id
     if not isinstance(ends, list):
-        ends = [] if ends is None else [ends]
+        ends = [ends]
     ties = NearTies(ends)
     tokens = model.generate(
         input_ids=inputs,
