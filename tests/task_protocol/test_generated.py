@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 import writers
@@ -154,6 +156,8 @@ WRONG = [
     ("sft", ["--eval.generate", "-2"], "eval.generate"),
     ("sft", ["--task.text_metrics", "[bleu, bleu]"], "'bleu' is there twice"),
     ("sft", ["--task.text_metrics", "[]"], "task.text_metrics is empty"),
+    ("sft", ["--task.length", "24"], "samples are cut at 24 tokens; raise task.length"),
+    ("numbers", ["--task.target_length", "4"], "targets are cut at 4 tokens; raise task.target"),
 ]
 
 
@@ -191,3 +195,78 @@ def test_a_stop_within_generation_is_resumed(tmp_path: Path) -> None:
     assert json.loads((stopped / "run/summary.json").read_text())["step"] < 4
     run(train, again).ok()
     assert evaluations(stopped) == evaluations(whole)
+
+
+def _dtypes(task: str) -> list[torch.dtype]:
+    """Return the dtypes in which the first linear layer computes while a text is generated."""
+    from accelerate import Accelerator
+
+    from oneloop.basics.generation import generated
+    from oneloop.launch.processes import start
+
+    own = getattr(writers, task)()
+    run_ = start()
+    assert isinstance(run_.accelerator, Accelerator)
+    model = run_.prepare(own.model(), blocks=["T5Block"]).eval()
+    seen = list[torch.dtype]()
+    layer = next(m for m in model.modules() if isinstance(m, torch.nn.Linear))
+    layer.register_forward_hook(lambda module, inputs, output: seen.append(output.dtype))
+    data = own.eval_sets()["validation"]
+    with torch.no_grad():
+        generated(own, model, own.collate([data[0], data[1]]))
+    return sorted(set(seen), key=str)
+
+
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
+)
+def test_an_encoder_generates_in_the_precision_of_the_run(config: str, ranks: int) -> None:
+    """Outside of the model's forward, its encoder would compute in float32."""
+    half = run(_dtypes, "Copies", ranks=ranks, config=config, options=["--mixed_precision", "bf16"])
+    assert half.ok() == [[torch.bfloat16]] * ranks
+
+
+def test_metrics_and_texts_are_checked_with_their_method() -> None:
+    from oneloop.basics.exit_codes import BadInput
+    from oneloop.task_protocol.evaluation_metrics import directions
+    from oneloop.task_protocol.generated import made_for_metrics
+
+    class Clash(writers.Copies):
+        name = "loss"
+
+        def generated_metrics(self) -> Any:
+            from torchmetrics import MeanMetric, MetricCollection
+
+            return MetricCollection({self.name: MeanMetric()})
+
+        def metrics(self) -> Any:
+            from torchmetrics import MeanMetric, MetricCollection
+
+            return MetricCollection({"accuracy": MeanMetric()})
+
+    task = Clash()
+    with pytest.raises(ValueError, match=r"rename it in generated_metrics\(\)"):
+        directions(task, generated=True)
+    task.name = "accuracy"
+    with pytest.raises(ValueError, match="is also one of metrics"):
+        directions(task, generated=True)
+    for texts, message in (
+        (["a"], "1 texts for 2 samples"),
+        (["a", 2], "a list with a int"),
+        (None, "a NoneType"),
+    ):
+        with pytest.raises(BadInput, match=message):
+            made_for_metrics(task, {"texts": texts}, samples=2)
+
+
+def test_near_ties_are_relative_to_the_size_of_the_logits() -> None:
+    from oneloop.tasks.language.generation import NearTies
+
+    ties = NearTies([1])
+    far = [[0.0, -1.0, -50.0]]  # no tie
+    near = [[1e-7, 0.0, -50.0]]  # rounding of numbers near 50 is larger
+    excluded = [[1e-7, 0.0, float("-inf")]]  # rounding of numbers near 1e-7 is smaller
+    for logits, found in ((far, False), (near, True), (excluded, False)):
+        ties = NearTies([1])
+        ties(torch.zeros(1, 1), torch.tensor(logits))
+        assert ties.found is not None and bool(ties.found) == found, logits

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
@@ -267,6 +268,18 @@ def test_long_texts_are_cut_before_their_end_or_dropped(tmp_path: Path) -> None:
     fitting = [full for full in long if len(full) <= 8]
     assert len(dropped.train_set()) == len(fitting)
     assert any("pairs are longer than 8 source" in note for note in cut.notes)
+
+
+def test_a_source_without_an_end_token_is_cut_at_its_end(tmp_path: Path) -> None:
+    from oneloop.tasks.language.source_target import SourceTarget
+    from oneloop.tasks.rows.cached_arrays import Ragged
+
+    values = np.array([~5, ~6, ~7, ~8, 9, 1], dtype=np.int32)
+    texts = Ragged(values, np.array([len(values)]))
+    plain = SourceTarget(texts, (3, 4), "cut", ends=[1], content=None)
+    ended = SourceTarget(texts, (3, 4), "cut", ends=[1, 8], content=None)
+    assert plain[0][0].tolist() == [5, 6, 7] and ended[0][0].tolist() == [5, 6, 8]
+    assert plain[0][1].tolist() == [9, 1] and not plain.cut_references
 
 
 def test_settings_of_the_model_that_change_the_form_of_texts_do_not_apply(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Call a task's ``generate`` on every parallel layout.
 
-It gets the bare model, and may call ``model.generate`` of transformers. Under FSDP2 this calls
-nothing but the model's own forward, equally often on all ranks, so that the weights stay sharded.
+It gets the bare model, and may call ``model.generate`` of transformers. This calls nothing but the
+model's own forward, which has the run's precision; under FSDP2 all ranks call it equally often, and
+the weights stay sharded.
 
 >>> made = generated(task, model, batch)  # collective under FSDP2
 >>> made["texts"]
@@ -52,18 +53,20 @@ def generated(task: Any, model: nn.Module, batch: Mapping[str, Any]) -> dict[str
 def only_forward(model: nn.Module) -> Iterator[None]:
     """Let ``model.generate`` of transformers call only the model's forward in this context.
 
-    This matters under FSDP2, which gathers weights in the forward of the whole model: an encoder
-    that is called alone would see shards, and a rank that ends early would leave the others
-    waiting. Other models are not changed.
+    Only this forward is what a run wraps: mixed precision would leave out an encoder that is called
+    alone, and under FSDP2 the encoder would see shards. Under FSDP2, a rank that ends early
+    continues until the others end. Models without ``generate`` are not changed.
 
     Args:
-        model: a model of transformers, or another one.
+        model: without the DDP wrapper.
     """
-    if not isinstance(model, FSDPModule) or not hasattr(model, "generate"):
+    if not hasattr(model, "generate"):
         yield
         return
     transformers_model: Any = model
-    attributes: dict[str, Any] = {"generate": partial(_in_step, transformers_model.generate)}
+    attributes: dict[str, Any] = {}
+    if isinstance(model, FSDPModule):
+        attributes["generate"] = partial(_in_step, transformers_model.generate)
     config = getattr(model, "config", None)
     if getattr(config, "is_encoder_decoder", False):
         encoder = _EncoderThroughModel(model, transformers_model.get_encoder())

@@ -181,7 +181,7 @@ def _train_as_unsharded(model: nn.Module) -> None:
 
 @contextmanager
 def _own_units(model: nn.Module, tied: Sequence[Sequence[str]]) -> Iterator[nn.Module | None]:
-    """Hide embeddings, for a while, that accelerate cannot shard as units of their own.
+    """Hide embeddings, for a while, that accelerate cannot shard as separate units.
 
     Yield the input embedding, if the model has one.
 

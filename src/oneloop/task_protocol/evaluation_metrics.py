@@ -259,7 +259,7 @@ def directions(task: object, *, generated: bool = False) -> dict[str, bool | Non
         if make is None:
             continue
         own = adapted(make()).higher_is_better
-        _check_names(own)
+        _check_names(own, maker)
         for name in own:
             if name in known:
                 raise ValueError(
@@ -270,20 +270,28 @@ def directions(task: object, *, generated: bool = False) -> dict[str, bool | Non
     return known
 
 
-def scalars(values: Mapping[str, Any]) -> dict[str, float]:
-    """Return the scalar metrics, without matrices. Raise ValueError if one is named ``loss``."""
-    _check_names(values)
+def scalars(values: Mapping[str, Any], member: str = "metrics") -> dict[str, float]:
+    """Return the scalar metrics, without matrices.
+
+    Args:
+        values: computed metrics by name.
+        member: the task's method that made the metrics, for the message.
+
+    Raises:
+        ValueError: a metric is named ``loss``.
+    """
+    _check_names(values, member)
     tensors = {name: as_tensor(name, value) for name, value in values.items()}
     return {name: float(value) for name, value in tensors.items() if not _is_table(value)}
 
 
-def _check_names(names: Iterable[str]) -> None:
+def _check_names(names: Iterable[str], member: str) -> None:
     """Raise ValueError if a metric would replace the loss of an evaluation."""
     for name in names:
         if name == "loss" or name.startswith("loss/"):
             raise ValueError(
                 f"the metric {name!r} has the name of the loss of each evaluation; rename it in "
-                "metrics()"
+                f"{member}()"
             )
 
 

@@ -1,6 +1,6 @@
 """What a task generates in an evaluation: for which samples, and for which metrics."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -58,12 +58,13 @@ def generating_weights(emas: Sequence[str]) -> str:
     return emas[0] if emas else "raw"
 
 
-def check_generates(task: Any, eval_sets: Collection[str]) -> None:
-    """Raise ValueError if a task lacks what ``eval.generate`` needs.
+def check_generates(task: Any, eval_sets: Mapping[str, Any]) -> None:
+    """Raise ValueError if a task or its data lack what ``eval.generate`` needs.
 
     Args:
         task: of the run.
-        eval_sets: names of its evaluation sets.
+        eval_sets: its evaluation sets by name. A set with the attribute ``cut_references``, a text
+            that is not empty, is rejected with this text; so is a mixture that holds one.
     """
     if not eval_sets:
         raise ValueError(
@@ -75,6 +76,13 @@ def check_generates(task: Any, eval_sets: Collection[str]) -> None:
             f"eval.generate: the task {type(task).__name__} has no {', '.join(missing)}; add the "
             "missing methods (docs/how-to/generate-while-training.md), or remove eval.generate"
         )
+    for name, dataset in eval_sets.items():
+        mixed = getattr(dataset, "sets", None)
+        parts = mixed.values() if isinstance(mixed, Mapping) else [dataset]
+        for part in parts:
+            cut = getattr(part, "cut_references", "")
+            if cut:
+                raise ValueError(f"eval.generate cannot compare texts of the {name} set: {cut}")
 
 
 def made_for_metrics(task: Any, made: Mapping[str, Any], *, samples: int) -> Any:
@@ -94,10 +102,15 @@ def made_for_metrics(task: Any, made: Mapping[str, Any], *, samples: int) -> Any
     is_list = isinstance(texts, list | tuple)
     if is_list and len(texts) == samples and all(isinstance(text, str) for text in texts):
         return list(texts)
-    found = f"{len(texts)} entries" if is_list else f"a {type(texts).__name__}"
+
+    # Describe what is wrong: the type, an entry, or the number.
+    found = f"a {type(texts).__name__}"
+    if is_list:
+        strange = [type(text).__name__ for text in texts if not isinstance(text, str)]
+        found = f"a list with a {strange[0]}" if strange else f"{len(texts)} texts"
     raise BadInput(
-        f"{named(task, 'generate')} returned {found} as texts of {samples} samples; return a list "
-        "of one str for each sample, or a dict"
+        f"{named(task, 'generate')} must return a list of one text (str) for each sample, or a "
+        f"dict; it returned {found} for {samples} samples"
     )
 
 
@@ -122,6 +135,12 @@ def check_generated(
     made = theirs(task, "generate", partial(generated, task, model, batch))
     given = made_for_metrics(task, made, samples=len(batch["index"]))
     own = theirs(task, "generated_metrics", task.generated_metrics)
+    if TIES in adapted(own).higher_is_better:
+        raise contract.wrong(
+            "generated_metrics",
+            f"has a metric {TIES!r}",
+            "rename it: this is the number of texts that rounding could change",
+        )
     metrics = on_device(own, device)
     update = partial(task.update_generated, metrics, batch, given)
     theirs(task, "update_generated", update)
@@ -183,7 +202,7 @@ def generated_metrics(
 
     with BEATS.phase(METRICS):
         states.combine(accelerator, each=micro_batches)
-        results = scalars(computed(adapted(metrics)))
+        results = scalars(computed(adapted(metrics)), "generated_metrics")
         if finds_ties:
             results[TIES] = float(summed(ties))
     return results

@@ -313,7 +313,7 @@ class Contract:
             )
         known = adapted(metrics)
         values = known.compute()
-        scalars(values)  # raises ValueError if a value is not a number
+        scalars(values, member)  # raises ValueError if a value is not a number
         left_out = known.left_out() if isinstance(known, Collection) else []
         return [*left_out, *not_logged(values)]
 

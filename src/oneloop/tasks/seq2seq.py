@@ -45,6 +45,7 @@ from oneloop.tasks.rows.open_data import (
     combined,
     first_columns,
     named_sources,
+    note_skipped,
     notes_of,
     opened,
     skipped_rows,
@@ -138,7 +139,6 @@ class Seq2Seq(TokenTargets):
         self.columns = {"source": source, "target": target}
         self.prefix = prefix
         self.window = window
-        self.overlong = overlong
         self.label_smoothing = label_smoothing
         self.beams = beams
         self._shape = {"layers": layers, "heads": heads, "width": width, "dropout": dropout}
@@ -163,7 +163,7 @@ class Seq2Seq(TokenTargets):
         for one in sources:
             splits = {}
             for split, rows in one.parts.items():
-                splits[split] = self._samples(one, rows)
+                splits[split] = self._samples(one, rows, overlong)
                 notes = splits[split].notes(overlong)
                 self._data_notes += [f"{split}: {note}" for note in notes]
             samples.append(splits)
@@ -209,7 +209,9 @@ class Seq2Seq(TokenTargets):
         sources = named_sources(data, self.columns, unreadable=unreadable)
         return [opened(source, held_out=held_out, window=self.window) for source in sources]
 
-    def _samples(self, source: Source, rows: Any, *, labelled: bool = True) -> SourceTarget:
+    def _samples(
+        self, source: Source, rows: Any, overlong: Overlong, *, labelled: bool = True
+    ) -> SourceTarget:
         """Return the samples of the rows of one split."""
         # The cache key names all that the tokens of a row depend on.
         key: list[Any] = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self.prefix]
@@ -226,11 +228,11 @@ class Seq2Seq(TokenTargets):
             rows, encode, made_by=key, what=f"tokenizing {source.where}", skip=skip
         )
         content = {**rows.fingerprint(), "made by": key_of(key)}
-        if texts.skipped and source.skipped is not None:
-            for index, why in texts.skipped:
-                source.skipped.append(f"{rows.where(index)}: {why}")
-            content["skipped"] = key_of([index for index, _ in texts.skipped])
-        return SourceTarget(texts, self.lengths, self.overlong, content)
+        left_out = note_skipped(source, rows, texts.skipped)
+        if left_out:
+            content["skipped"] = key_of(left_out)
+        ends = self.tokenizer.all_special_ids
+        return SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
 
     def samples_of(self, data: str, *, labelled: bool) -> SourceTarget:
         # A row to predict may have a target.
@@ -240,11 +242,8 @@ class Seq2Seq(TokenTargets):
         source = first_columns(
             Source(data, self.columns), choices, partial(whole, window=self.window)
         )
-        overlong = self.overlong
-        self.overlong = "cut"  # each row is predicted
-        samples = self._samples(source, source.parts["all"], labelled=labelled)
-        self.overlong = overlong
-        return samples
+        # Each row is predicted.
+        return self._samples(source, source.parts["all"], "cut", labelled=labelled)
 
     def collate(self, samples: list[Pair]) -> dict[str, Tensor]:
         return collated_pairs(samples, padding=self.tokenizer.pad_token_id)

@@ -46,6 +46,7 @@ from oneloop.tasks.rows.open_data import (
     Unreadable,
     first_columns,
     named_sources,
+    note_skipped,
     notes_of,
     opened,
     skipped_rows,
@@ -236,12 +237,9 @@ class SFT(LanguageModel):
         texts = ragged(
             rows, encode, made_by=cache_key, what=f"tokenizing {source.where}", skip=skip
         )
-        if texts.skipped and source.skipped is not None:
-            indices = []
-            for index, why in texts.skipped:
-                indices.append(index)
-                source.skipped.append(f"{rows.where(index)}: {why}")
-            content["skipped"] = key_of(indices)
+        left_out = note_skipped(source, rows, texts.skipped)
+        if left_out:
+            content["skipped"] = key_of(left_out)
         return texts, content
 
     def _samples(self, texts: Ragged, content: Any, split: str) -> Padded | Packed:

@@ -46,8 +46,11 @@ class NearTies:
             self._ends = self._ends.to(logits.device)
             self._done = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
             self.found = torch.zeros_like(self._done)
+
+        # Rounding is relative to the largest size of a logit. Excluded tokens have -inf.
         largest, chosen = logits.topk(2)
-        rounding = _ROUNDING * torch.finfo(logits.dtype).eps * largest[:, 0].abs()
+        size = logits.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs().amax(1)
+        rounding = _ROUNDING * torch.finfo(logits.dtype).eps * size
         near = largest[:, 0] - largest[:, 1] <= rounding
         self.found |= near & ~self._done
         self._done |= torch.isin(chosen[:, 0], self._ends)

@@ -227,7 +227,7 @@ class LanguageModel(TokenTargets):
             )
             total = each.sum()
             outputs = {"loss": each.detach().view_as(target)}
-            # In training nobody reads them.
+            # Only evaluations read them.
             if not torch.is_grad_enabled():
                 likeliest = logits.argmax(-1)
                 outputs["right"] = likeliest == target

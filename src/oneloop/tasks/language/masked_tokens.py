@@ -58,7 +58,7 @@ class MaskedTokens:
         self.model = model
         self.masks = masks
 
-        # Find the special tokens. Each text begins with a separator, as a word of its own.
+        # Find the special tokens. Each text begins with a separator, which counts as a word.
         self.mask = model.mask_token_id
         self.separator = model.sep_token_id
         if self.separator is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
-from oneloop.tasks.language.tokens import BPE
+from oneloop.tasks.language.tokens import BPE, END_OF_TEXT
 from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
@@ -51,17 +51,21 @@ class RawTexts(LanguageModel):
         self.skipped_rows = skipped_rows(self._sources)
         self._data_notes += notes_of(self._sources)
 
-    def _train_bpe(self, vocab: int, **options: Any) -> tuple[BPE, Sequence[Any] | None]:
+    def _train_bpe(
+        self, vocab: int, special: Sequence[str] = END_OF_TEXT
+    ) -> tuple[BPE, Sequence[Any] | None]:
         """Train a BPE on the training texts; return it, and a key of their content.
 
         Args:
             vocab: vocabulary size.
-            options: ``special`` of :class:`oneloop.tasks.language.tokens.BPE`.
+            special: special tokens, which get the first ids.
         """
         trained = [splits["train"] for splits in self._texts]
         fingerprints = [split.fingerprint() for split in trained]
         content = None if None in fingerprints else fingerprints
-        return BPE(chain.from_iterable(trained), vocab, cache_key=content, **options), content
+        texts = chain.from_iterable(trained)
+        bpe = BPE(texts, vocab, cache_key=content, special=special)
+        return bpe, content
 
     def _tokenize(self) -> None:
         """Make the samples of each source and split."""

@@ -38,6 +38,7 @@ class Spans:
     stops: NDArray[np.int64]
     length: int  # maximum number of input tokens (all but the last)
     texts: NDArray[np.int64]  # text index of each sample
+    cut: NDArray[np.bool_]  # whether the text of each sample goes on after it
 
     # for the log
     overlong: int  # number of texts that were cut, split or dropped
@@ -86,6 +87,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
     most = length
     length -= special
     starts, stops = _ranges(texts)
+    ends = stops
     text = np.arange(len(stops))
     long = stops - starts > length + 1
     if overlong == "cut":
@@ -110,6 +112,7 @@ def spans(texts: Ragged, length: int, overlong: Overlong, *, special: int = 0) -
         stops=stops[keep],
         length=most,
         texts=text[keep],
+        cut=stops[keep] < ends[text[keep]],
         overlong=long.sum(),
         without=(~keep).sum(),
         whole=len(long),
@@ -199,6 +202,26 @@ class Padded(Pieces):
         """
         return Bucketed(self.spans.lengths, seed=seed, batch=batch)
 
+    @property
+    def cut_references(self) -> str:
+        """Why generated texts cannot be compared: first answers are cut; else empty."""
+        spans = self.spans
+        count = 0
+        for index in np.flatnonzero(spans.cut):
+            stop = spans.stops[index]
+            is_target = spans.tokens[spans.starts[index] + 1 : stop] >= 0
+            first = int(np.argmax(is_target))
+            # The answer is cut if it reaches the end of the sample, and the text has more of it.
+            reaches_end = is_target[first:].all()
+            if reaches_end and spans.tokens[stop] >= 0:
+                count += 1
+        if not count:
+            return ""
+        return (
+            f"the answers of {count:,} of {len(self):,} samples are cut at {spans.length:,} "
+            "tokens; raise task.length, or set task.overlong drop"
+        )
+
     def about(self) -> str:
         """Return a log line about the sample lengths."""
         lengths = self.lengths
@@ -224,6 +247,7 @@ class Prompts(Padded):
             stops=stops,
             length=length,
             texts=np.arange(len(stops)),
+            cut=np.zeros(len(stops), dtype=bool),
             overlong=cut,
             without=0,
             whole=len(stops),

@@ -4,7 +4,7 @@ One array holds both: the source tokens are stored as their bitwise complements,
 tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -82,7 +82,8 @@ class SourceTarget:
     Args:
         texts: from :func:`encoded_pair`.
         lengths: most tokens of a source and of a target.
-        overlong: cut longer ones before their last token, which ends the text, or drop the pair.
+        overlong: cut longer ones (an end token stays), or drop the pair.
+        ends: tokens that end a text.
         content: a key of the texts' content (None: unknown).
 
     Raises:
@@ -94,17 +95,19 @@ class SourceTarget:
         texts: Ragged,
         lengths: tuple[int, int],
         overlong: Overlong,
+        *,
+        ends: Collection[int],
         content: dict[str, Any] | None,
     ) -> None:
         self.content = content
+        self._ends = ends
         self._values = texts.values
         self._limits = lengths
 
         # Find where each source and each target ends.
         stops = np.asarray(texts.ends, dtype=np.int64)
         starts = np.concatenate([np.zeros(1, np.int64), stops])[:-1]
-        sources = np.concatenate([np.zeros(1, np.int64), np.cumsum(texts.values < 0)])
-        middles = starts + sources[stops] - sources[starts]
+        middles = starts + np.add.reduceat(texts.values < 0, starts, dtype=np.int64)
         too_long = (middles - starts > lengths[0]) | (stops - middles > lengths[1])
         self.overlong = int(too_long.sum())
         self.whole = len(stops)
@@ -129,7 +132,15 @@ class SourceTarget:
         middle = self._middles[index]
         source = ~np.asarray(self._values[self._starts[index] : middle])
         target = np.asarray(self._values[middle : self._stops[index]])
-        return _cut(source, self._limits[0]), _cut(target, self._limits[1])
+        return self._cut(source, self._limits[0]), self._cut(target, self._limits[1])
+
+    def _cut(self, tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
+        """Return at most ``limit`` tokens; one that ends the text stays."""
+        if len(tokens) <= limit:
+            return tokens
+        if int(tokens[-1]) not in self._ends:
+            return tokens[:limit]
+        return np.append(tokens[: limit - 1], tokens[-1])
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -145,6 +156,18 @@ class SourceTarget:
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the texts' content; None if it is unknown."""
         return self.content and {"samples": len(self), **self.content}
+
+    @property
+    def cut_references(self) -> str:
+        """Why generated texts cannot be compared: some targets are cut; else empty."""
+        limit = self._limits[1]
+        count = int((self._stops - self._middles > limit).sum())
+        if not count:
+            return ""
+        return (
+            f"{count:,} of {len(self):,} targets are cut at {limit:,} tokens; raise "
+            "task.target_length, or set task.overlong drop"
+        )
 
     @property
     def warning(self) -> str:
@@ -170,13 +193,6 @@ class SourceTarget:
             f"{target:,} target tokens and are {action}"
         )
         return [line]
-
-
-def _cut(tokens: NDArray[np.int32], limit: int) -> NDArray[np.int32]:
-    """Return at most ``limit`` tokens; the last one ends the text, and stays."""
-    if len(tokens) <= limit:
-        return tokens
-    return np.append(tokens[: limit - 1], tokens[-1])
 
 
 def collated_pairs(pairs: Sequence[Pair], *, padding: int) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ _CHATML = (
 )
 
 
+END_OF_TEXT = ("<|endoftext|>",)
 # padding, unknown, class, separator and mask
 MASK_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
@@ -57,7 +58,7 @@ class BPE:
         vocab: int,
         *,
         cache_key: Any = None,
-        special: Sequence[str] = ("<|endoftext|>",),
+        special: Sequence[str] = END_OF_TEXT,
     ) -> None:
         """Train the tokenizer, or load it from the cache.
 

@@ -300,6 +300,20 @@ def notes_of(sources: Sequence[Source]) -> list[str]:
     return notes
 
 
+def note_skipped(source: Source, rows: Any, skipped: Sequence[tuple[int, str]]) -> list[int]:
+    """Add rows that were left out to those of a source, and return their indices.
+
+    Args:
+        source: is changed, if its rows may be skipped.
+        rows: of one split.
+        skipped: index and error of each row.
+    """
+    if source.skipped is None:
+        return []
+    source.skipped += [f"{rows.where(index)}: {why}" for index, why in skipped]
+    return [index for index, _ in skipped]
+
+
 def skipped_rows(sources: Sequence[Source]) -> list[str]:
     """Return position and reason of each row that is left out because it cannot be read."""
     return [row for source in sources for row in source.skipped or ()]

@@ -1,6 +1,6 @@
 """The data sets that a command after training reads, and for which samples it generates."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ def sets_of(task: Any, data: str | None, *, labelled: bool) -> dict[str, Any]:
         labelled: whether they need labels; without labels, there is only one set.
 
     Raises:
-        ValueError: there is no set, or the data do not fit.
+        ValueError: there is no set, or the task cannot read the data.
     """
     sets: dict[str, Any]
     if data is None:
@@ -42,13 +42,13 @@ def sets_of(task: Any, data: str | None, *, labelled: bool) -> dict[str, Any]:
 
 
 def generation_of(
-    task: Any, sets: Collection[str], wanted: Any, micro: int | None
+    task: Any, sets: Mapping[str, Any], wanted: Any, micro: int | None
 ) -> Generation | None:
     """Return for which samples the task generates; None: for none.
 
     Args:
         task: of the run.
-        sets: names of the sets that are evaluated.
+        sets: the sets that are evaluated, by name.
         wanted: number of samples, or all.
         micro: samples that are generated together (None: the default).
 
