@@ -462,10 +462,8 @@ def test_the_commands_take_the_address(tmp_path, capsys, monkeypatch, whole):
 
 def test_a_damaged_newest_checkpoint_is_skipped_reported_and_written_again(tmp_path, whole):
     address, store = f"file://{tmp_path}/store", tmp_path / "store"
-    first = stores.trained(
-        tmp_path / "a", "--run.dir", address, "--stop.after", "1.5s", variables=SLOWLY
-    )
-    assert first.codes == [75], first.output
+    # It has finished here, and is extended there: no moment depends on the speed of the machine.
+    stores.trained(tmp_path / "a", "--run.dir", address, "--duration", "30").ok()
     older, newest = steps_in(Bucket(address))[-2:]
     name = next((store / folder_of(newest)).glob("*.safetensors"))
     name.write_bytes(name.read_bytes()[:-1] + b"x")  # of the same size: only its checksum differs

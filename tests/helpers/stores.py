@@ -18,6 +18,10 @@ from pathlib import Path
 
 from worlds import _free_port, here, run
 
+# Threads of servers draw from this generator, never from the global one: a test that runs
+# meanwhile in the main thread may compare the states of global generators.
+_RANDOM = random.Random()
+
 TASK = """
 import os
 import time
@@ -115,7 +119,7 @@ def _killer(kill: float, writers: float) -> None:
         time.sleep(kill)
         os.kill(os.getpid(), signal.SIGKILL)
     while writers:
-        time.sleep(random.uniform(0.1, 2 * writers))
+        time.sleep(_RANDOM.uniform(0.1, 2 * writers))
         for pid in writers_of(os.getpid()):
             os.kill(pid, signal.SIGKILL)
             print("writer killed", flush=True)
@@ -203,7 +207,7 @@ class _Forward(BaseHTTPRequestHandler):
         if server.down:
             self.close_connection = True
             return
-        if random.random() < server.fail or (server.broken and server.broken in self.path):
+        if _RANDOM.random() < server.fail or (server.broken and server.broken in self.path):
             self.send_response(503)
             self.send_header("Content-Length", "0")
             self.end_headers()
