@@ -253,6 +253,15 @@ def test_an_answer_ends_where_it_ends():
     }
 
 
+def test_only_the_logits_of_the_last_tokens_of_prompts_are_computed():
+    model = Documents("llama", packed=False).model().eval()
+    shapes = []
+    model.lm_head.register_forward_hook(lambda *given: shapes.append(tuple(given[-1].shape[:2])))
+    with torch.no_grad():
+        written(model, [torch.tensor([5, 6, 7, 8]), torch.tensor([5])], 3)
+    assert shapes == [(2, 1)] * 3
+
+
 class Reads(TorchDispatchMode):
     """Count how often a tensor's value is read on the host."""
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -89,13 +91,18 @@ def written(
         mask[row, longest - len(prompt) :] = 1
     positions = (mask.cumsum(1) - 1).clamp(min=0)
 
+    # Only the last logits are read. Those of all tokens of long prompts would need much memory.
+    next_logits: Callable[..., Any] = model
+    if "logits_to_keep" in signature(model.forward).parameters:
+        next_logits = partial(model, logits_to_keep=1)
+
     # Generate: the first pass reads the prompts, each later one a token. Finished rows go on.
     generated = list[Tensor]()
     past = None
     stops = torch.tensor(ends, dtype=torch.int64, device=device)
     done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
     for stop in range(longest, longest + count):
-        output = model(
+        output = next_logits(
             input_ids=tokens,
             attention_mask=mask[:, :stop],
             position_ids=positions[:, stop - tokens.shape[1] : stop],
