@@ -106,7 +106,8 @@ def run(
                     "OMP_NUM_THREADS": "1",
                 }
             process = _context.Process(
-                target=_child, args=(function, args, mine, scratch, rank, str(folder or ""), watch)
+                target=_child,
+                args=(function, args, mine, scratch, rank, ranks, str(folder or ""), watch),
             )
             process.start()
             processes.append(process)
@@ -137,6 +138,7 @@ def _child(
     env: dict[str, str],
     scratch: str,
     rank: int,
+    ranks: int,
     folder: str,
     watch: bool,
 ) -> None:
@@ -170,14 +172,14 @@ def _child(
     sys.stderr.flush()
     Path(scratch, f"{rank}.ended").touch()
     if rank == 0 and code == 0:
-        _wait_for_others(Path(scratch))
+        _wait_for_others(Path(scratch), ranks)
     os._exit(code)
 
 
-def _wait_for_others(scratch: Path, seconds: float = 10.0) -> None:
+def _wait_for_others(scratch: Path, ranks: int, seconds: float = 10.0) -> None:
     """Wait until the other ranks have ended: rank 0 serves the store that they may still read."""
     end = time.monotonic() + seconds
-    others = {f"{rank}.ended" for rank in range(1, int(os.environ.get("WORLD_SIZE", "1")))}
+    others = {f"{rank}.ended" for rank in range(1, ranks)}
     while time.monotonic() < end and not others <= set(os.listdir(scratch)):
         time.sleep(0.01)
 
