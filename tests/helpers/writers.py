@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.basics.exit_codes import BadInput
+
 WORDS = 23
 PAD = 0
 ENDS = [
@@ -148,6 +150,37 @@ class Copies(Writes):
         logits = model(input_ids=inputs, attention_mask=mask, decoder_input_ids=shifted).logits
         each = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
         return each.sum(), {"loss": each.detach().view_as(labels)}
+
+
+class Careless(Copies):
+    """A writer that makes one mistake.
+
+    Args:
+        mistake: ``form`` and ``metrics`` at once; ``some``, and on rank 1 ``short`` and ``input``,
+            in the first evaluation.
+    """
+
+    def __init__(self, mistake: str = "") -> None:
+        super().__init__()
+        self.mistake = mistake
+
+    def generate(self, model: Any, batch: dict[str, Tensor]) -> Any:
+        texts = super().generate(model, batch)
+        ties = torch.ones(len(texts), dtype=torch.bool)
+        late = self.progress.step > 0
+        if self.mistake == "form":
+            ties = torch.ones(1, len(texts))
+        if self.mistake == "some" and late and self.calls % 2:
+            return texts
+        if late and os.environ.get("RANK") == "1":
+            if self.mistake == "short":
+                return texts[:-1]
+            if self.mistake == "input":
+                raise BadInput("found in the run")
+        return {"texts": texts, "near_ties": ties}
+
+    def generated_metrics(self) -> Any:
+        return None if self.mistake == "metrics" else super().generated_metrics()
 
 
 class Continues(Writes):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,43 @@ def test_a_failing_writer_is_found_before_the_run(tmp_path: Path, config: str) -
     assert not (folder / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("mistake", "message"),
+    [
+        ("form", "must return 'near_ties' as a bool tensor of shape"),
+        ("metrics", "generated_metrics() returned a NoneType"),
+    ],
+)
+def test_a_mistake_is_found_before_the_run(tmp_path: Path, mistake: str, message: str) -> None:
+    world = run(train, words(tmp_path, "Careless", "--task.mistake", mistake))
+    assert world.codes == [2], world.output
+    assert message in world.output and "Traceback" not in world.output, world.output
+    assert not (tmp_path / "run").exists()
+
+
+MISTAKES = {
+    "short": "rank 1: ValueError: .*Careless.generate must return a list of one text",
+    "input": "rank 1: BadInput: found in the run",
+    "some": r"Careless.generate returned 'near_ties' for \d of \d+ batches",
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_in_an_evaluation_ends_all_ranks_and_is_named(
+    tmp_path: Path, mistake: str
+) -> None:
+    given = words(tmp_path, "Careless", "--task.mistake", mistake)
+    world = run(train, given, ranks=2, config="ddp", watch=True)
+    assert world.codes == [1, 1], world.output
+    summary = json.loads((tmp_path / "run/summary.json").read_text())
+    assert re.search(MISTAKES[mistake], summary["exit_reason"]), summary
+
+
+def test_near_ties_of_all_batches_are_counted(tmp_path: Path) -> None:
+    run(train, words(tmp_path, "Careless"), ranks=2, config="ddp").ok()
+    assert [line["eval/near_ties"] for line in evaluations(tmp_path)] == [13.0, 13.0]
+
+
 @pytest.mark.slow
 def test_a_stop_within_generation_is_resumed(tmp_path: Path) -> None:
     """A run that is stopped while it generates evaluates again, with the same results."""
@@ -227,7 +265,6 @@ def test_an_encoder_generates_in_the_precision_of_the_run(config: str, ranks: in
 
 
 def test_metrics_and_texts_are_checked_with_their_method() -> None:
-    from oneloop.basics.exit_codes import BadInput
     from oneloop.task_protocol.evaluation_metrics import directions
     from oneloop.task_protocol.generated import made_for_metrics
 
@@ -255,7 +292,7 @@ def test_metrics_and_texts_are_checked_with_their_method() -> None:
         (["a", 2], "a list with a int"),
         (None, "a NoneType"),
     ):
-        with pytest.raises(BadInput, match=message):
+        with pytest.raises(ValueError, match=message):
             made_for_metrics(task, {"texts": texts}, samples=2)
 
 

@@ -283,6 +283,10 @@ BAD = {
         ["predict", "run", "--to", "said.csv", "--micro", "0"],
         "--micro: must be a positive integer, got 0",
     ),
+    "neither a number nor all": (
+        ["evaluate", "run", "--generate", "some"],
+        "--generate: must be a positive integer, got some; or write all",
+    ),
     "an unknown option": (["evaluate", "run", "--to", "x"], "unrecognized arguments: --to x"),
 }
 

@@ -4,6 +4,7 @@ rank."""
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -186,6 +187,16 @@ def test_all_rows_of_a_text_task_are_listed(tmp_path):
         "line 8",
         "line 10",
     ]
+
+
+def test_samples_that_are_cut_from_texts_are_not_called_rows(tmp_path):
+    (tmp_path / "one.jsonl").write_text(json.dumps({"text": "one long text " * 900}) + "\n")
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "data" / f"{split}.jsonl").write_text((tmp_path / "one.jsonl").read_text())
+    words = ["gpt", "--task.data", "data"]
+    world = run(command, words, folder=tmp_path)
+    assert re.search(r"gpt: \d+ samples, 0 cannot be used", world.output), world.output
 
 
 BROKEN = """

@@ -90,7 +90,7 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
         None.
 
     Raises:
-        BadInput: before anything is written.
+        BadInput: before anything is written. Later it ends the run as other errors do.
         Unavailable: the same, because a mirror cannot be read now.
         StoppedEarly: a stop was requested before anything was written.
     """
@@ -112,8 +112,8 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
                 return {**found, "folder": str(there or folder.path)}, None
             summary = train(job, run, folder)
     except (BadInput, Unavailable, StoppedEarly) as error:
-        # A mirror may also fail later, at a rewind.
-        if isinstance(error, Unavailable) and job is not None and run.stopping.early is False:
+        # The run may find a fault later: in a batch, in a generated text, in a mirror at a rewind.
+        if job is not None and run.writes:
             fault = error
             summary = failed(error, job, run, folder, cli=cli)
         else:

@@ -89,7 +89,7 @@ def report_error(error: BaseException, reason: str) -> None:
     # Print only the message if it is enough: oneloop itself found what is wrong.
     cause = error.__cause__
     ours = isinstance(error, UnfitSample) and cause is not None and not where(cause)
-    if ours or isinstance(error, exit_codes.Inexact | SaveError):
+    if ours or isinstance(error, exit_codes.Inexact | exit_codes.BadInput | SaveError):
         error = error.with_traceback(None)
         error.__cause__ = None
         error.__suppress_context__ = True

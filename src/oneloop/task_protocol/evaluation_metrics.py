@@ -210,11 +210,12 @@ def prefix(name: str) -> str:
     return "eval" if name == "validation" else name
 
 
-def adapted(metrics: Any) -> Metrics:
+def adapted(metrics: Any, member: str = "metrics") -> Metrics:
     """Return the metrics of a task as :class:`Metrics`.
 
     Args:
         metrics: the result of its ``metrics()``: a MetricCollection or :class:`Metrics`.
+        member: the task's method that made them, for the message.
 
     Raises:
         ValueError: it is something else.
@@ -223,7 +224,7 @@ def adapted(metrics: Any) -> Metrics:
         return metrics  # type: ignore[no-any-return]
     if not hasattr(metrics, "items") or not hasattr(metrics, "compute"):
         raise ValueError(
-            f"task: metrics() returned a {type(metrics).__name__}, expected "
+            f"task: {member}() returned a {type(metrics).__name__}, expected "
             "torchmetrics.MetricCollection or oneloop.task_protocol.evaluation_metrics.Metrics "
             "(compute, to, sums, higher_is_better)"
         )
@@ -258,7 +259,7 @@ def directions(task: object, *, generated: bool = False) -> dict[str, bool | Non
         make = getattr(task, maker, None)
         if make is None:
             continue
-        own = adapted(make()).higher_is_better
+        own = adapted(make(), maker).higher_is_better
         _check_names(own, maker)
         for name in own:
             if name in known:

@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.generation import TEXTS, TIES, generated
@@ -94,8 +94,11 @@ def made_for_metrics(task: Any, made: Mapping[str, Any], *, samples: int) -> Any
         samples: number of samples of the batch.
 
     Raises:
-        BadInput: the texts are not a list of one text for each sample.
+        ValueError: the texts are not a list of one text for each sample, or ``near_ties`` is not a
+            tensor of one bool for each sample.
     """
+    if TIES in made:
+        _check_ties(task, made[TIES], samples)
     if TEXTS not in made:
         return made
     texts = made[TEXTS]
@@ -108,10 +111,59 @@ def made_for_metrics(task: Any, made: Mapping[str, Any], *, samples: int) -> Any
     if is_list:
         strange = [type(text).__name__ for text in texts if not isinstance(text, str)]
         found = f"a list with a {strange[0]}" if strange else f"{len(texts)} texts"
-    raise BadInput(
+    raise ValueError(
         f"{named(task, 'generate')} must return a list of one text (str) for each sample, or a "
         f"dict; it returned {found} for {samples} samples"
     )
+
+
+def _check_ties(task: Any, ties: Any, samples: int) -> None:
+    """Raise ValueError if the entry ``near_ties`` is not a tensor of one bool for each sample."""
+    found = f"a {type(ties).__name__}"
+    if isinstance(ties, Tensor):
+        if ties.dtype == torch.bool and ties.shape == (samples,):
+            return
+        found = f"{str(ties.dtype)[6:]} of shape {tuple(ties.shape)}"
+    raise ValueError(
+        f"{named(task, 'generate')} must return {TIES!r} as a bool tensor of shape ({samples},), "
+        f"whether rounding could change the text of each sample; it returned {found}; correct it, "
+        "or leave it out"
+    )
+
+
+class _NearTies:
+    """Counts samples that rounding could change, if a task finds them."""
+
+    def __init__(self, task: Any, device: torch.device) -> None:
+        self._task = task
+        self._batches = 0
+        self._looked = 0  # batches in which the task looked for near ties
+        self._found = torch.zeros((), dtype=torch.int64, device=device)  # samples with one
+
+    def add(self, made: Mapping[str, Any], *, counts: bool) -> None:
+        """Add what was generated for a batch; ``counts``: its samples count."""
+        self._batches += 1
+        if TIES in made:
+            self._looked += 1
+            if counts:
+                self._found += made[TIES].sum()
+
+    def total(self) -> float | None:
+        """Return the number of samples of all ranks; None: the task does not look for near ties.
+
+        Collective: call on every rank.
+
+        Raises:
+            ValueError: the task has looked for them in some batches only; raised on all ranks.
+        """
+        own = [self._batches, self._looked, int(self._found)]
+        batches, looked, found = summed(self._found.new_tensor(own)).tolist()
+        if looked not in (0, batches):
+            raise ValueError(
+                f"{named(self._task, 'generate')} returned {TIES!r} for {looked} of {batches} "
+                "batches; return it for each batch, or for none"
+            )
+        return float(found) if looked else None
 
 
 def check_generated(
@@ -133,9 +185,13 @@ def check_generated(
     """
     task: Any = contract.task
     made = theirs(task, "generate", partial(generated, task, model, batch))
-    given = made_for_metrics(task, made, samples=len(batch["index"]))
     own = theirs(task, "generated_metrics", task.generated_metrics)
-    if TIES in adapted(own).higher_is_better:
+    try:
+        given = made_for_metrics(task, made, samples=len(batch["index"]))
+        known = adapted(own, "generated_metrics")
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    if TIES in known.higher_is_better:
         raise contract.wrong(
             "generated_metrics",
             f"has a metric {TIES!r}",
@@ -174,19 +230,19 @@ def generated_metrics(
 
     Returns:
         Metrics by name; None if interrupted.
+
+    Raises:
+        ValueError: ``generate`` returned something else than before the run.
     """
     device = accelerator.device
     metrics = on_device(task.generated_metrics(), device)
     states = MetricStates(metrics, apart=exact, ranks=accelerator.num_processes)
-    ties = torch.zeros((), dtype=torch.int64, device=device)
-    finds_ties = False
-
+    near_ties = _NearTies(task, device)
     micro_batches = 0
     for source, batch in batches:
         if interrupted():
             return None
         made = generated(task, model, batch)
-        finds_ties = TIES in made
         given = made_for_metrics(task, made, samples=len(batch["index"]))
         if source is not None or idle:
             task.update_generated(metrics, batch, given)
@@ -194,15 +250,16 @@ def generated_metrics(
         # A rank without samples only needs the attributes that an update sets.
         if source is not None:
             states.micro_batch()
-            if finds_ties:
-                ties += made[TIES].sum()
         elif idle:
             states.clear()
+        near_ties.add(made, counts=source is not None)
         micro_batches += 1
 
     with BEATS.phase(METRICS):
         states.combine(accelerator, each=micro_batches)
-        results = scalars(computed(adapted(metrics)), "generated_metrics")
-        if finds_ties:
-            results[TIES] = float(summed(ties))
+        values = computed(adapted(metrics, "generated_metrics"))
+        results = scalars(values, "generated_metrics")
+        total = near_ties.total()
+        if total is not None:
+            results[TIES] = total
     return results

@@ -311,7 +311,7 @@ class Contract:
                 f"computes {_describe(computed)}",
                 "let compute return a dict of named metrics",
             )
-        known = adapted(metrics)
+        known = adapted(metrics, member)
         values = known.compute()
         scalars(values, member)  # raises ValueError if a value is not a number
         left_out = known.left_out() if isinstance(known, Collection) else []

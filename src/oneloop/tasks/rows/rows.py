@@ -27,6 +27,7 @@ class Findings:
     """The result of ``oneloop check``."""
 
     rows: int = 0
+    unit: str = "rows"  # what ``rows`` counts: rows, or samples that a task makes of them
     left_out: int = 0  # rows that cannot be read, which ``rows`` does not count
     values: bool = True  # whether the values of the rows were checked
     unusable: list[tuple[str, str]] = field(default_factory=list)  # position and reason of each row

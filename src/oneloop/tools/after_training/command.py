@@ -1,6 +1,6 @@
 """The options of ``evaluate`` and ``predict``, checked before torch is imported."""
 
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
@@ -98,7 +98,10 @@ def _number_or_all(text: str) -> int | str:
     """Return the number in the text of ``--generate``, or ``all``."""
     if text == "all":
         return text
-    return int(positive(int)(text))
+    try:
+        return int(positive(int)(text))
+    except ArgumentTypeError as error:
+        raise ArgumentTypeError(f"{error}; or write all") from None
 
 
 def recipe_file(run: Path) -> Path:

@@ -66,7 +66,8 @@ def as_lines(source: str, found: Findings) -> list[str]:
         lines.append(f"converted to RGB: {', '.join(kinds)}")
     if not found.values:
         lines.append("the rows can be read; check a recipe to check the values of its columns, too")
-    return [*lines, f"{source}: {found.rows:,} rows, {len(found.unusable):,} cannot be used"]
+    count = f"{found.rows:,} {found.unit}"
+    return [*lines, f"{source}: {count}, {len(found.unusable):,} cannot be used"]
 
 
 def as_json(found: Findings) -> dict[str, Any]:
@@ -112,7 +113,9 @@ def _check_task(words: Sequence[str], findings: Findings) -> None:
 
     # A packaged task has checked its rows. Its images are not decoded twice.
     if type(task).__module__.startswith("oneloop."):
-        findings.rows = findings.rows or sum(map(len, sets.values())) + findings.left_out
+        if not findings.rows:
+            findings.rows = sum(map(len, sets.values())) + findings.left_out
+            findings.unit = "samples"
         return
 
     # Load all samples of the user's task.
