@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import writers
 from oneloop.machine.compile import compile_
 from oneloop.machine.recompute import recompute
 from small_models import Transformer, fresh, gradients
@@ -212,3 +213,19 @@ def test_every_way_to_recompute_compiles(tmp_path, mode, ranks, config):
         steps=6,
         compiled=["--machine.recompute", mode],
     )
+
+
+def test_blocks_of_many_kinds_share_one_function():
+    """All blocks of a T5 share one function, which is compiled for each kind of block."""
+    task = writers.Copies()
+    models = [task.model(), task.model()]
+    models[1].load_state_dict(models[0].state_dict())
+    assert compile_(models[1], backend="eager") == 4
+    for length in (5, 8):
+        batch = task.collate([torch.arange(2, 2 + length), torch.arange(4, 9)])
+        for training in (True, False):
+            losses = []
+            for model in models:
+                with torch.set_grad_enabled(training):
+                    losses.append(task.loss(model.train(training), batch)[0])
+            assert losses[0] == losses[1]
