@@ -289,7 +289,7 @@ def test_metrics_and_texts_are_checked_with_their_method() -> None:
         directions(task, generated=True)
     for texts, message in (
         (["a"], "1 texts for 2 samples"),
-        (["a", 2], "a list with a int"),
+        (["a", 2], "a list with entries of type int"),
         (None, "a NoneType"),
     ):
         with pytest.raises(ValueError, match=message):

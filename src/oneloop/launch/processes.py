@@ -53,7 +53,7 @@ class Run(Agreement):
         self.accelerator = accelerator
         self.device: torch.device = accelerator.device
         self.began = time.time()  # seconds since 1970
-        self.writes = False  # whether it has begun to write the run folder
+        self.begun = False  # whether it writes its folder: a later error is the run's end
 
         self.rank: int = accelerator.process_index
         self.main: bool = accelerator.is_main_process

@@ -56,7 +56,7 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
     starts: dict[str, float] = {}
     with run.setting_up():
         run.stopping.early = False
-        run.writes = True
+        run.begun = True
         if run.main:
             starts = _begin_folder(job, run, folder, state)
 

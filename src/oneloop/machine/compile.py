@@ -12,14 +12,17 @@ module is compiled once more, for dynamic shapes.
 
 from collections.abc import Sequence
 
+import torch
+import torch._functorch.config
 from torch import nn
 
 from oneloop.machine.blocks import blocks
 
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # modes that record them
-# most compilations of one function. All blocks of a model of transformers share one function: those
-# of an encoder and of a decoder, the first ones and the others, in training and in evaluation
-_MOST = 64
+# Most compilations of one function; torch's limit of 8 is too low. All blocks of a model of
+# transformers share one function, which is compiled for each kind of block (of an encoder and of a
+# decoder, the first ones and the others), for training and evaluation, and for dynamic shapes.
+_MOST = 32
 
 
 def compile_(
@@ -74,9 +77,9 @@ def compile_(
         )
 
     # Configure torch, then wrap the forwards.
-    import torch._dynamo.config
+    from torch._dynamo import config  # takes a second
 
-    torch._dynamo.config.recompile_limit = max(_MOST, torch._dynamo.config.recompile_limit)
+    config.recompile_limit = max(_MOST, config.recompile_limit)
     if budget is not None:
         torch._functorch.config.activation_memory_budget = budget
     # CUDA graphs reuse their memory from one forward to the next

@@ -113,7 +113,7 @@ def conduct(train: Train, recipe: Recipe, run: Run, *, cli: bool = False) -> End
             summary = train(job, run, folder)
     except (BadInput, Unavailable, StoppedEarly) as error:
         # The run may find a fault later: in a batch, in a generated text, in a mirror at a rewind.
-        if job is not None and run.writes:
+        if job is not None and run.begun:
             fault = error
             summary = failed(error, job, run, folder, cli=cli)
         else:

@@ -110,7 +110,7 @@ def made_for_metrics(task: Any, made: Mapping[str, Any], *, samples: int) -> Any
     found = f"a {type(texts).__name__}"
     if is_list:
         strange = [type(text).__name__ for text in texts if not isinstance(text, str)]
-        found = f"a list with a {strange[0]}" if strange else f"{len(texts)} texts"
+        found = f"a list with entries of type {strange[0]}" if strange else f"{len(texts)} texts"
     raise ValueError(
         f"{named(task, 'generate')} must return a list of one text (str) for each sample, or a "
         f"dict; it returned {found} for {samples} samples"
@@ -126,8 +126,8 @@ def _check_ties(task: Any, ties: Any, samples: int) -> None:
         found = f"{str(ties.dtype)[6:]} of shape {tuple(ties.shape)}"
     raise ValueError(
         f"{named(task, 'generate')} must return {TIES!r} as a bool tensor of shape ({samples},), "
-        f"whether rounding could change the text of each sample; it returned {found}; correct it, "
-        "or leave it out"
+        f"True for each text that rounding could change; it returned {found}; correct it, or leave "
+        "it out"
     )
 
 

@@ -96,7 +96,7 @@ def written(
     if "logits_to_keep" in signature(model.forward).parameters:
         next_logits = partial(model, logits_to_keep=1)
 
-    # Generate: the first pass reads the prompts, each later one a token. Finished rows go on.
+    # Generate: the first pass reads the prompts, each later one a token. Finished rows continue.
     generated = list[Tensor]()
     past = None
     stops = torch.tensor(ends, dtype=torch.int64, device=device)

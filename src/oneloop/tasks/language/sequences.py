@@ -38,7 +38,7 @@ class Spans:
     stops: NDArray[np.int64]
     length: int  # maximum number of input tokens (all but the last)
     texts: NDArray[np.int64]  # text index of each sample
-    cut: NDArray[np.bool_]  # whether the text of each sample goes on after it
+    cut: NDArray[np.bool_]  # whether the text of each sample continues after it
 
     # for the log
     overlong: int  # number of texts that were cut, split or dropped

@@ -18,7 +18,7 @@ def sets_of(task: Any, data: str | None, *, labelled: bool) -> dict[str, Any]:
         labelled: whether they need labels; without labels, there is only one set.
 
     Raises:
-        ValueError: there is no set, or the task cannot read the data.
+        ValueError: the task has no evaluation set, or cannot read the data.
     """
     sets: dict[str, Any]
     if data is None:

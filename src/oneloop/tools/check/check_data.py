@@ -80,6 +80,7 @@ def as_json(found: Findings) -> dict[str, Any]:
         unusable.append({"path": path or where, "row": row if path else None, "reason": why})
     return {
         "rows": found.rows,
+        "unit": found.unit,
         "values_checked": found.values,
         "unusable": unusable,
         "converted": found.converted,
