@@ -18,7 +18,7 @@ TASKS = (
 )
 TASKS += ("text_pairs",)
 OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
-SCHEDULES = ("cosine", "linear", "wsd", "constant", "plateau")
+SCHEDULES = ("cosine", "linear", "wsd", "step", "exponential", "onecycle", "constant", "plateau")
 HEAD = """# All keys
 
 Every key of a recipe. A DURATION: steps (`500`), `20ep`, `1M samples`, `2B tokens`, or a share \

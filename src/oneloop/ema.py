@@ -8,14 +8,13 @@ Also works in a plain Accelerate script.
 >>> with ema.swapped():                          # here the model has the EMA weights
 ...     evaluate(model)
 
-The update rule is average = keep * average + (1 - keep) * weight, without communication. Buffers
-are not averaged: EMA weights are evaluated and exported with the model's current buffers.
+The update rule is average = keep * average + (1 - keep) * weight, without communication. Unless
+``buffers`` is set, EMA weights are evaluated and exported with the model's current buffers.
 """
 
 from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,8 +23,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
-from oneloop.basics.side_copies import SideCopy, before_change
+from oneloop.basics.side_copies import HostCopies, before_change
 from oneloop.basics.tensors import as_real, local, reshard
+
+RAMP = 0.05
+"""limit of the half-life, as a share of the training so far, if none is given"""
 
 
 @torch.no_grad()
@@ -41,6 +43,45 @@ def average_(
     torch._foreach_lerp_(averages, weights, 1.0 - keep)
 
 
+@dataclass(frozen=True)
+class Decay:
+    """A decay that warms up, as in other libraries.
+
+    Until update ``start`` + 1, the average is a copy of the weights. At update ``start`` + 1 + n,
+    the decay is at most 1 - (1 + n / gamma) ** -power.
+
+    - timm's ModelEmaV3 and ema-pytorch (denoising-diffusion): ``start`` is their
+      ``update_after_step``, ``power`` 2/3 with their warm-up, else 0.
+    - torchvision's ExponentialMovingAverage: ``start`` is the warm-up of the learning rate.
+    """
+
+    value: float
+    """share of the average that one update keeps, in the end"""
+    start: int = 0
+    """updates"""
+    power: float = 0.0
+    """0: the decay is not limited"""
+    gamma: float = 1.0
+    """updates"""
+
+    def __post_init__(self) -> None:
+        if self.start < 0 or not self.power >= 0 or not self.gamma > 0:
+            raise ValueError(
+                "the decay of an EMA needs start >= 0, power >= 0 and gamma > 0; got "
+                f"{self.start}, {self.power} and {self.gamma}"
+            )
+
+    def at(self, update: int) -> float:
+        """Return the share of the average that this update keeps (the first update is 1)."""
+        since = update - self.start - 1
+        if since <= 0:
+            return 0.0
+        if not self.power:
+            return self.value
+        limit = 1.0 - float((1.0 + since / self.gamma) ** -self.power)
+        return min(self.value, limit)
+
+
 class EMA:
     """EMA of a model's parameters, in float32 or better.
 
@@ -50,12 +91,16 @@ class EMA:
         model: as prepared; under FSDP2 each rank averages its own shards.
         half_life: samples (or tokens, as :meth:`update` counts) after which the contribution of a
             weight has halved.
-        decay: share of the average that one update keeps.
+        decay: share of the average that one update keeps. With a number, the average starts from
+            the initial weights; see :class:`Decay` for other libraries.
         power: width of a power-function EMA as a share of the run: its relative standard deviation
             sigma_rel (Karras et al. 2024, section 3). Saved EMAs can be combined into other widths:
             see :func:`post_hoc`.
         ramp: upper limit of the half-life as a share of the training so far (Karras et al. 2022),
-            so that the initial weights are forgotten quickly; 0: no limit. Only for ``half_life``.
+            so that the initial weights are forgotten quickly; 0: no limit; None: 0.05. Only for
+            ``half_life``.
+        buffers: also average persistent floating-point buffers, such as the statistics of
+            BatchNorm. Each rank averages those it has, and those of rank 0 count.
         every: calls of :meth:`update` per computation; their amounts are added, so that the
             half-life is the same.
         device: ``"cpu"`` keeps the average in host memory; copies overlap with the device's work.
@@ -72,9 +117,10 @@ class EMA:
         model: nn.Module,
         half_life: float | None = None,
         *,
-        decay: float | None = None,
+        decay: float | Decay | None = None,
         power: float | None = None,
-        ramp: float = 0.05,
+        ramp: float | None = None,
+        buffers: bool = False,
         every: int = 1,
         device: str | None = None,
         optimizer: Optimizer | None = None,
@@ -85,12 +131,17 @@ class EMA:
             raise ValueError(
                 f"an EMA needs one of half_life, decay and power; {len(kinds)} are given"
             )
+        if ramp is not None and half_life is None:
+            raise ValueError("the ramp of an EMA has an effect with half_life only")
+        if isinstance(decay, Decay) and every != 1:
+            raise ValueError(f"the decay of an EMA warms up with every = 1 only, got {every}")
         self._keep = _law(half_life, decay, power, ramp)
         self.name = name
         self.every = every
         self.seen = 0.0  # amount trained so far, as :meth:`update` counts it
         self._due = 0.0  # amount since the last computation
         self._updates = 0  # calls since the last computation
+        self._calls = 0  # calls so far
 
         # Reshard first: after a forward without backward, FSDP2's root has other parameter objects.
         self._model = model
@@ -118,26 +169,55 @@ class EMA:
                 self._weights.append(weight)
                 self._cast |= mine.dtype != weight.dtype
 
+        # Buffers are looked up at each use: a forward may replace them.
+        self._owners: list[tuple[nn.Module, str]] = []
+        if buffers:
+            self._add_buffers(model, device)
+
         self._away: HostCopies | None = None
         if device == "cpu" and self._weights and self._weights[0].device.type != "cpu":
             self._away = HostCopies(self._weights, optimizer)
         self.restart()
 
+    def _add_buffers(self, model: nn.Module, device: str | None) -> None:
+        """Average the persistent floating-point buffers, too."""
+        if device is not None:
+            raise ValueError(f"an EMA on device {device} cannot average buffers")
+        for full_name, buffer in model.named_buffers():
+            path, _, key = full_name.rpartition(".")
+            owner = model.get_submodule(path)
+            averaged = buffer.is_floating_point() or buffer.is_complex()
+            if averaged and buffer.numel() and key not in owner._non_persistent_buffers_set:
+                wide = torch.promote_types(buffer.dtype, torch.float32)
+                average = torch.empty_like(buffer, dtype=wide, requires_grad=False)
+                bare = bare_name(full_name)
+                self._shadow[bare] = average
+                self._held.append(bare)
+                self._mine.append(average)
+                self._owners.append((owner, key))
+                self._cast |= buffer.dtype != wide
+
+    def _current(self) -> list[Tensor]:
+        """Return the weights, and the buffers if they are averaged, that belong to the average."""
+        buffers: list[Any] = [owner._buffers[key] for owner, key in self._owners]
+        return [*self._weights, *buffers]
+
     @torch.no_grad()
     def restart(self) -> None:
         """Reset the average to the current weights."""
         before_change()
-        for mine, weight in zip(self._mine, self._weights, strict=True):
+        for mine, weight in zip(self._mine, self._current(), strict=True):
             mine.copy_(weight)
         self.seen = 0.0
         self._due = 0.0
         self._updates = 0
+        self._calls = 0
 
     @torch.no_grad()
     def begin(self, names: Collection[str]) -> None:
         """Reset the average of these tensors (names of :meth:`tensors`) to the current weights."""
         before_change()
-        for name, mine, weight in zip(self._held, self._mine, self._weights, strict=True):
+        for name, mine, weight in zip(self._held, self._mine, self._current(), strict=True):
             if f"ema.{self.name}.{name}" in names:
                 mine.copy_(weight)
 
@@ -149,9 +229,10 @@ class EMA:
         self._due += amount
         self.seen += amount
         self._updates += 1
+        self._calls += 1
         if self._updates < self.every:
             return
-        keep = self._keep(self._due, self.seen, self._updates)
+        keep = self._keep(self._due, self.seen, self._updates, self._calls)
         self._due = 0.0
         self._updates = 0
         # On the host, the average follows in a thread.
@@ -159,7 +240,7 @@ class EMA:
             self._away.then(lambda weights: average_(self._mine, weights, keep, cast=True))
         elif self._mine:  # else this rank has no shard
             before_change()
-            average_(self._mine, self._weights, keep, cast=self._cast)
+            average_(self._mine, self._current(), keep, cast=self._cast)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -183,7 +264,8 @@ class EMA:
         before_change()
         reshard(self._model)  # else FSDP2 would use the gathered weights
         taken: dict[int, Tensor] = {}
-        for number, (mine, weight) in enumerate(zip(self._mine, self._weights, strict=True)):
+        current = self._current()
+        for number, (mine, weight) in enumerate(zip(self._mine, current, strict=True)):
             if number in aside:  # the average was not overwritten
                 weight.copy_(aside[number])
                 continue
@@ -205,36 +287,52 @@ class EMA:
         """Return the counters, which belong to the state in addition to :meth:`tensors`."""
         if self._away is not None:
             self._away.wait()
-        return {"seen": self.seen, "due": self._due, "updates": self._updates}
+        return {
+            "seen": self.seen,
+            "due": self._due,
+            "updates": self._updates,
+            "calls": self._calls,
+        }
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the counters."""
         self.seen = state["seen"]
         self._due = state["due"]
         self._updates = int(state["updates"])
+        self._calls = int(state.get("calls", 0))  # older states have no warm-up, which needs it
 
 
-Law = Callable[[float, float, int], float]
-"""(amount since the last computation, total amount, updates) -> share of the average to keep"""
+Law = Callable[[float, float, int, int], float]
+"""(amount since the last computation, total amount, updates since then, total updates) -> share of
+the average to keep"""
 
 
-def _law(half_life: float | None, decay: float | None, power: float | None, ramp: float) -> Law:
+def _law(
+    half_life: float | None,
+    decay: float | Decay | None,
+    power: float | None,
+    ramp: float | None,
+) -> Law:
     """Return how much of the average to keep. Raise ValueError."""
     if half_life is not None:
+        ramp = RAMP if ramp is None else ramp
         if not half_life > 0 or ramp < 0:
             raise ValueError(
                 f"ema.half_life must be > 0 and ema.ramp must be >= 0; got {half_life} and {ramp}"
             )
         if not ramp:
-            return lambda amount, seen, _: 0.5 ** (amount / half_life)
-        return lambda amount, seen, _: 0.5 ** (amount / min(half_life, ramp * seen))
+            return lambda amount, *_: 0.5 ** (amount / half_life)
+        return lambda amount, seen, *_: 0.5 ** (amount / min(half_life, ramp * seen))
     if decay is not None:
-        if not 0 <= decay < 1:
-            raise ValueError(f"ema.decay {decay} must be at least 0 and below 1")
-        return lambda amount, seen, updates: decay**updates
+        value = decay.value if isinstance(decay, Decay) else decay
+        if not 0 <= value < 1:
+            raise ValueError(f"ema.decay {value} must be at least 0 and below 1")
+        if isinstance(decay, Decay):
+            return lambda amount, seen, updates, calls: decay.at(calls)
+        return lambda amount, seen, updates, calls: value**updates
     assert power is not None
     exponent = gamma(power) + 1
-    return lambda amount, seen, _: (1.0 - amount / seen) ** exponent
+    return lambda amount, seen, *_: (1.0 - amount / seen) ** exponent
 
 
 def _new(parameter: Tensor, dtype: torch.dtype, device: str | None) -> Tensor:
@@ -289,57 +387,3 @@ def post_hoc(saved: list[tuple[float, float]], wanted: tuple[float, float]) -> l
     among = inner(t, g, t.T, g.T)
     factors = np.linalg.solve(among, inner(t, g, seen, gamma(sigma_rel)))
     return [float(factor) for factor in factors[:, 0]]
-
-
-class HostCopies:
-    """Copies weights to pinned host memory on a separate stream, and passes them to a thread.
-
-    The device continues during a copy; only the optimizer's next step waits for it.
-
-    Args:
-        weights: On the device.
-        optimizer: Its step changes the weights.
-
-    Raises:
-        ValueError: the optimizer is missing.
-    """
-
-    def __init__(self, weights: list[Tensor], optimizer: Optimizer | None) -> None:
-        if optimizer is None:
-            raise ValueError(
-                "an EMA in host memory needs the optimizer, whose next step waits for the copy"
-            )
-        self._weights = weights
-        self._landing = []
-        for tensor in weights:
-            self._landing.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
-        self._copy: SideCopy | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
-        self._using: Future[None] | None = None
-
-        # The end of the last step: the copy waits for it only, not for work queued since.
-        self._stepped = torch.Event(weights[0].device)
-        self._stepped.record()
-        optimizer.register_step_post_hook(lambda *_: self._stepped.record())
-        # No copy may read weights while a step writes them.
-        optimizer.register_step_pre_hook(lambda *_: before_change())
-
-    def then(self, use: Callable[[list[Tensor]], None]) -> None:
-        """Start a copy; call ``use`` with the copies in a thread, once they are complete."""
-        self.wait()  # until the host memory is free again
-        self._copy = SideCopy(
-            self._weights[0].device, self._weights, self._landing, after=self._stepped
-        )
-        copied = self._copy.copied
-
-        def used() -> None:
-            copied.synchronize()
-            use(self._landing)
-
-        self._using = self._thread.submit(used)
-
-    def wait(self) -> None:
-        """Wait until the last copy was used."""
-        if self._using is not None:
-            self._using.result()
-            self._using = None

@@ -87,7 +87,14 @@ def accumulate(
 
 
 def update(
-    gradients: Gradients, guard: Guard, sums: Sums, *, lr: float, clip: float, weight: float
+    gradients: Gradients,
+    guard: Guard,
+    sums: Sums,
+    *,
+    lr: float,
+    clip: float,
+    weight: float,
+    momentum: float | None = None,
 ) -> None:
     """Update the weights, which the device leaves unchanged if the gradients are bad.
 
@@ -100,6 +107,7 @@ def update(
         lr: learning rate.
         clip: largest global norm of the gradients (0: no limit).
         weight: total weight of the global batch.
+        momentum: momentum, if the schedule changes it.
     """
     # Clip by the norm over all ranks, after fp16's loss scale is divided out.
     guard.unscale()
@@ -107,7 +115,7 @@ def update(
     clip_(gradients.parameters, clip, norm)
 
     # Queue the update. With a fused optimizer, the host does not wait to learn of bad gradients.
-    set_lr(guard.optimizer, lr)
+    set_lr(guard.optimizer, lr, momentum)
     guard.step(norm, loss=sums.loss, weight=weight, metrics=sums.metrics)
     clear_gradients(gradients.parameters)
 
@@ -228,7 +236,8 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
             # Update weights.
             meter.before_update(intervals.is_due("log", number))
             lr = job.rate(count.step, reductions=count.reductions)
-            update(gradients, guard, sums, lr=lr, clip=clip, weight=group.total)
+            momentum = job.rate.momentum(count.step)  # None: the schedule does not change it
+            update(gradients, guard, sums, lr=lr, momentum=momentum, clip=clip, weight=group.total)
             count.position += layout.size
 
             # Is anything due? If not, leave this step pending.

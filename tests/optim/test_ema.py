@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from oneloop.checkpoint.store import Store
-from oneloop.ema import EMA, gamma, post_hoc
+from oneloop.ema import EMA, Decay, gamma, post_hoc
 from oneloop.optim import optimizers
 from oneloop.optim.optimizers import build
 from worlds import run, train
@@ -418,3 +418,238 @@ def test_post_hoc_mixes_come_near_the_average_that_was_not_kept():
 def test_what_is_no_average_is_rejected(bad):
     with pytest.raises(ValueError, match="EMA|ema"):
         EMA(nn.Linear(2, 2), **bad)
+
+
+def batches(steps: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(5)
+    return list(torch.randn(steps, 16, 10, generator=generator) * 3 + 1)
+
+
+def of_library(steps: int, ours: dict, update) -> float:
+    """Train a model with BatchNorm, and return the largest difference from another library's EMA.
+
+    ``update(model)`` returns a function that updates its average after step n = 1, 2, …, and the
+    averaged module."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(10, 4), nn.BatchNorm1d(4)).double()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    ema = EMA(model, buffers=True, **ours)
+    theirs, module = update(model)
+    largest = 0.0
+    for step, batch in enumerate(batches(steps), start=1):
+        optimizer.zero_grad()
+        model(batch.double()).square().mean().backward()
+        optimizer.step()
+        ema.update(16)
+        theirs(step)
+        expected = module.state_dict()
+        for name, tensor in ema.tensors().items():
+            apart = tensor - expected[name.removeprefix("ema.ema.")]
+            largest = max(largest, float(apart.abs().max()))
+    assert len(ema.tensors()) == 6  # with both statistics
+    return largest
+
+
+def timms(**how):
+    from timm.utils import ModelEmaV3
+
+    def update(model):
+        average = ModelEmaV3(model, **how)
+        return lambda step: average.update(model, step=step), average.module
+
+    return update
+
+
+def torchvisions(warmup: int, decay: float):
+    """As train.py of torchvision's references, which copies the weights during the warm-up."""
+    from torch.optim.swa_utils import AveragedModel
+
+    def update(model):
+        average = AveragedModel(
+            model,
+            avg_fn=lambda old, new, number: decay * old + (1 - decay) * new,
+            use_buffers=True,
+        )
+
+        def one(step: int) -> None:
+            average.update_parameters(model)
+            if step <= warmup:
+                average.n_averaged.fill_(0)
+
+        return one, average.module
+
+    return update
+
+
+def ema_pytorchs(*, beta: float, after: int):
+    """The rule of ema-pytorch, as denoising-diffusion-pytorch uses it with update_every=1."""
+
+    def update(model):
+        import copy
+
+        average, calls = copy.deepcopy(model), 0
+
+        def one(step: int) -> None:
+            nonlocal calls
+            number, calls = calls, calls + 1
+            epoch = max(calls - after - 1, 0)
+            decay = min(max(1 - (1 + epoch) ** -(2 / 3), 0.0), beta) if epoch else 0.0
+            decay = 0.0 if number <= after else decay
+            own = model.state_dict()
+            for name, tensor in average.state_dict().items():
+                if tensor.is_floating_point():
+                    tensor.lerp_(own[name], 1 - decay)
+
+        return one, average
+
+    return update
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ({"decay": Decay(0.9, power=2 / 3)}, timms(decay=0.9, use_warmup=True)),
+        (
+            {"decay": Decay(0.9, start=7, power=0.75, gamma=2.0)},
+            timms(
+                decay=0.9,
+                use_warmup=True,
+                update_after_step=7,
+                warmup_gamma=2.0,
+                warmup_power=0.75,
+            ),
+        ),
+        ({"decay": Decay(0.9, start=5)}, timms(decay=0.9, update_after_step=5)),
+        ({"decay": Decay(0.9, start=6)}, torchvisions(6, 0.9)),
+        ({"decay": Decay(0.9)}, torchvisions(0, 0.9)),
+        ({"decay": Decay(0.9, start=10, power=2 / 3)}, ema_pytorchs(beta=0.9, after=10)),
+    ],
+)
+def test_a_decay_warms_up_as_in_other_libraries(ours, theirs):
+    assert of_library(40, ours, theirs) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"decay": 0.9, "ramp": 0.05}, "has an effect with half_life only"),
+        ({"decay": Decay(0.9), "every": 2}, "with every = 1 only, got 2"),
+        ({"decay": Decay(1.0)}, "below 1"),
+        ({"decay": 0.9, "buffers": True, "device": "cpu"}, "cannot average buffers"),
+    ],
+)
+def test_settings_without_effect_are_rejected(how, words):
+    with pytest.raises(ValueError, match=words):
+        EMA(nn.Linear(2, 2), **how)
+    with pytest.raises(ValueError, match="gamma > 0"):
+        Decay(0.9, gamma=0.0)
+
+
+STATISTICS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Task:
+    collate = staticmethod(torch.utils.data.default_collate)
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 1), nn.Flatten(0))
+
+    def train_set(self):
+        g = torch.Generator().manual_seed(0)
+        return [{"x": torch.randn(4, generator=g) * 3, "y": torch.randn((), generator=g)}
+                for _ in range(64)]
+
+    def eval_sets(self):
+        return {"validation": self.train_set()[:32]}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["y"])))
+
+    def loss(self, model, batch):
+        return F.mse_loss(model(batch["x"]), batch["y"], reduction="sum"), {}
+"""
+
+
+def in_checkpoint(folder, name: str) -> torch.Tensor:
+    """Return a tensor of a checkpoint that one rank wrote as a whole."""
+    every = [load_file(path) for path in folder.glob("*.safetensors")]
+    (found,) = [tensors[name] for tensors in every if name in tensors]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (1, "single"),
+        (2, "ddp"),
+        pytest.param(2, "fsdp2", marks=pytest.mark.slow),
+    ],
+)
+def test_averaged_buffers_are_evaluated_exported_and_resumed(tmp_path, ranks, config):
+    (tmp_path / "bn.py").write_text(STATISTICS)
+    words = ["bn.py:Task", "--batch.size", "16", "--duration", "8", "--machine.workers", "0"]
+    words += ["--save.every", "1", "--save.keep", "99", "--eval.every", "4", "--track", "none"]
+    words += ["--ema.decay", "0.8", "--ema.start", "2", "--ema.warmup_power", "0.5"]
+    words += ["--ema.buffers", "true", "--optimizer.lr", "0.1"]
+    layout = {"ranks": ranks, "config": config, "folder": tmp_path}
+    run(train, [*words, "--run.dir", "a"], **layout).ok()
+    folder = tmp_path / "a"
+    final = load_file(folder / "final/ema.safetensors")
+
+    # The statistics are averages of those that the checkpoints have, of rank 0.
+    checkpoints = Store(folder / "checkpoints").sealed()
+    running = [in_checkpoint(path, "model.1.running_mean") for path in checkpoints]
+    average = running[0]
+    for number, new in enumerate(running, start=1):
+        since = number - 3
+        keep = min(0.8, 1 - (1 + since) ** -0.5) if since > 0 else 0.0
+        average = average.lerp(new, 1 - keep)
+    assert len(running) == 8 and not torch.allclose(average, running[-1], rtol=1e-3)
+    assert torch.allclose(final["1.running_mean"], average, rtol=1e-5, atol=1e-6)
+
+    # A resume from the middle gives the same bits, and the same metrics.
+    shutil.copytree(folder, tmp_path / "b")
+    for path in (tmp_path / "b/checkpoints").iterdir():
+        if path.name.startswith("step-") and path.name > "step-00000005":
+            shutil.rmtree(path)
+    shutil.rmtree(tmp_path / "b/final")
+    (tmp_path / "b/summary.json").unlink()
+    again = run(train, [*words, "--run.dir", "b"], **layout)
+    again.ok()
+    assert "step-00000005" in again.output
+    assert (tmp_path / "b/final/ema.safetensors").read_bytes() == (
+        folder / "final/ema.safetensors"
+    ).read_bytes()
+    summaries = [json.loads((tmp_path / x / "summary.json").read_text()) for x in ("a", "b")]
+    assert summaries[0]["ema/eval/loss"] == summaries[1]["ema/eval/loss"]
+    assert summaries[0]["ema/eval/loss"] != summaries[0]["eval/loss"]
+
+
+def test_an_older_run_with_the_former_ramp_resumes(tmp_path):
+    """recipe.yaml of older runs always has ema.ramp 0.05, and none of the newer keys."""
+    import yaml
+
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    for name, words in (("a", []), ("b", ["--ema.half_life", "0", "--ema.decay", "0.9"])):
+        words = ["r.yaml", *words, "--run.dir", name, "--eval.every", "0"]
+        run(train, words, folder=tmp_path).ok()
+        shutil.rmtree(tmp_path / name / "checkpoints/step-00000024")
+        shutil.rmtree(tmp_path / name / "final")
+        (tmp_path / name / "summary.json").unlink()
+        path = tmp_path / name / "recipe.yaml"
+        old = yaml.safe_load(path.read_text())
+        old["ema"] = {key: old["ema"][key] for key in ("half_life", "decay", "power", "every")}
+        old["ema"] |= {"ramp": 0.05, "device": None}
+        for key in ("warmup_start", "warmup_offset", "length"):
+            del old["schedule"][key]
+        path.write_text(yaml.safe_dump(old))
+        world = run(train, words, folder=tmp_path)
+        assert world.codes == [0] and "resuming from" in world.output, world.output
+        # The run's own file can start a run, too.
+        again = ["--run.dir", f"{name}2", "--duration", "2", "--eval.every", "0"]
+        assert run(train, [f"{name}/recipe.yaml", *again], folder=tmp_path).codes == [0]
+    rejected = ["r.yaml", "--ema.half_life", "0", "--ema.decay", "0.9", "--ema.ramp", "0.05"]
+    world = run(train, [*rejected, "--run.dir", "c"], folder=tmp_path)
+    assert world.codes == [2] and "ema.ramp 0.05 has no effect with ema.half_life 0" in world.output

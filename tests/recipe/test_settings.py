@@ -101,7 +101,7 @@ pytestmark = pytest.mark.covers(
             "optimizer.lr_rule linear has no effect with optimizer.lr_at_batch 0",
         ),
         (["--ema.every", "4"], "ema.every 4 has no effect without EMA weights"),
-        (["--ema.ramp", "0.1"], "ema.ramp 0.1 has no effect without EMA weights"),
+        (["--ema.ramp", "0.1"], "ema.ramp 0.1 has no effect with ema.half_life 0"),
         (["--guard.patience", "0"], "guard.patience must be at least 1"),
     ],
 )

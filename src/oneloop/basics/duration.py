@@ -59,10 +59,12 @@ class Duration:
             ValueError: if ``total`` is needed and unknown; for a time; or for tokens, if the
                 samples differ in length.
         """
-        return math.ceil(self._steps(scale, total, key))
+        return math.ceil(self.exact_steps(scale, total=total, key=key))
 
-    def _steps(self, scale: "Scale", total: int | None, key: str) -> Fraction:
-        """Return the steps, not rounded."""
+    def exact_steps(
+        self, scale: "Scale", *, total: int | None = None, key: str = "duration"
+    ) -> Fraction:
+        """Return the steps, not rounded. Raise ValueError as :meth:`steps` does."""
         if self.unit == "steps":
             if self.amount.denominator != 1:
                 raise ValueError(
@@ -103,7 +105,7 @@ class Duration:
         """Return the length in samples, not rounded. Raise ValueError as :meth:`steps` does."""
         if self.unit == "samples":
             return float(self.amount)
-        return float(self._steps(scale, total, key) * scale.batch)
+        return float(self.exact_steps(scale, total=total, key=key) * scale.batch)
 
     def __repr__(self) -> str:
         return self.text

@@ -9,12 +9,14 @@ device then finishes the copies before it continues, and the host does not wait.
 >>> copy.copied.synchronize()                    # on the host
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 
 class SideCopy:
@@ -79,3 +81,57 @@ def before_change() -> None:
 @cache
 def _stream(device: torch.device) -> torch.Stream:
     return torch.Stream(device)
+
+
+class HostCopies:
+    """Copies weights to pinned host memory on a separate stream, and passes them to a thread.
+
+    The device continues during a copy; only the optimizer's next step waits for it.
+
+    Args:
+        weights: On the device.
+        optimizer: Its step changes the weights.
+
+    Raises:
+        ValueError: the optimizer is missing.
+    """
+
+    def __init__(self, weights: list[Tensor], optimizer: Optimizer | None) -> None:
+        if optimizer is None:
+            raise ValueError(
+                "an EMA in host memory needs the optimizer, whose next step waits for the copy"
+            )
+        self._weights = weights
+        self._landing = []
+        for tensor in weights:
+            self._landing.append(torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True))
+        self._copy: SideCopy | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ema")
+        self._using: Future[None] | None = None
+
+        # The end of the last step: the copy waits for it only, not for work queued since.
+        self._stepped = torch.Event(weights[0].device)
+        self._stepped.record()
+        optimizer.register_step_post_hook(lambda *_: self._stepped.record())
+        # No copy may read weights while a step writes them.
+        optimizer.register_step_pre_hook(lambda *_: before_change())
+
+    def then(self, use: Callable[[list[Tensor]], None]) -> None:
+        """Start a copy; call ``use`` with the copies in a thread, once they are complete."""
+        self.wait()  # until the host memory is free again
+        self._copy = SideCopy(
+            self._weights[0].device, self._weights, self._landing, after=self._stepped
+        )
+        copied = self._copy.copied
+
+        def used() -> None:
+            copied.synchronize()
+            use(self._landing)
+
+        self._using = self._thread.submit(used)
+
+    def wait(self) -> None:
+        """Wait until the last copy was used."""
+        if self._using is not None:
+            self._using.result()
+            self._using = None

@@ -153,7 +153,7 @@ class Checkpoints:
             tensors,
             rank=self.rank,
             ranks=self.ranks,
-            of_rank_0=buffers_of(model),
+            of_rank_0=buffers_of(model, extra or {}),
             only_here=own,
         )
         header, size = header_of(mine)

@@ -145,7 +145,7 @@ class RunState:
             tensors | optimizer_tensors(self.model, self.optimizer),
             rank=checkpoints.rank,
             ranks=checkpoints.ranks,
-            of_rank_0=buffers_of(self.model),
+            of_rank_0=buffers_of(self.model, self._extra()),
         )
         moved = sum(buffer.nbytes for buffer in self.model.buffers())
         return header_of(mine)[1] + moved

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
@@ -98,14 +99,19 @@ def described(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
     return {name: (NAMES[tensor.dtype], list(tensor.shape)) for name, tensor in tensors.items()}
 
 
-def buffers_of(model: nn.Module) -> set[str]:
-    """Return the checkpoint names of buffers.
+def buffers_of(model: nn.Module, averages: Mapping[str, Tensor]) -> set[str]:
+    """Return the checkpoint names of buffers, and of their EMAs among ``averages``.
 
     Each rank updates them separately (BatchNorm statistics).
     """
     # A buffer that modules share may be saved by any of its names.
-    named = model.named_buffers(remove_duplicate=False)
-    return {f"model.{bare_name(name)}" for name, _ in named}
+    named = [bare_name(name) for name, _ in model.named_buffers(remove_duplicate=False)]
+    found = {f"model.{name}" for name in named}
+    tails = tuple(f".{name}" for name in named)
+    for name, tensor in averages.items():
+        if tails and name.endswith(tails) and not isinstance(tensor, DTensor):
+            found.add(name)
+    return found
 
 
 @torch.no_grad()

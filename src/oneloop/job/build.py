@@ -13,7 +13,7 @@ from oneloop.basics.duration import Duration, Scale, is_time
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.step_batches import CollateWithWeight
-from oneloop.ema import gamma
+from oneloop.ema import Decay, gamma
 from oneloop.job.apple_gpu import reject_training
 from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
@@ -208,9 +208,16 @@ def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
     emas: list[dict[str, Any]] = []
     for duration in ema.half_lives:
         half_life = duration.samples(scale, total=total, key="ema.half_life")
-        emas.append({"half_life": half_life, "name": f"ema-{duration.text}"})
+        arguments = {"half_life": half_life, "ramp": ema.ramp, "name": f"ema-{duration.text}"}
+        emas.append(arguments)
     if ema.decay:
-        emas.append({"decay": ema.decay, "name": f"ema-{ema.decay}"})
+        decay: float | Decay = ema.decay
+        if ema.warms_up:
+            start = 0
+            if ema.start is not None:
+                start = ema.start.steps(scale, total=total, key="ema.start")
+            decay = Decay(ema.decay, start, ema.warmup_power, ema.warmup_gamma)
+        emas.append({"decay": decay, "name": f"ema-{ema.decay}"})
     for width in ema.power:
         gamma(width)  # rejects a width that is too large
         emas.append({"power": width, "name": f"ema-power-{width}"})
@@ -220,7 +227,7 @@ def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
     names = [arguments["name"].replace(" ", "") for arguments in emas]
     if len(set(names)) < len(names):
         raise ValueError(f"ema: duplicate EMAs in {', '.join(names)}; remove one")
-    shared = {"every": ema.every, "ramp": ema.ramp, "device": ema.device}
+    shared = {"every": ema.every, "buffers": ema.buffers, "device": ema.device}
     return [
         {**shared, **arguments, "name": name} for arguments, name in zip(emas, names, strict=True)
     ]

@@ -283,8 +283,18 @@ def adafactor(
     return torch.optim.Adafactor(params, lr=lr, beta2_decay=beta2_decay, eps=eps, d=d)
 
 
-def set_lr(optimizer: Optimizer, lr: float) -> float:
-    """Set the rate of every parameter group to ``lr`` times the group's factor; return ``lr``."""
+def set_lr(optimizer: Optimizer, lr: float, momentum: float | None = None) -> float:
+    """Set the learning rate of every parameter group, and its momentum; return ``lr``.
+
+    Args:
+        optimizer: its next step uses them.
+        lr: multiplied by the group's factor.
+        momentum: also the first of Adam's betas (as torch's OneCycleLR); None: unchanged.
+    """
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get(LR_FACTOR, 1.0)
+        if momentum is not None and "momentum" in group:
+            group["momentum"] = momentum
+        if momentum is not None and "betas" in group:
+            group["betas"] = (momentum, *group["betas"][1:])
     return lr

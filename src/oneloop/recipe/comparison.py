@@ -15,6 +15,13 @@ _FLAGS = ["weight", "train", "trainable", "training", "loss_mask", "loss"]
 # Keys that older versions did not have, with the values that can continue their runs: the data are
 # compared by what is read from them.
 _ADDED: dict[str, tuple[Any, ...]] = {
+    "schedule.warmup_start": (None,),
+    "schedule.warmup_offset": (0,),
+    "schedule.length": (None,),
+    "ema.start": (None,),
+    "ema.warmup_power": (0.0,),
+    "ema.warmup_gamma": (1.0,),
+    "ema.buffers": (False,),
     "optimizer.frozen_modules": ("eval",),
     "task.unreadable": ("stop",),
     "task.group_answers": (False,),
@@ -49,9 +56,19 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         added = _ADDED.get(key, ())
         if (key not in before and now in added) or (key not in after and was in added):
             continue
+        if key == "ema.ramp":
+            was, now = _ramp(before), _ramp(after)
         if not _same(key, was, now):
             lines.append(f"{key}: {was!r} -> {now!r}")
     return lines
+
+
+def _ramp(configuration: Mapping[str, Any]) -> Any:
+    """Return the ``ema.ramp`` that has an effect; None without a half-life."""
+    ramp = configuration.get("ema.ramp")
+    if configuration.get("ema.half_life") in (None, 0, "0"):
+        return None
+    return 0.05 if ramp is None else ramp
 
 
 def _same(key: str, old: Any, new: Any) -> bool:
@@ -99,15 +116,22 @@ def same_data_path(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     return bool(training_configuration(old).get(_DATA) == training_configuration(new).get(_DATA))
 
 
+_ENDLESS = ("constant", "plateau", "step", "exponential")  # schedules without an end
+
+
+def _is_endless(schedule: Mapping[str, Any]) -> bool:
+    """Return whether a schedule (its resolved keys) is the same for runs of any duration."""
+    shares = [key for key, value in schedule.items() if "%" in str(value)]
+    return not shares and (schedule["name"] in _ENDLESS or schedule.get("length") is not None)
+
+
 def only_extends(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Return whether only the duration differs, and may be extended.
 
     The new one must be longer, and the schedule must not depend on it.
     """
     keys = [line.partition(":")[0] for line in difference(old, new)]
-    schedule = new["schedule"]
-    endless = schedule["name"] in ("constant", "plateau") and "%" not in str(schedule["warmup"])
-    if keys != ["duration"] or not endless:
+    if keys != ["duration"] or not _is_endless(new["schedule"]):
         return False
     before, after = Duration(old["duration"]), Duration(new["duration"])
     return before.unit == after.unit and after.amount > before.amount

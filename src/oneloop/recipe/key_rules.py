@@ -23,7 +23,15 @@ _PLAIN: dict[Any, str] = {
 }
 NEEDS = {
     "optimizer.lr_rule": "optimizer.lr_at_batch!=0",
-    "schedule.final": "schedule.name!=constant",
+    "schedule.final": "schedule.name!=constant|step|exponential|onecycle",
+    "schedule.length": "schedule.name!=constant|step|exponential|plateau",
+    "ema.ramp": "ema.half_life!=0",
+    "ema.start": "ema.decay!=0",
+    "ema.warmup_power": "ema.decay!=0",
+    "ema.warmup_gamma": "ema.warmup_power!=0",
+    "schedule.warmup": "schedule.name!=onecycle",
+    "schedule.warmup_start": "schedule.name!=onecycle schedule.warmup!=0",
+    "schedule.warmup_offset": "schedule.name!=onecycle schedule.warmup!=0",
     "init.weights": "init.from!=null",
     "init.leave_out": "init.from!=null",
     "guard.spike": "guard.sigma!=0",
@@ -32,6 +40,8 @@ NEEDS = {
 }
 """keys that have an effect only if another key has (=), or has not (!=), one of the values after
 it"""
+_EARLIER_DEFAULTS = {"ema.ramp": 0.05}
+"""values in the recipe.yaml of older runs that nobody gave, and that have no effect"""
 _ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 
 
@@ -130,11 +140,14 @@ def without_effect(
             other, unlike, allowed = re.split("(!?)=", condition)
             if not {key, other} <= values.keys():  # a subclass may lack the argument
                 continue
-            if values[key] == defaults[key]:
+            if str(values[key]) == str(defaults[key]):  # a default may be a Duration
                 continue
             shown_value = _text(values[other])
             has_effect = (shown_value in allowed.split("|")) != bool(unlike)
             if has_effect:
+                continue
+            if key not in typed and values[key] == _EARLIER_DEFAULTS.get(key):
+                dropped.add(key)
                 continue
             if key in typed or other not in typed:
                 raise BadInput(

@@ -139,16 +139,33 @@ class OptimizerConfig:
 @dataclass(frozen=True)
 class ScheduleConfig:
     name: str = "constant"
-    """constant, linear, cosine, wsd, plateau, or the path of a function (step, total) -> factor of
-    the peak rate"""
+    """constant, linear, cosine, wsd, step, exponential, onecycle, plateau, or the path of a
+    function (step, total) -> factor of the peak rate"""
     warmup: Duration = Duration(0)
     """duration of the linear warm-up (5%, 1ep, 100, '10K samples')"""
+    warmup_start: float | None = None
+    """learning rate at the first step of the warm-up, as a share of the peak (transformers: 0;
+    null: 1 / warm-up steps)"""
+    warmup_offset: int = 0
+    """steps that are added to the divisor of the warm-up, whose rate is peak * (step + 1) /
+    divisor (nanoGPT: 1)"""
+    length: Duration | None = None
+    """duration of the schedule, warm-up included; then the rate stays at its last value (null: the
+    run)"""
     final: float = 0.0
     """learning rate at the end, as a share of the peak"""
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        at_least(0, schedule__final=self.final)
+        at_least(0, schedule__final=self.final, schedule__warmup_offset=self.warmup_offset)
+        if self.warmup_start is None:
+            return
+        within(0, 1, schedule__warmup_start=self.warmup_start)
+        if self.warmup_offset:
+            raise BadInput(
+                f"schedule.warmup_start {self.warmup_start:g} and schedule.warmup_offset "
+                f"{self.warmup_offset} are two forms of a warm-up; remove one of them"
+            )
 
 
 @dataclass(frozen=True)
@@ -161,8 +178,20 @@ class EmaConfig:
     power: list[float] = field(default_factory=list)
     """widths of power-function EMAs as shares of the run (0.05, 0.1); oneloop export can mix other
     widths later"""
-    ramp: float = 0.05
-    """upper limit of the half-life, as a share of the training so far (0: no limit)"""
+    ramp: float | None = None
+    """upper limit of the half-life, as a share of the training so far (0: no limit; null: 0.05 with
+    ema.half_life)"""
+    start: Duration | None = None
+    """duration until which the EMA is a copy of the weights, with ema.decay (0: the first step;
+    null: the EMA starts from the initial weights)"""
+    warmup_power: float = 0.0
+    """exponent of a warm-up of ema.decay, which is at most 1 - (1 + n / ema.warmup_gamma) ** -power
+    n steps after the first or ema.start (timm, ema-pytorch: 0.6667; 0: none)"""
+    warmup_gamma: float = 1.0
+    """scale of the warm-up of ema.decay in steps"""
+    buffers: bool = False
+    """also average floating-point buffers, such as BatchNorm statistics (timm, torchvision:
+    true)"""
     every: int = 1
     """steps between two updates of the EMA; the half-life stays the same"""
     device: Literal["cpu"] | None = None
@@ -173,18 +202,33 @@ class EmaConfig:
         several = self.half_life if isinstance(self.half_life, list) else [self.half_life]
         return [half_life for half_life in several if half_life.amount]
 
+    @property
+    def warms_up(self) -> bool:
+        """Whether the first updates of an EMA with a decay differ from the others."""
+        return self.start is not None or bool(self.warmup_power)
+
     def __post_init__(self) -> None:
-        at_least(0, ema__decay=self.decay, ema__ramp=self.ramp)
+        at_least(0, ema__decay=self.decay, ema__warmup_power=self.warmup_power)
+        at_least(0, ema__ramp=self.ramp or 0, ema__warmup_gamma=self.warmup_gamma)
         at_least(1, ema__every=self.every)
 
         # These keys are for runs with EMA weights.
-        if not (self.decay or self.half_lives or self.power) and (
-            self.every != 1 or self.ramp != 0.05
-        ):
-            key = "every" if self.every != 1 else "ramp"
+        if not (self.decay or self.half_lives or self.power) and (self.every != 1 or self.buffers):
+            key = "every" if self.every != 1 else "buffers"
             raise BadInput(
                 f"ema.{key} {getattr(self, key)} has no effect without EMA weights; set "
                 f"ema.half_life, ema.decay or ema.power, or remove ema.{key}"
+            )
+        if not self.warmup_gamma:
+            raise BadInput("ema.warmup_gamma must be above 0, got 0")
+        if self.warms_up and self.every != 1:
+            raise BadInput(
+                f"ema.every {self.every} cannot be combined with ema.start or ema.warmup_power; "
+                "remove ema.every"
+            )
+        if self.buffers and self.device is not None:
+            raise BadInput(
+                "ema.buffers true cannot be combined with ema.device cpu; remove one of them"
             )
         if self.decay >= 1:
             raise BadInput(f"ema.decay must be below 1, got {self.decay}; 0.999 is common")

@@ -25,7 +25,7 @@ IDENTITY = {
     "computed?": dict | None,
     "others?": bool,
 }
-EMA = {"seen": is_amount, "due": is_amount, "updates": STEP}
+EMA = {"seen": is_amount, "due": is_amount, "updates": STEP, "calls?": STEP}
 FORMS: dict[str, Form] = {
     "counters": {
         "position": STEP,
