@@ -3,14 +3,18 @@ O(1)."""
 
 from __future__ import annotations
 
+import json
 import time
 
 import numpy as np
 import pytest
+import torch
 
 from oneloop.basics.seeds import key
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Order
+from oneloop.data.order import Order, StoredOrder, order_of
+from splits import BATCH, distance, expected, furthest, trained
+from worlds import run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.batch_layout",
@@ -100,3 +104,109 @@ def test_keys_differ_in_every_number():
     keys = {key(a, b, c) for a in range(20) for b in range(20) for c in range(20)}
     assert len(keys) == 8000
     assert all(0 <= one < 2**63 for one in keys)
+
+
+def test_a_stored_order_repeats_the_samples_as_they_are():
+    epochs, indices = StoredOrder(5)[3:12]
+    assert epochs.tolist() == [0, 0, 1, 1, 1, 1, 1, 2, 2]
+    assert indices.tolist() == [3, 4, 0, 1, 2, 3, 4, 0, 1]
+    with pytest.raises(ValueError, match="at least one sample"):
+        StoredOrder(0)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "strategy"),
+    [(1, "single"), (2, "ddp"), pytest.param(2, "fsdp2", marks=pytest.mark.slow)],
+)
+def test_a_run_without_shuffling_is_a_plain_loop_over_the_samples(tmp_path, ranks, strategy):
+    weights, losses, ids = trained(
+        tmp_path / "a",
+        ranks=ranks,
+        accumulate=2,
+        strategy=strategy,
+        steps=10,
+        extra=("--data.shuffle", "false"),
+    )
+    # 37 samples, of which a loader without shuffling takes 16 at a time, epoch after epoch.
+    drawn = [index for step in ids for index in step]
+    assert drawn == [position % 37 for position in range(10 * BATCH)]
+    plain, plain_losses = expected(ids, dtype=torch.float32, optimizer="adamw")
+    assert distance(weights, plain) < 1e-6 and furthest(losses, plain_losses) < 1e-6
+
+
+def rows_of(folder, first: int, count: int) -> list[dict]:
+    return [{"text": f"text {number}", "value": number} for number in range(first, first + count)]
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Two row groups of Parquet, and a file of JSON lines."""
+    import pyarrow
+    import pyarrow.parquet
+
+    table = pyarrow.Table.from_pylist(rows_of(tmp_path, 0, 30))
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet", row_group_size=8)
+    lines = [json.dumps(row) for row in rows_of(tmp_path, 100, 10)]
+    (tmp_path / "b.jsonl").write_text("\n".join(lines))
+    return tmp_path
+
+
+def values(dataset, *, count: int) -> list[int]:
+    """Return the numbers of the first samples in the stored order."""
+    order = order_of(dataset, seed=0, batch=4, shuffle=False)
+    return [int(dataset[index]["value"]) for index in order[0:count][1].tolist()]
+
+
+def test_row_groups_and_mixtures_keep_the_order_of_their_files(files):
+    from oneloop.data.mixture import Mixture
+    from oneloop.tasks.rows.parquet import Parquet
+    from oneloop.tasks.rows.rows import Mapped
+
+    groups = Parquet([files / "a.parquet"], files, ["text", "value"], window=1, content={})
+    assert values(Mapped(groups, dict), count=35) == [*range(30), *range(5)]
+    lines = [json.loads(line) for line in (files / "b.jsonl").read_text().splitlines()]
+    mixture = Mixture({"a": groups, "b": lines}, [0.75, 0.25])
+    mixed = values(Mapped(mixture, dict), count=48)
+    assert [value for value in mixed if value < 100] == [*range(30), *range(6)]
+    assert [value for value in mixed if value >= 100] == [*range(100, 110), 100, 101]
+    assert sum(value >= 100 for value in mixed[:8]) == 2  # in every prefix, as with shuffling
+
+
+@pytest.mark.parametrize("pack", ["concat", "packed", "padded"])
+def test_texts_keep_the_order_of_their_files(tmp_path, pack):
+    from oneloop.tasks.causal_lm import CausalLM
+
+    texts = [{"text": f"text {number} " * (1 + number % 5)} for number in range(60)]
+    (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(text) for text in texts))
+    samples = CausalLM(str(tmp_path / "a.jsonl"), block=64, pack=pack).train_set()
+    order = order_of(samples, seed=0, batch=4, shuffle=False)
+    assert order[0 : len(samples) + 2][1].tolist() == [*range(len(samples)), 0, 1]
+
+
+OWN_ORDER = """
+import torch
+from oneloop.data.order import Order
+from tiny import Ragged, Sequences
+
+class Samples(Sequences):
+    def order(self, *, seed, batch):
+        return Order(len(self), seed=seed)
+
+class Task(Ragged):
+    def train_set(self):
+        return Samples(37, seed=1)
+"""
+
+
+def test_an_order_of_the_data_set_is_not_ignored(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_ORDER)
+    words = ["own.py:Task", "--duration", "2", "--batch.size", "8", "--run.dir", "a"]
+    world = run(train, [*words, "--data.shuffle", "false"], folder=tmp_path)
+    assert world.codes == [2] and "the order that Samples.order defines" in world.output
+    assert not (tmp_path / "a").exists()
+
+    # The order is part of what is trained.
+    run(train, words, folder=tmp_path).ok()
+    (tmp_path / "own.py").write_text(OWN_ORDER.replace("def order(self", "def other(self"))
+    world = run(train, [*words, "--data.shuffle", "false"], folder=tmp_path)
+    assert world.codes == [2] and "data.shuffle: True -> False" in world.output

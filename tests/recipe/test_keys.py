@@ -50,6 +50,7 @@ EFFECTS: dict[str, tuple] = {
     "track": ("tensorboard",),
     "init.from": ("nowhere",),
     "init.weights": ("ema", "--init.from", "nowhere"),
+    "data.shuffle": ("false",),
     "batch.size": ("64",),
     "batch.micro": ("16",),
     "batch.grain": ("8",),

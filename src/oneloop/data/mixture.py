@@ -80,9 +80,11 @@ class Mixture:
         where: str = dataset.where(local)
         return where
 
-    def order(self, *, seed: int, batch: int) -> Ordered:
+    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return the order of samples; ``batch`` has no effect."""
-        orders = [order_of(dataset, seed=seed, batch=1) for dataset in self.sets.values()]
+        orders = []
+        for dataset in self.sets.values():
+            orders.append(order_of(dataset, seed=seed, batch=1, shuffle=shuffle))
         return Mixed(orders, self.bounds[:-1], self.cycle)
 
     def fingerprint(self) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ over the next power of two, with cycle walking until the index is inside the dat
 Rogaway 2002).
 """
 
+import inspect
 from typing import Any, Protocol
 
 import numpy as np
@@ -145,15 +146,48 @@ def positions_of(window: slice) -> Int64Array:
     return np.arange(window.start, window.stop, dtype=np.int64)
 
 
-def order_of(dataset: Any, *, seed: int, batch: int) -> Ordered:
+class StoredOrder(Ordered):
+    """The endless order of ``size`` samples as they are stored: position -> (epoch, index).
+
+    Raises:
+        ValueError: ``size`` is less than 1.
+    """
+
+    def __init__(self, size: int) -> None:
+        if size < 1:
+            raise ValueError(f"an order needs at least one sample, got {size}")
+        self.size = size
+
+    def at(self, positions: Int64Array) -> EpochsAndIndices:
+        """Return epochs and sample indices, each in the shape of ``positions``."""
+        epochs, indices = np.divmod(positions, self.size)
+        return epochs, indices
+
+
+def order_of(dataset: Any, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
     """Return the data set's order if it defines one, else a permutation.
 
     Args:
-        dataset: a map-style data set; its order is ``dataset.order(seed=…, batch=…)``.
+        dataset: a map-style data set; its order is ``dataset.order(seed=…, batch=…)``. If that
+            method also takes ``shuffle``, it is passed.
         seed: seed of the order.
         batch: samples of a step.
+        shuffle: False: the samples of each set as they are stored.
+
+    Raises:
+        ValueError: ``shuffle`` is False, and the data set defines an order that does not take it.
     """
     if not hasattr(dataset, "order"):
-        return Order(len(dataset), seed=seed)
-    order: Ordered = dataset.order(seed=seed, batch=batch)
+        return Order(len(dataset), seed=seed) if shuffle else StoredOrder(len(dataset))
+    order: Ordered
+    if shuffle:
+        order = dataset.order(seed=seed, batch=batch)
+        return order
+    if "shuffle" not in inspect.signature(dataset.order).parameters:
+        raise ValueError(
+            "data.shuffle false does not work with the order that "
+            f"{type(dataset).__name__}.order defines; remove one of them, or let that method take "
+            "shuffle"
+        )
+    order = dataset.order(seed=seed, batch=batch, shuffle=False)
     return order

@@ -192,7 +192,7 @@ def build_job(
         optimizer_share=share,
         emas=emas,
         layout=layout,
-        order=order_of(train_set, seed=recipe.seed, batch=layout.size),
+        order=order_of(train_set, seed=recipe.seed, batch=layout.size, shuffle=recipe.data.shuffle),
         collate=collate,
         intervals=_intervals(recipe, scale, total),
         rate=rate_of(recipe, scale, total),

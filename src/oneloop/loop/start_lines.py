@@ -141,6 +141,9 @@ def _sizes(job: Job, run: Run) -> Iterator[str]:
         steps += f", log lines are means of {every:,}"
     yield steps
 
+    if not recipe.data.shuffle:
+        yield "samples in the order of the files, in each epoch (data.shuffle false)"
+
     # Optimizer and schedule.
     yield (
         f"{recipe.optimizer.name}, learning rate {job.rate.peak:.3g} at most; schedule "

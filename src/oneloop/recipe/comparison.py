@@ -7,7 +7,17 @@ from oneloop.basics.duration import Duration
 from oneloop.basics.files import flattened
 from oneloop.recipe.class_paths import CHOICES, same_object
 
-_TRAINING_GROUPS = ("task", "seed", "duration", "init", "optimizer", "schedule", "ema", "guard")
+_TRAINING_GROUPS = (
+    "task",
+    "seed",
+    "duration",
+    "init",
+    "data",
+    "optimizer",
+    "schedule",
+    "ema",
+    "guard",
+)
 _TRAINING_KEYS = ("batch.size", "batch.grain", "debug.overfit")
 _OTHER_KEYS = ("ema.device",)
 _DATA = "task.data"
@@ -15,6 +25,7 @@ _FLAGS = ["weight", "train", "trainable", "training", "loss_mask", "loss"]
 # Keys that older versions did not have, with the values that can continue their runs: the data are
 # compared by what is read from them.
 _ADDED: dict[str, tuple[Any, ...]] = {
+    "data.shuffle": (True,),
     "schedule.warmup_start": (None,),
     "schedule.warmup_offset": (0,),
     "schedule.length": (None,),

@@ -24,6 +24,7 @@ class Recipe:
     track: tuple[str, ...]
     task: training_keys.TaskConfig
     init: training_keys.InitConfig
+    data: training_keys.DataConfig
     batch: training_keys.BatchConfig
     optimizer: training_keys.OptimizerConfig
     schedule: training_keys.ScheduleConfig

@@ -29,6 +29,13 @@ class InitConfig:
 
 
 @dataclass(frozen=True)
+class DataConfig:
+    shuffle: bool = True
+    """shuffle the training samples in each epoch (false: in the order of the files; a mixture keeps
+    its shares, and packed rows come by their first document)"""
+
+
+@dataclass(frozen=True)
 class BatchConfig:
     size: int = 64
     """global batch: samples of one step over all processes"""

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oneloop.data.order import Order, Ordered
+from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
 from oneloop.tasks.rows.cached_arrays import Ragged
 
@@ -195,11 +195,13 @@ class Padded(Pieces):
         """Number of input tokens of each sample."""
         return self.spans.lengths
 
-    def order(self, *, seed: int, batch: int) -> Ordered:
+    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return an order by length within a few steps.
 
         It depends on seed, epoch and global batch size.
         """
+        if not shuffle:
+            return StoredOrder(len(self))
         return Bucketed(self.spans.lengths, seed=seed, batch=batch)
 
     @property
@@ -294,9 +296,6 @@ class Packed:
     def lengths(self) -> NDArray[np.int64]:
         """Number of input tokens of each sample: all are equal."""
         return np.full(len(self), self.spans.length)
-
-    def order(self, *, seed: int, batch: int) -> Ordered:
-        return Order(len(self), seed=seed)
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the texts' content; None if it is unknown."""

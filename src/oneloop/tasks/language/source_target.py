@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from oneloop.data.order import Ordered
+from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.rows.cached_arrays import Ragged
@@ -149,8 +149,10 @@ class SourceTarget:
         target = np.minimum(self._stops - self._middles, self._limits[1])
         return np.asarray(source + target)
 
-    def order(self, *, seed: int, batch: int) -> Ordered:
+    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return an order by length within a few steps; it depends on seed, epoch and batch."""
+        if not shuffle:
+            return StoredOrder(len(self))
         return Bucketed(self.lengths, seed=seed, batch=batch)
 
     def fingerprint(self) -> dict[str, Any] | None:

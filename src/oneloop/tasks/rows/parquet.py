@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.order import Ordered
+from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
 from oneloop.tasks.rows.cache import content_of, numbers_key
@@ -302,7 +302,9 @@ class Parquet:
         largest = max(1, int(self._groups[:, _BYTES].max()))
         return max(1, self.window * _MEGABYTE // largest)
 
-    def order(self, *, seed: int, batch: int) -> Ordered:
+    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
+        if not shuffle:
+            return StoredOrder(len(self))
         return Windows(self.sizes, seed=seed, open_groups=self.open_groups, batch=batch)
 
     def about(self) -> str:

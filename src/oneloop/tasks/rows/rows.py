@@ -118,9 +118,9 @@ class Mapped:
         near: range = self.rows.near(index)
         return near
 
-    def order(self, *, seed: int, batch: int) -> Ordered:
+    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return the order that the rows define, or a permutation."""
-        return order_of(self.rows, seed=seed, batch=batch)
+        return order_of(self.rows, seed=seed, batch=batch, shuffle=shuffle)
 
     @property
     def sources(self) -> dict[str, range]:
