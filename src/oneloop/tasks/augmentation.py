@@ -76,6 +76,14 @@ def _as_bytes(image: Any, mean: Sequence[float], std: Sequence[float]) -> Any:
     return ((image * scale + zero) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
+def _middle(size: int, image: Any) -> Any:
+    """Return the middle of an image, a square; its position is rounded down."""
+    from torchvision.transforms.v2 import functional
+
+    height, width = functional.get_size(image)
+    return functional.crop(image, (height - size) // 2, (width - size) // 2, size, size)
+
+
 @cache
 def _pipeline(
     resizing: Resizing, mean: Sequence[float], std: Sequence[float], how: Augmentation
@@ -98,7 +106,8 @@ def _pipeline(
         steps.append(random_crop)
     elif size is not None and resizing.center:
         steps.append(v2.Resize(resizing.shorter_side(size), mode))
-        steps.append(v2.CenterCrop(size))
+        is_down = resizing.rounds_down
+        steps.append(partial(_middle, size) if is_down else v2.CenterCrop(size))
     elif size is not None:
         steps.append(v2.Resize((size, size), mode))
     if len(mean) == 1:

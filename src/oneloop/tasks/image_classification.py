@@ -205,7 +205,8 @@ class ImageClassification(OneClass, SplitSets):
 
         # Transform the images. A run that is loaded has no sets, and has recorded their shape.
         trained = Resizing(side, interpolation)
-        self._tested = Resizing(test_size or side, test_interpolation or interpolation, test_crop)
+        other = test_interpolation or interpolation
+        self._tested = Resizing(test_size or side, other, test_crop, is_transformers(model))
         if is_packaged:
             check_effect(trained, self._tested, crop=bool(crop), same=not test_size)
         self._evaluation_transform = prepared(self._tested, *self._pixels)

@@ -18,6 +18,8 @@ class Resizing:
         interpolation: how its pixels are interpolated.
         center: resize the shorter side to ``size / center`` pixels, and crop the middle, as timm
             does with its ``crop_pct``; 0: resize both sides to ``size``.
+        rounds_down: the position of the middle is rounded down, as in transformers; torchvision and
+            timm round half a pixel to an even number.
 
     Raises:
         ValueError: ``center`` is not between 0 and 1.
@@ -26,6 +28,7 @@ class Resizing:
     size: int | None = None
     interpolation: Interpolation = "bilinear"
     center: float = 0.0
+    rounds_down: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.center <= 1:
