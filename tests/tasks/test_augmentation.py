@@ -302,7 +302,9 @@ def test_a_run_from_before_these_keys_continues(tmp_path):
     file.write_text(yaml.safe_dump(recipe))
     changed = run(train, [*words, "--task.repeats", "2"], folder=tmp_path)
     assert changed.codes == [2] and "task.repeats: None -> 2" in changed.output, changed.output
-    run(train, words, folder=tmp_path).ok()
+    resumed = run(train, words, folder=tmp_path)
+    resumed.ok()
+    assert "differs from the newest checkpoint" not in resumed.output
     for name, tensor in ended(tmp_path / "run")[0].items():
         assert torch.equal(tensor, weights[name]), name
 
@@ -317,7 +319,10 @@ BAD = {
     "too much hue": ({"color_jitter": [0, 0, 0, 0.6]}, "of hue must be between 0 and 0.5"),
     "crops": ({"crop": 0.5, "crop_max": 0.4}, "task.crop_max 0.4 must be above 0, at least task"),
     "a large crop": ({"crop": 0.5, "crop_max": 1.1}, "and at most 1"),
-    "one ratio": ({"crop": 0.5, "crop_ratio": [1.0]}, r"task.crop_ratio \[1.0\] must be the smal"),
+    "one ratio": (
+        {"crop": 0.5, "crop_ratio": [1.0]},
+        r"task.crop_ratio \[1.0\] must be the smallest",
+    ),
     "ratios": ({"crop": 0.5, "crop_ratio": [2.0, 1.0]}, "must be the smallest and the largest"),
     "a central crop": ({"test_crop": 1.2}, "task.test_crop 1.2 must be between 0 and 1"),
     "no copies": ({"repeats": 0}, "task.repeats 0 must be 1 or more"),
