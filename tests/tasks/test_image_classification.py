@@ -19,8 +19,9 @@ from torchmetrics.classification import MulticlassAccuracy
 
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
-from oneloop.tasks.augmentation import Augmentation, Blended, prepared
+from oneloop.tasks.augmentation import Blended, prepared
 from oneloop.tasks.image_classification import ImageClassification
+from oneloop.tasks.image_settings import Augmentation, Resizing
 from own_files import images
 from worlds import run, train
 
@@ -257,9 +258,12 @@ def test_pixels_are_those_of_torchvisions_older_transforms():
     mean, std = [0.4, 0.5, 0.6], [0.2, 0.3, 0.25]
     steps = [transforms.Resize((16, 16)), transforms.ToTensor(), transforms.Normalize(mean, std)]
     assert torch.allclose(
-        prepared(16, mean, std)(image), transforms.Compose(steps)(image), rtol=0, atol=1e-6
+        prepared(Resizing(16), mean, std)(image),
+        transforms.Compose(steps)(image),
+        rtol=0,
+        atol=1e-6,
     )
-    grey = prepared(16, [0.5], [0.5], Augmentation(mirror=True))(image)
+    grey = prepared(Resizing(16), [0.5], [0.5], Augmentation(mirror=True))(image)
     assert grey.shape == (1, 16, 16)
 
 

@@ -81,15 +81,16 @@ def export(words: list[str]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "script"),
+    ("model", "script", "more"),
     [
-        ("timm:resnet10t", TIMM),
-        ("mobilenet_v3_small", TORCHVISION),
+        ("timm:resnet10t", TIMM, []),
+        ("timm:resnet10t", TIMM, ["--task.test_crop", "0.8", "--task.interpolation", "bicubic"]),
+        ("mobilenet_v3_small", TORCHVISION, []),
     ],
 )
-def test_a_script_without_oneloop_gives_the_numbers_of_predict(tmp_path, model, script):
+def test_a_script_without_oneloop_gives_the_numbers_of_predict(tmp_path, model, script, more):
     images(tmp_path / "data", "folders", each=12)
-    run(train, [*WORDS, "--task.model", model], folder=tmp_path).ok()
+    run(train, [*WORDS, "--task.model", model, *more], folder=tmp_path).ok()
     files = [
         str(file.relative_to(tmp_path)) for file in sorted((tmp_path / "data").rglob("*.png"))[:7]
     ]

@@ -135,6 +135,36 @@ class Order(Ordered):
         return epochs.reshape(positions.shape), indices.reshape(positions.shape)
 
 
+class RepeatedOrder(Ordered):
+    """An order in which each sample of a step occurs several times in it.
+
+    Step ``k`` has the samples of step ``k`` of ``samples``, whose steps are shorter: first one copy
+    of each, then the next copy of each. The epoch of copy ``c`` in epoch ``e`` is
+    ``e * copies + c``, so that each copy has its own random numbers
+    (:class:`oneloop.data.seeded_samples.SeededSamples`).
+
+    >>> order = RepeatedOrder(Order(1797, seed=0), 3, batch=96)  # 32 samples, three times each
+
+    Args:
+        samples: the order without copies.
+        copies: copies of each sample in a step.
+        batch: samples of a step, copies included; a multiple of ``copies``.
+    """
+
+    def __init__(self, samples: Ordered, copies: int, *, batch: int) -> None:
+        self.samples = samples
+        self.copies = copies
+        self.batch = batch
+
+    def at(self, positions: Int64Array) -> EpochsAndIndices:
+        """Return epochs and sample indices, each in the shape of ``positions``."""
+        each = self.batch // self.copies
+        steps, offsets = np.divmod(positions, self.batch)
+        copies, within = np.divmod(offsets, each)
+        epochs, indices = self.samples.at(steps * each + within)
+        return epochs * self.copies + copies, indices
+
+
 def positions_of(window: slice) -> Int64Array:
     """Return the positions of a slice of an endless order.
 

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale, is_time
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.order import Ordered, order_of
+from oneloop.data.order import Ordered, RepeatedOrder, order_of
 from oneloop.data.step_batches import CollateWithWeight
 from oneloop.ema import Decay, gamma
 from oneloop.job.apple_gpu import reject_training
@@ -158,8 +158,7 @@ def build_job(
     train_set, eval_sets = sets_of(task)
     if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
         raise ValueError("save.final best requires a validation set; the task has none")
-    if recipe.debug.overfit:
-        train_set = Subset(train_set, range(min(recipe.debug.overfit, len(train_set))))
+    train_set, order = _ordered(recipe, train_set)
 
     # Convert durations to steps. Those in tokens need samples of equal weight.
     sample_weight = getattr(task, "sample_weight", None)
@@ -192,13 +191,30 @@ def build_job(
         optimizer_share=share,
         emas=emas,
         layout=layout,
-        order=order_of(train_set, seed=recipe.seed, batch=layout.size, shuffle=recipe.data.shuffle),
+        order=order,
         collate=collate,
         intervals=_intervals(recipe, scale, total),
         rate=rate_of(recipe, scale, total),
         upward=upward,
-        no_noise_scale=why_no_noise_scale(task, layout, ranks, sharded=sharded),
+        no_noise_scale=why_no_noise_scale(task, order, layout, ranks, sharded=sharded),
     )
+
+
+def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:
+    """Return the samples to train on, and their order. Raise ValueError for a wrong combination."""
+    size = recipe.batch.size
+    is_shuffled = recipe.data.shuffle
+    order = order_of(train_set, seed=recipe.seed, batch=size, shuffle=is_shuffled)
+    few = recipe.debug.overfit
+    if not few:
+        return train_set, order
+    if isinstance(order, RepeatedOrder):
+        raise ValueError(
+            f"debug.overfit {few} cannot be combined with repeated samples: a step has "
+            f"{order.copies} copies of each; remove debug.overfit, or set task.repeats 1"
+        )
+    subset = Subset(train_set, range(min(few, len(train_set))))
+    return subset, order_of(subset, seed=recipe.seed, batch=size, shuffle=is_shuffled)
 
 
 def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:

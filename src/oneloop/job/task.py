@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any
 
 from oneloop.data.batch_layout import BatchLayout
+from oneloop.data.order import Ordered, RepeatedOrder
 from oneloop.launch.agreement import where
 from oneloop.measure.noise_scale import Sensor
 from oneloop.recipe.class_paths import resolve
@@ -17,8 +18,12 @@ from oneloop.task_protocol.protocol_checks import theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch, loss_alone
 
 
-def why_no_noise_scale(task: Task, layout: BatchLayout, ranks: int, *, sharded: bool) -> str | None:
+def why_no_noise_scale(
+    task: Task, order: Ordered, layout: BatchLayout, ranks: int, *, sharded: bool
+) -> str | None:
     """Return why the noise scale cannot be measured; None: it can."""
+    if isinstance(order, RepeatedOrder):
+        return "its formula needs independent samples, but a step has copies of its samples"
     if is_whole_batch(task):
         return "its formula needs a loss that is a sum over samples"
     return Sensor.why_not(ranks, layout.accumulate, sharded=sharded and not layout.grain)

@@ -38,6 +38,14 @@ _ADDED: dict[str, tuple[Any, ...]] = {
     "task.group_answers": (False,),
     "task.system": ("system", ""),
     "task.flags": (_FLAGS, []),
+    "task.crop_max": (1.0,),
+    "task.crop_ratio": (None,),
+    "task.trivialaugment": (False,),
+    "task.color_jitter": (0.0,),
+    "task.repeats": (1,),
+    "task.interpolation": ("bilinear",),
+    "task.test_crop": (0.0,),
+    "task.test_interpolation": (None,),
     "task.text_metrics": (["exact_match", "bleu", "chrf", "rouge1", "rouge2", "rougeL"],),
 }
 _NAMES = tuple(f"{group}.name" for group in CHOICES)

@@ -1,156 +1,30 @@
-"""Packaged image data sets, and the image transforms: resize, augmentation, mixup and cutmix."""
+"""The image transforms: resize, augmentation, mixup and cutmix; and repeated augmentation."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional as F
 
+from oneloop.data.order import Ordered, RepeatedOrder, order_of
+from oneloop.tasks.image_settings import Augmentation, Resizing
 from oneloop.tasks.rows.rows import Mapped
-
-TORCHVISION = {
-    "mnist": "MNIST",
-    "fashion_mnist": "FashionMNIST",
-    "cifar10": "CIFAR10",
-    "cifar100": "CIFAR100",
-}
-
-
-class _InMemory:
-    def __init__(self, images: Tensor, labels: Tensor) -> None:
-        self.images = images
-        self.labels = labels.tolist()
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        return self.images[index], self.labels[index]
-
-
-def _stratified(images: Tensor, labels: Tensor, shares: tuple[float, ...]) -> list[_InMemory]:
-    """Return stratified splits with these ``shares``.
-
-    Each class is shuffled with seed 0 and divided.
-    """
-    shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    members = [shuffled[labels[shuffled] == label] for label in labels.unique()]
-    splits = []
-    for number in range(len(shares)):
-        # Take the same part of each class.
-        start, stop = sum(shares[:number]), sum(shares[: number + 1])
-        parts = []
-        for own in members:
-            parts.append(own[round(start * len(own)) : round(stop * len(own))])
-        chosen = torch.cat(parts)
-        splits.append(_InMemory(images[chosen], labels[chosen]))
-    return splits
-
-
-def digits() -> tuple[dict[str, Any], list[str]]:
-    """Return splits and class names of 1,797 handwritten digits (8x8).
-
-    70 % are for training, 15 % for validation, and 15 % for test.
-    """
-    pixels, labels = _sklearn_digits()
-    images = torch.from_numpy(pixels.astype(np.float32))[:, None] / 8 - 1
-    splits = _stratified(images, torch.tensor(labels), (0.7, 0.15, 0.15))
-    sets = dict(zip(("train", "validation", "test"), splits, strict=True))
-    return sets, [*map(str, range(10))]
-
-
-def _sklearn_digits() -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Return pixels (samples, 8, 8) and labels of load_digits.
-
-    They are read from its file: importing scikit-learn takes seconds.
-    """
-    package = find_spec("sklearn")
-    if package is None or package.origin is None:
-        raise ModuleNotFoundError(
-            "task.data digits comes with scikit-learn, which is not installed", name="sklearn"
-        )
-    file = Path(package.origin).parent / "datasets" / "data" / "digits.csv.gz"
-    table = np.loadtxt(file, delimiter=",")
-    pixels = table[:, :-1].reshape(-1, 8, 8)
-    return pixels, table[:, -1].astype(np.int64)
-
-
-def torchvision_set(data: str, root: str, download: bool) -> tuple[dict[str, Any], list[str]]:
-    """Return splits and class names of a data set of torchvision.
-
-    Args:
-        data: a key of :data:`TORCHVISION`.
-        root: folder of the data sets.
-        download: download the set if it is missing.
-
-    Raises:
-        ValueError: the set is missing.
-    """
-    from torchvision import datasets
-
-    # Read both splits of torchvision. Its test split stays; validation is a share of the other.
-    kind = getattr(datasets, TORCHVISION[data])
-    try:
-        trained = kind(root, train=True, download=download)
-        test = kind(root, train=False, download=download)
-    except RuntimeError as error:
-        raise ValueError(
-            f"task.data {data!r} is not under task.root {root!r}; copy it there, or set "
-            "--task.download true"
-        ) from error
-    images, labels = _tensors(trained)
-    train, validation = _stratified(images, labels, (0.9, 0.1))
-    sets = {
-        "train": train,
-        "validation": validation,
-        "test": _InMemory(*_tensors(test)),
-    }
-    return sets, list(trained.classes)
-
-
-def _tensors(split: Any) -> tuple[Tensor, Tensor]:
-    """Return the images (samples, channels, height, width) from -1 to 1, and the labels."""
-    pixels = torch.as_tensor(split.data)
-    if pixels.ndim == 3:
-        pixels = pixels[:, None]  # grey
-    else:
-        pixels = pixels.permute(0, 3, 1, 2)
-    return pixels.float() / 127.5 - 1, torch.as_tensor(split.targets)
-
 
 _MAX_ALPHA = 100  # largest Beta parameter: 1 is uniform; at 100 nearly all shares are near 0.5
 
 
-@dataclass(frozen=True)
-class Augmentation:
-    """Random augmentations of training images, in the order in which they are applied."""
-
-    crop: float = 0.0  # minimum area share of the random resized crop (0: off)
-    randaugment: int = 0  # magnitude of two RandAugment operations, 1 to 30 (0: off)
-    shift: bool = False  # shift by up to an eighth of a side
-    mirror: bool = False  # horizontal flip with probability 0.5
-    erasing: float = 0.0  # probability of random erasing
-
-    def __post_init__(self) -> None:
-        for name, limit in (("crop", 1), ("randaugment", 30), ("erasing", 1)):
-            if not 0 <= getattr(self, name) <= limit:
-                raise ValueError(f"task.{name} {getattr(self, name)} must be between 0 and {limit}")
-
-
 def prepared(
-    size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation | None = None
+    resizing: Resizing,
+    mean: Sequence[float],
+    std: Sequence[float],
+    how: Augmentation | None = None,
 ) -> Callable[[Any], Tensor]:
     """Return a transform from a PIL image, or normalized pixels, to the model's input.
 
     Args:
-        size: pixels a side of the input; None: unchanged.
+        resizing: how the image is resized.
         mean: mean of the pixels (0 to 1), by channel; with one channel, images become grey.
         std: standard deviation of the pixels, likewise.
         how: augmentations of training images; None: no augmentation.
@@ -159,17 +33,16 @@ def prepared(
         ValueError: ``mean`` and ``std`` do not both have 1 or 3 channels.
     """
     # Check the arguments once, before the first image.
-    how = how or Augmentation()
     if len(mean) != len(std) or len(mean) not in (1, 3):
         raise ValueError(
             f"task.mean {list(mean)} and task.std {list(std)} must both have 3 channels, or both 1"
         )
 
-    return partial(_made, size, tuple(mean), tuple(std), how)
+    return partial(_made, resizing, tuple(mean), tuple(std), how or Augmentation())
 
 
 def _made(
-    size: int | None,
+    resizing: Resizing,
     mean: tuple[float, ...],
     std: tuple[float, ...],
     how: Augmentation,
@@ -177,13 +50,13 @@ def _made(
 ) -> Tensor:
     """Return the model's input; see :func:`prepared`."""
     # Normalized pixels of the right size need no pipeline.
-    is_ready = isinstance(image, Tensor) and size in (None, image.shape[-1])
-    if how.crop or how.randaugment or not is_ready:
-        pipeline = _pipeline(size, mean, std, how)
+    is_ready = isinstance(image, Tensor) and resizing.size in (None, image.shape[-1])
+    if how.needs_bytes or resizing.center or not is_ready:
+        pipeline = _pipeline(resizing, mean, std, how)
         image = pipeline(_as_bytes(image, mean, std))
 
     # Augment the pixels; a random crop already shifts.
-    if how.shift and not how.crop:
+    if how.shift and not how.crop.smallest:
         image = shifted(image, max(1, image.shape[-1] // 8))
     if how.mirror and torch.rand(()) < 0.5:
         image = image.flip(-1)
@@ -203,23 +76,50 @@ def _as_bytes(image: Any, mean: Sequence[float], std: Sequence[float]) -> Any:
     return ((image * scale + zero) * 255).round().clamp(0, 255).to(torch.uint8)
 
 
+def _middle(size: int, image: Any) -> Any:
+    """Return the middle of an image, a square; its position is rounded down."""
+    from torchvision.transforms.v2 import functional
+
+    height, width = functional.get_size(image)
+    return functional.crop(image, (height - size) // 2, (width - size) // 2, size, size)
+
+
 @cache
 def _pipeline(
-    size: int | None, mean: Sequence[float], std: Sequence[float], how: Augmentation
+    resizing: Resizing, mean: Sequence[float], std: Sequence[float], how: Augmentation
 ) -> Callable[[Any], Tensor]:
     """Return the transforms of torchvision: one object for each setting, in each process."""
-    from torchvision.transforms import v2
+    from torchvision.transforms import InterpolationMode, v2
 
     # Work on bytes first: RandAugment needs them.
     steps: list[Any] = []
-    if size is not None and how.crop:
-        steps.append(v2.RandomResizedCrop((size, size), scale=(how.crop, 1.0)))
+    size = resizing.size
+    mode = InterpolationMode(resizing.interpolation)
+    crop = how.crop
+    if size is not None and crop.smallest:
+        random_crop = v2.RandomResizedCrop(
+            (size, size),
+            scale=(crop.smallest, crop.largest),
+            ratio=crop.ratio,
+            interpolation=mode,
+        )
+        steps.append(random_crop)
+    elif size is not None and resizing.center:
+        steps.append(v2.Resize(resizing.shorter_side(size), mode))
+        is_down = resizing.rounds_down
+        steps.append(partial(_middle, size) if is_down else v2.CenterCrop(size))
     elif size is not None:
-        steps.append(v2.Resize((size, size)))
+        steps.append(v2.Resize((size, size), mode))
     if len(mean) == 1:
         steps.append(v2.Grayscale())
+
+    # Change shapes and colours.
     if how.randaugment:
         steps.append(v2.RandAugment(2, how.randaugment))
+    if how.trivialaugment:
+        steps.append(v2.TrivialAugmentWide())
+    if any(how.jitter):
+        steps.append(v2.ColorJitter(*how.jitter))
 
     # Normalize them.
     steps += [
@@ -328,11 +228,45 @@ def _paste(image: Tensor, other: Tensor, share: Tensor) -> tuple[Tensor, Tensor]
     # Draw the middle of the rectangle, and clip its sides.
     down = int(torch.randint(height, ()))
     right = int(torch.randint(width, ()))
-    top, bottom = max(0, down - rows // 2), min(height, down - rows // 2 + rows)
-    left, end = max(0, right - columns // 2), min(width, right - columns // 2 + columns)
+    top = max(0, down - rows // 2)
+    bottom = min(height, down - rows // 2 + rows)
+    left = max(0, right - columns // 2)
+    end = min(width, right - columns // 2 + columns)
     image = image.clone()
     image[:, top:bottom, left:end] = other[:, top:bottom, left:end]
     return image, torch.tensor(1 - (bottom - top) * (end - left) / (height * width))
+
+
+class Repeated(Mapped):
+    """Images that occur several times in a step: repeated augmentation (Hoffer et al. 2020).
+
+    Every copy has its own random numbers, and so its own augmentations and partner of mixup.
+
+    Args:
+        images: map-style data set.
+        copies: copies of each image in a step.
+    """
+
+    def __init__(self, images: Any, copies: int) -> None:
+        super().__init__(images, None)  # type: ignore[arg-type]
+        self.copies = copies
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+    def order(self, *, seed: int, batch: int) -> Ordered:
+        """Return the order of the images, each ``copies`` times in a step.
+
+        Raises:
+            ValueError: the samples of a step cannot be divided into so many copies.
+        """
+        if batch % self.copies:
+            raise ValueError(
+                f"batch.size {batch} must be a multiple of task.repeats {self.copies}, because "
+                "each image of a step occurs so often in it"
+            )
+        images = order_of(self.rows, seed=seed, batch=batch // self.copies)
+        return RepeatedOrder(images, self.copies, batch=batch)
 
 
 def _first_made(make: Callable[[Any], Tensor], sample: tuple[Any, Any]) -> tuple[Tensor, Any]:

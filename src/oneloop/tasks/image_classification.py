@@ -1,8 +1,7 @@
 """Image classification, of packaged sets (digits, MNIST, CIFAR) or your own images."""
 
 import json
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -14,17 +13,7 @@ from torch.nn import functional as F
 from oneloop.basics.wide_sums import on_host
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import RECORDED
-from oneloop.tasks.augmentation import (
-    TORCHVISION,
-    Augmentation,
-    Blended,
-    Files,
-    Images,
-    digits,
-    of_row,
-    prepared,
-    torchvision_set,
-)
+from oneloop.tasks.augmentation import Blended, Files, Images, Repeated, of_row, prepared
 from oneloop.tasks.columns import check_image_types, check_images
 from oneloop.tasks.image_models import (
     CNN,
@@ -34,6 +23,15 @@ from oneloop.tasks.image_models import (
     image_model,
     statistics,
 )
+from oneloop.tasks.image_settings import (
+    Augmentation,
+    Interpolation,
+    RandomCrop,
+    Resizing,
+    check_effect,
+    check_repeats,
+    jitter_strengths,
+)
 from oneloop.tasks.labels import (
     OneClass,
     are_shares,
@@ -42,7 +40,9 @@ from oneloop.tasks.labels import (
     counts_of,
     numbers_of,
     shares_of,
+    weights_of,
 )
+from oneloop.tasks.packaged_images import TORCHVISION, packaged
 from oneloop.tasks.rows.images import labelled_image
 from oneloop.tasks.rows.open_data import (
     Source,
@@ -62,6 +62,8 @@ _DOWNLOADED = f"data={'|'.join(TORCHVISION)}"
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "image_size": _OWN_IMAGES,
     "held_out": _OWN_IMAGES,
+    "crop_max": "crop!=0",
+    "crop_ratio": "crop!=0",
     "mean": _OWN_IMAGES,
     "std": _OWN_IMAGES,
     "width": "model=cnn",
@@ -92,12 +94,26 @@ class ImageClassification(OneClass, SplitSets):
             letters).
         crop: random resized crops instead of shifts: the minimum share of the image (0.08 for large
             data sets; 0: off).
+        crop_max: maximum share of the image of a random crop.
+        crop_ratio: smallest and largest width / height of a random crop, before it is resized to a
+            square (null: 3/4 and 4/3).
         randaugment: RandAugment magnitude of two operations, 1 to 30 (common: 9; 0: off).
+        trivialaugment: one operation of TrivialAugment (wide), with a random magnitude.
+        color_jitter: strength of random changes of brightness, contrast and saturation (0.4:
+            factors from 0.6 to 1.4), or a list of three or four strengths, of which the fourth is
+            that of the hue (at most 0.5).
         erasing: probability of random erasing (common: 0.25).
         mixup: alpha of mixup (common: 0.2; 0: off).
         cutmix: alpha of cutmix (common: 1.0; 0: off). With both, each image gets one of them.
+        repeats: copies of each image in a step, with different augmentations (repeated
+            augmentation; common: 3). A step has batch.size / repeats images. An epoch has as many
+            samples as the data set, and so a share 1 / repeats of its images.
         image_size: side in pixels to which your own images are resized.
+        interpolation: how the pixels of resized images are interpolated.
         test_size: side in pixels for evaluation (0: image_size).
+        test_crop: for evaluation, resize the shorter side to test_size / test_crop, and crop the
+            middle (crop_pct in timm; common: 0.875; 0: resize the whole image to a square).
+        test_interpolation: as interpolation, for evaluation (null: the same).
         mean: mean of the pixels (0 to 1) by channel, to normalize your images (null: the model's
             values, else 0.5).
         std: standard deviation of the pixels, likewise.
@@ -130,12 +146,20 @@ class ImageClassification(OneClass, SplitSets):
         augment: bool = True,
         mirror: bool | None = None,
         crop: float = 0.0,
+        crop_max: float = 1.0,
+        crop_ratio: list[float] | None = None,
         randaugment: int = 0,
+        trivialaugment: bool = False,
+        color_jitter: float | list[float] = 0.0,
         erasing: float = 0.0,
         mixup: float = 0.0,
         cutmix: float = 0.0,
+        repeats: int = 1,
         image_size: int = 64,
+        interpolation: Interpolation = "bilinear",
         test_size: int = 0,
+        test_crop: float = 0.0,
+        test_interpolation: Interpolation | None = None,
         mean: list[float] | None = None,
         std: list[float] | None = None,
         image: str = "image",
@@ -153,16 +177,15 @@ class ImageClassification(OneClass, SplitSets):
     ) -> None:
         if mirror is None:
             mirror = augment and data not in ("digits", "mnist", "fashion_mnist")
-        how = Augmentation(crop, randaugment, augment, mirror, erasing)
-        if not 0 <= smoothing < 1:
-            raise ValueError(f"task.smoothing {smoothing} must be between 0 and 1; 0.1 is common")
+        crops = RandomCrop(crop, crop_max, crop_ratio)
+        jitter = jitter_strengths(color_jitter)
+        how = Augmentation(crops, randaugment, trivialaugment, jitter, augment, mirror, erasing)
+        check_repeats(repeats, is_random=bool(how != Augmentation() or mixup or cutmix))
         self.architecture = model
         self.pretrained = pretrained
         self.trust_remote_code = trust_remote_code
         self.width = width
-        self.smoothing = smoothing
         self.dropout = dropout
-        self.top_k = top_k
         self.columns = {"image": image, "label": label}
         self.window = window
         self.pixel_limit = pixel_limit
@@ -171,42 +194,66 @@ class ImageClassification(OneClass, SplitSets):
         self._class_counts = cast(Callable[[], list[int]], list)
 
         # Read the data. The side of packaged images stays, unless two sizes are needed.
-        if isinstance(data, str) and data in _PACKAGED:
-            sets, self._pixels = self._packaged(data, root, download)
-            side = sets["train"].images.shape[-1] if crop or test_size else None
+        is_packaged = isinstance(data, str) and data in _PACKAGED
+        if is_packaged:
+            sets, self._pixels = self._packaged(str(data), root, download)
+            side = sets["train"].images.shape[-1] if crop or test_size or test_crop else None
         else:
-            expected = statistics(model)
-            self._pixels = Statistics(mean or expected.mean, std or expected.std)
+            self._pixels = statistics(model, mean, std)
             side = image_size
             sets = self._open(data, held_out, skip=unreadable == "skip")
 
         # Transform the images. A run that is loaded has no sets, and has recorded their shape.
-        self._evaluation_transform = prepared(test_size or side, *self._pixels)
+        trained = Resizing(side, interpolation)
+        other = test_interpolation or interpolation
+        self._tested = Resizing(test_size or side, other, test_crop, is_transformers(model))
+        if is_packaged:
+            check_effect(trained, self._tested, crop=bool(crop), same=not test_size)
+        self._evaluation_transform = prepared(self._tested, *self._pixels)
         if sets:
-            self._sets = {}
-            for name, data_set in sets.items():
-                self._sets[name] = Images(data_set, self._evaluation_transform)
-            self._sets["train"] = Images(sets["train"], prepared(side, *self._pixels, how))
-            self.shape = tuple(self._sets["train"][0][0].shape)
+            self._transform(sets, prepared(trained, *self._pixels, how))
+            self._combine(mixup, cutmix, repeats)
         self.recorded = {"classes": self.classes, "shape": self.shape}
-        self._side = test_size or self.shape[1]
-        if sets and (mixup or cutmix):
-            self._sets["train"] = Blended(
-                self._sets["train"], len(self.classes), mixup=mixup, cutmix=cutmix
-            )
         self.notes = list(self._data_notes)
-        self.class_weights = self._on_device = self._class_weights(class_weights)
+        self._set_loss(class_weights, smoothing, top_k)
+
+    def _transform(self, sets: Mapping[str, Any], make: Callable[[Any], Tensor]) -> None:
+        """Hold the data sets with transformed images; ``make`` is that of the training images."""
+        self._sets = {}
+        for name, data_set in sets.items():
+            self._sets[name] = Images(data_set, self._evaluation_transform)
+        self._sets["train"] = Images(sets["train"], make)
+        self.shape = tuple(self._sets["train"][0][0].shape)
+
+    def _combine(self, mixup: float, cutmix: float, repeats: int) -> None:
+        """Mix the training images, and repeat them."""
+        images = self._sets["train"]
+        if mixup or cutmix:
+            images = Blended(images, len(self.classes), mixup=mixup, cutmix=cutmix)
+        if repeats > 1:
+            images = Repeated(images, repeats)
+        self._sets["train"] = images
+
+    def _set_loss(self, class_weights: str | list[float], smoothing: float, top_k: int) -> None:
+        """Set what the loss and the metrics need, after a check."""
+        if not 0 <= smoothing < 1:
+            raise ValueError(f"task.smoothing {smoothing} must be between 0 and 1; 0.1 is common")
+        self.smoothing = smoothing
+        self.class_weights = None
+        if class_weights == "none" or (class_weights == "balanced" and RECORDED.get()):
+            self.sample_weight = 1.0
+        else:
+            self.class_weights = weights_of(class_weights, self.classes, self._class_counts)
+        self._on_device = self.class_weights
         if not 0 <= top_k < len(self.classes):
             raise ValueError(
                 f"task.top_k {top_k} must be below the number of classes, {len(self.classes)}"
             )
+        self.top_k = top_k
 
     def _packaged(self, data: str, root: str, download: bool) -> tuple[dict[str, Any], Statistics]:
         """Return a packaged data set by split, in memory, and the statistics of its pixels."""
-        if data == "digits":
-            splits, self.classes = digits()
-        else:
-            splits, self.classes = torchvision_set(data, root, download)
+        splits, self.classes = packaged(data, root, download)
         labels = torch.tensor(splits["train"].labels)
         self._class_counts = partial(counted, labels, len(self.classes))
         half = [0.5] * splits["train"].images.shape[1]
@@ -290,33 +337,6 @@ class ImageClassification(OneClass, SplitSets):
         sample = partial(of_row, decode, self._evaluation_transform)
         return Files(source.parts["all"], sample, source.columns["image"])
 
-    def _class_weights(self, setting: str | list[float]) -> Tensor | None:
-        """Return the weight of each class, shape (classes,); None if all are 1."""
-        # The user's weights.
-        if isinstance(setting, list):
-            enough = len(setting) == len(self.classes)
-            if not enough or not all(0 < weight < math.inf for weight in setting):
-                names = ", ".join(self.classes[:8])
-                if len(self.classes) > 8:
-                    names += ", …"
-                raise ValueError(
-                    f"task.class_weights {setting} must be {len(self.classes)} weights > 0, "
-                    f"for {names}"
-                )
-            return torch.tensor(setting)
-        if setting == "none" or RECORDED.get():
-            self.sample_weight = 1.0
-            return None
-
-        # Balanced: the weights of all samples of a class add up to the same number.
-        counts = self._class_counts()
-        if not counts or not all(counts):
-            raise ValueError(
-                "task.class_weights balanced needs one label for each sample, and a sample of "
-                "each class"
-            )
-        return torch.tensor([sum(counts) / (len(counts) * count) for count in counts])
-
     def collate(self, samples: list[tuple[Tensor, Any]]) -> dict[str, Tensor]:
         images, labels = zip(*samples, strict=True)
         batch = {"image": torch.stack(images)}
@@ -359,8 +379,9 @@ class ImageClassification(OneClass, SplitSets):
         """
         if is_transformers(self.architecture):
             model.config.save_pretrained(folder)  # type: ignore[union-attr, operator]
-        size = (self.shape[0], self._side, self._side)
-        files = described(self.architecture, self.classes, size, *self._pixels)
+        side = self._tested.size or self.shape[1]
+        size = (self.shape[0], side, side)
+        files = described(self.architecture, self.classes, size, *self._pixels, self._tested)
         for name, content in files.items():
             (folder / name).write_text(json.dumps(content, indent=1))
 

@@ -19,11 +19,14 @@ from torch.nn import functional as F
 from oneloop.basics.base_models import HUB, fetched
 from oneloop.basics.parameter_names import tied_to
 from oneloop.basics.untrusted import read_json
+from oneloop.tasks.image_settings import Resizing
 from oneloop.tasks.transformers_models import auto_model, is_transformers, listed
 
 Pretrained = bool | str | None  # no weights, the public weights, or a file or folder with weights
 _TIMM = "timm:"
 _WEIGHTS = "model.safetensors"
+_PILLOW = {"nearest": 0, "bilinear": 2, "bicubic": 3}
+"""Pillow's number of each interpolation"""
 
 
 class Statistics(NamedTuple):
@@ -84,8 +87,10 @@ def image_model(
     return model, fitted(model, _load_weights(name, model, pretrained), len(classes))
 
 
-def statistics(name: str) -> Statistics:
-    """Return the statistics of the pixels that a model expects; default 0.5.
+def statistics(
+    name: str, own_mean: Sequence[float] | None = None, own_std: Sequence[float] | None = None
+) -> Statistics:
+    """Return the user's statistics of the pixels, else those that a model expects, else 0.5.
 
     Raise ValueError for an unknown model.
     """
@@ -106,7 +111,7 @@ def statistics(name: str) -> Statistics:
         config = vars(timm.get_pretrained_cfg(name.removeprefix(_TIMM), allow_unregistered=True))
         mean = config.get("mean")
         std = config.get("std")
-    return Statistics(mean or [0.5] * 3, std or [0.5] * 3)
+    return Statistics(own_mean or mean or [0.5] * 3, own_std or std or [0.5] * 3)
 
 
 def described(
@@ -115,6 +120,7 @@ def described(
     size: Sequence[int],
     mean: Sequence[float],
     std: Sequence[float],
+    resizing: Resizing | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Return the files that describe a saved model.
 
@@ -126,10 +132,14 @@ def described(
         size: channels, height and width of the input, in pixels.
         mean: mean of the pixels (0 to 1) by channel.
         std: standard deviation of the pixels, likewise.
+        resizing: how an image is resized; None: the whole image, bilinear.
 
     Returns:
         JSON values by file name.
     """
+    resizing = resizing or Resizing()
+    center = resizing.center
+
     # transformers: an image processor, next to the model's own configuration.
     if is_transformers(name):
         processor = {
@@ -138,12 +148,17 @@ def described(
             "do_rescale": True,
             "do_normalize": True,
             "do_convert_rgb": True,
-            "resample": 2,  # bilinear
+            "resample": _PILLOW[resizing.interpolation],
             "size": {"height": size[1], "width": size[2]},
             "rescale_factor": 1 / 255,
             "image_mean": list(mean),
             "image_std": list(std),
         }
+        if center:
+            processor["image_processor_type"] = "CLIPImageProcessor"
+            processor["size"] = {"shortest_edge": resizing.shorter_side(size[1])}
+            processor["do_center_crop"] = True
+            processor["crop_size"] = {"height": size[1], "width": size[2]}
         return {"preprocessor_config.json": processor}
 
     # Others: one configuration.
@@ -151,7 +166,9 @@ def described(
         "input_size": list(size),
         "mean": list(mean),
         "std": list(std),
-        "interpolation": "bilinear",
+        "interpolation": resizing.interpolation,
+        "crop_pct": center or 1.0,
+        "crop_mode": "center" if center else "squash",
     }
     if name.startswith(_TIMM):
         # timm names the classes twice: for the model, and for its weights.
@@ -159,7 +176,7 @@ def described(
         config = {
             "architecture": name.removeprefix(_TIMM),
             **labels,
-            "pretrained_cfg": {**pixels, "crop_pct": 1.0, "crop_mode": "squash", **labels},
+            "pretrained_cfg": {**pixels, **labels},
         }
     else:
         config = {

@@ -1,5 +1,6 @@
 """Classes and class numbers of a label column."""
 
+import math
 import re
 import unicodedata
 from collections import Counter
@@ -7,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
@@ -264,6 +266,42 @@ def counted(labels: Tensor, classes: int) -> list[int]:
     """
     counts: list[int] = labels.bincount(minlength=classes).tolist()
     return counts
+
+
+def weights_of(
+    setting: str | list[float], classes: Sequence[str], counts: Callable[[], Sequence[int]]
+) -> Tensor:
+    """Return the weight of each class, shape (classes,).
+
+    Args:
+        setting: a weight for each class; or ``balanced``: the weights of all samples of a class add
+            up to the same number.
+        classes: names of the classes.
+        counts: returns the samples of each class.
+
+    Raises:
+        ValueError: the weights are not one number above 0 for each class, or a class has no sample.
+    """
+    # The user's weights.
+    if isinstance(setting, list):
+        enough = len(setting) == len(classes)
+        if not enough or not all(0 < weight < math.inf for weight in setting):
+            names = ", ".join(classes[:8])
+            if len(classes) > 8:
+                names += ", …"
+            raise ValueError(
+                f"task.class_weights {setting} must be {len(classes)} weights > 0, for {names}"
+            )
+        return torch.tensor(setting)
+
+    # Balanced ones.
+    found = counts()
+    if not found or not all(found):
+        raise ValueError(
+            "task.class_weights balanced needs one label for each sample, and a sample of each "
+            "class"
+        )
+    return torch.tensor([sum(found) / (len(found) * count) for count in found])
 
 
 class OneClass(Task):
