@@ -391,7 +391,7 @@ CODE = {
         (
             "optimizer.name mine.both",
             "it returned a tuple",
-            "a run has one optimizer (GANs are not supported)",
+            "a run has one optimizer, which may train several networks (docs/how-to/gans.md)",
         ),
         "    pass\n\n\ndef both(params, lr: float = 0.1):\n    return (torch.optim.SGD(params, "
         "lr=lr),) * 2",

@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from safetensors.torch import load_file
 
 from own_files import rows
 from pages import blocks, program
@@ -237,3 +241,128 @@ def test_a_task_generates_while_it_trains(tmp_path):
     lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
     found = [line["eval/character_errors"] for line in lines if "eval/loss" in line]
     assert len(found) == 2 and all(0 < value < 100 for value in found)
+
+
+GANS = blocks("how-to/gans.md", "python")
+MUST_REACH = {  # command line, best evaluation, and what the page says about it
+    "by_turns": ("eval/distance", lambda value: value < 5, "fall below 5"),
+    "together": ("eval/readable", lambda value: value > 0.9, "must reach 0.9"),
+}
+
+
+def sampled() -> torch.Tensor:
+    """Return the images that the page's program generates in the current folder."""
+    sys.path.insert(0, "")
+    return program("sample.py", "images")[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MUST_REACH)
+def test_a_gan_reaches_what_the_page_says(tmp_path, name):
+    """The commands of the page, on one process; then the program that samples."""
+    page = (ROOT / "docs" / "how-to" / "gans.md").read_text()
+    for file, text in {**GANS, **blocks("how-to/gans.md", "yaml")}.items():
+        (tmp_path / file).write_text(text)
+        assert not file.startswith(name) or len(text.splitlines()) <= 90, file
+    typed = next(line for line in page.splitlines() if re.match(f"oneloop launch .* {name}.", line))
+    words = typed[typed.index(f"{name}.") :].split()
+    run(train, [*words, "--track", "none"], folder=tmp_path).ok()
+
+    metric, good, said = MUST_REACH[name]
+    ended = json.loads((tmp_path / "runs" / name / "summary.json").read_text())
+    assert good(ended[metric]) and said in page, ended
+    assert ended["best"]["metric"] == metric
+    samples = json.loads((tmp_path / "runs" / name / "examples.json").read_text())["samples"]
+    assert len(samples) == 8 and all("image" in sample for sample in samples)
+
+    if name == "by_turns":
+        (images,) = run(sampled, folder=tmp_path).ok()
+        assert images.shape == (10, 1, 8, 8) and images.std(0).mean() > 0.3
+
+
+TABLE = """
+import torch
+from torch import nn
+
+
+class Factors(nn.Module):
+    def __init__(self, sparse=False):
+        super().__init__()
+        self.users = nn.Embedding(1000, 8, sparse=sparse)
+        self.items = nn.Embedding(500, 8, sparse=sparse)
+
+    def forward(self, user, item):
+        return (self.users(user) * self.items(item)).sum(1)
+
+
+class Ratings:
+    collate = staticmethod(torch.utils.data.default_collate)
+
+    def model(self):
+        return Factors()
+
+    def train_set(self):
+        draws = torch.Generator().manual_seed(0)
+        users = torch.randint(1000, (512,), generator=draws)
+        items = torch.randint(500, (512,), generator=draws)
+        ratings = torch.randn(512, generator=draws)
+        rows = zip(users, items, ratings)
+        return [{"user": user, "item": item, "rating": rating} for user, item, rating in rows]
+
+    def eval_sets(self):
+        return {"validation": self.train_set()[:32]}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["rating"])))
+
+    def loss(self, model, batch):
+        return (model(batch["user"], batch["item"]) - batch["rating"]).square().sum(), {}
+"""
+
+
+def sparse_loop(folder: Path, make):
+    """Return the weights of a plain loop with sparse gradients."""
+    from oneloop.basics.seeds import key
+    from oneloop.data.order import Order
+
+    made = runpy.run_path(str(folder / "table.py"))
+    torch.manual_seed(key(0))
+    model = made["Factors"](sparse=True)
+    optimizer = make(model.parameters(), lr=0.1)
+    task = made["Ratings"]()
+    samples = task.train_set()
+    indices = Order(512, seed=0)[0 : 20 * 32][1].tolist()
+    for step in range(20):
+        batch = task.collate([samples[index] for index in indices[step * 32 : (step + 1) * 32]])
+        optimizer.zero_grad()
+        (task.loss(model, batch)[0] / 32).backward()
+        assert model.users.weight.grad.is_sparse
+        optimizer.step()
+    return model.state_dict()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+def test_large_tables_train_as_with_sparse_gradients(tmp_path, optimizer, config, ranks):
+    """What the page about optimizers says about large embedding tables."""
+    (tmp_path / "table.py").write_text(TABLE)
+    words = ["table.py:Ratings", "--duration", "20", "--batch.size", "32", "--track", "none"]
+    words += ["--optimizer.lr", "0.1", "--optimizer.clip", "0", "--run.dir", "run"]
+    if optimizer == "SGD":
+        words += ["--optimizer.name", "sgd", "--optimizer.momentum", "0"]
+    else:
+        words += ["--optimizer.name", f"torch.optim.{optimizer}"]
+    run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
+    weights = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    expected = sparse_loop(tmp_path, getattr(torch.optim, optimizer))
+    for name, value in weights.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
+
+
+def test_sparse_gradients_name_what_to_do(tmp_path):
+    (tmp_path / "table.py").write_text(TABLE.replace("sparse=False", "sparse=True"))
+    world = run(train, ["table.py:Ratings", "--duration", "1"], folder=tmp_path)
+    assert world.codes == [2] and not (tmp_path / "runs").exists()
+    assert "set sparse=False" in world.output and "sgd with momentum 0" in world.output
+    assert "## Large embedding tables" in (ROOT / "docs/reference/optimizers.md").read_text()

@@ -13,6 +13,7 @@ from oneloop.job.sample_sums import FLOAT32, HALF, BatchSums, SampleSums
 from oneloop.job.tolerance import near, tolerance_of
 from oneloop.job.trial_passes import Pass, one_pass
 from oneloop.job.trial_samples import Samples
+from oneloop.job.unfit_models import LARGE_TABLE
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.machine.fsdp2_units import changed, content, other_units
@@ -138,7 +139,8 @@ def _reject(job: Job, run: Run, last: Pass, moved: list[str], units: str, statef
         )
     if last.sparse:
         raise BadInput(
-            f"the gradient of {last.sparse[0]} is sparse, which is not supported; set sparse=False"
+            f"the gradient of {last.sparse[0]} is sparse, which is not supported; set "
+            f"sparse=False. {LARGE_TABLE}"
         )
 
     # FSDP2 needs no gradient of each parameter, and machine.find_unused_parameters has DDP search.
@@ -149,8 +151,8 @@ def _reject(job: Job, run: Run, last: Pass, moved: list[str], units: str, statef
             names += f" and {len(last.unused) - 3} more"
         raise BadInput(
             f"the loss does not use {names}, so DDP would wait for their gradients; freeze them "
-            "(requires_grad_(False) in model()), or, if other samples or random numbers use them, "
-            "set --machine.find_unused_parameters true"
+            "(requires_grad_(False) in model()), or, if other steps, samples or random numbers use "
+            "them, set --machine.find_unused_parameters true"
         )
 
 

@@ -15,6 +15,11 @@ from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.protocol import Task
 from oneloop.task_protocol.protocol_checks import named
 
+LARGE_TABLE = (
+    "For a large table, use sgd with momentum 0, or torch.optim.Adagrad: they change the same rows "
+    "(docs/reference/optimizers.md)"
+)
+
 
 def reject_dtype(recipe: Recipe, device: str) -> None:
     """Raise ValueError if the device has no ``machine.dtype``; ``device``: its type."""
@@ -50,7 +55,8 @@ def reject_unfit(model: nn.Module, task: Task, *, sharded: bool) -> None:
     for name, table in model.named_modules():
         if isinstance(table, nn.Embedding | nn.EmbeddingBag) and table.sparse:
             raise ValueError(
-                f"the gradient of {name}.weight is sparse, which is not supported; set sparse=False"
+                f"the gradient of {name}.weight is sparse, which is not supported; set "
+                f"sparse=False. {LARGE_TABLE}"
             )
 
     # Can it be sharded?

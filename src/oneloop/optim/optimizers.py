@@ -64,7 +64,7 @@ def build(
     if isinstance(optimizer, list | tuple | dict):
         raise ValueError(
             f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer; a run has one "
-            "optimizer (GANs are not supported)"
+            "optimizer, which may train several networks (docs/how-to/gans.md)"
         )
     if not isinstance(optimizer, Optimizer):
         raise ValueError(f"it returned a {type(optimizer).__name__}, not a torch.optim.Optimizer")
