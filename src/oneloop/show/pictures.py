@@ -145,13 +145,19 @@ def matrix(table: Mapping[str, Any]) -> NDArray[np.uint8]:
     Args:
         table: ``rows`` and ``columns``, their names, and ``counts``.
     """
-    rows, columns = table["rows"], table["columns"]
+    rows = table["rows"]
+    columns = table["columns"]
     counts = np.asarray(table["counts"], dtype=float)
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    cell = _CELL if max(len(rows), len(columns)) <= 30 else 8
+    totals = counts.sum(1, keepdims=True)
+    shares = counts / np.maximum(totals, 1)
+    cell = _CELL
+    if max(len(rows), len(columns)) > 30:
+        cell = 8
     left = 80  # pixels of the margins
     top = left // 2
-    sheet = Image.new("RGB", (left + len(columns) * cell, top + len(rows) * cell), "white")
+    width = left + len(columns) * cell
+    height = top + len(rows) * cell
+    sheet = Image.new("RGB", (width, height), "white")
     pen = ImageDraw.Draw(sheet)
     font = ImageFont.load_default()
     for row in range(len(rows)):
@@ -171,7 +177,8 @@ def matrix(table: Mapping[str, Any]) -> NDArray[np.uint8]:
     # Name the rows at the left, and the columns above them.
     if cell == _CELL:
         for row, name in enumerate(rows):
-            pen.text((4, top + row * cell + 8), name[:12], fill=_INK, font=font)
+            y = top + row * cell + 8
+            pen.text((4, y), name[:12], fill=_INK, font=font)
         for column, name in enumerate(columns):
             x = left + column * cell + 2
             pen.text((x, top - 16), name[:5], fill=_INK, font=font)

@@ -92,7 +92,7 @@ class Ranking(NamedTuple):
 def ranked(runs: Sequence[Record]) -> Ranking:
     """Rank runs by the metric of ``eval.best``.
 
-    They keep their order if they have several such metrics, or if their files do not tell whether
+    They keep their order if they have several such metrics, or if their files do not say whether
     larger is better.
     """
     metrics = {str(entries(run.recipe.get("eval")).get("best", "eval/loss")) for run in runs}

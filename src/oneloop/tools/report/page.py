@@ -213,7 +213,7 @@ def _axis(quantities: Mapping[str, str]) -> str:
 
 
 def _classes(run: Record, *, several: bool) -> str:
-    """Return a table of the classes of each matrix that tells how often each is right."""
+    """Return a table of the classes of each matrix that says how often each is right."""
     found = ""
     for name, matrix in matrices_of(run.examples).items():
         lines = of_classes(matrix)
