@@ -355,6 +355,11 @@ class Follower:
         self.sampled = True
 
     @property
+    def has_metrics(self) -> bool:
+        """Return whether a line with metrics was read."""
+        return any("/" in name for line in self.lines for name in line)
+
+    @property
     def exit_reason(self) -> str:
         """Return why the run has ended; empty while it trains."""
         try:
