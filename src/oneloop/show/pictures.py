@@ -47,12 +47,14 @@ def picture(image: Tensor, *, mask: bool = False) -> Image.Image:
     short, long = sorted(drawn.size)
     scale = min(_SHORT / short, _LONG / long)
     if scale < 1:
-        width, height = (max(1, round(side * scale)) for side in drawn.size)
+        width = max(1, round(drawn.width * scale))
+        height = max(1, round(drawn.height * scale))
         drawn.thumbnail((width, height))
     else:
         factor = min(math.ceil(_SHORT / short), _LONG // long)
-        size = (drawn.width * factor, drawn.height * factor)
-        drawn = drawn.resize(size, Image.Resampling.NEAREST)
+        width = drawn.width * factor
+        height = drawn.height * factor
+        drawn = drawn.resize((width, height), Image.Resampling.NEAREST)
     return drawn
 
 
@@ -123,7 +125,8 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
     font = ImageFont.load_default()
     for index, (sample, image) in enumerate(zip(samples, drawn, strict=True)):
         row, column = divmod(index, columns)
-        x, y = column * width + 4, row * height + 4
+        x = column * width + 4
+        y = row * height + 4
         sheet.paste(image, (x, y))
 
         # Write the target below the image, and below it the prediction in a colour.

@@ -20,17 +20,22 @@ def grouped(
         shares: metrics whose values are all from 0 to 1. Three of them with the same beginning form
             a group, although their endings are no known classes.
     """
-    stems = Counter(stem for name in names for stem, _ in _splits(name, classes, shares))
+    stems = Counter[str]()
+    for name in names:
+        stems.update(stem for stem, _ in _splits(name, classes, shares))
+
+    # The stem of the most metrics is the best; of equal ones, the longest.
     groups: dict[str, dict[str, str]] = {}
     for name in names:
-        title, label = name, ""
-
-        # The stem of the most metrics is the best; of equal ones, the longest.
+        title = name
+        label = ""
         most = 0
         for stem, ending in _splits(name, classes, shares):
             least = 2 if _is_class(stem, ending, classes) else _LEAST
             if stems[stem] >= max(least, most):
-                title, label, most = stem, ending, stems[stem]
+                title = stem
+                label = ending
+                most = stems[stem]
         groups.setdefault(title, {})[name] = label
     return groups
 
