@@ -39,12 +39,11 @@ from torch import nn
 from oneloop.machine.torch_settings import scheduled_garbage
 from oneloop.measure.advice import Advice
 from oneloop.measure.meter import Meter
-from oneloop.recipe.run_keys import LogConfig
 from oneloop.show import tracking as tracking_module
 from oneloop.show.terminal import Display
 from oneloop.show.tracking import Tracking
 
-EVERY = int(LogConfig().every.amount)  # steps between two log lines
+EVERY = 50  # steps between two log lines of a long run with log.every auto
 TOGETHER = 20  # log lines: five seconds of 5 ms steps
 
 

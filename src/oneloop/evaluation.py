@@ -24,7 +24,7 @@ from oneloop.show.examples import Examples, Shows
 from oneloop.task_protocol.evaluation_metrics import (
     Metrics,
     adapted,
-    confusion,
+    matrices,
     prefix,
     scalars,
 )
@@ -82,7 +82,7 @@ def evaluate(
         dtype: dtype of floating-point inputs.
         seed: seed of random data sets.
         interrupted: called once per micro-batch, equal on all ranks; True ends the evaluation.
-        examples: collects samples to show, if the task can show them, and the confusion matrix.
+        examples: collects samples to show, if the task can show them, and matrices.
         name: name of the set, for messages.
         exact: bit-identical sums on any number of ranks; ValueError for a metric that has none.
         window: samples of a loss over a whole batch (default: ``micro``); the last may be smaller.
@@ -217,7 +217,7 @@ def _computed(
 ) -> dict[str, float]:
     values = computed(metrics)
     if examples is not None:
-        examples.confusion = confusion(task, values)
+        examples.matrices = matrices(task, values)
     return scalars(values)
 
 

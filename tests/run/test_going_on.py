@@ -779,6 +779,19 @@ def test_goodput_counts_a_kill_its_repeated_steps_and_the_time_until_the_next_st
     assert "of 2 starts" in goodput["about"] in (tmp_path / "run" / "report.html").read_text()
 
 
+def test_goodput_is_not_shown_after_a_stop_that_the_user_asked_for(tmp_path):
+    (tmp_path / "f.yaml").write_text(RECIPE)
+    stopped = faulty(tmp_path, "--stop.after", "0s")
+    assert stopped.codes == [75], stopped.output
+    assert summary(tmp_path)["goodput"]["stops"] == 0  # this stop is in exit_code
+    ended = faulty(tmp_path)
+    ended.ok()
+    found = summary(tmp_path)["goodput"]
+    assert found["stops"] == 1 and "of 2 starts" in found["about"]
+    for text in (ended.output, (tmp_path / "run" / "report.html").read_text(), stopped.output):
+        assert "goodput" not in text
+
+
 STARTS = ['{"starts": {"first": null, "number": "a"}}', "{", '{"starts": {"before": 1e9}}', "5"]
 
 

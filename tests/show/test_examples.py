@@ -110,10 +110,9 @@ def test_the_worst_are_the_worst_and_the_confusion_is_counted(ranks, config):
         counts = torch.zeros(10, 10, dtype=torch.int64)
         for label, prediction in zip(labels, predictions, strict=True):
             counts[label, prediction] += 1
-        assert found["confusion"] == {
-            "classes": [str(digit) for digit in range(10)],
-            "counts": counts.tolist(),
-        }
+        digits = [str(digit) for digit in range(10)]
+        matrix = {"rows": digits, "columns": digits, "counts": counts.tolist()}
+        assert found["matrices"] == {"confusion": matrix}
 
 
 def test_a_model_writes_the_same_on_every_split():
@@ -172,7 +171,7 @@ def test_a_run_leaves_them_in_its_folder_and_in_tensorboard(tmp_path, config, ra
     run(train, words, ranks=ranks, config=config, folder=tmp_path).ok()
     found = json.loads((tmp_path / "run" / "examples.json").read_text())
     assert found["step"] == 8 and len(found["samples"]) == 16
-    assert sum(map(sum, found["confusion"]["counts"])) == len(
+    assert sum(map(sum, found["matrices"]["confusion"]["counts"])) == len(
         ImageClassification().eval_sets()["validation"]
     )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -269,7 +268,7 @@ def test_none_are_shown_where_none_are_asked_for_and_few_at_once(tmp_path):
     ]
     run(train, [*words, "--eval.samples", "0", "--run.dir", "none"], folder=tmp_path).ok()
     found = json.loads((tmp_path / "none" / "examples.json").read_text())
-    assert found["samples"] == [] and found["confusion"]
+    assert found["samples"] == [] and found["matrices"]["confusion"]
     run(
         train,
         [*words, "--eval.samples", "4", "--eval.micro", "3", "--run.dir", "few"],
@@ -366,14 +365,20 @@ def test_pictures():
         and drawn.getpixel((0, 0)) == 0
         and drawn.getpixel((159, 159)) == 255
     )
-    assert picture(torch.rand(3, 400, 200)).size == (80, 160)
+    assert picture(torch.rand(3, 400, 200)).size == (160, 320)
+    assert picture(torch.rand(28, 28)).size == (168, 168)
+    assert picture(torch.rand(100, 1000)).size == (480, 48)
+    red, black = torch.ones(4, 4, dtype=torch.int64), torch.zeros(4, 4, dtype=torch.int64)
+    assert picture(red, mask=True).getpixel((0, 0)) != picture(black, mask=True).getpixel((0, 0))
     read = Image.open(io.BytesIO(base64.b64decode(data_url(image).partition(",")[2])))
     assert np.array_equal(np.asarray(read), np.asarray(drawn))
     samples = [{"image": image, "target": "4", "prediction": "9", "right": False}] * 9
     assert tiles(samples).shape == (2 * (160 + 40), 8 * 168, 3)
-    grid = matrix({"classes": ["a", "b"], "counts": [[5, 0], [1, 1]]})
+    grid = matrix({"rows": ["a", "b"], "columns": ["a", "b"], "counts": [[5, 0], [1, 1]]})
     good, half, none = grid[45, 84], grid[79, 118], grid[45, 118]
     assert none.tolist() == [255, 255, 255] and good[0] < half[0] < 255
+    wide = matrix({"rows": ["a"], "columns": ["a", "b", "none"], "counts": [[1, 2, 3]]})
+    assert wide.shape == (40 + 34, 80 + 3 * 34, 3)
 
 
 def test_the_page_shows_them(tmp_path):

@@ -355,12 +355,54 @@ def test_odd_names_and_narrow_terminals(tmp_path):
     assert all(f"ema-{number}" in drawn(folder, width=300) for number in range(9))
 
 
-def test_runs_stand_side_by_side_where_they_fit(tmp_path):
-    both = written(tmp_path / "one", range(1, 9)), written(tmp_path / "two", range(1, 12))
-    side_by_side, below = drawn(*both, width=130).splitlines(), drawn(*both, width=70).splitlines()
-    assert "one" in side_by_side[0] and "two" in side_by_side[0]
-    assert "two" not in below[0] and any("two" in line for line in below)
-    assert max(map(len, below)) <= 70
+def test_several_runs_are_laid_over_one_another(tmp_path, monkeypatch):
+    both = [written(tmp_path / "one", range(1, 9)), written(tmp_path / "two", range(1, 12), 40.0)]
+    (tmp_path / "two" / "summary.json").write_text('{"exit_reason": "done"}')
+    text = drawn(*both, width=130)
+    assert text.count("train/loss") == 2  # the head of a column, and of one chart
+    rows = [line for line in text.splitlines() if "one" in line or " two " in line]
+    assert len(rows) == 2 and "0.5" in rows[0] and "3.636" in rows[1] and "done" in rows[1]
+
+    # One chart has both curves, in the colours of their names.
+    colours = io.StringIO()
+    console = Console(file=colours, width=130, force_terminal=True, color_system="standard")
+    with monkeypatch.context() as patch:
+        patch.setenv("FORCE_COLOR", "1")  # plotille asks whether stdout is a terminal
+        watch(both, metrics=("train/loss",), once=True, console=console)
+    for number, name in ((94, "one"), (93, "two")):
+        assert f"\x1b[{number}m{name}" in colours.getvalue()
+        assert colours.getvalue().count(f"\x1b[{number}m") > 5
+    narrow = drawn(*both, width=70).splitlines()
+    assert max(map(len, narrow)) <= 70 and any("0.5" in line for line in narrow)
+    assert "eval/accuracy" in drawn(*both, metrics=("eval/accuracy",))
+
+
+def test_several_runs_fit_into_a_terminal_of_24_lines(tmp_path):
+    runs = [Follower(written(tmp_path / f"run-{n}", range(1, 9))) for n in range(5)]
+    assert all(one.read() for one in runs)
+    text = io.StringIO()
+    Console(file=text, width=80).print(view(runs, (), width=80, height=24))
+    lines = text.getvalue().splitlines()
+    assert len(lines) <= 24 and "╰" in lines[-1] and "run-4" in text.getvalue()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_it_waits_for_a_run_that_has_not_begun(tmp_path, terminal):
+    folder = tmp_path / "later"
+    text = io.StringIO()
+    console = Console(file=text, force_terminal=terminal, width=200, height=40)
+
+    def begin() -> None:
+        written(folder, range(1, 6))
+        (folder / "summary.json").write_text('{"exit_reason": "done", "exit_code": 0}')
+
+    threading.Timer(0.5, begin).start()
+    other = written(tmp_path / "other", range(1, 5))
+    (other / "summary.json").write_text('{"exit_reason": "done", "exit_code": 0}')
+    watch([folder, other], every=0.05, console=console)
+    waited, _, rest = text.getvalue().partition(f"{folder} does not exist yet")
+    assert rest and "waiting: " in waited and "0.8" not in waited  # its last loss
+    assert "0.8" in rest and "later" in rest and "done" in rest
 
 
 def test_a_run_that_is_cut_back_is_read_again(tmp_path):
@@ -423,8 +465,10 @@ def test_it_fits_into_a_terminal_of_24_lines(tmp_path, metrics):
 
 
 def test_what_cannot_be_watched_is_reported(tmp_path, capsys):
+    (tmp_path / "file").touch()
     for words, expected_text in (
-        ([str(tmp_path / "nix")], "holds no run"),
+        ([str(tmp_path / "nix"), "--once"], "holds no run"),
+        ([str(tmp_path / "file")], "is a file; give the folder of a run"),
         ([], "arguments are required: RUN"),
         ([str(tmp_path), "--every", "0"], "--every: must be a positive number, got 0"),
         ([str(tmp_path), "--onc"], "unrecognized arguments: --onc"),

@@ -91,7 +91,7 @@ def both() -> list[tuple[dict, list]]:
             micro=16,
             examples=examples,
         )
-        results.append((metrics, examples.confusion["counts"]))
+        results.append((metrics, examples.matrices["confusion"]["counts"]))
     return results
 
 

@@ -21,7 +21,7 @@ from torchmetrics.classification import (
 from oneloop import fit
 from oneloop.basics.exit_codes import BadInput
 from oneloop.loop.counters import Best
-from oneloop.task_protocol.evaluation_metrics import adapted, directions, scalars
+from oneloop.task_protocol.evaluation_metrics import adapted, directions, matrices, scalars
 from oneloop.task_protocol.metric_collection import Collection, not_logged
 
 pytestmark = pytest.mark.covers(
@@ -152,10 +152,11 @@ def test_values_that_are_not_logged_are_reported():
     metrics["each"].update(torch.zeros(5))
     known = Collection(metrics)
     assert known.left_out() == ["the metric 'each' has 5 values: neither logged nor drawn"]
-    assert not_logged(known.compute()) == [
-        "the metric 'labels' has 3 x 2 x 2 values: neither logged nor drawn",
-        "the metric 'first' is neither logged nor drawn; 'second' is drawn",
+    assert not_logged({**known.compute(), "cube": torch.zeros(3, 3, 3)}) == [
+        "the metric 'cube' has 3 x 3 x 3 values: neither logged nor drawn",
     ]
+    drawn = matrices(object(), known.compute())
+    assert list(drawn) == ["first", "labels", "second"]
 
 
 def test_a_value_that_is_not_logged_is_printed_at_the_start(tmp_path, capfd):
@@ -256,7 +257,8 @@ def test_max_and_min_keep_the_best_step(tmp_path, best, step):
     keys: dict[str, Any] = {"duration": 6, "batch": {"size": 16}}
     keys["eval"] = {"every": 2, "best": best}
     found = fit(Falling, run={"dir": str(tmp_path / "run")}, **QUIET, **keys)
-    assert found["best"] == {"metric": "eval/m", "value": -float(step), "step": step}
+    better = {"larger_is_better": best.startswith("max")}
+    assert found["best"] == {"metric": "eval/m", "value": -float(step), "step": step, **better}
 
     # A longer run goes on with its best.
     keys["duration"] = 8

@@ -288,7 +288,8 @@ def test_masks_are_pictures():
     mask = torch.zeros(8, 8, dtype=torch.uint8)
     mask[2:5, 2:5] = 2
     shown = plain({"image": torch.rand(3, 8, 8), "target": mask, "prediction": mask.numpy() * 0})
-    assert shown["text"] == "image, target, prediction" and shown.keys() == {"text", "image"}
+    assert shown.keys() == {"parts", "image"}
+    assert list(shown["parts"]) == ["image", "target", "prediction"]
     assert shown["image"].shape == (3, 8, 26)  # three images of width 8, and gaps
     assert (shown["image"][:, 0, 9] == 0).all() and not (shown["image"][:, 3, 12] == 0).all()
     assert side_by_side([torch.rand(4, 6), torch.rand(1, 8, 12)]).shape == (3, 8, 25)

@@ -25,6 +25,9 @@ from oneloop.recipe.schema import Recipe
 from oneloop.task_protocol.generated import check_generates
 from oneloop.task_protocol.protocol import Task
 
+_LOG = 50  # steps between log lines with log.every auto, at most
+_LINES = 40  # log lines of a shorter run, at least
+
 
 @dataclass(frozen=True)
 class Intervals:
@@ -261,10 +264,17 @@ def _intervals(recipe: Recipe, scale: Scale, total: int) -> Intervals:
     def steps(every: Duration, key: str) -> int:
         return every.steps(scale, total=total, key=key)
 
+    # A function of the run's length alone: a resumed run logs at the same steps.
+    log = recipe.log.every
+    if isinstance(log, Duration):
+        between = steps(log, "log.every")
+    else:
+        between = min(_LOG, total // _LINES)
+
     save = recipe.save.every
     seconds = float("inf")
     every = {
-        "log": max(1, steps(recipe.log.every, "log.every")),
+        "log": max(1, between),
         "eval": steps(recipe.eval.every, "eval.every"),
         "save": 0,
     }

@@ -108,7 +108,12 @@ class Ending:
             "passed_over": count.passed_over,
             "seconds": count.elapsed(),
             **state.results,
-            "best": {"metric": metric, "value": best.value, "step": best.step},
+            "best": {
+                "metric": metric,
+                "value": best.value,
+                "step": best.step,
+                "larger_is_better": best.upward,
+            },
             "final": final.as_json(),
             "noise_scale": meaning(state.noise.value, job.layout.size, job.no_noise_scale),
             "time": self._advice.sentence(state.meter.clock.overall()),

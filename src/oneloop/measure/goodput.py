@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+from oneloop.basics.exit_codes import STOPPED
+
 _CAUSES = {
     "start": "starts",
     "repeated": "repeated steps",
@@ -28,7 +30,8 @@ def goodput(
 
     Returns:
         For summary.json: ``share``, ``seconds`` (since the first start), ``lost`` (seconds by
-        cause), and ``about`` (a sentence).
+        cause), ``stops`` (starts that ended by a requested stop), and ``about`` (a
+        sentence).
     """
     repeated = starts["repeated"]
     kept -= starts["before"]
@@ -42,4 +45,28 @@ def goodput(
         f"goodput {share:.1%} of {seconds:,.0f} s since the first of {starts['number']} "
         f"starts; lost: {', '.join(causes)}"
     )
-    return {"share": share, "seconds": seconds, "lost": every, "about": about.replace("%", " %")}
+    return {
+        "share": share,
+        "seconds": seconds,
+        "lost": every,
+        "stops": starts.get("stops", 0),
+        "about": about.replace("%", " %"),
+    }
+
+
+def sentence(summary: Mapping[str, Any]) -> str:
+    """Return what a summary says about goodput, if a reader should see it; else an empty text.
+
+    One start has nothing to compare. After a requested stop, the time until the next start is not
+    lost.
+
+    Args:
+        summary: the content of summary.json, also of an earlier version or of unknown origin.
+    """
+    found = summary.get("goodput")
+    if not isinstance(found, Mapping) or summary.get("exit_code") == STOPPED:
+        return ""
+    about = str(found.get("about", ""))
+    if " 1 starts" in about or found.get("stops", 0) != 0:
+        return ""
+    return about

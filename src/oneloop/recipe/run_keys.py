@@ -157,8 +157,9 @@ class StopConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    every: Duration = Duration(50)
-    """duration between log lines"""
+    every: Duration | Literal["auto"] = "auto"
+    """duration between log lines (auto: 50 steps; in a run of less than 2,000 steps fewer, for at
+    least 40 lines)"""
     noise_scale: bool = True
     """measure the gradient noise scale at log steps: the largest useful batch size"""
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.exit_codes import STOPPED, BadInput
 from oneloop.basics.files import dumps, intact, replacing
 from oneloop.basics.untrusted import (
     OWNER,
@@ -37,16 +37,13 @@ _STARTS = {
     "number": STEP,
     "repeated": is_amount,
     "before": is_amount,
+    "stops?": STEP,
 }
 _TAIL = 1 << 16  # bytes of metrics.jsonl that hold the last log line
 WORD = ".start-word"  # file with a random word of the last start that owned the mirror
 _WITHOUT_RECIPE = {
-    ".lock",
-    "owner.json",
-    ".recipe.yaml.draft",
-    ".environment.json.draft",
-    WORD,
-    f".{WORD}.draft",
+    *(".lock", "owner.json", ".recipe.yaml.draft", ".environment.json.draft"),
+    *(WORD, f".{WORD}.draft"),
 }
 """files of a run that was killed before it wrote its recipe"""
 
@@ -281,9 +278,9 @@ class Folder:
         Returns:
             ``first``: time of the first start. ``number``: of starts. ``repeated``: seconds of
             training that were lost and are done again. ``before``: training time before the first
-            start, in another folder.
+            start, in another folder. ``stops``: starts that ended by a requested stop.
         """
-        new = {"first": began, "number": 1, "repeated": 0.0, "before": seconds}
+        new = {"first": began, "number": 1, "repeated": 0.0, "before": seconds, "stops": 0}
         about = self._read("environment.json", partial(read_json, form={"starts?": _STARTS}))
         old: dict[str, float] | None = (about or {}).get("starts")
         if old is None:
@@ -296,6 +293,8 @@ class Folder:
                 times = [line["time"] for line in parsed(file) if is_amount(line.get("time"))]
                 last = max(times, default=0.0)
                 old["repeated"] += max(0.0, last - max(seconds, old["before"]))
+        ended = self._read("summary.json", _summary) or {}
+        old["stops"] = old.get("stops", 0) + (ended.get("exit_code") == STOPPED)
         return old | {"number": old["number"] + 1, "before": min(old["before"], seconds)}
 
     @contextmanager

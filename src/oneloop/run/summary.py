@@ -8,6 +8,7 @@ from oneloop.basics import exit_codes
 from oneloop.basics.files import dumps, printable, vouched
 from oneloop.basics.houses import missing, tool
 from oneloop.launch.processes import Run
+from oneloop.measure import goodput
 from oneloop.run.folder import Folder
 from oneloop.show.terminal import metric
 
@@ -86,10 +87,9 @@ def _remarks(summary: Mapping[str, Any]) -> Iterator[str]:
         if about and " n/a" not in about:
             yield about
 
-    # Goodput is of interest if the run was started more than once.
-    goodput = (summary.get("goodput") or {}).get("about")
-    if goodput is not None and " 1 starts" not in goodput:
-        yield goodput
+    about = goodput.sentence(summary)
+    if about:
+        yield about
 
     # Report a best evaluation that is well before the end.
     best = summary.get("best") or {}

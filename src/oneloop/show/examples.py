@@ -1,9 +1,9 @@
-"""Readable validation samples: fixed ones, those with the largest loss, and the confusion matrix.
+"""Readable validation samples: fixed ones, those with the largest loss, and matrices of counts.
 
 >>> examples = Examples()
 >>> evaluate(task, model, dataset, accelerator=accelerator, micro=64, examples=examples)
 >>> examples.samples    # [{"index": 7, "loss": 4.2, "worst": True, "target": "3", …}, …]
->>> examples.confusion  # {"classes": ["0", …], "counts": [[31, 0, …], …]}; rows: true classes
+>>> examples.matrices  # {"confusion": {"rows": ["0", …], "columns": […], "counts": [[31, …], …]}}
 
 The task formats a sample (``show`` and ``generate`` of
 :class:`oneloop.task_protocol.protocol.Task`).
@@ -50,7 +50,8 @@ class Examples:
         self._worst: tuple[Tensor, Tensor] | None = None
 
         self.samples: list[dict[str, Any]] = []
-        self.confusion: dict[str, Any] | None = None
+        # matrices by name, as of oneloop.task_protocol.evaluation_metrics.matrices
+        self.matrices: dict[str, Any] = {}
         self.problem = ""  # why a sample is missing
         self.weights = "raw"  # the weights that are evaluated: raw, or the name of an EMA
 
@@ -181,10 +182,15 @@ class Examples:
         """Return everything in JSON-serializable form, images as PNG in data URLs."""
         samples = []
         for sample in self.samples:
-            if "image" in sample:
-                sample = {**sample, "image": data_url(sample["image"])}
+            sample = dict(sample)
+            image = sample.pop("image", None)
+            if "parts" in sample:
+                parts = sample["parts"].items()
+                sample["parts"] = {n: data_url(part, mask=n != "image") for n, part in parts}
+            elif image is not None:
+                sample["image"] = data_url(image)
             samples.append(sample)
-        return {"weights": self.weights, "samples": samples, "confusion": self.confusion}
+        return {"weights": self.weights, "samples": samples, "matrices": self.matrices}
 
 
 _EARLIER = 8  # earlier texts kept per sample; above it, every second one is dropped
@@ -223,7 +229,8 @@ def with_earlier(now: dict[str, Any], before: Mapping[str, Any]) -> dict[str, An
 def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
     """Return the result of a task's ``show`` as plain data and an image tensor.
 
-    Targets and predictions that are images (masks) are drawn to the right of the image.
+    With targets and predictions that are images (masks), ``parts`` holds all images by name, and
+    ``image`` one picture of them, side by side.
 
     Raises:
         ValueError: nothing can be shown.
@@ -231,14 +238,14 @@ def plain(shown: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(shown, Mapping):
         raise ValueError(f"a dict is needed, not a {type(shown).__name__}")
 
-    # Draw masks next to the image.
+    # Keep masks and generated images as parts, and draw them next to the image.
     pictures = {}
     for name in _PICTURES:
         if getattr(shown.get(name), "ndim", 0) >= 2:
             pictures[name] = torch.as_tensor(shown[name])
     if pictures.keys() - {"image"}:
         rest = {name: value for name, value in shown.items() if name not in pictures}
-        shown = {"text": ", ".join(pictures), **rest, "image": side_by_side([*pictures.values()])}
+        shown = {**rest, "parts": pictures, "image": side_by_side([*pictures.values()])}
 
     clean: dict[str, Any] = {}
     for name, value in shown.items():

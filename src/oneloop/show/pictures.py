@@ -14,7 +14,9 @@ from PIL import Image, ImageDraw, ImageFont
 from torch import Tensor
 from torch.nn import functional
 
-_SIDE = 160  # pixels of a shown image's longer side, at most
+_SHORT = 160  # pixels of a shown image's shorter side
+_LONG = 480  # pixels of its longer side, at most
+_ACROSS = 1408  # pixels of a row of samples
 _LINE = 15  # pixels of a line of text
 _CELL = 34  # pixels of a cell with a number
 
@@ -24,26 +26,35 @@ _BAD = (180, 35, 45)
 _INK = (30, 36, 48)
 
 
-def picture(image: Tensor) -> Image.Image:
+def picture(image: Tensor, *, mask: bool = False) -> Image.Image:
     """Convert a tensor to an image; scale its values to the full range, and small images up.
+
+    Its shorter side gets 160 pixels or, if the image is small, up to twice as many. The longer side
+    has at most 480.
 
     Args:
         image: (channels, height, width) or (height, width).
+        mask: whether two-dimensional whole numbers are classes, which get a colour each.
     """
-    values = _scaled(image)
+    values = _rgb(image) if mask else _scaled(image)
     levels = (values * 255).round().byte()
     if len(levels) == 1:
         drawn = Image.fromarray(levels[0].numpy())
     else:
         drawn = Image.fromarray(levels.permute(1, 2, 0).contiguous().numpy())
 
-    longest = max(drawn.size)
-    factor = _SIDE // longest
-    if longest > _SIDE:
-        drawn.thumbnail((_SIDE, _SIDE))
-    elif factor:
-        size = (drawn.width * factor, drawn.height * factor)
-        drawn = drawn.resize(size, Image.Resampling.NEAREST)
+    # Shrink a large image. Repeat the pixels of a small one.
+    short, long = sorted(drawn.size)
+    scale = min(_SHORT / short, _LONG / long)
+    if scale < 1:
+        width = max(1, round(drawn.width * scale))
+        height = max(1, round(drawn.height * scale))
+        drawn.thumbnail((width, height))
+    else:
+        factor = min(math.ceil(_SHORT / short), _LONG // long)
+        width = drawn.width * factor
+        height = drawn.height * factor
+        drawn = drawn.resize((width, height), Image.Resampling.NEAREST)
     return drawn
 
 
@@ -91,15 +102,15 @@ def _rgb(image: Tensor) -> Tensor:
     return torch.tensor(colours)[classes].permute(2, 0, 1)
 
 
-def data_url(image: Tensor) -> str:
-    """Return the image as a PNG in a data URL."""
+def data_url(image: Tensor, *, mask: bool = False) -> str:
+    """Return what :func:`picture` draws as a PNG in a data URL."""
     data = io.BytesIO()
-    picture(image).save(data, "PNG")
+    picture(image, mask=mask).save(data, "PNG")
     return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
 
 
 def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
-    """Draw samples in rows of 8, each above its target and prediction: (height, width, 3).
+    """Draw samples in rows of at most 8, each above its target and prediction: (height, width, 3).
 
     Args:
         samples: each has an "image".
@@ -107,14 +118,15 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
     drawn = [picture(sample["image"]) for sample in samples]
     width = max(90, *(image.width for image in drawn)) + 8
     height = max(image.height for image in drawn) + 2 * _LINE + 10
-    columns = min(8, len(drawn))
+    columns = max(1, min(8, len(drawn), _ACROSS // width))
     rows = math.ceil(len(drawn) / columns)
     sheet = Image.new("RGB", (columns * width, rows * height), "white")
     pen = ImageDraw.Draw(sheet)
     font = ImageFont.load_default()
     for index, (sample, image) in enumerate(zip(samples, drawn, strict=True)):
         row, column = divmod(index, columns)
-        x, y = column * width + 4, row * height + 4
+        x = column * width + 4
+        y = row * height + 4
         sheet.paste(image, (x, y))
 
         # Write the target below the image, and below it the prediction in a colour.
@@ -130,41 +142,49 @@ def tiles(samples: Sequence[Mapping[str, Any]]) -> NDArray[np.uint8]:
     return np.asarray(sheet)
 
 
-def matrix(confusion: Mapping[str, Any]) -> NDArray[np.uint8]:
-    """Draw a confusion matrix, with the share of the row as shade: (height, width, 3).
+def matrix(table: Mapping[str, Any]) -> NDArray[np.uint8]:
+    """Draw a matrix of counts, with the share of the row as shade: (height, width, 3).
 
     Args:
-        confusion: ``classes``, the names, and ``counts``, whose rows are the true classes.
+        table: ``rows`` and ``columns``, their names, and ``counts``.
     """
-    classes = confusion["classes"]
-    counts = np.asarray(confusion["counts"], dtype=float)
-    shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)
-    size = len(classes)
-    cell = _CELL if size <= 30 else 8
+    rows = table["rows"]
+    columns = table["columns"]
+    counts = np.asarray(table["counts"], dtype=float)
+    totals = counts.sum(1, keepdims=True)
+    shares = counts / np.maximum(totals, 1)
+    cell = _CELL
+    if max(len(rows), len(columns)) > 30:
+        cell = 8
     left = 80  # pixels of the margins
     top = left // 2
-    sheet = Image.new("RGB", (left + size * cell, top + size * cell), "white")
+    width = left + len(columns) * cell
+    height = top + len(rows) * cell
+    sheet = Image.new("RGB", (width, height), "white")
     pen = ImageDraw.Draw(sheet)
     font = ImageFont.load_default()
-    for row in range(size):
+    for row in range(len(rows)):
         y = top + row * cell
-        for column in range(size):
+        for column in range(len(columns)):
             x = left + column * cell
             shade = shares[row, column]
-            colour = _GOOD if row == column else _BAD
+            colour = _GOOD if rows[row] == columns[column] else _BAD
             ground = [round(255 - shade * (255 - part)) for part in colour]
             box = (x, y, x + cell - 2, y + cell - 2)
             pen.rectangle(box, fill=tuple(ground))
             if cell == _CELL and counts[row, column]:
                 ink = "white" if shade > 0.5 else _INK
-                count = f"{counts[row, column]:.0f}"
+                count = f"{counts[row, column]:.3g}"
                 pen.text((x + 3, y + 8), count, fill=ink, font=font)
 
-        # Name the row's class at the left, and the same class above its column.
-        if cell == _CELL:
-            x = left + row * cell
-            name = classes[row]
-            pen.text((4, y + 8), name[:12], fill=_INK, font=font)
-            pen.text((x + 2, top - 16), name[:5], fill=_INK, font=font)
-    pen.text((4, 4), "rows: label, columns: prediction", fill=_INK, font=font)
+    # Name the rows at the left, and the columns above them.
+    if cell == _CELL:
+        for row, name in enumerate(rows):
+            y = top + row * cell + 8
+            pen.text((4, y), name[:12], fill=_INK, font=font)
+        for column, name in enumerate(columns):
+            x = left + column * cell + 2
+            pen.text((x, top - 16), name[:5], fill=_INK, font=font)
+    if rows == columns:
+        pen.text((4, 4), "rows: label, columns: prediction", fill=_INK, font=font)
     return np.asarray(sheet)

@@ -199,7 +199,7 @@ class Tracking:
             self._say(
                 f"{examples.problem}; training continues (--eval.samples 0 turns examples off)"
             )
-        if not self._writes or not (examples.samples or examples.confusion):
+        if not self._writes or not (examples.samples or examples.matrices):
             return
         path = self._folder / "examples.json"
         with self._report_errors("examples.json"):
@@ -269,7 +269,7 @@ def _log_examples(tracker: Any, step: int, examples: Examples) -> None:
 
 
 def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
-    """Return images of the samples and of the confusion matrix, by name in the tracker.
+    """Return images of the samples and of matrices, by name in the tracker.
 
     Names of EMA weights begin with the name of the EMA, as those of metrics do.
     """
@@ -282,8 +282,8 @@ def _pictures(examples: Examples) -> dict[str, NDArray[np.uint8]]:
                 chosen.append(sample)
         if chosen:
             pictures[head + name] = tiles(chosen)
-    if examples.confusion:
-        pictures[f"{head}examples/confusion"] = matrix(examples.confusion)
+    for name, table in examples.matrices.items():
+        pictures[f"{head}examples/{name}"] = matrix(table)
     return pictures
 
 

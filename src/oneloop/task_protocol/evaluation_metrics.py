@@ -34,7 +34,7 @@ class Metrics(Protocol):
     def compute(self) -> Mapping[str, Any]:
         """Return metrics by name, as numbers or one-element tensors.
 
-        It may add a (classes, classes) confusion matrix.
+        It may add matrices, as :func:`matrices` draws them.
         """
 
 
@@ -296,18 +296,52 @@ def _check_names(names: Iterable[str], member: str) -> None:
             )
 
 
-def confusion(task: object, computed: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Return the confusion matrix with class names; None if there is none, or one per label."""
-    table = None
-    for value in computed.values():
-        if _is_table(value) and value.ndim == 2:
-            table = value
-    if table is None:
-        return None
-    names = [*map(str, getattr(task, "classes", ()))]
-    if len(names) != len(table):
-        names = [*map(str, range(len(table)))]
-    return {"classes": names, "counts": table.tolist()}
+_OF_LABELS = ("true negative", "false positive", "false negative", "true positive")
+
+
+def matrices(task: object, computed: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the matrices that metrics have computed, by name.
+
+    A matrix of 2 x 2 for each label (torchmetrics' MultilabelConfusionMatrix) becomes one with a
+    row for each label.
+
+    Args:
+        task: may name rows and columns in ``matrices``, ``{"NAME": (rows, columns)}``, and the
+            classes of a square matrix in ``classes``. Others are numbered.
+        computed: the metrics.
+
+    Returns:
+        ``rows`` and ``columns``, the names, and ``counts``, a list of numbers for each row.
+
+    Raises:
+        ValueError: the task has not as many names as a matrix has rows and columns.
+    """
+    classes = [*map(str, getattr(task, "classes", ()))]
+    found: dict[str, Any] = {}
+    for name, value in computed.items():
+        if not _is_table(value):
+            continue
+        columns: Sequence[Any] = classes
+        if value.ndim == 3 and value.shape[1:] == (2, 2):
+            value = value.flatten(1)
+            columns = _OF_LABELS
+        if value.ndim != 2:
+            continue
+
+        # Take the names of the task, else those that fit, else numbers.
+        names = getattr(task, "matrices", {}).get(name, (classes, columns))
+        sizes = tuple(map(len, names))
+        if sizes != value.shape and name in getattr(task, "matrices", {}):
+            raise ValueError(
+                f"task: matrices names {sizes[0]} rows and {sizes[1]} columns of {name!r}, which "
+                f"has {value.shape[0]} and {value.shape[1]}; correct the names"
+            )
+        rows, columns = (
+            [*map(str, given if len(given) == size else range(size))]
+            for given, size in zip(names, value.shape, strict=True)
+        )
+        found[name] = {"rows": rows, "columns": columns, "counts": value.tolist()}
+    return found
 
 
 def _is_table(value: Any) -> bool:

@@ -80,19 +80,13 @@ def on_device(metrics: Any, device: torch.device) -> Any:
 
 
 def not_logged(computed: Mapping[str, Any]) -> list[str]:
-    """Return a line for each value that is neither logged nor drawn: only one matrix is drawn."""
+    """Return a line for each value that is neither logged, as a number, nor drawn, as a matrix."""
     lines = []
-    drawn = ""
     for name, value in computed.items():
         number = as_tensor(name, value)
-        if number.numel() == 1:
-            continue
-        if number.ndim != 2:
+        drawn = number.ndim == 2 or number.shape[1:] == (2, 2)  # a matrix, or one for each label
+        if number.numel() != 1 and not drawn:
             lines.append(_left_out(name, number))
-            continue
-        if drawn:
-            lines.append(f"the metric {drawn!r} is neither logged nor drawn; {name!r} is drawn")
-        drawn = name
     return lines
 
 
@@ -162,5 +156,5 @@ def _compute_empty(metric: Any) -> Any:
 
 
 def _is_matrix(metric: Any) -> bool:
-    """Whether a metric is a confusion matrix, which is plotted and not logged."""
+    """Whether a metric is a confusion matrix, which is drawn and not logged."""
     return type(metric).__name__.endswith("ConfusionMatrix")

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from oneloop.basics.exit_codes import BadInput, Inexact
 from oneloop.basics.extras import how_to_install
-from oneloop.task_protocol.evaluation_metrics import adapted, scalars
+from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
 from oneloop.task_protocol.metric_collection import Collection, not_logged, on_device
 
 _ARGUMENTS: dict[str, tuple[str, ...]] = {  # of each method
@@ -314,6 +314,7 @@ class Contract:
         known = adapted(metrics, member)
         values = known.compute()
         scalars(values, member)  # raises ValueError if a value is not a number
+        matrices(self.task, values)  # raises ValueError if names are missing
         left_out = known.left_out() if isinstance(known, Collection) else []
         return [*left_out, *not_logged(values)]
 

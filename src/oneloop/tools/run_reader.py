@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from oneloop.basics.files import flattened, printable
 from oneloop.basics.untrusted import read_json, read_yaml
 from oneloop.show.metrics_file import parsed
@@ -59,6 +61,15 @@ class Curve:
             pairs = zip(self._stretches[::2], self._stretches[1::2], strict=True)
             self._stretches = [_extremes(one + other) for one, other in pairs]
             self._width *= 2
+
+    @property
+    def last(self) -> float:
+        """Return the newest value; 0 without points."""
+        newest = self._pending or (self._stretches[-1] if self._stretches else [(0, 0.0)])
+        return newest[-1][1]
+
+    def __bool__(self) -> bool:
+        return self._first is not None or bool(self._pending)
 
     def points(self) -> tuple[list[int], list[float]]:
         """Return steps and values."""
@@ -111,6 +122,9 @@ class Record:
     # by metric, and by the evaluated weights (empty: a training metric)
     curves: dict[str, dict[str, Curve]] = field(default_factory=lambda: defaultdict(dict))
 
+    # samples trained on and seconds, at the steps of log lines
+    along: dict[str, Curve] = field(default_factory=lambda: defaultdict(Curve))
+
     # events; many saves are thinned out
     event_lines: list[dict[str, Any]] = field(default_factory=list)
     last: int | None = None  # step of the last line
@@ -128,6 +142,11 @@ class Record:
                 self._thin_events()
             return
         weights = line.get("weights", "")
+        if "time" in line:
+            for axis in ("samples", "time"):
+                value = number(line.get(axis))
+                if math.isfinite(value):
+                    self.along[axis].add(step, value)
         for name, value in line.items():
             if "/" not in name:
                 continue
@@ -169,6 +188,21 @@ class Record:
             points += zip(*one.points(), strict=True)
         points.sort(key=lambda point: point[0])
         return [step for step, _ in points], [value for _, value in points]
+
+    def position(self, axis: str, steps: Sequence[int]) -> list[float]:
+        """Return the samples or seconds at steps, interpolated between log lines.
+
+        Args:
+            axis: ``samples`` or ``time``.
+            steps: the steps.
+
+        Returns:
+            A number for each step; nothing if no line has this axis.
+        """
+        known, values = self.along[axis].points()
+        if not known:
+            return []
+        return np.interp(steps, [0, *known], [0.0, *values]).tolist()
 
     def metrics(self) -> list[str]:
         """Return the names of all metrics, in order of appearance."""
@@ -319,6 +353,11 @@ class Follower:
         self._read = end + len(file.readline())
         self._tail = b""
         self.sampled = True
+
+    @property
+    def has_metrics(self) -> bool:
+        """Return whether a line with metrics was read."""
+        return any("/" in name for line in self.lines for name in line)
 
     @property
     def exit_reason(self) -> str:

@@ -82,15 +82,21 @@ def _round(least: float) -> float:
 
 
 def chart(
-    series: Sequence[tuple[str, Sequence[tuple[int, float]]]], *, head: str, width: int, height: int
+    series: Sequence[tuple[str, Sequence[tuple[int, float]]]],
+    *,
+    head: str,
+    width: int,
+    height: int,
+    named: bool = True,
 ) -> RenderableType:
-    """Return a chart of curves below a legend.
+    """Return a chart of curves below a legend. The n-th one has the n-th of :data:`COLOURS`.
 
     Args:
         series: name, and points of step and value; only finite values are drawn.
         head: text before the legend.
         width: columns, with the axis.
         height: lines inside the axes.
+        named: whether the legend names the curves.
     """
     legend = Text(printable(head))
     curves: list[PlotCurve] = []
@@ -99,7 +105,8 @@ def chart(
         if finite:
             steps, values = zip(*finite, strict=True)
             curves.append((steps, values, colour))
-            legend.append(f"━ {printable(name)}  ", style=colour)
+            if named:
+                legend.append(f"━ {printable(name)}  ", style=colour)
     if not curves:
         return Text(f"{printable(head)} no metrics", style="dim")
     legend.append("(by step)", style="dim")

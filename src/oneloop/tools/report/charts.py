@@ -1,10 +1,12 @@
 """The charts of the report: plotly's traces and layouts as plain data, from records."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from oneloop.tools.run_reader import Record, number
+from oneloop.tools.report.curve_groups import grouped
+from oneloop.tools.report.matrices import heat_map, matrices_of
+from oneloop.tools.run_reader import Record
 
 _COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#3a9fb8", "#8a5a3c")
 _MARKS = {
@@ -14,6 +16,8 @@ _MARKS = {
     "rewind": "triangle-left",
     "stop": "octagon",
 }
+_MANY = 12  # curves of a chart, above which it has no legend
+_UNITS = (("seconds", 1), ("minutes", 60), ("hours", 3600))
 _TRAINING = ("train/", "speed/", "share/", "memory/", "device/")
 _SINGLE = {
     "train/lr": "Learning rate",
@@ -33,54 +37,63 @@ _SINGLE = {
 def charts(runs: Sequence[Record]) -> list[dict[str, Any]]:
     """Return ``{"title", "data", "layout"}`` of every chart that has data.
 
-    ``data`` holds plotly's traces, and ``layout`` is plotly's layout.
+    ``data`` holds plotly's traces, and ``layout`` is plotly's layout. ``meta`` of a trace has its
+    positions on the other axes of :func:`axes`.
     """
     return [chart for chart in _all(runs) if chart["data"]]
 
 
-def _all(runs: Sequence[Record]) -> Iterable[dict[str, Any]]:
-    def traces_of(*metrics: str) -> list[dict[str, Any]]:
-        traces = []
-        for run in runs:
-            for metric in metrics:
-                traces += _traces(run, metric, runs)
-        return traces
+def axes(runs: Sequence[Record]) -> dict[str, str]:
+    """Return the quantities that charts may have on the x axis, and the titles of the axis."""
+    found = {"step": "step"}
+    if any(run.along["samples"] for run in runs):
+        found["samples"] = "samples trained on"
+    if any(run.along["time"] for run in runs):
+        found["time"] = f"time in {_time_unit(runs)[0]}"
+    return found
 
+
+def _time_unit(runs: Sequence[Record]) -> tuple[str, int]:
+    """Return the unit of time that suits the longest run, and its seconds."""
+    longest = max((run.along["time"].last for run in runs), default=0.0)
+    return [unit for unit in _UNITS if longest >= 2 * unit[1] or unit[1] == 1][-1]
+
+
+def _all(runs: Sequence[Record]) -> Iterator[dict[str, Any]]:
+    curves = _Curves(runs)
     names = dict.fromkeys(name for run in runs for name in run.metrics())
 
     yield _chart(
         "Loss (train: mean since the previous point)",
-        [*traces_of("train/loss"), *traces_of("eval/loss")],
+        [*curves.of("train/loss"), *curves.of("eval/loss")],
         log=_is_logarithmic(runs, "train/loss"),
-        marks=_event_marks(runs),
+        marks=curves.marks(),
     )
 
-    # The task's own metrics: in training, in evaluations, and others.
-    for name in names:
-        if name.startswith("train/") and name not in ("train/loss", "train/epoch", *_SINGLE):
-            title = name.removeprefix("train/").replace("_", " ")
-            yield _chart(f"In training: {title}", traces_of(name))
+    # The task's own metrics: in evaluations, in training, and others.
+    evaluated, trained, others = [], [], []
     for name in names:
         if name.startswith("eval/") and name != "eval/loss":
-            title = name.removeprefix("eval/").replace("_", " ").capitalize()
-            yield _chart(title, traces_of(name))
-    for name in names:
-        if not name.startswith((*_TRAINING, "eval/", "test/", "profile/")):
-            title = name.replace("/", ": ").replace("_", " ").capitalize()
-            yield _chart(title, traces_of(name))
+            evaluated.append(name)
+        elif name.startswith("train/") and name not in ("train/loss", "train/epoch", *_SINGLE):
+            trained.append(name)
+        elif not name.startswith((*_TRAINING, "eval/", "test/", "profile/")):
+            others.append(name)
+    yield from curves.groups(evaluated, lambda name: name.removeprefix("eval/"))
+    yield from curves.groups(trained, lambda name: f"In training: {name.removeprefix('train/')}")
+    yield from curves.groups(others, lambda name: name.replace("/", ": "))
 
     # The metrics that every run has. A constant learning rate is in the headline.
     for metric, title in _SINGLE.items():
         if metric != "train/lr" or any(constant(run, metric) is None for run in runs):
-            yield _chart(title, traces_of(metric), log=_is_logarithmic(runs, metric))
+            yield _chart(title, curves.of(metric), log=_is_logarithmic(runs, metric))
         if metric == "speed/mfu":
             for run in runs:
-                yield _shares(run, several=len(runs) > 1)
+                yield curves.shares(run)
 
     for run in runs:
-        confusion = matrix_of(run.examples.get("confusion"))
-        if confusion:
-            yield _confusion(confusion, f": {run.name}" if len(runs) > 1 else "")
+        for name, table in matrices_of(run.examples).items():
+            yield _matrix(name, table, f": {run.name}" if len(runs) > 1 else "")
 
 
 def constant(run: Record, metric: str) -> float | None:
@@ -89,24 +102,159 @@ def constant(run: Record, metric: str) -> float | None:
     return values.pop() if len(values) == 1 else None
 
 
-def _shares(run: Record, *, several: bool) -> dict[str, Any]:
-    """Return stacked areas of the phases' shares of the time."""
-    stacked = []
-    phases = [name.removeprefix("share/") for name in run.metrics() if name.startswith("share/")]
-    for phase, colour in zip(phases, _COLOURS, strict=False):
-        for trace in _traces(run, f"share/{phase}", [run]):
-            if not any(trace["y"]):
+class _Curves:
+    """Draws curves of runs.
+
+    Args:
+        runs: whose curves may be in the same charts.
+    """
+
+    def __init__(self, runs: Sequence[Record]) -> None:
+        self._runs = runs
+        self._several = len(runs) > 1
+        self._second = _time_unit(runs)[1]
+
+    def of(self, metric: str) -> list[dict[str, Any]]:
+        """Return the curves of a metric in all runs."""
+        traces = []
+        for number, run in enumerate(self._runs):
+            traces += self._traces(run, metric, colour=number if self._several else None)
+        return traces
+
+    def groups(self, names: Sequence[str], title: Callable[[str], str]) -> Iterator[dict[str, Any]]:
+        """Yield charts of metrics; those that differ only in a class are in one chart per run.
+
+        Args:
+            names: of the metrics.
+            title: makes the title of a chart from the name of the metric.
+        """
+        classes = {name for run in self._runs for name in _classes(run)}
+        shares = {name for name in names if self._is_share(name)}
+        for measure, members in grouped(names, classes=classes, shares=shares).items():
+            words = title(measure).replace("_", " ")
+            words = words[:1].upper() + words[1:]
+            if len(members) == 1:
+                yield _chart(words, self.of(*members))
                 continue
-            trace["stackgroup"] = "one"
-            trace["mode"] = "lines"
-            trace["name"] = phase
-            trace["line"] = {"color": colour, "width": 0}
-            trace["fillcolor"] = colour
-            for axis in "xy":
-                trace[axis] = averaged(trace[axis])
-            stacked.append(trace)
-    of = f": {run.name}" if several else ""
-    return _chart(f"Shares of the time between log lines{of}", stacked)
+            for run in self._runs:
+                traces = []
+                for number, (name, label) in enumerate(members.items()):
+                    traces += self._traces(run, name, colour=number, label=label)
+                of = f": {run.name}" if self._several else ""
+                yield _chart(f"{words} of each class{of}", traces)
+
+    def _is_share(self, metric: str) -> bool:
+        """Return whether all values of a metric are from 0 to 1."""
+        values = [value for run in self._runs for value in run.curve(metric)[1]]
+        return all(0 <= value <= 1 for value in values if math.isfinite(value))
+
+    def shares(self, run: Record) -> dict[str, Any]:
+        """Return a chart of stacked areas: the phases' shares of the time."""
+        stacked = []
+        names = [name for name in run.metrics() if name.startswith("share/")]
+        for name, colour in zip(names, _COLOURS, strict=False):
+            for trace in self._traces(run, name, colour=0):
+                if not any(trace["y"]):
+                    continue
+                trace["stackgroup"] = "one"
+                trace["mode"] = "lines"
+                trace["name"] = name.removeprefix("share/")
+                trace["line"] = {"color": colour, "width": 0}
+                trace["fillcolor"] = colour
+                trace["x"] = averaged(trace["x"])
+                trace["y"] = averaged(trace["y"])
+                trace["meta"] = {axis: averaged(at) for axis, at in trace["meta"].items()}
+                stacked.append(trace)
+        of = f": {run.name}" if self._several else ""
+        return _chart(f"Shares of the time between log lines{of}", stacked)
+
+    def _traces(
+        self, run: Record, metric: str, *, colour: int | None, label: str = ""
+    ) -> list[dict[str, Any]]:
+        """Return a curve of a metric for each of the evaluated weights of a run.
+
+        Args:
+            run: the run.
+            metric: name of the metric.
+            colour: number of the colour; None: that of the weights.
+            label: name of the curve; empty: names of the run and of the metric.
+        """
+        traces = []
+        evaluation = not metric.startswith(_TRAINING)
+        for weights in run.weights() if evaluation else [None]:
+            steps, values = run.curve(metric, weights)
+            if not steps:
+                continue
+            # Name the curve by what differs: the run, the metric, the weights.
+            words = [metric]
+            if not evaluation and metric != "train/loss":
+                words = [metric.partition("/")[2]]
+            if self._several:
+                words = [run.name, *words]
+            if label:
+                words = [label]
+            if weights not in (None, "raw"):
+                words.append(f"({weights})")
+
+            number = colour
+            if number is None:
+                number = 1 + run.weights().index(weights) if weights else 0
+            dash = "solid"
+            if weights is not None and not label:
+                dash = "dot" if weights == "raw" else "dash"
+            elif label and weights == "raw" and len(run.weights()) > 1:
+                dash = "dot"
+
+            trace = {
+                "type": "scatter",
+                "x": steps,
+                "y": [value if math.isfinite(value) else None for value in values],
+                "meta": self._positions(run, steps),
+                "mode": "lines+markers" if evaluation or len(steps) < 40 else "lines",
+                "name": " ".join(filter(None, words)),
+                "line": {"color": _COLOURS[number % len(_COLOURS)], "dash": dash},
+            }
+            traces.append(trace)
+        return traces
+
+    def _positions(self, run: Record, steps: Sequence[int]) -> dict[str, list[float]]:
+        """Return the positions of steps on each axis."""
+        positions: dict[str, list[float]] = {"step": list(steps)}
+        for axis, unit in (("samples", 1), ("time", self._second)):
+            positions[axis] = [round(at / unit, 4) for at in run.position(axis, steps)]
+        return positions
+
+    def marks(self) -> list[dict[str, Any]]:
+        """Return one trace of markers per kind of event, each kind in a row below the chart."""
+        traces = []
+        for index, run in enumerate(self._runs):
+            colour = _COLOURS[index % len(_COLOURS)] if self._several else "#999"
+            for kind, symbol in _MARKS.items():
+                events = [event for event in run.events() if event["event"] == kind]
+                if not events:
+                    continue
+                # The second y axis has a row for each kind.
+                marker = {
+                    "symbol": symbol,
+                    "size": 8,
+                    "color": colour,
+                    "line": {"width": 1, "color": "#555"},
+                }
+                steps = [event["step"] for event in events]
+                trace = {
+                    "type": "scatter",
+                    "x": steps,
+                    "meta": self._positions(run, steps),
+                    "y": [kind] * len(events),
+                    "yaxis": "y2",
+                    "showlegend": False,
+                    "mode": "markers",
+                    "name": f"{run.name} {kind}" if self._several else kind,
+                    "text": [str(event.get("why", "")) for event in events],
+                    "marker": marker,
+                }
+                traces.append(trace)
+        return traces
 
 
 def averaged(values: Sequence[float | None], most: int = 60) -> list[float | None]:
@@ -127,139 +275,25 @@ def averaged(values: Sequence[float | None], most: int = 60) -> list[float | Non
     return means
 
 
-def _traces(run: Record, metric: str, runs: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return a curve of a metric for each of the evaluated weights of a run."""
-    traces = []
-    evaluation = not metric.startswith(_TRAINING)
-    for weights in run.weights() if evaluation else [None]:
-        steps, values = run.curve(metric, weights)
-        if not steps:
-            continue
-        # Name the curve by what differs: the run, the metric, the weights.
-        words = [metric]
-        if not evaluation and metric != "train/loss":
-            words = [metric.partition("/")[2]]
-        if len(runs) > 1:
-            words = [run.name, *words]
-        if weights not in (None, "raw"):
-            words.append(f"({weights})")
-
-        # The colour is the run's; of a single run, it is the weights'.
-        number = 0
-        if len(runs) > 1:
-            number = runs.index(run)
-        elif weights:
-            number = 1 + run.weights().index(weights)
-        dash = "solid"
-        if weights is not None:
-            dash = "dot" if weights == "raw" else "dash"
-
-        trace = {
-            "type": "scatter",
-            "x": steps,
-            "y": [value if math.isfinite(value) else None for value in values],
-            "mode": "lines+markers" if evaluation or len(steps) < 40 else "lines",
-            "name": " ".join(filter(None, words)),
-            "line": {"color": _COLOURS[number % len(_COLOURS)], "dash": dash},
-        }
-        traces.append(trace)
-    return traces
+def _classes(run: Record) -> list[str]:
+    """Return the names of classes that a run has recorded."""
+    names: list[str] = []
+    for table in matrices_of(run.examples).values():
+        names += table["rows"]
+    recorded = run.environment.get("recorded")
+    classes = recorded.get("classes") if isinstance(recorded, Mapping) else None
+    return names + (list(map(str, classes)) if isinstance(classes, list) else [])
 
 
-def _event_marks(runs: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return one trace of markers per kind of event, each kind in a row below the chart."""
-    traces = []
-    for index, run in enumerate(runs):
-        colour = _COLOURS[index % len(_COLOURS)] if len(runs) > 1 else "#999"
-        for kind, symbol in _MARKS.items():
-            events = [event for event in run.events() if event["event"] == kind]
-            if not events:
-                continue
-            # The second y axis has a row for each kind.
-            marker = {
-                "symbol": symbol,
-                "size": 8,
-                "color": colour,
-                "line": {"width": 1, "color": "#555"},
-            }
-            trace = {
-                "type": "scatter",
-                "x": [event["step"] for event in events],
-                "y": [kind] * len(events),
-                "yaxis": "y2",
-                "showlegend": False,
-                "mode": "markers",
-                "name": kind if len(runs) == 1 else f"{run.name} {kind}",
-                "text": [str(event.get("why", "")) for event in events],
-                "marker": marker,
-            }
-            traces.append(trace)
-    return traces
-
-
-def matrix_of(confusion: Any) -> dict[str, Any] | None:
-    """Return a confusion matrix, or None if the content is invalid.
-
-    Args:
-        confusion: ``classes``, the names, and ``counts``, a row of numbers for each true class.
-    """
-    if not isinstance(confusion, dict):
-        return None
-    classes = confusion.get("classes")
-    counts = confusion.get("counts")
-    if not isinstance(classes, list) or not isinstance(counts, list) or len(classes) != len(counts):
-        return None
-    rows = []
-    for row in counts:
-        if not isinstance(row, list) or len(row) != len(classes):
-            return None
-        numbers = list(map(number, row))
-        if not all(map(math.isfinite, numbers)):
-            return None
-        rows.append(list(map(int, numbers)))
-    return {"classes": list(map(str, classes)), "counts": rows}
-
-
-def _confusion(confusion: dict[str, Any], of: str) -> dict[str, Any]:
-    """Return a heat map of the shares of each true class, with the counts as text."""
-    classes = confusion["classes"]
-    counts = confusion["counts"]
-    shares = []
-    for row in counts:
-        samples = max(1, sum(row))
-        shares.append([count / samples for count in row])
-    # Shade a cell by its share; show its count.
-    trace = {
-        "type": "heatmap",
-        "x": classes,
-        "y": classes,
-        "z": shares,
-        "customdata": counts,
-        "name": "samples",
-        "zmin": 0,
-        "zmax": 1,
-        "showscale": False,
-        "xgap": 1,
-        "ygap": 1,
-        "colorscale": [
-            [0, "rgba(47,111,222,0.0)"],
-            [0.02, "rgba(47,111,222,0.15)"],
-            [1, "rgba(47,111,222,0.55)"],
-        ],
-        "hovertemplate": "label %{y}, prediction %{x}: %{customdata}<extra></extra>",
-    }
-    if len(classes) <= 20:
-        trace["text"] = [[count or "" for count in row] for row in counts]
-        trace["texttemplate"] = "%{text}"
-
-    chart = _chart(f"Confusion of the validation set: rows are the true classes{of}", [trace])
-
-    # Name classes on both axes, the first one at the top.
+def _matrix(name: str, table: dict[str, Any], of: str) -> dict[str, Any]:
+    """Return a heat map of a matrix, with the first row at the top."""
+    title, trace, titles = heat_map(name, table)
+    chart = _chart(f"{title}{of}", [trace])
     layout = chart["layout"]
-    layout["height"] = 420
+    layout["height"] = min(900, max(280, 140 + 28 * len(table["rows"])))
     layout["hovermode"] = "closest"
-    for axis, title in (("xaxis", "predicted"), ("yaxis", "true")):
-        layout[axis] |= {"type": "category", "title": {"text": title}, "showgrid": False}
+    for axis, text in zip(("xaxis", "yaxis"), titles, strict=True):
+        layout[axis] |= {"type": "category", "title": {"text": text}, "showgrid": False}
     layout["yaxis"]["autorange"] = "reversed"
     layout["showlegend"] = False
     return chart
@@ -274,7 +308,7 @@ def rows(chart: dict[str, Any]) -> tuple[list[str], list[tuple[Any, ...]]]:
             for predicted, count in zip(trace["x"], counts, strict=True):
                 if count:
                     cells.append((name, predicted, count))
-        return ["true class", "predicted", "samples"], cells
+        return ["row", "column", "samples"], cells
     for trace in chart["data"]:
         for x, y in zip(trace["x"], trace["y"], strict=True):
             cells.append((trace["name"], x, y))
@@ -323,6 +357,9 @@ def _chart(
         "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
         "showlegend": True,
     }
+    if len(data) > _MANY:
+        layout["showlegend"] = False
+        layout["hovermode"] = "closest"
     if not data:
         return {"title": title, "data": [], "layout": layout}
 

@@ -1,4 +1,4 @@
-"""The samples and classes of the report page."""
+"""The samples of the report page."""
 
 import html
 import math
@@ -8,33 +8,8 @@ from typing import Any
 
 from oneloop.tools.run_reader import number
 
-
-def of_classes(confusion: Mapping[str, Any]) -> list[tuple[str, int, str, str, str]]:
-    """Return for each class its name, its samples, precision, recall and F1.
-
-    A dash stands for a number without samples to divide by.
-
-    Args:
-        confusion: ``classes``, the names, and ``counts``, whose rows are the true classes.
-    """
-    counts = confusion["counts"]
-    found = []
-    for index, name in enumerate(confusion["classes"]):
-        right = counts[index][index]
-        there = sum(counts[index])
-        shown = sum(row[index] for row in counts)
-        precision = _share(right, shown)
-        recall = _share(right, there)
-        f1 = _share(2 * right, shown + there)
-        found.append((name, there, precision, recall, f1))
-    return found
-
-
-def _share(part: int, whole: int) -> str:
-    return f"{part / whole:.4f}" if whole else "–"
-
-
 _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]*")
+_TEXTS = 4  # texts of a section that are not folded
 _DARKEST = 8.0  # loss (nats) of a token with the full shade
 
 
@@ -60,18 +35,25 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     # A language model writes texts. Others predict.
     shown = []
     if written:
-        shown.append(_section(f"Generated texts{of}, {at}", map(_written, written), "texts"))
+        shown.append(_section(f"Generated texts{of}, {at}", map(_written, written)))
         partly = [sample for sample in written if _has_untrained(sample)]
         if partly:
             title = f"Trained tokens of a sample{of}, {at}"
-            shown.append(_section(title, [_card(partly[0])], "texts"))
+            shown.append(_section(title, [_card(partly[0])]))
     elif fixed:
-        title = f"Predictions for validation samples{of}, {at}"
-        shown.append(_section(title, map(_card, fixed), _kind(fixed)))
+        title = f"{_what(fixed)} validation samples{of}, {at}"
+        shown.append(_section(title, map(_card, fixed), _widest(fixed)))
     if worst:
         title = f"Validation samples with the largest losses{of}, {at}"
-        shown.append(_section(title, map(_card, worst), _kind(worst)))
+        shown.append(_section(title, map(_card, worst), _widest(worst)))
     return shown
+
+
+def _what(samples: Sequence[Mapping[str, Any]]) -> str:
+    """Return how a title begins, by what the samples show."""
+    if any("prediction" in sample or "prediction" in _parts(sample) for sample in samples):
+        return "Predictions for"
+    return "Pictures of" if _widest(samples) else "Some"
 
 
 def _has_untrained(sample: Mapping[str, Any]) -> bool:
@@ -79,15 +61,32 @@ def _has_untrained(sample: Mapping[str, Any]) -> bool:
     return any(loss is None for _, loss in _pairs(sample.get("tokens"))[1:])
 
 
-def _kind(samples: Sequence[Mapping[str, Any]]) -> str:
-    return "pictures" if "image" in samples[0] else "texts"
+def _widest(samples: Sequence[Mapping[str, Any]]) -> int:
+    """Return the largest number of pictures of a sample; 0: the samples are texts."""
+    return max(len(_parts(sample)) or int("image" in sample) for sample in samples)
 
 
-def _section(title: str, cards: Iterable[str], kind: str) -> str:
-    items = "".join(f"<li>{card}</li>" for card in cards)
-    return (
-        f'<section><h2>{html.escape(title)}</h2><ul class="samples {kind}">{items}</ul></section>'
-    )
+def _parts(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the pictures of a sample by name, if it has several."""
+    parts = sample.get("parts")
+    return parts if isinstance(parts, Mapping) else {}
+
+
+def _section(title: str, cards: Iterable[str], pictures: int = 0) -> str:
+    """Return the HTML of a section; ``pictures`` is their number in a card, 0 for texts."""
+    items = [f"<li>{card}</li>" for card in cards]
+    head = f"<section><h2>{html.escape(title)}</h2>"
+    if pictures:
+        style = f'class="samples pictures" style="--parts:{pictures}"'
+        return f"{head}<ul {style}>{''.join(items)}</ul></section>"
+
+    # Fold the texts after the first ones.
+    texts = f'<ul class="samples texts">{"".join(items[:_TEXTS])}</ul>'
+    more = items[_TEXTS:]
+    if more:
+        texts += f"<details><summary>{len(more)} more</summary>"
+        texts += f'<ul class="samples texts">{"".join(more)}</ul></details>'
+    return f"{head}{texts}</section>"
 
 
 def _card(sample: Mapping[str, Any]) -> str:
@@ -127,6 +126,13 @@ def _measured(text: Any) -> bool:
 
 
 def _body(sample: Mapping[str, Any]) -> str:
+    if _parts(sample):
+        name = f"sample {sample.get('index')}"
+        figures = ""
+        for part, picture in _parts(sample).items():
+            drawn = _image(picture, f"{name}: {part}")
+            figures += f"<figure>{drawn}<figcaption>{_safe(part)}</figcaption></figure>"
+        return f'<div class="parts">{figures}</div>{_caption(sample)}'
     if "image" in sample:
         parts = []
         if "target" in sample:
@@ -136,17 +142,23 @@ def _body(sample: Mapping[str, Any]) -> str:
         shown = f"sample {sample.get('index')}"
         if parts:
             shown = f"{shown}: {', '.join(parts)}"
-        shown = _safe(shown)
-        picture = str(sample["image"])
-        # A run writes only data URLs. Another URL might be fetched.
-        if not _PICTURE.fullmatch(picture):
-            return f'<pre tabindex="0">{shown}</pre>'
-        text = f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
-        return f'<img src="{picture}" alt="{shown}">{text}'
+        return _image(sample["image"], shown) + _caption(sample)
     if isinstance(sample.get("tokens"), list | tuple):
         tokens = "".join(_token(str(text), loss) for text, loss in _pairs(sample["tokens"]))
         return f'<pre tabindex="0">{tokens}</pre>'
     return f'<pre tabindex="0">{_safe(sample.get("text", ""))}</pre>'
+
+
+def _image(picture: Any, text: str) -> str:
+    """Return an image with a text for screen readers, which replaces what is no picture."""
+    # A run writes only data URLs. Another URL might be fetched.
+    if not _PICTURE.fullmatch(str(picture)):
+        return f'<pre tabindex="0">{_safe(text)}</pre>'
+    return f'<img src="{picture}" alt="{_safe(text)}">'
+
+
+def _caption(sample: Mapping[str, Any]) -> str:
+    return f"<p>{_safe(sample['text'])}</p>" if sample.get("text") else ""
 
 
 def _pairs(given: Any) -> list[Any]:

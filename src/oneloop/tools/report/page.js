@@ -18,4 +18,14 @@ function fitted(chart) {  // on a phone a legend's names stand below one another
 }
 charts.forEach((chart, n) => Plotly.newPlot("chart-" + n, chart.data, fitted(chart),
   {responsive: true, displaylogo: false, displayModeBar: false}).then(paint));
+function along(axis) {  // draws all curves over another quantity
+  document.querySelectorAll(".chart").forEach((chart, n) => {
+    const curves = [...chart.data.keys()].filter(index => chart.data[index].meta);
+    const x = curves.map(index => chart.data[index].meta[axis.value]);
+    const layout = {"xaxis.title.text": axis.dataset.title, "xaxis.autorange": true,
+      "xaxis.dtick": axis.value === "step" ? charts[n].layout.xaxis.dtick || null : null};
+    if (curves.length) Plotly.update(chart, {x}, layout, curves);
+  });
+}
+document.querySelectorAll("[name=axis]").forEach(axis => axis.addEventListener("change", () => along(axis)));
 dark.addEventListener("change", () => document.querySelectorAll(".chart").forEach(paint));

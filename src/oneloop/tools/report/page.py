@@ -13,7 +13,7 @@ import html
 import json
 import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,21 @@ from typing import Any
 import yaml
 
 from oneloop.basics.exit_codes import BadInput
-from oneloop.tools.report.charts import charts, constant, matrix_of, rows
-from oneloop.tools.report.example_pages import of_classes, sections
-from oneloop.tools.run_reader import EVENTS, Record, differences, distinct, number, read_record
+from oneloop.tools.report.charts import axes, charts, rows
+from oneloop.tools.report.example_pages import sections
+from oneloop.tools.report.headline import (
+    Ranking,
+    cards,
+    comparison,
+    entries,
+    headline,
+    ranked,
+    sentences,
+    short,
+    trained,
+)
+from oneloop.tools.report.matrices import matrices_of, of_classes
+from oneloop.tools.run_reader import EVENTS, Record, differences, distinct, read_record
 
 _TABLE_ROWS = 200
 
@@ -36,20 +48,27 @@ def report(folders: Sequence[Path]) -> str:
     """
     runs = distinct([read_record(folder) for folder in folders])
     several = len(runs) > 1
-    drawn = charts(runs)
     title = " and ".join(run.name for run in runs) if len(runs) < 3 else f"{len(runs)} runs"
-    body = [f"<h1>{_safe(title)}</h1>", *(_headline(run, several=several) for run in runs)]
+    body = [f"<h1>{_safe(title)}</h1>"]
+
+    # First, what came out: the results, and samples. Of several runs, open those of the best one.
     if several:
-        title = "Differences between the recipes"
-        changed = differences(runs)
-        changes = "<p>nothing</p>"
-        if changed:
-            changes = table(["key", *(run.name for run in runs)], changed)
-        body.append(f"<section><h2>{title}</h2>{_region('Differences', changes)}</section>")
+        ranking = ranked(runs)
+        runs = ranking.runs
+        body += [_comparison(ranking), *sections(runs[0].examples, of=f" of {runs[0].name}")]
+        for run in runs[1:]:
+            samples = "".join(sections(run.examples, of=f" of {run.name}"))
+            body.append(_folded(f"Samples of {run.name}", samples))
+    else:
+        body += [_headline(runs[0]), *sections(runs[0].examples)]
+
+    # Then the curves, and at last everything about each run.
+    drawn = charts(runs)
+    body.append(_axis(axes(runs)))
     body += [chart_section(number, chart) for number, chart in enumerate(drawn)]
     body += [_classes(run, several=several) for run in runs]
-    for run in runs:
-        body += sections(run.examples, of=f" in {run.name}" if several else "")
+    if several:
+        body += [_folded(f"Numbers of {run.name}", _headline(run)) for run in runs]
     body += [_events(run) for run in runs]
     body += [_about(run, several=several) for run in runs]
     return assembled(title, body, drawn)
@@ -142,77 +161,67 @@ def chart_section(number: int, chart: dict[str, Any]) -> str:
     )
 
 
-def _headline(run: Record, *, several: bool) -> str:
+def _folded(title: str, content: str) -> str:
+    """Return a section that the reader opens; empty without content."""
+    if not content:
+        return ""
+    return f"<section><details><summary>{_safe(title)}</summary>{content}</details></section>"
+
+
+def _headline(run: Record) -> str:
     """Return the results of a run as cards, how it ended, and what oneloop says about its speed."""
-    summary = run.summary
-    cards = "".join(
-        f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in _cards(run)
+    shown = "".join(
+        f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards(run)
     )
-
-    # Name the weights of the final results.
-    reason = summary.get("exit_reason")
-    if not reason:
-        reason = "not begun" if run.last is None else f"at step {run.last:,}"
-    final = _dict(summary.get("final"))
-    if final and not summary.get("exit_code"):
-        raw = " raw" if len(run.weights()) > 1 else ""
-        of = f"{final.get('weights')}{raw} weights, of step {final.get('step')}"
-        device = f", on {run.environment['device']}" if "device" in run.environment else ""
-        reason = f"{reason}{device}; eval (validation) and test metrics: {of}"
-
-    head = f"<h2>{_safe(run.name)}</h2>" if several else ""
-    words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in _sentences(run))
+    words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in sentences(run))
     return (
-        f'<section>{head}<p class="reason">{_safe(str(reason))}</p><dl '
-        f'class="cards">{cards}</dl>{words}</section>'
+        f'<section><p class="reason">{_safe(headline(run))}</p><p class="soft">'
+        f'{_safe(trained(run))}</p><dl class="cards">{shown}</dl>{words}</section>'
     )
 
 
-def _cards(run: Record) -> Iterator[tuple[str, str]]:
-    """Yield name and value of each headline number."""
-    summary = run.summary
-    for name, value in summary.items():
-        if ("eval/" in name or "test/" in name) and isinstance(value, float):
-            yield name.replace("/", " ").replace("_", " "), _short(value)
-    best = _dict(summary.get("best"))
-    if best.get("value") is not None:
-        metric = str(best.get("metric")).replace("/", " ")
-        if len(run.weights()) > 1:
-            metric += " (raw)"
-        yield f"best {metric}, at step {best.get('step')}", _short(best["value"])
-    for name in ("step", "samples", "tokens"):
-        if name in summary:
-            yield name, f"{number(summary[name]):,.0f}"
-    if "seconds" in summary:
-        yield "time", f"{number(summary['seconds']):,.0f} s"
-    rate = constant(run, "train/lr")
-    if rate is not None:
-        yield "learning rate", _short(rate)
+def _comparison(ranking: Ranking) -> str:
+    """Return the table of several runs, and all keys that differ."""
+    title = "Runs"
+    if ranking.metric:
+        which = "largest" if ranking.larger_is_better else "smallest"
+        title = f"Runs, the best one first: by the {which} {ranking.metric}"
+    shown = _region(title, table(*comparison(ranking)))
+    if ranking.metric:
+        shown = shown.replace("<tbody><tr>", '<tbody><tr class="best">', 1)
+    changed = differences(ranking.runs)
+    keys = table(["key", *(run.name for run in ranking.runs)], changed)
+    more = "<p>The recipes are equal, except for run.dir.</p>"
+    if changed:
+        more = _folded(f"Keys that differ: {len(changed)}", _region("Keys that differ", keys))
+    note = '<p class="soft">Columns named eval/ and test/ have the last values.</p>'
+    return f"<section><h2>{_safe(title)}</h2>{shown}{note}{more}</section>"
 
 
-def _sentences(run: Record) -> Iterator[str]:
-    """Yield the sentences about the run's time and batch size."""
-    for key in ("time", "noise_scale"):
-        text = str(run.summary.get(key, ""))
-        if text and " n/a" not in text:
-            yield text
-    goodput = run.summary.get("goodput")
-    if isinstance(goodput, dict):
-        yield str(goodput.get("about"))
-    for share in run.curve("profile/exposed_communication")[1][-1:]:
-        yield (
-            f"Communication that nothing overlapped took {100 * share:.1f} % of the profiled steps."
+def _axis(quantities: Mapping[str, str]) -> str:
+    """Return the switch for the quantity on the x axis of the charts; empty if there is one."""
+    if len(quantities) < 2:
+        return ""
+    switch = '<fieldset class="axis"><legend>Charts by</legend>'
+    for name, title in quantities.items():
+        checked = "checked" if name == "step" else ""
+        switch += (
+            f'<label><input type="radio" name="axis" value="{_safe(name)}" '
+            f'data-title="{_safe(title)}" {checked}> {_safe(name)}</label>'
         )
+    return f"{switch}</fieldset>"
 
 
 def _classes(run: Record, *, several: bool) -> str:
-    confusion = matrix_of(run.examples.get("confusion"))
-    if not confusion:
-        return ""
-    title = f"Classes of {run.name}" if several else "Classes"
-    head = ["class", "samples", "precision", "recall", "F1"]
-    shown = _region(title, table(head, of_classes(confusion)))
-    return f"<section><details><summary>{_safe(title)}</summary>{shown}</details></section>"
+    """Return a table of the classes of each matrix that says how often each is right."""
+    found = ""
+    for name, matrix in matrices_of(run.examples).items():
+        lines = of_classes(matrix)
+        title = "Classes" if name == "confusion" else f"Classes by {name}"
+        title += f" of {run.name}" if several else ""
+        head = ["class", "samples", "precision", "recall", "F1"]
+        found += _folded(title, _region(title, table(head, lines))) if lines else ""
+    return found
 
 
 def _events(run: Record) -> str:
@@ -228,8 +237,7 @@ def _events(run: Record) -> str:
     title = f"Events of {run.name}: {counts}"
     if len(events) >= EVENTS:
         title += ", some of many"
-    shown = _region("Events", table(["step", "event", "why", "samples"], lines))
-    return f"<section><details><summary>{_safe(title)}</summary>{shown}</details></section>"
+    return _folded(title, _region("Events", table(["step", "event", "why", "samples"], lines)))
 
 
 def _about(run: Record, *, several: bool) -> str:
@@ -258,7 +266,7 @@ def _command(environment: Mapping[str, Any]) -> str:
     processes = environment.get("processes", 1)
     if not isinstance(processes, int):
         processes = 1
-    settings = _dict(environment.get("accelerate"))
+    settings = entries(environment.get("accelerate"))
     precision = str(settings.get("ACCELERATE_MIXED_PRECISION", "no"))
     if str(settings.get("ACCELERATE_USE_FSDP", "false")).lower() == "true":
         config = "fsdp2"
@@ -280,11 +288,6 @@ def _list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _dict(value: Any) -> dict[str, Any]:
-    """Return the value if it is a dict; else an empty one."""
-    return value if isinstance(value, dict) else {}
-
-
 def _region(name: str, table: str) -> str:
     return f'<div class="wide" role="region" aria-label="{_safe(name)}" tabindex="0">{table}</div>'
 
@@ -299,15 +302,9 @@ def table(head: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
     cells = "".join(f'<th scope="col">{_safe(title)}</th>' for title in head)
     body = ""
     for line in lines:
-        row = "".join(f"<td>{_safe(_short(cell))}</td>" for cell in line)
+        row = "".join(f"<td>{_safe(short(cell))}</td>" for cell in line)
         body += f"<tr>{row}</tr>"
     return f"<table><thead><tr>{cells}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def _short(value: Any) -> str:
-    if not isinstance(value, float):
-        return str(value)
-    return f"{value:,.0f}" if 1e4 <= abs(value) < 1e12 else f"{value:.4g}"
 
 
 def _safe(text: str) -> str:

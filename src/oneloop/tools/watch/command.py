@@ -11,7 +11,10 @@ from oneloop.checkpoint.mirror import local_run
 
 
 def watch(words: Sequence[str]) -> int:
-    """Draw the metrics of runs in the terminal, while they train."""
+    """Draw the metrics of runs in the terminal, while they train: several in the same charts.
+
+    It waits for a run that has not begun.
+    """
     from oneloop.tools.watch.watch import watch as live
 
     options = Options("watch", watch.__doc__)
@@ -24,8 +27,12 @@ def watch(words: Sequence[str]) -> int:
     options.add_argument("--metrics", type=names, default=[], metavar="NAME,NAME", help=metrics)
     given = options.parse_intermixed_args(words)
     for folder in given.runs:
-        if not folder.is_dir() or (given.once and not (folder / "metrics.jsonl").exists()):
-            raise BadInput(f"{folder} holds no run (no metrics.jsonl)")
+        if folder.exists() and not folder.is_dir():
+            raise BadInput(f"{folder} is a file; give the folder of a run")
+        if given.once and not (folder / "metrics.jsonl").exists():
+            raise BadInput(
+                f"{folder} holds no run (no metrics.jsonl); without --once, oneloop watch waits"
+            )
     # End as an exception would: the exit restores the terminal.
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     with suppress(KeyboardInterrupt):
