@@ -168,6 +168,10 @@ def test_a_step_has_its_images_so_often_and_never_the_same_picture_twice(copies)
     if copies == 1:
         assert (order[0:99][0] == single[0:99][0]).all()
 
+    # Without shuffling, the images come in the order of the files.
+    stored = order_of(numbers, seed=5, batch=batch, shuffle=False)
+    assert stored[batch : 2 * batch][1].tolist() == [*range(each, 2 * each)] * copies
+
 
 def test_steps_have_as_many_copies_as_with_the_sampler_of_timm():
     from timm.data.distributed_sampler import RepeatAugSampler

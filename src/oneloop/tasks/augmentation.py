@@ -254,7 +254,7 @@ class Repeated(Mapped):
     def __getitem__(self, index: int) -> Any:
         return self.rows[index]
 
-    def order(self, *, seed: int, batch: int) -> Ordered:
+    def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return the order of the images, each ``copies`` times in a step.
 
         Raises:
@@ -265,7 +265,7 @@ class Repeated(Mapped):
                 f"batch.size {batch} must be a multiple of task.repeats {self.copies}, because "
                 "each image of a step occurs so often in it"
             )
-        images = order_of(self.rows, seed=seed, batch=batch // self.copies)
+        images = order_of(self.rows, seed=seed, batch=batch // self.copies, shuffle=shuffle)
         return RepeatedOrder(images, self.copies, batch=batch)
 
 
