@@ -17,6 +17,7 @@ from oneloop.basics.duration import Duration, Scale
 from oneloop.basics.exit_codes import BadInput
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.launch import processes
+from oneloop.recipe.comparison import only_extends
 from oneloop.recipe.parse import parser, read
 from oneloop.tasks.image_classification import ImageClassification
 from oneloop.tasks.rows import csv_json_lines
@@ -458,3 +459,28 @@ def test_a_template_that_writes_the_date_has_a_fixed_day():
     assert Chat(tokenizer).render(turns("hello", "yo")).startswith("2025-01-01")
     with pytest.raises(ValueError, match=r"task\.day must be a date"):
         Chat(tokenizer, day="today")
+
+
+TINY = ["--task", "tiny.Ragged"]
+
+
+@pytest.mark.parametrize(
+    ("words", "extends"),
+    [
+        ("--schedule.name constant", True),
+        ("--schedule.name step --schedule.every 10", True),
+        ("--schedule.name step", False),  # every 30 % of the run
+        ("--schedule.name cosine", False),
+        ("--schedule.name cosine --schedule.length 20", True),
+        ("--schedule.name cosine --schedule.length 50%", False),
+        ("--schedule.name constant --schedule.warmup 10%", False),
+        ("--ema.half_life 10%", False),
+        ("--ema.half_life 2ep", True),
+        ("--ema.decay 0.9 --ema.start 5%", False),
+    ],
+)
+def test_a_run_may_be_longer_if_nothing_else_would_change(words, extends):
+    short = read([*TINY, "--duration", "20", *words.split()]).resolved
+    longer = read([*TINY, "--duration", "30", *words.split()]).resolved
+    assert only_extends(short, longer) is extends
+    assert not only_extends(longer, short)

@@ -199,8 +199,17 @@ def build_job(
         intervals=_intervals(recipe, scale, total),
         rate=rate_of(recipe, scale, total),
         upward=upward,
-        no_noise_scale=why_no_noise_scale(task, order, layout, ranks, sharded=sharded),
+        no_noise_scale=_no_noise_scale(recipe, task, order, layout, sharded=sharded),
     )
+
+
+def _no_noise_scale(
+    recipe: Recipe, task: Task, order: Ordered, layout: BatchLayout, *, sharded: bool
+) -> str | None:
+    """Return why the noise scale cannot be measured; None: it can."""
+    if not recipe.data.shuffle:
+        return "its formula needs independent samples, and data.shuffle is false"
+    return why_no_noise_scale(task, order, layout, layout.ranks, sharded=sharded)
 
 
 def _ordered(recipe: Recipe, train_set: Any) -> tuple[Any, Ordered]:

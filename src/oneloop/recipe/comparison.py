@@ -140,17 +140,24 @@ _ENDLESS = ("constant", "plateau", "step", "exponential")  # schedules without a
 
 def _is_endless(schedule: Mapping[str, Any]) -> bool:
     """Return whether a schedule (its resolved keys) is the same for runs of any duration."""
-    shares = [key for key, value in schedule.items() if "%" in str(value)]
-    return not shares and (schedule["name"] in _ENDLESS or schedule.get("length") is not None)
+    has_end = schedule["name"] not in _ENDLESS and schedule.get("length") is None
+    return not has_end and not _has_shares(schedule)
+
+
+def _has_shares(group: Mapping[str, Any]) -> bool:
+    """Return whether a duration in this group of keys is a share of the run."""
+    return any("%" in str(value) for value in group.values())
 
 
 def only_extends(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
     """Return whether only the duration differs, and may be extended.
 
-    The new one must be longer, and the schedule must not depend on it.
+    The new one must be longer, and schedule and EMA must not depend on it.
     """
     keys = [line.partition(":")[0] for line in difference(old, new)]
     if keys != ["duration"] or not _is_endless(new["schedule"]):
+        return False
+    if _has_shares(new["ema"]):
         return False
     before, after = Duration(old["duration"]), Duration(new["duration"])
     return before.unit == after.unit and after.amount > before.amount
