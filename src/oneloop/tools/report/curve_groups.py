@@ -43,15 +43,14 @@ def grouped(
 def _splits(
     name: str, classes: Collection[str], shares: Collection[str]
 ) -> Iterator[tuple[str, str]]:
-    """Yield beginnings and endings of a metric which may be a measure and a class.
-
-    If an ending is a known class, it is the only one."""
+    """Yield beginnings and endings of a metric which may be a measure and a class."""
     start = name.find("/") + 1
-    marks = [at for at in range(start + 1, len(name) - 1) if name[at] in "_/"]
-    splits = [(name[:at], name[at + 1 :]) for at in marks]
-    known = [split for split in splits if _is_class(*split, classes)]
-    if known or name in shares:
-        yield from known[:1] or splits
+    for at in range(start + 1, len(name) - 1):
+        stem = name[:at]
+        ending = name[at + 1 :]
+        possible = name in shares or _is_class(stem, ending, classes)
+        if name[at] in "_/" and possible:
+            yield stem, ending
 
 
 def _is_class(stem: str, ending: str, classes: Collection[str]) -> bool:
