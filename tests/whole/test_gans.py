@@ -201,6 +201,22 @@ def test_other_layouts_have_the_same_losses(folder, name, config, ranks, micro):
     assert list(losses.values()) == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAIN)
+def test_with_a_grain_all_layouts_are_bit_identical(folder, name):
+    found = []
+    for config, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2)):
+        words = [*PLAIN[name][0], "--batch.grain", "16"]
+        words += SEARCH if (name, config) == ("by_turns", "ddp") else []
+        run(train, words, ranks=ranks, config=config, folder=folder).ok()
+        found.append(result(folder))
+        (folder / "run").rename(folder / config)
+    (weights, losses), *others = found
+    for other, same in others:
+        assert same == losses
+        assert all(torch.equal(weights[one], other[one]) for one in weights)
+
+
 KILLED = [("by_turns", 1), ("by_turns", 2), ("together", 1), ("together", 2)]
 
 
