@@ -38,6 +38,7 @@ SEARCH = ["--machine.find_unused_parameters", "true"]
 MORTAL = """
 import os
 import signal
+import time
 from pathlib import Path
 
 from {module} import Digits as Immortal
@@ -48,8 +49,12 @@ class Digits(Immortal):
 
     def loss(self, model, batch):
         mark = Path("killed-" + os.environ.get("RANK", "0"))
-        if model.training and self.progress.step == 31 and not mark.exists():
+        if model.training and self.progress.step == 30 and not mark.exists():
             mark.touch()
+            saved = Path("run", "checkpoints", "step-00000021")
+            end = time.monotonic() + 20
+            while not saved.exists() and time.monotonic() < end:
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
 """
@@ -57,7 +62,7 @@ class Digits(Immortal):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Create the files of the page, and tasks that are killed before step 32."""
+    """Create the files of the page, and tasks that are killed in step 31."""
     for name, text in {**PROGRAMS, **blocks(PAGE, "yaml")}.items():
         (tmp_path / name).write_text(text)
     for name in ("by_turns", "together"):
@@ -201,20 +206,33 @@ def test_other_layouts_have_the_same_losses(folder, name, config, ranks, micro):
     assert list(losses.values()) == pytest.approx(expected, rel=1e-6)
 
 
-KILLED = [("by_turns", 1), ("by_turns", 2), ("together", 1), ("together", 2)]
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLAIN)
+def test_with_a_grain_all_layouts_are_bit_identical(folder, name):
+    found = []
+    for config, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2)):
+        words = [*PLAIN[name][0], "--batch.grain", "16"]
+        words += SEARCH if (name, config) == ("by_turns", "ddp") else []
+        run(train, words, ranks=ranks, config=config, folder=folder).ok()
+        found.append(result(folder))
+        (folder / "run").rename(folder / config)
+    (weights, losses), *others = found
+    for other, same in others:
+        assert same == losses
+        assert all(torch.equal(weights[one], other[one]) for one in weights)
 
 
-@pytest.mark.parametrize(("name", "ranks"), with_slow(KILLED, KILLED[1:]))
-def test_a_run_that_is_killed_and_resumed_is_bit_identical(folder, name, ranks):
-    """It is resumed after step 21 or 28: before a turn of either network."""
-    words = [*PLAIN[name][0], "--task", f"mortal_{name}.py:Digits", "--save.every", "7"]
-    words = words[1:] if name == "by_turns" else words
-    words += SEARCH if (name, ranks) == ("by_turns", 2) else []
+def killed_and_resumed(folder: Path, words: list[str], ranks: int) -> None:
+    """Check that a run is bit-identical to one that was killed in step 31.
+
+    That one is resumed after step 21: before a turn of the generator.
+    """
+    words = [*words, "--save.every", "21"]
     killed = run(train, words, ranks=ranks, folder=folder)
     assert killed.codes == [-9] * ranks, killed.output
     resumed = run(train, words, ranks=ranks, folder=folder)
     resumed.ok()
-    assert re.search(r"resuming from \S+step-0+2[18]", resumed.output), resumed.output
+    assert re.search(r"resuming from \S+step-0+21", resumed.output), resumed.output
     weights, losses = result(folder)
 
     # The same task is not killed again.
@@ -223,6 +241,17 @@ def test_a_run_that_is_killed_and_resumed_is_bit_identical(folder, name, ranks):
     expected, whole = result(folder)
     assert losses == whole and len(whole) == STEPS
     assert all(torch.equal(weights[one], expected[one]) for one in expected)
+
+
+KILLED = [("by_turns", 1), ("by_turns", 2), ("together", 1), ("together", 2)]
+
+
+@pytest.mark.parametrize(("name", "ranks"), with_slow(KILLED, KILLED[1:]))
+def test_a_run_that_is_killed_and_resumed_is_bit_identical(folder, name, ranks):
+    words = [*PLAIN[name][0], "--task", f"mortal_{name}.py:Digits"]
+    words = words[1:] if name == "by_turns" else words
+    words += SEARCH if (name, ranks) == ("by_turns", 2) else []
+    killed_and_resumed(folder, words, ranks)
 
 
 @pytest.mark.slow
@@ -275,15 +304,7 @@ def test_batch_norm_is_that_of_a_plain_loop(folder, copies):
 @pytest.mark.slow
 def test_batch_norm_trains_and_resumes_under_ddp(folder):
     with_batch_norm(folder, copies=True)
-    words = ["mortal_by_turns.py:Digits", *TURNS[1:], *SEARCH, "--save.every", "7"]
-    assert run(train, words, ranks=2, folder=folder).codes == [-9, -9]
-    run(train, words, ranks=2, folder=folder).ok()
-    weights, losses = result(folder)
-    (folder / "run").rename(folder / "resumed")
-    run(train, words, ranks=2, folder=folder).ok()
-    expected, whole = result(folder)
-    assert losses == whole and len(whole) == STEPS
-    assert all(torch.equal(weights[one], expected[one]) for one in expected)
+    killed_and_resumed(folder, ["mortal_by_turns.py:Digits", *TURNS[1:], *SEARCH], ranks=2)
 
 
 @pytest.mark.slow
