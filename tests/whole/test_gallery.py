@@ -19,7 +19,9 @@ from pages import blocks, program
 from slow_cases import with_slow
 from worlds import ROOT, run, train
 
-pytestmark = pytest.mark.covers("oneloop.api", "oneloop.train")
+pytestmark = pytest.mark.covers(
+    "oneloop.api", "oneloop.tools.compare.compare_runs", "oneloop.train"
+)
 
 GALLERY = ROOT / "docs" / "gallery"
 PAGES = sorted(page.stem for page in GALLERY.glob("*.md") if page.stem != "index")
@@ -130,6 +132,8 @@ def test_the_search_finds_the_best_rate_and_compares_all_runs(tmp_path):
         assert folder.name in done.stdout
     (line,) = (line for line in done.stdout.splitlines() if line.startswith("optimizer.lr"))
     assert [float(cell) for cell in line.split("│")[1:]] == sorted(summaries)
+    # That the first run has no hashes is said once.
+    assert " ".join(done.stdout.split()).count("not compared bit by bit") == 1
 
     # The same program again returns the finished runs.
     ((again,),) = run(program, "search.py", "summaries", folder=tmp_path).ok()
