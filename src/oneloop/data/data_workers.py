@@ -92,7 +92,8 @@ def _started(loading: Iterable[Loaded]) -> Iterator[Loaded]:
             raise
         raise BadInput(
             f"the task or its data cannot be sent to data workers: {error}; define its classes and "
-            "functions at the top level of a file, or set --machine.workers 0"
+            "functions at the top level of a file, open files at the first sample, "
+            "or set --machine.workers 0 (docs/how-to/data-workers.md)"
         ) from error
 
 

@@ -51,13 +51,19 @@ def _parts(folders: Sequence[Path], metrics: Sequence[str], width: int) -> Itera
         series = [(run.name, _curve(run, name)) for run in runs]
         yield chart(series, head=f"{name}:  ", width=max(width, 36), height=_HEIGHT)
 
-    # Compare the hashes in the logs.
+    # Compare the hashes in the logs. Name a reason against it once for all runs: often, the first
+    # run has no hashes.
+    reasons = dict[str, list[str]]()
     for folder in folders[1:]:
         try:
             lines = parting(folders[0], folder)[1]
         except BadInput as error:
-            lines = [f"not compared bit by bit: {error}"]
+            reasons.setdefault(str(error), []).append(str(folder))
+            continue
         yield Text(printable(f"{folders[0]} and {folder}: {'; '.join(lines)}"))
+    for reason, others in reasons.items():
+        both = f"{folders[0]} and {', '.join(others)}"
+        yield Text(printable(f"{both}: not compared bit by bit: {reason}"))
 
 
 def _drawn(runs: Sequence[Record]) -> list[str]:
