@@ -47,11 +47,11 @@ def log(folder: Path) -> list[dict]:
 def test_a_zip_file_is_read_by_two_workers_as_by_none(tmp_path):
     words = zipped(tmp_path)
     for workers in ("0", "2"):
-        more = ["--machine.workers", workers, "--run.dir", f"run-{workers}", "--duration", "3ep"]
+        more = ["--machine.workers", workers, "--run.dir", f"run-{workers}", "--duration", "1ep"]
         run(train, [*words, *more], folder=tmp_path).ok()
     without, with_two = log(tmp_path / "run-0"), log(tmp_path / "run-2")
-    assert len(without) > 60 and with_two == without
-    assert without[-1]["eval/accuracy"] > 0.85
+    assert len(without) > 20 and with_two == without
+    assert without[-1]["eval/accuracy"] > 0.7
 
 
 @pytest.mark.slow
