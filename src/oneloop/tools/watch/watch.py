@@ -70,6 +70,10 @@ def watch(
             if all(run.done for run in runs):  # a stopped or failed run can be started again
                 break
             time.sleep(every)
+
+    # Read what was written between the last read and the end.
+    for run in runs:
+        run.read()
     console.print(view(runs, metrics, width=console.width, height=0))
 
 
