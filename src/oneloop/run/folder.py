@@ -157,9 +157,16 @@ class Folder:
                 )
                 changed = []
         if changed and not accept_changes and not extends:
+            hint = ""
+            if [line.partition(":")[0] for line in changed] == ["duration"]:
+                hint = (
+                    ". A longer duration needs no such key if schedule and EMA do not depend on it "
+                    "(schedule.name constant)"
+                )
             raise BadInput(
                 f"{self._name} holds a run of another recipe ({'; '.join(changed)}); choose "
                 "another run.dir, use the same recipe, or continue with --run.accept_changes true"
+                f"{hint}"
             )
 
         # Is it finished, with intact final weights?
