@@ -268,7 +268,7 @@ def test_none_are_shown_where_none_are_asked_for_and_few_at_once(tmp_path):
     ]
     run(train, [*words, "--eval.samples", "0", "--run.dir", "none"], folder=tmp_path).ok()
     found = json.loads((tmp_path / "none" / "examples.json").read_text())
-    assert found["samples"] == [] and found["matrices"]["confusion"]
+    assert found["samples"] == [] and found["matrices"]["confusion"] and not found["generated"]
     run(
         train,
         [*words, "--eval.samples", "4", "--eval.micro", "3", "--run.dir", "few"],

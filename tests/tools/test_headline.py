@@ -13,6 +13,7 @@ import torch
 from oneloop.task_protocol.evaluation_metrics import matrices
 from oneloop.tools.report.charts import axes, charts
 from oneloop.tools.report.curve_groups import grouped
+from oneloop.tools.report.example_pages import sections
 from oneloop.tools.report.headline import comparison, ranked
 from oneloop.tools.report.matrices import matrices_of, of_classes
 from oneloop.tools.report.page import report
@@ -21,6 +22,7 @@ from oneloop.tools.run_reader import read_record
 pytestmark = pytest.mark.covers(
     "oneloop.tools.report.charts",
     "oneloop.tools.report.curve_groups",
+    "oneloop.tools.report.example_pages",
     "oneloop.tools.report.headline",
     "oneloop.tools.report.matrices",
     "oneloop.tools.report.page",
@@ -84,6 +86,34 @@ def test_runs_keep_their_order_if_no_file_tells_which_is_better(tmp_path):
     ranking = ranked([read_record(folder) for folder in folders[2:]])
     assert [run.name for run in ranking.runs] == ["low", "high"]
     assert not ranked([read_record(folder) for folder in folders]).metric  # two metrics
+
+
+def test_what_one_point_of_several_runs_says_is_in_the_table(tmp_path):
+    folders = [searched(tmp_path, name, [0.5], 0.1, **KNOWN) for name in "ab"]
+    (folders[0] / "recipe.yaml").write_text(json.dumps({"task": {"name": "own.py:Task"}}))
+    runs = [read_record(folder) for folder in folders]
+    assert [chart["title"] for chart in charts(runs)] == [LOSS]
+    assert [chart["title"] for chart in charts(runs[:1])] == [LOSS, "Accuracy (1 point)"]
+    assert "task own.py:Task" in report(folders[:1]) and "task own.py:Task" in report(folders)
+    runs = [read_record(searched(tmp_path, name, [0.5, 0.6], 0.1)) for name in "cd"]
+    titles = [chart["title"] for chart in charts(runs)]
+    assert titles == [LOSS.replace("1 point", "2 points"), "Accuracy (2 points)"]
+
+
+LOSS = "Loss (train: mean since the previous point) (1 point)"
+
+
+@pytest.mark.parametrize(
+    ("how", "title"),
+    [
+        ({"generated": True}, "Generated pictures for validation samples, at step 3"),
+        ({"generated": "yes"}, "Pictures for validation samples, at step 3"),
+        ({}, "Pictures for validation samples, at step 3"),
+    ],
+)
+def test_generated_pictures_are_called_so(how, title):
+    samples = [{"index": 0, "image": "data:image/png;base64,AA=="}]
+    assert title in sections({"step": 3, "samples": samples, **how})[0]
 
 
 def test_curves_of_classes_are_in_one_chart(tmp_path):

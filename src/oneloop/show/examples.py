@@ -53,6 +53,7 @@ class Examples:
         # matrices by name, as of oneloop.task_protocol.evaluation_metrics.matrices
         self.matrices: dict[str, Any] = {}
         self.problem = ""  # why a sample is missing
+        self.generated = False  # whether the samples show what the task generates
         self.weights = "raw"  # the weights that are evaluated: raw, or the name of an EMA
 
     def take(self, batch: Mapping[str, Any], outputs: Mapping[str, Tensor]) -> None:
@@ -139,7 +140,9 @@ class Examples:
         _, outputs = task.loss(model, batch)
         outputs = outputs if isinstance(outputs, Mapping) else {}
         if not known and hasattr(task, "generate"):
-            outputs = {**outputs, **self._generated(task, model, batch)}
+            made = self._generated(task, model, batch)
+            outputs = {**outputs, **made}
+            self.generated |= bool(made)
 
         # Keep the outputs that have a row for each sample.
         rows: dict[str, Any] = {}
@@ -159,6 +162,8 @@ class Examples:
                     f"sample {index} cannot be shown ({type(task).__name__}.show: "
                     f"{type(error).__name__}: {error})"
                 )
+                if known and hasattr(task, "generate"):
+                    self.problem += "; samples with the largest losses are shown without generate"
                 continue
             self.samples.append(about | shown)
 
@@ -190,7 +195,12 @@ class Examples:
             elif image is not None:
                 sample["image"] = data_url(image)
             samples.append(sample)
-        return {"weights": self.weights, "samples": samples, "matrices": self.matrices}
+        return {
+            "weights": self.weights,
+            "generated": self.generated,
+            "samples": samples,
+            "matrices": self.matrices,
+        }
 
 
 _EARLIER = 8  # earlier texts kept per sample; above it, every second one is dropped

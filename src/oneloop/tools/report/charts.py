@@ -134,7 +134,11 @@ class _Curves:
             words = title(measure).replace("_", " ")
             words = words[:1].upper() + words[1:]
             if len(members) == 1:
-                yield _chart(words, self.of(*members))
+                traces = self.of(*members)
+                # The table of several runs has the last values of evaluations.
+                points = max((len(trace["x"]) for trace in traces), default=0)
+                if points > 1 or not self._several or not measure.startswith("eval/"):
+                    yield _chart(words, traces)
                 continue
             for run in self._runs:
                 traces = []

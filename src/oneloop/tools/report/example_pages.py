@@ -41,7 +41,8 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
             title = f"Trained tokens of a sample{of}, {at}"
             shown.append(_section(title, [_card(partly[0])]))
     elif fixed:
-        title = f"{_what(fixed)} validation samples{of}, {at}"
+        what = _what(fixed, generated=examples.get("generated") is True)
+        title = f"{what} validation samples{of}, {at}"
         shown.append(_section(title, map(_card, fixed), _widest(fixed)))
     if worst:
         title = f"Validation samples with the largest losses{of}, {at}"
@@ -49,11 +50,13 @@ def sections(examples: Mapping[str, Any], *, of: str = "") -> list[str]:
     return shown
 
 
-def _what(samples: Sequence[Mapping[str, Any]]) -> str:
+def _what(samples: Sequence[Mapping[str, Any]], *, generated: bool) -> str:
     """Return how a title begins, by what the samples show."""
     if any("prediction" in sample or "prediction" in _parts(sample) for sample in samples):
         return "Predictions for"
-    return "Pictures of" if _widest(samples) else "Some"
+    if not _widest(samples):
+        return "Some"
+    return "Generated pictures for" if generated else "Pictures for"
 
 
 def _has_untrained(sample: Mapping[str, Any]) -> bool:

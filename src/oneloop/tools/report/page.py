@@ -194,7 +194,8 @@ def _comparison(ranking: Ranking) -> str:
     more = "<p>The recipes are equal, except for run.dir.</p>"
     if changed:
         more = _folded(f"Keys that differ: {len(changed)}", _region("Keys that differ", keys))
-    note = '<p class="soft">Columns named eval/ and test/ have the last values.</p>'
+    note = f"Columns named eval/ and test/ have the last values. {ranking.runs[0].name}: "
+    note = f'<p class="soft">{_safe(note + trained(ranking.runs[0]))}</p>'
     return f"<section><h2>{_safe(title)}</h2>{shown}{note}{more}</section>"
 
 
