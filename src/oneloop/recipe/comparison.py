@@ -1,6 +1,6 @@
 """Compare the training configuration of two recipes, as a resume does."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from oneloop.basics.duration import Duration
@@ -161,3 +161,16 @@ def only_extends(old: Mapping[str, Any], new: Mapping[str, Any]) -> bool:
         return False
     before, after = Duration(old["duration"]), Duration(new["duration"])
     return before.unit == after.unit and after.amount > before.amount
+
+
+def what_to_do(changed: Sequence[str]) -> str:
+    """Return what a user can do about lines of :func:`difference`."""
+    advice = (
+        "choose another run.dir, use the same recipe, or continue with --run.accept_changes true"
+    )
+    if [line.partition(":")[0] for line in changed] == ["duration"]:
+        advice += (
+            ". A longer duration needs no such key if schedule and EMA do not depend on it "
+            "(schedule.name constant)"
+        )
+    return advice

@@ -28,7 +28,7 @@ from oneloop.checkpoint.manifest import MANIFEST
 from oneloop.checkpoint.named_checkpoint import reject_resume_path
 from oneloop.checkpoint.saved_state import read_state
 from oneloop.checkpoint.store import Store, problems_of_files
-from oneloop.recipe.comparison import difference, only_extends, same_data_path
+from oneloop.recipe.comparison import difference, only_extends, same_data_path, what_to_do
 from oneloop.run.saved_forms import FORMS
 from oneloop.show.metrics_file import parsed
 
@@ -157,16 +157,9 @@ class Folder:
                 )
                 changed = []
         if changed and not accept_changes and not extends:
-            hint = ""
-            if [line.partition(":")[0] for line in changed] == ["duration"]:
-                hint = (
-                    ". A longer duration needs no such key if schedule and EMA do not depend on it "
-                    "(schedule.name constant)"
-                )
             raise BadInput(
-                f"{self._name} holds a run of another recipe ({'; '.join(changed)}); choose "
-                "another run.dir, use the same recipe, or continue with --run.accept_changes true"
-                f"{hint}"
+                f"{self._name} holds a run of another recipe ({'; '.join(changed)}); "
+                f"{what_to_do(changed)}"
             )
 
         # Is it finished, with intact final weights?
