@@ -187,7 +187,8 @@ class EMA:
         for full_name, buffer in model.named_buffers():
             path, _, key = full_name.rpartition(".")
             owner = model.get_submodule(path)
-            averaged = buffer.is_floating_point() or buffer.is_complex()
+            # One byte holds a quantized number, or a boolean.
+            averaged = buffer.is_floating_point() and buffer.element_size() > 1
             if averaged and buffer.numel() and key not in owner._non_persistent_buffers_set:
                 wide = torch.promote_types(buffer.dtype, torch.float32)
                 average = torch.empty_like(buffer, dtype=wide, requires_grad=False)
@@ -197,6 +198,11 @@ class EMA:
                 self._mine.append(average)
                 self._owners.append((owner, key))
                 self._cast |= buffer.dtype != wide
+        if not self._owners:
+            raise ValueError(
+                "the model has no persistent floating-point buffers, so ema.buffers true has no "
+                "effect; remove it"
+            )
 
     def _current(self) -> list[Tensor]:
         """Return the weights, and the buffers if they are averaged, that belong to the average."""

@@ -627,6 +627,41 @@ def test_averaged_buffers_are_evaluated_exported_and_resumed(tmp_path, ranks, co
     assert summaries[0]["ema/eval/loss"] != summaries[0]["eval/loss"]
 
 
+def test_a_width_that_is_mixed_later_has_its_own_buffers(tmp_path, monkeypatch):
+    from oneloop.cli import main
+
+    (tmp_path / "bn.py").write_text(STATISTICS)
+    words = ["bn.py:Task", "--batch.size", "16", "--duration", "12", "--eval.every", "0"]
+    words += ["--save.every", "1", "--save.keep", "99", "--track", "none", "--run.dir", "a"]
+    words += ["--ema.power", "[0.1,0.2]", "--ema.buffers", "true", "--optimizer.lr", "0.1"]
+    run(train, words, folder=tmp_path).ok()
+    found = {}
+    monkeypatch.chdir(tmp_path)
+    for name in ("ema-power-0.1", "power:0.1", "raw"):
+        out = tmp_path / name.replace(":", "-")
+        assert main(["export", "a", "--to", str(out), "--weights", name]) == 0
+        found[name] = load_file(out / "model.safetensors")
+    for name in ("0.weight", "1.running_mean", "1.running_var"):
+        saved, mixed, raw = (found[kind][name] for kind in found)
+        assert torch.allclose(mixed, saved, atol=1e-4)
+        assert not torch.allclose(mixed, raw, atol=1e-3), name
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--ema.decay", "0.9", "--ema.start", "23"], "ema.start 23 is 23 steps of 24"),
+        (["--ema.decay", "0.9", "--ema.buffers", "true"], "has no persistent floating-point"),
+    ],
+)
+def test_an_ema_that_would_be_a_copy_is_rejected(tmp_path, words, message):
+    (tmp_path / "r.yaml").write_text(RECIPE)
+    words = ["r.yaml", "--ema.half_life", "0", *words, "--run.dir", "a"]
+    world = run(train, words, folder=tmp_path)
+    assert world.codes == [2] and message in world.output, world.output
+    assert not (tmp_path / "a").exists()
+
+
 def test_an_older_run_with_the_former_ramp_resumes(tmp_path):
     """recipe.yaml of older runs always has ema.ramp 0.05, and none of the newer keys."""
     import yaml

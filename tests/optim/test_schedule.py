@@ -210,7 +210,28 @@ def test_a_schedule_that_is_longer_than_the_run_is_cut():
 @pytest.mark.parametrize(
     ("factor", "how", "words"),
     [
-        (schedule.step, {"options": {"factor": 0.0}}, "schedule.factor must be above 0"),
+        (
+            schedule.step,
+            {"options": {"factor": 0.0, "every": Duration(3)}},
+            "schedule.factor must be above 0",
+        ),
+        (schedule.step, {}, "needs schedule.every"),
+        (
+            schedule.step,
+            {"options": {"every": Duration(3), "milestones": (Duration(3),)}},
+            "set one of them",
+        ),
+        (
+            schedule.step,
+            {"options": {"every": Duration(1), "factor": 1e300}},
+            "rate of step 99 would be inf",
+        ),
+        (
+            schedule.onecycle,
+            {"options": {"cycle_momentum": False, "base_momentum": 0.5}},
+            "no effect with schedule.cycle_momentum false",
+        ),
+        (schedule.onecycle, {"warmup": Duration(3)}, "schedule.warmup 3 has no effect"),
         (schedule.step, {"options": {"every": Duration(0)}}, "schedule.every must be above 0"),
         (schedule.onecycle, {"options": {"pct_start": 1.5}}, "pct_start must be from 0 to 1"),
         (
@@ -316,16 +337,41 @@ def test_a_run_with_onecycle_is_the_same_through_a_resume(tmp_path, ranks, confi
     assert all(torch.equal(weights[name], weights_again[name]) for name in weights)
 
 
+KEYWORDS = """
+import torch
+
+def kw(params, lr, **others):
+    return torch.optim.Adam(params, lr=lr, **others)
+
+def none(params, lr, betas: tuple[float, float] | None = None):
+    return torch.optim.Adam(params, lr=lr)
+"""
+
+
+def test_onecycle_takes_an_optimizer_whose_arguments_are_not_known(tmp_path):
+    (tmp_path / "kw.py").write_text(KEYWORDS)
+    (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
+    words = [*ONECYCLE, "--optimizer.name", "kw.py:kw", "--run.dir", "a"]
+    run(train, [*words, "--optimizer.betas", "[0.95,0.99]"], folder=tmp_path).ok()
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--optimizer.name", "adafactor"], "adafactor has no momentum or betas"),
-        (["--optimizer.name", "sgd", "--optimizer.momentum", "0"], "momentum 0.0 means none"),
+        (["--optimizer.name", "adafactor"], "adafactor has none"),
+        (["--optimizer.name", "sgd", "--optimizer.momentum", "0"], "sgd has none"),
+        (["--optimizer.name", "torch.optim.SGD"], "torch.optim.SGD has none"),
+        (
+            ["--optimizer.name", "torch.optim.SGD", "--optimizer.momentum", "0.5"],
+            "optimizer.momentum 0.5 has no effect with schedule.name onecycle",
+        ),
+        (["--optimizer.name", "kw.py:none"], "kw.py:none has none"),
         (["--optimizer.betas", "[0.8,0.99]"], "has no effect with schedule.name onecycle"),
         (["--schedule.warmup", "3"], "schedule.warmup 3 has no effect"),
     ],
 )
 def test_onecycle_rejects_what_it_would_ignore(tmp_path, words, message):
+    (tmp_path / "kw.py").write_text(KEYWORDS)
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     world = run(train, [*ONECYCLE, *words, "--run.dir", "a"], folder=tmp_path)
     assert world.codes == [2] and message in world.output

@@ -103,6 +103,14 @@ pytestmark = pytest.mark.covers(
         ),
         (["--ema.every", "4"], "ema.every 4 has no effect without EMA weights"),
         (["--ema.ramp", "0.1"], "ema.ramp 0.1 has no effect with ema.half_life 0"),
+        (
+            ["--ema.ramp", "0.1", "--ema.half_life", "[0ep,0.0]"],
+            "ema.ramp 0.1 has no effect with ema.half_life 0",
+        ),
+        (
+            ["--schedule.warmup", "0%", "--schedule.warmup_start", "0.5"],
+            "schedule.warmup_start 0.5 has no effect with schedule.warmup 0",
+        ),
         (["--guard.patience", "0"], "guard.patience must be at least 1"),
     ],
 )
@@ -469,7 +477,8 @@ TINY = ["--task", "tiny.Ragged"]
     [
         ("--schedule.name constant", True),
         ("--schedule.name step --schedule.every 10", True),
-        ("--schedule.name step", False),  # every 30 % of the run
+        ("--schedule.name step --schedule.every 30%", False),
+        ("--schedule.name step --schedule.milestones [10]", True),
         ("--schedule.name cosine", False),
         ("--schedule.name cosine --schedule.length 20", True),
         ("--schedule.name cosine --schedule.length 50%", False),

@@ -313,6 +313,16 @@ def test_a_run_from_before_these_keys_continues(tmp_path):
         assert torch.equal(tensor, weights[name]), name
 
 
+def test_another_batch_size_must_not_part_the_copies(tmp_path):
+    words = ["digits", "--task.repeats", "4", "--track", "none", "--run.dir", "run"]
+    words += ["--eval.every", "0", "--run.accept_changes", "true"]
+    run(train, [*words, "--duration", "2"], folder=tmp_path).ok()
+    again = [*words, "--duration", "4", "--batch.size"]
+    world = run(train, [*again, "96"], folder=tmp_path)
+    assert world.codes == [2] and "128 samples are not a multiple of batch.size 96" in world.output
+    run(train, [*again, "32"], folder=tmp_path).ok()
+
+
 BAD = {
     "two policies": (
         {"randaugment": 9, "trivialaugment": True},
@@ -328,7 +338,9 @@ BAD = {
         r"task.crop_ratio \[1.0\] must be the smallest",
     ),
     "ratios": ({"crop": 0.5, "crop_ratio": [2.0, 1.0]}, "must be the smallest and the largest"),
-    "a central crop": ({"test_crop": 1.2}, "task.test_crop 1.2 must be between 0 and 1"),
+    "a central crop": ({"test_crop": 1.2}, "task.test_crop 1.2 must be between 0.1 and 1"),
+    "a tiny central crop": ({"test_crop": 0.001}, "task.test_crop 0.001 must be between 0.1"),
+    "no ratios": ({"crop": 0.5, "crop_ratio": []}, r"task.crop_ratio \[\] must be"),
     "no copies": ({"repeats": 0}, "task.repeats 0 must be 1 or more"),
     "equal copies": (
         {"repeats": 2, "augment": False},

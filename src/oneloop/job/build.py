@@ -83,6 +83,16 @@ class Job:
     def model(self) -> nn.Module:
         return self.built.model
 
+    def reject_position(self, position: int) -> None:
+        """Raise ValueError if the order cannot continue in this position of a checkpoint."""
+        size = self.layout.size
+        if isinstance(self.order, RepeatedOrder) and position % size:
+            raise ValueError(
+                f"the checkpoint's {position:,} samples are not a multiple of batch.size {size}, "
+                "so task.repeats would divide the copies of a sample among two steps; keep "
+                "batch.size"
+            )
+
     @property
     def sets(self) -> dict[str, Any]:
         """Training and evaluation data sets by name."""
@@ -244,6 +254,11 @@ def _emas(recipe: Recipe, scale: Scale, total: int) -> list[dict[str, Any]]:
             start = 0
             if ema.start is not None:
                 start = ema.start.steps(scale, total=total, key="ema.start")
+                if start + 1 >= total:
+                    raise ValueError(
+                        f"ema.start {ema.start} is {start} steps of {total}: the EMA would be a "
+                        "copy of the weights in the whole run; shorten it"
+                    )
             decay = Decay(ema.decay, start, ema.warmup_power, ema.warmup_gamma)
         emas.append({"decay": decay, "name": f"ema-{ema.decay}"})
     for width in ema.power:

@@ -1,6 +1,7 @@
 """The learning rate of a recipe: its peak, scaled by the batch size, and its schedule."""
 
 import inspect
+from typing import Any
 
 from oneloop.basics.duration import Scale
 from oneloop.basics.exit_codes import BadInput
@@ -34,32 +35,37 @@ def rate_of(recipe: Recipe, scale: Scale, total: int) -> LearningRate:
         total=total,
     )
     if rate.cycles_momentum:
-        _reject_other_momentum(recipe.optimizer)
+        _reject_other_momentum(recipe.optimizer, rate)
     return rate
 
 
-def _reject_other_momentum(optimizer: OptimizerConfig) -> None:
+def _reject_other_momentum(optimizer: OptimizerConfig, rate: LearningRate) -> None:
     """Raise BadInput if a schedule cannot change the momentum, or if the recipe sets it, too."""
     advice = "or set --schedule.cycle_momentum false"
-    given = {key: optimizer.options[key] for key in _MOMENTA if key in optimizer.options}
+    given: dict[str, Any] = {}
+    for key in _MOMENTA:
+        if optimizer.options.get(key):
+            given[key] = optimizer.options[key]
     if not given:
         raise BadInput(
             "schedule.name onecycle changes the optimizer's momentum, and optimizer.name "
-            f"{optimizer.name} has no momentum or betas; choose another optimizer, {advice}"
+            f"{optimizer.name} has none (no momentum above 0, no betas); set one, choose another "
+            f"optimizer, {advice}"
         )
+
+    # The schedule replaces what the recipe sets.
+    begins = rate.momentum(0)
     arguments = inspect.signature(resolve("optimizer", optimizer.name)).parameters
     for key, value in given.items():
-        usual = arguments[key].default
-        first, usual_first = (value[0], usual[0]) if key == "betas" else (value, usual)
-        if key == "momentum" and not value and "betas" not in given:
-            raise BadInput(
-                "schedule.name onecycle changes the optimizer's momentum, and "
-                f"optimizer.momentum {value} means none; set it above 0, {advice}"
-            )
-        if first != usual_first and usual:
+        usual = arguments[key].default if key in arguments else None
+        first = value
+        if key == "betas":
+            first = value[0]
+            usual = usual[0] if isinstance(usual, list | tuple) else None
+        if first not in (usual, begins):
             raise BadInput(
                 f"optimizer.{key} {value} has no effect with schedule.name onecycle, which sets "
-                f"the momentum from schedule.base_momentum to max_momentum; remove it, {advice}"
+                f"the momentum, at first to {begins}; set that value, {advice}"
             )
 
 

@@ -51,6 +51,7 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
     # Resume.
     with run.setting_up():
         saved = state.resume(state.checkpoints, recipe.run.resume, say=say)
+        job.reject_position(state.count.position)
 
     # Write the recipe and the environment. From here on, a stop saves a checkpoint.
     starts: dict[str, float] = {}

@@ -77,7 +77,7 @@ def step(
     step: int,
     total: int,
     *,
-    every: Duration = Duration("30%"),
+    every: Duration | None = None,
     milestones: tuple[Duration, ...] = (),
     factor: float = 0.1,
 ) -> float:
@@ -88,14 +88,20 @@ def step(
     Args:
         step: steps since the warm-up.
         total: steps of the run after the warm-up.
-        every: duration between two reductions.
-        milestones: durations after the warm-up until each reduction, instead of every.
+        every: duration between two reductions (30ep, 30%).
+        milestones: durations after the warm-up until each reduction, instead of every (30ep, 60ep).
         factor: factor of the rate at each reduction.
     """
     _require("factor", factor, above=0.0)
+    if (every is None) == (not milestones):
+        raise ValueError(
+            "schedule.name step needs schedule.every (30ep) or schedule.milestones ([30ep,60ep]), "
+            f"got {every} and {list(milestones)}; set one of them"
+        )
     if milestones:
         reductions = sum(step >= _steps(milestone) for milestone in milestones)
     else:
+        _require("every", _steps(every), above=0)
         reductions = int(step // _steps(every))
     return float(factor**reductions)
 
@@ -114,7 +120,11 @@ def exponential(
         factor: factor of the rate in that duration.
     """
     _require("factor", factor, above=0.0)
+    _require("every", _steps(every), above=0)
     return float(factor ** float(step / _steps(every)))
+
+
+_MOMENTA = (0.85, 0.95)  # of torch's OneCycleLR, at the peak and at the ends
 
 
 def onecycle(
@@ -127,8 +137,8 @@ def onecycle(
     div_factor: float = 25.0,
     final_div_factor: float = 1e4,
     cycle_momentum: bool = True,
-    base_momentum: float = 0.85,
-    max_momentum: float = 0.95,
+    base_momentum: float = _MOMENTA[0],
+    max_momentum: float = _MOMENTA[1],
 ) -> float:
     """Increase to the peak, then decrease far below the start, while the momentum does the reverse.
 
@@ -156,6 +166,11 @@ def onecycle(
         raise ValueError(
             "onecycle requires 0 <= schedule.base_momentum <= schedule.max_momentum < 1, got "
             f"{base_momentum} and {max_momentum}"
+        )
+    if not cycle_momentum and (base_momentum, max_momentum) != _MOMENTA:
+        raise ValueError(
+            f"schedule.base_momentum {base_momentum} and schedule.max_momentum {max_momentum} have "
+            "no effect with schedule.cycle_momentum false; remove them"
         )
     first = 1.0 / div_factor
     last = first / final_div_factor
@@ -193,7 +208,6 @@ def _steps(interval: Any) -> Fraction:
     """Return an interval in steps. Outside a run, a Duration must be in steps."""
     if isinstance(interval, Duration):
         interval = interval.exact_steps(Scale(batch=1, epoch=1))
-    _require("every", interval, above=0)
     return Fraction(interval)
 
 
@@ -296,12 +310,17 @@ def learning_rate(
     end = total if length is None else length.steps(scale, total=total, key="schedule.length")
     whole = "the whole run" if length is None else f"schedule.length {length}"
     steps = warmup.steps(scale, total=total, key="schedule.warmup")
+    if end < 1:
+        raise ValueError(f"schedule.length {length} must be at least one step")
+    if steps and factor is onecycle:
+        raise ValueError(
+            f"schedule.warmup {warmup} has no effect with schedule.name onecycle, which has "
+            "schedule.pct_start; remove it"
+        )
     if steps > end:
         raise ValueError(
             f"schedule.warmup {warmup} is {steps} steps, and {whole} has {end}; shorten it"
         )
-    if end < 1:
-        raise ValueError(f"schedule.length {length} must be at least one step")
 
     # Complete the options, and convert the durations among them.
     arguments = inspect.signature(factor).parameters
@@ -342,6 +361,8 @@ def _check(rate: LearningRate, step: int) -> None:
         value = float(rate(step))
     except ValueError:
         raise
+    except OverflowError:
+        value = math.inf
     except Exception as error:
         raise ValueError(
             f"schedule.name: the function failed at step {step}: {type(error).__name__}: {error}"

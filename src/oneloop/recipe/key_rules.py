@@ -42,6 +42,7 @@ NEEDS = {
 it"""
 _EARLIER_DEFAULTS = {"ema.ramp": 0.05}
 """values in the recipe.yaml of older runs that nobody gave, and that have no effect"""
+_NOTHING = re.compile(r"0+(\.0*)?\s*([KMB]?\s*[a-z]+|%)?")
 _ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 
 
@@ -159,8 +160,11 @@ def without_effect(
 
 
 def _text(value: Any) -> str:
+    """Return a value as in a condition; a duration of nothing is 0, however it is written."""
+    if isinstance(value, list) and value and all(_text(one) == "0" for one in value):
+        return "0"
     if isinstance(value, str):
-        return value
+        return "0" if _NOTHING.fullmatch(value) else value
     if isinstance(value, float):
         return f"{value:g}"
     return json.dumps(value)

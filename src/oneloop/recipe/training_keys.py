@@ -164,7 +164,8 @@ class ScheduleConfig:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        at_least(0, schedule__final=self.final, schedule__warmup_offset=self.warmup_offset)
+        at_least(0, schedule__final=self.final)
+        within(0, 1_000_000, schedule__warmup_offset=self.warmup_offset)
         if self.warmup_start is None:
             return
         within(0, 1, schedule__warmup_start=self.warmup_start)
@@ -193,7 +194,7 @@ class EmaConfig:
     null: the EMA starts from the initial weights)"""
     warmup_power: float = 0.0
     """exponent of a warm-up of ema.decay, which is at most 1 - (1 + n / ema.warmup_gamma) ** -power
-    n steps after the first or ema.start (timm, ema-pytorch: 0.6667; 0: none)"""
+    n steps after the first or ema.start (timm, ema-pytorch: 0.6666666666666666; 0: none)"""
     warmup_gamma: float = 1.0
     """scale of the warm-up of ema.decay in steps"""
     buffers: bool = False

@@ -22,7 +22,7 @@ class Resizing:
             timm round half a pixel to an even number.
 
     Raises:
-        ValueError: ``center`` is not between 0 and 1.
+        ValueError: ``center`` is neither 0 nor between 0.1 and 1.
     """
 
     size: int | None = None
@@ -31,9 +31,9 @@ class Resizing:
     rounds_down: bool = False
 
     def __post_init__(self) -> None:
-        if not 0 <= self.center <= 1:
+        if self.center and not 0.1 <= self.center <= 1:
             raise ValueError(
-                f"task.test_crop {self.center} must be between 0 and 1; 0.875 is common, and 0 "
+                f"task.test_crop {self.center} must be between 0.1 and 1; 0.875 is common, and 0 "
                 "resizes the whole image to a square"
             )
 
@@ -92,7 +92,7 @@ class RandomCrop:
                 f"task.crop_max {self.largest} must be above 0, at least task.crop "
                 f"{self.smallest}, and at most 1"
             )
-        ratio = tuple(self.ratio or (3 / 4, 4 / 3))
+        ratio = (3 / 4, 4 / 3) if self.ratio is None else tuple(self.ratio)
         if len(ratio) != 2 or not 0 < ratio[0] <= ratio[1] < math.inf:
             raise ValueError(
                 f"task.crop_ratio {list(ratio)} must be the smallest and the largest width / "

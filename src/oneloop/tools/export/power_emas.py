@@ -75,9 +75,10 @@ def load_power_ema(checkpoint: Path, model: nn.Module, wanted: str) -> None:
     last = max(saved, key=lambda ema: ema.samples).samples
     factors = post_hoc([(ema.samples, ema.sigma_rel) for ema in saved], (last, sigma_rel))
 
-    # Average the parameters that every saved EMA has. The sums are in double precision: factors
-    # are large and of both signs.
-    averaged = dict(model.named_parameters())
+    # Average the parameters, and the buffers, that every saved EMA has. The sums are in double
+    # precision: factors are large and of both signs.
+    averaged: dict[str, Tensor] = dict(model.named_parameters())
+    averaged |= dict(model.named_buffers())
     for ema in saved:
         tensors = read_manifest(ema.folder)["tensors"]
         for name in list(averaged):
