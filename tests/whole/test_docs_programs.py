@@ -122,7 +122,8 @@ def test_two_losses_one_of_them_warmed_up(tmp_path, config, ranks):
     )
     shown = json.loads((tmp_path / "run" / "examples.json").read_text())["samples"]
     assert all(
-        one["image"].startswith("data:image/png") and one["text"] == "image, prediction"
+        list(one["parts"]) == ["image", "prediction"]
+        and all(part.startswith("data:image/png") for part in one["parts"].values())
         for one in shown
     )
 
