@@ -290,6 +290,7 @@ def test_a_start_is_repeated_while_the_store_fails(tmp_path, s3):
     assert node.ended(180) == 0 and "done" in node.output, node.output
 
 
+@pytest.mark.slow
 def test_a_store_that_never_answers(tmp_path):
     """The start says what it waits for, and does not wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as server:

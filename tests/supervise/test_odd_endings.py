@@ -94,9 +94,8 @@ def test_a_thread_that_stays_holds_nobody(folder, told):
     assert summary(folder)["exit_reason"] == "done" and not psutil.wait_procs(family, 5)[1]
 
 
-@pytest.mark.parametrize(
-    ("patience", "seconds"), [("0.25", 4), pytest.param("1", 13, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("patience", "seconds"), [("0.25", 4), ("1", 13)])
 def test_a_slow_exit_after_a_stop_is_left_alone(folder, patience, seconds):
     """On a busy machine, an exit takes longer than the limit of a process that does nothing."""
     words = ["--task.fault", f"at_exit:{seconds}", "--task.at", "40", "--task.once", "once"]

@@ -354,6 +354,7 @@ def test_hsdp_on_four_processes_is_equal(proved):
     assert proved("odd.py:Odd", "--config_file", "hsdp", *SMALL)["layout"] == "hsdp on 4 processes"
 
 
+@pytest.mark.slow
 def test_as_typed(tmp_path):
     """Through the launcher, which must not take the number of steps for a recipe."""
     words = [

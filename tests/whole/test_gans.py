@@ -60,6 +60,15 @@ class Digits(Immortal):
 """
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Compute plain loops as runs do: the number of threads changes the rounding of sums."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def folder(tmp_path):
     """Create the files of the page, and tasks that are killed in step 31."""

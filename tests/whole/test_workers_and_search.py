@@ -44,6 +44,7 @@ def log(folder: Path) -> list[dict]:
     return [timeless(line) for line in logged if "event" not in line]
 
 
+@pytest.mark.slow
 def test_a_zip_file_is_read_by_two_workers_as_by_none(tmp_path):
     words = zipped(tmp_path)
     for workers in ("0", "2"):
