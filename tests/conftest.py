@@ -42,6 +42,17 @@ def sys_path_stays() -> Iterator[None]:
     sys.path[:] = before
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Compute with one thread, as runs of tests do: their number changes the rounding of sums."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if sys.platform != "linux" and needs_linux(item.path):

@@ -27,7 +27,7 @@ from oneloop.basics.side_copies import HostCopies, before_change
 from oneloop.basics.tensors import as_real, local, reshard
 
 _MANY = 1 << 50  # updates
-RAMP = 0.05
+_RAMP = 0.05
 """limit of the half-life, as a share of the training so far, if none is given"""
 
 
@@ -322,7 +322,7 @@ def _law(
 ) -> Law:
     """Return how much of the average to keep. Raise ValueError."""
     if half_life is not None:
-        ramp = RAMP if ramp is None else ramp
+        ramp = _RAMP if ramp is None else ramp
         if not half_life > 0 or ramp < 0:
             raise ValueError(
                 f"ema.half_life must be > 0 and ema.ramp must be >= 0; got {half_life} and {ramp}"

@@ -233,11 +233,15 @@ def test_a_schedule_that_is_longer_than_the_run_is_cut():
         ),
         (schedule.onecycle, {"warmup": Duration(3)}, "schedule.warmup 3 has no effect"),
         (schedule.step, {"options": {"every": Duration(0)}}, "schedule.every must be above 0"),
-        (schedule.onecycle, {"options": {"pct_start": 1.5}}, "pct_start must be from 0 to 1"),
+        (
+            schedule.onecycle,
+            {"options": {"pct_start": 1.5}},
+            "pct_start must be from 0 to 1 with schedule.three_phase false",
+        ),
         (
             schedule.onecycle,
             {"options": {"pct_start": 0.6, "three_phase": True}},
-            "from 0 to 0.5 with schedule.three_phase",
+            "from 0 to 0.5 with schedule.three_phase true",
         ),
         (schedule.onecycle, {"options": {"max_momentum": 1.0}}, "base_momentum <="),
         (schedule.linear, {"length": Duration(0)}, "schedule.length 0 must be at least one step"),

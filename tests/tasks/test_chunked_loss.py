@@ -14,20 +14,15 @@ from torch.utils._pytree import tree_leaves
 
 from oneloop.tasks.language.chunked_loss import Losses, chunked_cross_entropy, without_logits
 
-pytestmark = pytest.mark.covers("oneloop.tasks.language.chunked_loss")
+pytestmark = [
+    pytest.mark.covers("oneloop.tasks.language.chunked_loss"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 TOKENS, VOCABULARY, WIDTH = 37, 101, 16
 ONE, RAGGED, SINGLE = 1 << 24, 5 * VOCABULARY, 1
 """logits per chunk: all tokens in one chunk; five tokens per chunk and two in the last; one token
 per chunk"""
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def tensors(dtype=torch.float64, *, tokens=TOKENS, ignored=7, size=1.0):

@@ -19,7 +19,10 @@ from pages import blocks
 from slow_cases import with_slow
 from worlds import ROOT, run, train
 
-pytestmark = pytest.mark.covers("oneloop.train", "oneloop.machine.reduction")
+pytestmark = [
+    pytest.mark.covers("oneloop.train", "oneloop.machine.reduction"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 PAGE = "how-to/gans.md"
 PROGRAMS = blocks(PAGE, "python")
@@ -58,15 +61,6 @@ class Digits(Immortal):
             os.kill(os.getpid(), signal.SIGKILL)
         return super().loss(model, batch)
 """
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Compute plain loops as runs do: the number of threads changes the rounding of sums."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

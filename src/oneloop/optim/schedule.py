@@ -159,9 +159,12 @@ def onecycle(
     """
     _require("div_factor", div_factor, above=0.0)
     _require("final_div_factor", final_div_factor, above=0.0)
-    if not 0.0 <= pct_start <= (0.5 if three_phase else 1.0):
-        limit = "0.5 with schedule.three_phase" if three_phase else "1"
-        raise ValueError(f"schedule.pct_start must be from 0 to {limit}, got {pct_start}")
+    most = 0.5 if three_phase else 1.0  # the second of three phases is as long as the first
+    if not 0.0 <= pct_start <= most:
+        raise ValueError(
+            f"schedule.pct_start must be from 0 to {most:g} with schedule.three_phase "
+            f"{str(three_phase).lower()}, got {pct_start}"
+        )
     if not 0.0 <= base_momentum <= max_momentum < 1.0:
         raise ValueError(
             "onecycle requires 0 <= schedule.base_momentum <= schedule.max_momentum < 1, got "
@@ -181,8 +184,10 @@ def onecycle(
 def _ends(total: int, pct_start: float, values: int) -> list[float]:
     """Return the step at which each value of a cycle is reached, as torch's OneCycleLR."""
     peak = pct_start * total - 1.0
-    back = 2.0 * pct_start * total - 2.0
-    return [0.0, peak, back, total - 1.0] if values == 4 else [0.0, peak, total - 1.0]
+    last = total - 1.0
+    if values == 3:
+        return [0.0, peak, last]
+    return [0.0, peak, 2.0 * peak, last]
 
 
 def _annealed(step: int, ends: Sequence[float], values: Sequence[float], form: str) -> float:

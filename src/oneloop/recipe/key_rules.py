@@ -41,7 +41,7 @@ NEEDS = {
 """keys that have an effect only if another key has (=), or has not (!=), one of the values after
 it"""
 _EARLIER_DEFAULTS = {"ema.ramp": 0.05}
-"""values in the recipe.yaml of older runs that nobody gave, and that have no effect"""
+"""defaults that older versions wrote into recipe.yaml, also if they had no effect"""
 _NOTHING = re.compile(r"0+(\.0*)?\s*([KMB]?\s*[a-z]+|%)?")
 _ENTRY = re.compile(r"(\w+)(?:\s*\([^)]*\))?:\s*(.+)")
 

@@ -314,8 +314,8 @@ class Parquet:
         if self.open_groups >= groups:
             return f"{where}, all of which fit into task.window ({self.window} MB per process)"
         return (
-            f"{where}, shuffled among {self.open_groups} at a time (task.window: {self.window} MB "
-            "per process)"
+            f"{where}, {self.open_groups} of which fit into task.window ({self.window} MB per "
+            "process) at a time"
         )
 
     def fingerprint(self) -> dict[str, Any]:

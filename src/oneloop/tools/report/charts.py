@@ -121,7 +121,11 @@ class _Curves:
             traces += self._traces(run, metric, colour=number if self._several else None)
         return traces
 
-    def groups(self, names: Sequence[str], title: Callable[[str], str]) -> Iterator[dict[str, Any]]:
+    def groups(
+        self,
+        names: Sequence[str],
+        title: Callable[[str], str],
+    ) -> Iterator[dict[str, Any]]:
         """Yield charts of metrics; those that differ only in a class are in one chart per run.
 
         Args:

@@ -153,7 +153,7 @@ def _body(sample: Mapping[str, Any]) -> str:
 
 
 def _image(picture: Any, text: str) -> str:
-    """Return an image with a text for screen readers, which replaces what is no picture."""
+    """Return an image with a text for screen readers; only the text if it is not a picture."""
     # A run writes only data URLs. Another URL might be fetched.
     if not _PICTURE.fullmatch(str(picture)):
         return f'<pre tabindex="0">{_safe(text)}</pre>'

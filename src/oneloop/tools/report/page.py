@@ -174,10 +174,9 @@ def _headline(run: Record) -> str:
         f"<div><dt>{_safe(name)}</dt><dd>{_safe(value)}</dd></div>" for name, value in cards(run)
     )
     words = "".join(f"<p>{_safe(sentence)}</p>" for sentence in sentences(run))
-    return (
-        f'<section><p class="reason">{_safe(headline(run))}</p><p class="soft">'
-        f'{_safe(trained(run))}</p><dl class="cards">{shown}</dl>{words}</section>'
-    )
+    reason = f'<p class="reason">{_safe(headline(run))}</p>'
+    what = f'<p class="soft">{_safe(trained(run))}</p>'
+    return f'<section>{reason}{what}<dl class="cards">{shown}</dl>{words}</section>'
 
 
 def _comparison(ranking: Ranking) -> str:
