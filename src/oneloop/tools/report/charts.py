@@ -1,11 +1,11 @@
 """The charts of the report: plotly's traces and layouts as plain data, from records."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from oneloop.tools.report.curve_groups import grouped
-from oneloop.tools.report.matrices import heat_map, matrices_of
+from oneloop.tools.report.matrices import classes_of, heat_map, matrices_of
 from oneloop.tools.run_reader import Record
 
 _COLOURS = ("#2f6fde", "#d9622b", "#2a9d6f", "#a04fc4", "#c43b5c", "#8a8a2a", "#3a9fb8", "#8a5a3c")
@@ -132,7 +132,7 @@ class _Curves:
             names: of the metrics.
             title: makes the title of a chart from the name of the metric.
         """
-        classes = {name for run in self._runs for name in _classes(run)}
+        classes = {name for run in self._runs for name in classes_of(run)}
         shares = {name for name in names if self._is_share(name)}
         for measure, members in grouped(names, classes=classes, shares=shares).items():
             words = title(measure).replace("_", " ")
@@ -281,16 +281,6 @@ def averaged(values: Sequence[float | None], most: int = 60) -> list[float | Non
         stretch = [value for value in values[start : start + length] if value is not None]
         means.append(sum(stretch) / len(stretch) if stretch else None)
     return means
-
-
-def _classes(run: Record) -> list[str]:
-    """Return the names of classes that a run has recorded."""
-    names: list[str] = []
-    for table in matrices_of(run.examples).values():
-        names += table["rows"]
-    recorded = run.environment.get("recorded")
-    classes = recorded.get("classes") if isinstance(recorded, Mapping) else None
-    return names + (list(map(str, classes)) if isinstance(classes, list) else [])
 
 
 def _matrix(name: str, table: dict[str, Any], of: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from oneloop.tools.run_reader import number
+from oneloop.tools.run_reader import Record, number
 
 Matrix = dict[str, Any]
 """``rows`` and ``columns``, the names, and ``counts``, a list of numbers for each row"""
@@ -30,6 +30,16 @@ def matrices_of(examples: Mapping[str, Any]) -> dict[str, Matrix]:
         if checked:
             valid[str(name)] = checked
     return valid
+
+
+def classes_of(run: Record) -> list[str]:
+    """Return the names of classes that a run has recorded."""
+    names: list[str] = []
+    for table in matrices_of(run.examples).values():
+        names += table["rows"]
+    recorded = run.environment.get("recorded")
+    classes = recorded.get("classes") if isinstance(recorded, Mapping) else None
+    return names + (list(map(str, classes)) if isinstance(classes, list) else [])
 
 
 def _checked(table: Any) -> Matrix | None:
