@@ -20,6 +20,7 @@ _FIELDS = {field.name for field in fields(RankStatus)} - {
 }
 
 _WORK = 0.1  # seconds of CPU time that count as work
+_SILENCE = 0.2  # seconds without output after which stacks count as complete
 
 
 class Worker:
@@ -141,18 +142,26 @@ class Worker:
         return "\n".join(texts)
 
     def _read_stacks(self, seconds: float, *, freeze: int | None) -> str:
-        """Read the stacks of one process; stop the process ``freeze`` when they have arrived."""
+        """Read the stacks of one process; stop the process ``freeze`` when they have arrived.
+
+        The process writes them in many small parts, and on a busy machine with pauses: only
+        silence after a whole line shows the end.
+        """
         text = b""
-        until = time.monotonic() + seconds
-        while time.monotonic() < until:
+        now = time.monotonic()
+        until = now + seconds
+        silent_since = now
+        while now < until:
             try:
                 text += os.read(self._stacks, 1 << 16)
-                until = min(until, time.monotonic() + 0.2)  # the rest follows at once
+                silent_since = now
             except BlockingIOError:
-                if text and freeze is not None:
-                    os.kill(freeze, signal.SIGSTOP)
-                    freeze = None
+                if text.endswith(b"\n") and now - silent_since > _SILENCE:
+                    break
             time.sleep(0.02)
+            now = time.monotonic()
+        if text and freeze is not None:
+            os.kill(freeze, signal.SIGSTOP)
         return text.decode(errors="replace")
 
     def kill(self) -> None:
