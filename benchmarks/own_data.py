@@ -40,6 +40,7 @@ from oneloop.data.order import Order, Ordered
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.find_files import found
 from oneloop.tasks.rows.parquet import Parquet
+from oneloop.tasks.rows.parquet_files import LocalFile
 
 BATCH, MICRO, GROUP, FILES = 64, 8, 100, 40
 
@@ -58,7 +59,8 @@ def written(folder: Path, megabytes: int) -> None:
 
 def rows_of(folder: Path, window: int) -> Parquet:
     there = found(folder)
-    return Parquet(there.files, there.root, ["text", "id"], window=window, content={})
+    files = [LocalFile(file, there.root) for file in there.files]
+    return Parquet(files, there.root, ["text", "id"], window=window, content={})
 
 
 def shares(order: Ordered, size: int, ranks: int, workers: int) -> Iterator[list[int]]:

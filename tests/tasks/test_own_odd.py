@@ -18,6 +18,7 @@ from oneloop.tasks.rows.find_files import found
 from oneloop.tasks.rows.images import decoded
 from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.parquet import Parquet
+from oneloop.tasks.rows.parquet_files import LocalFile
 from oneloop.tasks.text_classification import TextClassification
 from oneloop.tasks.text_regression import TextRegression
 from oneloop.tasks.token_classification import TokenClassification
@@ -32,6 +33,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.images",
     "oneloop.tasks.rows.open_data",
     "oneloop.tasks.rows.parquet",
+    "oneloop.tasks.rows.parquet_files",
     "oneloop.tasks.rows.rows",
     "oneloop.tasks.text_classification",
     "oneloop.tasks.text_regression",
@@ -281,7 +283,7 @@ def test_images_of_more_than_sixteen_bits_are_rejected(tmp_path):
 
 
 def parquet_of(file: Path, columns: list[str], window: int) -> Parquet:
-    return Parquet([file], file.parent, columns, window=window, content={})
+    return Parquet([LocalFile(file, file.parent)], file.parent, columns, window=window, content={})
 
 
 def test_texts_that_repeat_count_as_often_as_they_stand_there(tmp_path):

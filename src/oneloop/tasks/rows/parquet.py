@@ -14,12 +14,12 @@ from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
 from oneloop.tasks.rows.cache import content_of, numbers_key
 from oneloop.tasks.rows.find_files import Found
+from oneloop.tasks.rows.parquet_files import GroupFile, LocalFile
 from oneloop.tasks.rows.rows import Row
 
 _MEGABYTE = 1 << 20
 _SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
 _SAMPLED_GROUPS = 16  # groups that are read to estimate their size in memory
-_OPEN_FILES = 16  # files that stay open: reading the metadata of many groups is slow
 
 # columns of ``Parquet._groups``, the table of row groups
 _FILE = 0  # number of the file
@@ -33,10 +33,11 @@ class Parquet:
 
     Args:
         files: the files.
-        root: the folder of the data set, or its only file; for messages.
+        root: the folder of the data set, or its only file, or an address; for messages.
         columns: the columns to read.
         window: megabytes that a process caches.
         content: the fingerprint.
+        remote: whether the files are not on a disk of this machine.
 
     Raises:
         ValueError: a file or column is missing, or a group exceeds the window.
@@ -44,18 +45,20 @@ class Parquet:
 
     def __init__(
         self,
-        files: Sequence[Path],
-        root: Path,
+        files: Sequence[GroupFile],
+        root: Path | str,
         columns: Sequence[str],
         *,
         window: int,
         content: Any,
+        remote: bool = False,
     ) -> None:
         self.files = list(files)
         self.columns = list(columns)
         self.root = root
         self.window = window
         self.content = content
+        self.remote = remote
 
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
@@ -79,7 +82,7 @@ class Parquet:
         self.reads = 0
         for file_number, group, rows, size in self._groups.tolist():
             if size > self.window * _MEGABYTE:
-                self._reject_size(self.files[file_number], group, rows, size)
+                self._reject_size(self.files[file_number].where, group, rows, size)
 
     def _memory_ratio(self) -> float:
         """Return the ratio of size in memory to recorded size, from a few groups.
@@ -98,17 +101,16 @@ class Parquet:
     def _clear_cache(self) -> None:
         # columns of the cached groups, and their bytes
         self._tables: OrderedDict[int, tuple[dict[str, Any], int]] = OrderedDict()
-        self._open: OrderedDict[int, Any] = OrderedDict()
         self._held = 0  # bytes of the cached tables
         self._owner = os.getpid()
 
     def _drop_inherited(self) -> None:
-        """Drop the parent's tables and open files in a forked worker process."""
+        """Drop the parent's tables in a forked worker process."""
         if self._owner != os.getpid():
             self._clear_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": OrderedDict(), "_open": OrderedDict(), "_held": 0}
+        return {**self.__dict__, "_tables": OrderedDict(), "_held": 0}
 
     def _number(self, sizes: NDArray[np.int64]) -> None:
         """Number the rows, given the selected rows of each group."""
@@ -116,23 +118,23 @@ class Parquet:
         self._length = int(sizes.sum())
         self._firsts = np.cumsum(sizes) - sizes  # number of each group's first row
 
-    def _groups_of(self, number: int, file: Path) -> list[tuple[int, int, int, int]]:
+    def _groups_of(self, number: int, file: GroupFile) -> list[tuple[int, int, int, int]]:
         """Return the rows of the table of groups for one file; check its columns and types."""
-        with self._opened(file) as parquet:
-            schema = parquet.schema_arrow
-            metadata = parquet.metadata
+        schema = file.schema
+        metadata = file.metadata
         for column in self.columns:
             if schema.names.count(column) != 1:
-                raise no_column(str(file), column, schema.names)
+                raise no_column(file.where, column, schema.names)
 
         # All files must have the types of the first one.
-        types = _types(schema, self.columns, file)
+        types = _types(schema, self.columns, file.where)
         if self._types:
             for name, kind in types.items():
                 if kind != self._types[name]:
+                    first = self.files[0].where
                     raise ValueError(
-                        f"{file}: column {name!r} has type {kind} here and {self._types[name]} in "
-                        f"{self.files[0]}; write the files with one schema"
+                        f"{file.where}: column {name!r} has type {kind} here and "
+                        f"{self._types[name]} in {first}; write the files with one schema"
                     )
         self._types = types
 
@@ -149,27 +151,16 @@ class Parquet:
             found.append((number, group, about.num_rows, size))
         return found
 
-    def _reject_size(self, file: Path, group: int, rows: int, size: int) -> NoReturn:
+    def _reject_size(self, where: str, group: int, rows: int, size: int) -> NoReturn:
         """Raise ValueError about a group that exceeds the window, with two ways out."""
         fitting = max(1, rows * self.window * _MEGABYTE // (16 * size))
         larger = 2 ** int(8 * size / _MEGABYTE).bit_length()
         raise ValueError(
-            f"{file}: row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and "
+            f"{where}: row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and "
             f"task.window is {self.window} MB; write smaller groups "
             f"(python -m oneloop.tasks.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}), or "
             f"give it more memory (--task.window {larger})"
         )
-
-    def _opened(self, file: Path) -> Any:
-        import pyarrow
-        from pyarrow import parquet
-
-        try:
-            return parquet.ParquetFile(file, memory_map=True)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise ValueError(
-                f"{file} cannot be read as parquet: {' '.join(str(error).split())}"
-            ) from error
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -222,7 +213,7 @@ class Parquet:
         of_file = self._groups[:, _FILE] == file
         earlier = of_file & (self._groups[:, _NUMBER] < number)
         first = int(self._groups[earlier, _ROWS].sum())
-        return f"{self.files[file]}, row {first + row}"
+        return f"{self.files[file].where}, row {first + row}"
 
     def _table(self, group: int) -> dict[str, Any]:
         """Return the columns of a group, from the cache if they are there."""
@@ -251,30 +242,11 @@ class Parquet:
         Raises:
             ValueError: the group cannot be read.
         """
-        import pyarrow
-
-        self._drop_inherited()
         names = list(columns or self.columns)
         file, number, _, _ = self._groups[group].tolist()
-        try:
-            table = self._file(file).read_row_group(number, columns=names, use_threads=False)
-        except (OSError, pyarrow.ArrowException) as error:
-            why = " ".join(str(error).split())
-            raise ValueError(
-                f"{self.files[file]}: row group {number} cannot be read: {why}"
-            ) from error
+        table = self.files[file].read(number, names)
         self.reads += 1
         return {name: table.column(name).combine_chunks() for name in names}, table.nbytes
-
-    def _file(self, number: int) -> Any:
-        """Return an open file; close the one that was used least recently."""
-        if number not in self._open:
-            if len(self._open) == _OPEN_FILES:
-                _, oldest = self._open.popitem(last=False)
-                oldest.close()
-            self._open[number] = self._opened(self.files[number])
-        self._open.move_to_end(number)
-        return self._open[number]
 
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
@@ -322,7 +294,7 @@ class Parquet:
         return {"length": len(self), "columns": sorted(self.columns), **self.content}
 
 
-def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
+def _types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
     """Return the columns' types: features of ``datasets`` by name."""
     import pyarrow
     from datasets import Features
@@ -332,7 +304,7 @@ def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
         return dict(Features.from_arrow_schema(kept))
     except Exception as error:  # types that datasets does not support
         kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
-        raise ValueError(f"{file}: {kinds}, which is not supported ({error})") from error
+        raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error
 
 
 def _wanted(path: str, columns: Sequence[str]) -> bool:
@@ -366,5 +338,6 @@ def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, 
     for split, files in found.parts.items():
         content = content_of(files, found.root)
         content["part"] = split
-        made[split] = Parquet(files, found.root, columns, window=window, content=content)
+        opened = [LocalFile(file, found.root) for file in files]
+        made[split] = Parquet(opened, found.root, columns, window=window, content=content)
     return made
