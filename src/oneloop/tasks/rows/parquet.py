@@ -9,10 +9,11 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
-from oneloop.tasks.rows.cache import content_of, numbers_key
+from oneloop.tasks.rows.cache import content_of, described, key_of, numbers_key
 from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.parquet_files import GroupFile, LocalFile, check_size, memory_bound
 from oneloop.tasks.rows.rows import Row
@@ -20,6 +21,8 @@ from oneloop.tasks.rows.rows import Row
 _MEGABYTE = 1 << 20
 _SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
 _SLICE = 4096  # rows that are decoded together: dictionary-encoded texts may become much larger
+# version of the order of the rows. 2: it follows from the footers alone; before: from some groups
+_ORDER_VERSION = 2
 
 # columns of ``Parquet._groups``, the table of row groups
 _FILE = 0  # number of the file
@@ -36,8 +39,11 @@ class Parquet:
         root: the folder of the data set, or its only file, or an address; for messages.
         columns: the columns to read.
         window: megabytes that a process caches.
-        content: the fingerprint.
-        remote: whether the files are not on a disk of this machine.
+        content: what caches of values depend on: the checksums of the files' content, or if they
+            are remote, their versions.
+        part: the split.
+        remote: whether the files are not on a disk of this machine. Only on a disk, the fingerprint
+            has a checksum of the content.
 
     Raises:
         ValueError: a file or column is missing, or a group exceeds the window.
@@ -51,6 +57,7 @@ class Parquet:
         *,
         window: int,
         content: Any,
+        part: str = "",
         remote: bool = False,
     ) -> None:
         self.files = list(files)
@@ -58,6 +65,8 @@ class Parquet:
         self.root = root
         self.window = window
         self.content = content
+        self._chosen: dict[str, Any] = {"part": part}  # which rows of the files these are
+        self._footers = described({file.name: [file.size, file.digest] for file in self.files})
         self.remote = remote
 
         # Read the metadata of all row groups.
@@ -241,7 +250,7 @@ class Parquet:
         # Copy without __init__, which reads the metadata of all files.
         made = object.__new__(Parquet)
         made.__dict__.update(self.__dict__)
-        made.content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
+        made._chosen = {**self._chosen, "rows": numbers_key(indices, exclude=exclude)}
 
         # Divide the indices by group, and number them within it.
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
@@ -278,7 +287,25 @@ class Parquet:
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"length": len(self), "columns": sorted(self.columns), **self.content}
+        """Return a description of the rows that is equal for a copy of the files elsewhere.
+
+        It has the files' sizes and footers. On a disk, the checksum adds their content.
+        """
+        made = {
+            "length": len(self),
+            "columns": sorted(self.columns),
+            ORDER_OF_ROW_GROUPS: _ORDER_VERSION,
+            **self._footers,
+            **self._chosen,
+        }
+        if not self.remote:
+            made["checksum"] = key_of(self.content)
+        return made
+
+    def cache_key(self) -> dict[str, Any]:
+        """Return a description of the rows by content, for caches of this machine."""
+        columns = sorted(self.columns)
+        return {"length": len(self), "columns": columns, **self.content, **self._chosen}
 
 
 def _decoded(array: Any, kind: Any) -> Any:
@@ -310,7 +337,8 @@ def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, 
     made = {}
     for split, files in found.parts.items():
         content = content_of(files, found.root)
-        content["part"] = split
         opened = [LocalFile(file, found.root) for file in files]
-        made[split] = Parquet(opened, found.root, columns, window=window, content=content)
+        made[split] = Parquet(
+            opened, found.root, columns, window=window, content=content, part=split
+        )
     return made
