@@ -17,6 +17,7 @@ from oneloop.tasks.rows.cache import below, content_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.find_files import Found, found
 from oneloop.tasks.rows.open_data import Source, checked, opened, whole
+from oneloop.tasks.rows.row_group_splits import check_split_by
 
 Encode = Callable[[str], NDArray[np.int32]]  # text -> tokens
 
@@ -221,6 +222,7 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     where = source.where
     column = source.columns["column"]
     if where == "stdlib":
+        check_split_by(where, {"": None}, source.split_by)
         return {name: InMemory(split) for name, split in held_out(stdlib()).items()}
 
     # A column of a table, or many text files: the tokens are memory-mapped.
@@ -240,6 +242,7 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     splits = {
         split: documents(files, files_found.root) for split, files in files_found.parts.items()
     }
+    check_split_by(where, splits, source.split_by)
     content = content_of(files_found.files, files_found.root)
     training = "train" if "train" in splits else ""
     if "validation" in splits:

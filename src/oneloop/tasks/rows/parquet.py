@@ -29,6 +29,7 @@ _FILE = 0  # number of the file
 _NUMBER = 1  # number of the group in its file
 _ROWS = 2
 _BYTES = 3  # in memory, at most
+_FIRST = 4  # number of the first row in its file
 
 
 class Parquet:
@@ -72,10 +73,10 @@ class Parquet:
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
         self._kinds: dict[str, Any] = {}  # Arrow's type of each column, decoded
-        groups: list[tuple[int, int, int, int]] = []
+        groups: list[tuple[int, ...]] = []
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
-        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)
+        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 5)
 
         # Number the rows, all of which are selected.
         self._exclude = False  # whether the rows are all but the picked ones
@@ -84,7 +85,7 @@ class Parquet:
 
         self.reads = 0  # groups that this process has read
         self._clear_cache()
-        for file_number, group, rows, size in self._groups.tolist():
+        for file_number, group, rows, size, _ in self._groups.tolist():
             if size > self.window * _MEGABYTE:
                 self._reject_size(self.files[file_number].where, group, rows, size)
 
@@ -108,7 +109,7 @@ class Parquet:
         self._length = int(sizes.sum())
         self._firsts = np.cumsum(sizes) - sizes  # number of each group's first row
 
-    def _groups_of(self, number: int, file: GroupFile) -> list[tuple[int, int, int, int]]:
+    def _groups_of(self, number: int, file: GroupFile) -> list[tuple[int, ...]]:
         """Return the rows of the table of groups for one file; check its columns and types."""
         import pyarrow
 
@@ -123,10 +124,10 @@ class Parquet:
         if self._types:
             for name, kind in types.items():
                 if kind != self._types[name]:
-                    first = self.files[0].where
+                    others = self.files[0].where
                     raise ValueError(
                         f"{file.where}: column {name!r} has type {kind} here and "
-                        f"{self._types[name]} in {first}; write the files with one schema"
+                        f"{self._types[name]} in {others}; write the files with one schema"
                     )
         self._types = types
         for column in self.columns:
@@ -135,9 +136,12 @@ class Parquet:
             self._kinds[column] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
         found = []
+        first = 0
         for group in range(metadata.num_row_groups):
             size = memory_bound(metadata, group, self.columns)
-            found.append((number, group, metadata.row_group(group).num_rows, size))
+            rows = metadata.row_group(group).num_rows
+            found.append((number, group, rows, size, first))
+            first += rows
         return found
 
     def _reject_size(self, where: str, group: int, rows: int, size: int) -> NoReturn:
@@ -199,10 +203,8 @@ class Parquet:
 
     def where(self, index: int) -> str:
         group, row = self._locate(index)
-        file, number, _, _ = self._groups[group].tolist()
-        of_file = self._groups[:, _FILE] == file
-        earlier = of_file & (self._groups[:, _NUMBER] < number)
-        first = int(self._groups[earlier, _ROWS].sum())
+        file = int(self._groups[group, _FILE])
+        first = int(self._groups[group, _FIRST])
         return f"{self.files[file].where}, row {first + row}"
 
     def _table(self, group: int) -> dict[str, Any]:
@@ -235,7 +237,7 @@ class Parquet:
             ValueError: the group cannot be read, or is far larger than its footer says.
         """
         names = list(columns or self.columns)
-        number, in_file, _, bound = self._groups[group].tolist()
+        number, in_file, _, bound, _ = self._groups[group].tolist()
         file = self.files[number]
         table = file.read(in_file, names)
         self.reads += 1
@@ -247,10 +249,8 @@ class Parquet:
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
     ) -> "Parquet":
-        # Copy without __init__, which reads the metadata of all files.
-        made = object.__new__(Parquet)
-        made.__dict__.update(self.__dict__)
-        made._chosen = {**self._chosen, "rows": numbers_key(indices, exclude=exclude)}
+        made = self._copy()
+        made._chosen["rows"] = numbers_key(indices, exclude=exclude)
 
         # Divide the indices by group, and number them within it.
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
@@ -260,8 +260,33 @@ class Parquet:
         made._exclude = exclude
         counts = np.diff(bounds)
         made._number(self.sizes - counts if exclude else counts)
+        return made
+
+    def _copy(self) -> "Parquet":
+        """Return a copy with an empty cache. (__init__ would read the footers of all files.)"""
+        made = object.__new__(Parquet)
+        made.__dict__.update(self.__dict__)
+        made._chosen = dict(self._chosen)
         made.reads = 0
         made._clear_cache()
+        return made
+
+    def filled_groups(self) -> dict[int, tuple[str, int]]:
+        """Return file name and number in the file of each group with rows, by its number here."""
+        found = {}
+        for group in np.flatnonzero(self._groups[:, _ROWS]).tolist():
+            file, number, *_ = self._groups[group].tolist()
+            found[group] = self.files[file].name, number
+        return found
+
+    def select_groups(self, groups: NDArray[np.int64]) -> "Parquet":
+        """Return the selected rows of some groups, by their ascending numbers here."""
+        made = self._copy()
+        made._chosen["groups"] = numbers_key(groups, exclude=False)
+        made._groups = self._groups[groups]
+        if self._picked is not None:
+            made._picked = [self._picked[group] for group in groups.tolist()]
+        made._number(self.sizes[groups])
         return made
 
     @property
