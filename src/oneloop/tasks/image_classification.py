@@ -218,7 +218,6 @@ class ImageClassification(OneClass, SplitSets):
         if sets:
             self._transform(sets, prepared(trained, *self._pixels, how))
             self._combine(mixup, cutmix, repeats)
-        self.recorded = {"classes": self.classes, "shape": self.shape}
         self.notes = list(self._data_notes)
         self._set_loss(class_weights, smoothing, top_k)
 
@@ -240,7 +239,8 @@ class ImageClassification(OneClass, SplitSets):
         self._sets["train"] = images
 
     def _set_loss(self, class_weights: str | list[float], smoothing: float, top_k: int) -> None:
-        """Set what the loss and the metrics need, after a check."""
+        """Set what the loss and the metrics need, after a check, and what a run records."""
+        self.recorded = {"classes": self.classes, "shape": self.shape}
         if not 0 <= smoothing < 1:
             raise ValueError(f"task.smoothing {smoothing} must be between 0 and 1; 0.1 is common")
         self.smoothing = smoothing

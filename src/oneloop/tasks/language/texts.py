@@ -21,16 +21,7 @@ from oneloop.tasks.rows.row_group_splits import check_split_by
 
 Encode = Callable[[str], NDArray[np.int32]]  # text -> tokens
 
-_EXCLUDED = {
-    "site-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "__pycache__",
-    "ensurepip",
-    "turtledemo",
-}
+_EXCLUDED = set("site-packages test tests idlelib lib2to3 __pycache__ ensurepip turtledemo".split())
 
 
 @dataclass(frozen=True)

@@ -135,7 +135,7 @@ class Parquet:
             # Categories of pandas are texts with an index.
             self._kinds[column] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
-        found = []
+        found = list[tuple[int, ...]]()
         first = 0
         for group in range(metadata.num_row_groups):
             size = memory_bound(metadata, group, self.columns)

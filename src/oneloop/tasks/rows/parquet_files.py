@@ -115,7 +115,7 @@ def check_size(where: str, group: int, size: int, bound: int) -> None:
     if size > 2 * bound + _MEGABYTE:
         raise ValueError(
             f"{where}: row group {group} decompresses to {size / _MEGABYTE:,.1f} MB, although its "
-            f"footer says {bound / _MEGABYTE:,.1f} MB; the file is damaged, or was made to fill "
+            f"footer states {bound / _MEGABYTE:,.1f} MB; the file is damaged, or was made to fill "
             "the memory: write it again"
         )
 

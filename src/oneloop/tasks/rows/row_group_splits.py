@@ -32,7 +32,7 @@ def check_split_by(where: str, splits: Mapping[str, Any], split_by: str) -> None
     if split_by == "groups" and not hasattr(rows, "select_groups"):
         raise ValueError(
             f"task.data {where!r}: task.split_by groups draws row groups of Parquet files, and "
-            "these data are no Parquet files; convert them to Parquet, or draw rows "
+            "these data have none; convert them to Parquet, or draw rows "
             "(--task.split_by rows)"
         )
     if split_by == "groups":
@@ -91,6 +91,6 @@ def divided_by_groups(
         if not len(kept):
             raise ValueError(
                 f"{splits[training].where(0)}: task.held_out {share} of {len(order)} row groups "
-                f"leaves no row for {split}; set another share, or write smaller groups"
+                f"give no row to {split}; set another share, or write smaller groups"
             )
     return made
