@@ -21,7 +21,16 @@ from oneloop.tasks.rows.row_group_splits import check_split_by
 
 Encode = Callable[[str], NDArray[np.int32]]  # text -> tokens
 
-_EXCLUDED = set("site-packages test tests idlelib lib2to3 __pycache__ ensurepip turtledemo".split())
+_EXCLUDED = {
+    "site-packages",
+    "test",
+    "tests",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+    "ensurepip",
+    "turtledemo",
+}
 
 
 @dataclass(frozen=True)
@@ -45,19 +54,15 @@ def stdlib() -> list[Document]:
     files = sorted(
         path for path in root.rglob("*.py") if not _EXCLUDED & set(path.relative_to(root).parts)
     )
-    return [
-        Document(
-            path.relative_to(root).as_posix(), path.read_text(encoding="utf-8", errors="replace")
-        )
-        for path in files
-    ]
+    made = []
+    for path in files:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        made.append(Document(path.relative_to(root).as_posix(), text))
+    return made
 
 
 def documents(files: Iterable[Path], root: Path) -> list[Document]:
-    """Return a document for each text file, named relative to the root.
-
-    Raise ValueError for other files.
-    """
+    """Return a document for each text file, named relative to the root; ValueError for others."""
     made = []
     for file in files:
         try:
@@ -194,7 +199,6 @@ class InRows:
         return {**self.rows.fingerprint(), "text": self.column}
 
     def cache_key(self) -> dict[str, Any]:
-        """Return a key of the texts for caches of this machine."""
         return {**rows_content(self.rows), "text": self.column}
 
 
