@@ -160,9 +160,11 @@ def values(dataset, *, count: int) -> list[int]:
 def test_row_groups_and_mixtures_keep_the_order_of_their_files(files):
     from oneloop.data.mixture import Mixture
     from oneloop.tasks.rows.parquet import Parquet
+    from oneloop.tasks.rows.parquet_files import LocalFile
     from oneloop.tasks.rows.rows import Mapped
 
-    groups = Parquet([files / "a.parquet"], files, ["text", "value"], window=1, content={})
+    file = LocalFile(files / "a.parquet", files)
+    groups = Parquet([file], files, ["text", "value"], window=1, content={})
     assert values(Mapped(groups, dict), count=35) == [*range(30), *range(5)]
     lines = [json.loads(line) for line in (files / "b.jsonl").read_text().splitlines()]
     mixture = Mixture({"a": groups, "b": lines}, [0.75, 0.25])

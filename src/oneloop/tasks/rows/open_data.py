@@ -10,6 +10,7 @@ from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
 from oneloop.tasks.rows.parquet import parquets
+from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
 from oneloop.tasks.rows.rows import Mapped, Row, Rows, divided
 
 Data = str | list[dict[str, Any]]
@@ -17,6 +18,8 @@ Data = str | list[dict[str, Any]]
 
 Unreadable = Literal["stop", "skip"]
 """what to do with a row that cannot be read"""
+SplitBy = Literal["rows", "groups"]
+"""what is drawn for missing splits: rows, or whole row groups of Parquet files"""
 
 
 @dataclass
@@ -27,6 +30,7 @@ class Source:
     columns: Mapping[str, str]  # the task's key of each column -> its name in the data
     name: str = ""  # in a mixture
     weight: float = 1.0  # in a mixture, in any unit
+    split_by: SplitBy = "rows"
 
     optional: Sequence[str] = ()  # keys of columns that a data set need not have
     parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
@@ -38,7 +42,11 @@ class Source:
 
 
 def named_sources(
-    data: Data, columns: Mapping[str, str], *, unreadable: Unreadable = "stop"
+    data: Data,
+    columns: Mapping[str, str],
+    *,
+    unreadable: Unreadable = "stop",
+    split_by: SplitBy = "rows",
 ) -> list[Source]:
     """Return the sources that ``task.data`` names, unopened.
 
@@ -46,6 +54,7 @@ def named_sources(
         data: the value of ``task.data``.
         columns: default names of the columns, by key of the task.
         unreadable: stop at a row that cannot be read, or skip such rows.
+        split_by: what is drawn for missing splits.
 
     Raises:
         ValueError: ``data`` is invalid.
@@ -58,6 +67,7 @@ def named_sources(
         raise ValueError("task.data is an empty list; give at least one data set")
     for source in sources:
         source.skipped = [] if unreadable == "skip" else None
+        source.split_by = split_by
     if isinstance(data, str):
         return sources
 
@@ -124,11 +134,15 @@ def opened(
     for split, rows in splits.items():
         if not len(rows):
             raise ValueError(f"task.data {source.where!r}: the {split or 'whole'} set is empty")
+    check_split_by(source.where, splits, source.split_by)
 
     # Check the rows before they are split, so that the splits do not depend on the check.
     source.parts = dict(splits)
     if check:
         check([source])
+    if source.split_by == "groups" and "validation" not in splits:
+        source.parts = divided_by_groups(splits, held_out, source.unusable)
+        return source
     source.parts = divided(
         splits,
         held_out,

@@ -9,23 +9,27 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
-from oneloop.tasks.rows.cache import content_of, numbers_key
+from oneloop.tasks.rows.cache import content_of, described, key_of, numbers_key
 from oneloop.tasks.rows.find_files import Found
+from oneloop.tasks.rows.parquet_files import GroupFile, LocalFile, check_size, memory_bound
 from oneloop.tasks.rows.rows import Row
 
 _MEGABYTE = 1 << 20
 _SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
-_SAMPLED_GROUPS = 16  # groups that are read to estimate their size in memory
-_OPEN_FILES = 16  # files that stay open: reading the metadata of many groups is slow
+_SLICE = 4096  # rows that are decoded together: dictionary-encoded texts may become much larger
+# version of the order of the rows. 2: it follows from the footers alone; before: from some groups
+_ORDER_VERSION = 2
 
 # columns of ``Parquet._groups``, the table of row groups
 _FILE = 0  # number of the file
 _NUMBER = 1  # number of the group in its file
 _ROWS = 2
-_BYTES = 3  # in memory
+_BYTES = 3  # in memory, at most
+_FIRST = 4  # number of the first row in its file
 
 
 class Parquet:
@@ -33,10 +37,14 @@ class Parquet:
 
     Args:
         files: the files.
-        root: the folder of the data set, or its only file; for messages.
+        root: the folder of the data set, or its only file, or an address; for messages.
         columns: the columns to read.
         window: megabytes that a process caches.
-        content: the fingerprint.
+        content: what caches of values depend on: the checksums of the files' content, or if they
+            are remote, their versions.
+        part: the split.
+        remote: whether the files are not on a disk of this machine. Only on a disk, the fingerprint
+            has a checksum of the content.
 
     Raises:
         ValueError: a file or column is missing, or a group exceeds the window.
@@ -44,71 +52,56 @@ class Parquet:
 
     def __init__(
         self,
-        files: Sequence[Path],
-        root: Path,
+        files: Sequence[GroupFile],
+        root: Path | str,
         columns: Sequence[str],
         *,
         window: int,
         content: Any,
+        part: str = "",
+        remote: bool = False,
     ) -> None:
         self.files = list(files)
         self.columns = list(columns)
         self.root = root
         self.window = window
         self.content = content
+        self._chosen: dict[str, Any] = {"part": part}  # which rows of the files these are
+        self._footers = described({file.name: [file.size, file.digest] for file in self.files})
+        self.remote = remote
 
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
-        # whether a text column is dictionary-encoded, and so larger in memory than its recorded
-        # size
-        self._repeats = False
-        groups: list[tuple[int, int, int, int]] = []
+        self._kinds: dict[str, Any] = {}  # Arrow's type of each column, decoded
+        groups: list[tuple[int, ...]] = []
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
-        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 4)
+        self._groups = np.array(groups, dtype=np.int64).reshape(-1, 5)
 
         # Number the rows, all of which are selected.
         self._exclude = False  # whether the rows are all but the picked ones
         self._picked: list[NDArray[np.int64]] | None = None
         self._number(self._groups[:, _ROWS])
 
-        # Estimate the groups' sizes in memory.
         self.reads = 0  # groups that this process has read
         self._clear_cache()
-        self._groups[:, _BYTES] = np.ceil(self._groups[:, _BYTES] * self._memory_ratio())
-        self.reads = 0
-        for file_number, group, rows, size in self._groups.tolist():
+        for file_number, group, rows, size, _ in self._groups.tolist():
             if size > self.window * _MEGABYTE:
-                self._reject_size(self.files[file_number], group, rows, size)
-
-    def _memory_ratio(self) -> float:
-        """Return the ratio of size in memory to recorded size, from a few groups.
-
-        It is rounded up to a power of 2 ** (1/4), since the order of samples depends on it.
-        """
-        if not self._repeats:
-            return 1.0
-        spread = np.linspace(0, len(self._groups) - 1, _SAMPLED_GROUPS).astype(np.int64)
-        larger = 1.0
-        for group in np.unique(spread).tolist():
-            _, size = self.read(group)
-            larger = max(larger, size / max(1, self._groups[group, _BYTES]))
-        return float(2 ** (np.ceil(4 * np.log2(larger)) / 4))
+                self._reject_size(self.files[file_number].where, group, rows, size)
 
     def _clear_cache(self) -> None:
         # columns of the cached groups, and their bytes
         self._tables: OrderedDict[int, tuple[dict[str, Any], int]] = OrderedDict()
-        self._open: OrderedDict[int, Any] = OrderedDict()
         self._held = 0  # bytes of the cached tables
         self._owner = os.getpid()
 
     def _drop_inherited(self) -> None:
-        """Drop the parent's tables and open files in a forked worker process."""
+        """Drop the parent's tables in a forked worker process."""
         if self._owner != os.getpid():
             self._clear_cache()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_tables": OrderedDict(), "_open": OrderedDict(), "_held": 0}
+        return {**self.__dict__, "_tables": OrderedDict(), "_held": 0}
 
     def _number(self, sizes: NDArray[np.int64]) -> None:
         """Number the rows, given the selected rows of each group."""
@@ -116,60 +109,51 @@ class Parquet:
         self._length = int(sizes.sum())
         self._firsts = np.cumsum(sizes) - sizes  # number of each group's first row
 
-    def _groups_of(self, number: int, file: Path) -> list[tuple[int, int, int, int]]:
+    def _groups_of(self, number: int, file: GroupFile) -> list[tuple[int, ...]]:
         """Return the rows of the table of groups for one file; check its columns and types."""
-        with self._opened(file) as parquet:
-            schema = parquet.schema_arrow
-            metadata = parquet.metadata
+        import pyarrow
+
+        schema = file.schema
+        metadata = file.metadata
         for column in self.columns:
             if schema.names.count(column) != 1:
-                raise no_column(str(file), column, schema.names)
+                raise no_column(file.where, column, schema.names)
 
         # All files must have the types of the first one.
-        types = _types(schema, self.columns, file)
+        types = _types(schema, self.columns, file.where)
         if self._types:
             for name, kind in types.items():
                 if kind != self._types[name]:
+                    others = self.files[0].where
                     raise ValueError(
-                        f"{file}: column {name!r} has type {kind} here and {self._types[name]} in "
-                        f"{self.files[0]}; write the files with one schema"
+                        f"{file.where}: column {name!r} has type {kind} here and "
+                        f"{self._types[name]} in {others}; write the files with one schema"
                     )
         self._types = types
+        for column in self.columns:
+            kind = schema.field(column).type
+            # Categories of pandas are texts with an index.
+            self._kinds[column] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
-        # Count only the bytes of the columns that will be read.
-        found = []
+        found = list[tuple[int, ...]]()
+        first = 0
         for group in range(metadata.num_row_groups):
-            about = metadata.row_group(group)
-            size = 0
-            for index in range(about.num_columns):
-                column = about.column(index)
-                if _wanted(column.path_in_schema, self.columns):
-                    size += _bytes(column)
-                    self._repeats |= _has_dictionary(column)
-            found.append((number, group, about.num_rows, size))
+            size = memory_bound(metadata, group, self.columns)
+            rows = metadata.row_group(group).num_rows
+            found.append((number, group, rows, size, first))
+            first += rows
         return found
 
-    def _reject_size(self, file: Path, group: int, rows: int, size: int) -> NoReturn:
+    def _reject_size(self, where: str, group: int, rows: int, size: int) -> NoReturn:
         """Raise ValueError about a group that exceeds the window, with two ways out."""
         fitting = max(1, rows * self.window * _MEGABYTE // (16 * size))
         larger = 2 ** int(8 * size / _MEGABYTE).bit_length()
         raise ValueError(
-            f"{file}: row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and "
+            f"{where}: row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and "
             f"task.window is {self.window} MB; write smaller groups "
             f"(python -m oneloop.tasks.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}), or "
             f"give it more memory (--task.window {larger})"
         )
-
-    def _opened(self, file: Path) -> Any:
-        import pyarrow
-        from pyarrow import parquet
-
-        try:
-            return parquet.ParquetFile(file, memory_map=True)
-        except (OSError, pyarrow.ArrowException) as error:
-            raise ValueError(
-                f"{file} cannot be read as parquet: {' '.join(str(error).split())}"
-            ) from error
 
     @property
     def types(self) -> Mapping[str, Any]:
@@ -183,15 +167,16 @@ class Parquet:
         return {name: column[row].as_py() for name, column in self._table(group).items()}
 
     def values(self, column: str) -> Iterator[Any]:
-        """Yield the column as Arrow arrays, in row order."""
-        for group in range(len(self._groups)):
+        """Yield the column as Arrow arrays, in row order; skip groups without selected rows."""
+        for group in np.flatnonzero(self.sizes).tolist():
             array = self.read(group, [column])[0][column]
             if self._picked is not None:
                 picked = self._picked[group]
                 if self._exclude:
                     picked = np.delete(np.arange(len(array)), picked)
                 array = array.take(picked)
-            yield array
+            for start in range(0, len(array), _SLICE):
+                yield _decoded(array.slice(start, _SLICE), self._kinds[column])
 
     def near(self, index: int) -> range:
         """Return the rows of the same row group."""
@@ -218,11 +203,9 @@ class Parquet:
 
     def where(self, index: int) -> str:
         group, row = self._locate(index)
-        file, number, _, _ = self._groups[group].tolist()
-        of_file = self._groups[:, _FILE] == file
-        earlier = of_file & (self._groups[:, _NUMBER] < number)
-        first = int(self._groups[earlier, _ROWS].sum())
-        return f"{self.files[file]}, row {first + row}"
+        file = int(self._groups[group, _FILE])
+        first = int(self._groups[group, _FIRST])
+        return f"{self.files[file].where}, row {first + row}"
 
     def _table(self, group: int) -> dict[str, Any]:
         """Return the columns of a group, from the cache if they are there."""
@@ -242,47 +225,32 @@ class Parquet:
         return columns
 
     def read(self, group: int, columns: Sequence[str] | None = None) -> tuple[dict[str, Any], int]:
-        """Return columns of a group as Arrow arrays, and their bytes.
+        """Return columns of a group as Arrow arrays, and their bytes in memory.
+
+        Texts may be dictionary-encoded.
 
         Args:
             group: number of the group.
             columns: names of the columns; None: all of this object.
 
         Raises:
-            ValueError: the group cannot be read.
+            ValueError: the group cannot be read, or is far larger than its footer says.
         """
-        import pyarrow
-
-        self._drop_inherited()
         names = list(columns or self.columns)
-        file, number, _, _ = self._groups[group].tolist()
-        try:
-            table = self._file(file).read_row_group(number, columns=names, use_threads=False)
-        except (OSError, pyarrow.ArrowException) as error:
-            why = " ".join(str(error).split())
-            raise ValueError(
-                f"{self.files[file]}: row group {number} cannot be read: {why}"
-            ) from error
+        number, in_file, _, bound, _ = self._groups[group].tolist()
+        file = self.files[number]
+        table = file.read(in_file, names)
         self.reads += 1
-        return {name: table.column(name).combine_chunks() for name in names}, table.nbytes
-
-    def _file(self, number: int) -> Any:
-        """Return an open file; close the one that was used least recently."""
-        if number not in self._open:
-            if len(self._open) == _OPEN_FILES:
-                _, oldest = self._open.popitem(last=False)
-                oldest.close()
-            self._open[number] = self._opened(self.files[number])
-        self._open.move_to_end(number)
-        return self._open[number]
+        arrays = {name: table.column(name).combine_chunks() for name in names}
+        size = sum(array.nbytes for array in arrays.values())
+        check_size(file.where, in_file, size, bound)
+        return arrays, size
 
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
     ) -> "Parquet":
-        # Copy without __init__, which reads the metadata of all files.
-        made = object.__new__(Parquet)
-        made.__dict__.update(self.__dict__)
-        made.content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
+        made = self._copy()
+        made._chosen["rows"] = numbers_key(indices, exclude=exclude)
 
         # Divide the indices by group, and number them within it.
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
@@ -292,8 +260,33 @@ class Parquet:
         made._exclude = exclude
         counts = np.diff(bounds)
         made._number(self.sizes - counts if exclude else counts)
+        return made
+
+    def _copy(self) -> "Parquet":
+        """Return a copy with an empty cache. (__init__ would read the footers of all files.)"""
+        made = object.__new__(Parquet)
+        made.__dict__.update(self.__dict__)
+        made._chosen = dict(self._chosen)
         made.reads = 0
         made._clear_cache()
+        return made
+
+    def filled_groups(self) -> dict[int, tuple[str, int]]:
+        """Return file name and number in the file of each group with rows, by its number here."""
+        found = {}
+        for group in np.flatnonzero(self._groups[:, _ROWS]).tolist():
+            file, number, *_ = self._groups[group].tolist()
+            found[group] = self.files[file].name, number
+        return found
+
+    def select_groups(self, groups: NDArray[np.int64]) -> "Parquet":
+        """Return the selected rows of some groups, by their ascending numbers here."""
+        made = self._copy()
+        made._chosen["groups"] = numbers_key(groups, exclude=False)
+        made._groups = self._groups[groups]
+        if self._picked is not None:
+            made._picked = [self._picked[group] for group in groups.tolist()]
+        made._number(self.sizes[groups])
         return made
 
     @property
@@ -319,10 +312,33 @@ class Parquet:
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"length": len(self), "columns": sorted(self.columns), **self.content}
+        """Return a description of the rows that is equal for a copy of the files elsewhere.
+
+        It has the files' sizes and footers. On a disk, the checksum adds their content.
+        """
+        made = {
+            "length": len(self),
+            "columns": sorted(self.columns),
+            ORDER_OF_ROW_GROUPS: _ORDER_VERSION,
+            **self._footers,
+            **self._chosen,
+        }
+        if not self.remote:
+            made["checksum"] = key_of(self.content)
+        return made
+
+    def cache_key(self) -> dict[str, Any]:
+        """Return a description of the rows by content, for caches of this machine."""
+        columns = sorted(self.columns)
+        return {"length": len(self), "columns": columns, **self.content, **self._chosen}
 
 
-def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
+def _decoded(array: Any, kind: Any) -> Any:
+    """Return an array with its texts decoded: of the type ``kind``."""
+    return array if array.type == kind else array.cast(kind)
+
+
+def _types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
     """Return the columns' types: features of ``datasets`` by name."""
     import pyarrow
     from datasets import Features
@@ -332,26 +348,7 @@ def _types(schema: Any, columns: Sequence[str], file: Path) -> dict[str, Any]:
         return dict(Features.from_arrow_schema(kept))
     except Exception as error:  # types that datasets does not support
         kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
-        raise ValueError(f"{file}: {kinds}, which is not supported ({error})") from error
-
-
-def _wanted(path: str, columns: Sequence[str]) -> bool:
-    """Return whether a stored column is one of the columns, or a field of one."""
-    return any(path == column or path.startswith(f"{column}.") for column in columns)
-
-
-def _has_dictionary(about: Any) -> bool:
-    """Return whether a column of a group stores repeated texts once."""
-    if about.physical_type != "BYTE_ARRAY":
-        return False
-    return any("DICTIONARY" in encoding for encoding in about.encodings)
-
-
-def _bytes(about: Any) -> int:
-    """Return the bytes of a column of a group in memory, from the file's metadata."""
-    widths = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}
-    width = widths.get(about.physical_type, 0)
-    return max(int(about.total_uncompressed_size), int(width * about.num_values))
+        raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error
 
 
 def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
@@ -365,6 +362,8 @@ def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, 
     made = {}
     for split, files in found.parts.items():
         content = content_of(files, found.root)
-        content["part"] = split
-        made[split] = Parquet(files, found.root, columns, window=window, content=content)
+        opened = [LocalFile(file, found.root) for file in files]
+        made[split] = Parquet(
+            opened, found.root, columns, window=window, content=content, part=split
+        )
     return made
