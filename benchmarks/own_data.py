@@ -88,7 +88,7 @@ def reads(folder: Path, window: int, ranks: int, workers: int, *, lanes: bool) -
     return total / len(rows.sizes)
 
 
-def mixture_reads(folder: Path, window: int, ranks: int, batch: int) -> float:
+    ``batch``: samples of a step for the order; 1: an order without lanes.
     """Return groups read by all ranks / groups, of two sets (70 %, 30 %) in an epoch of the first.
 
     ``batch`` is what the order is told; 1: an order without lanes.
