@@ -91,7 +91,7 @@ def reads(folder: Path, window: int, ranks: int, workers: int, *, lanes: bool) -
 def mixture_reads(folder: Path, window: int, ranks: int, batch: int) -> float:
     """Return groups read by all ranks / groups, of two sets (70 %, 30 %) in an epoch of the first.
 
-    ``batch`` is what the order is told; 1: an order without lanes.
+    ``batch``: samples of a step, for the order; 1: an order without lanes.
     """
     first = rows_of(folder, window)
     mixture = Mixture({"a": first, "b": rows_of(folder, window)}, [0.7, 0.3])

@@ -1,7 +1,10 @@
 """The fingerprint of a data set, and the changes between two."""
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
+
+from xxhash import xxh3_64_hexdigest
 
 _NAMED = 3  # at most this many changed files are named
 ORDER_OF_ROW_GROUPS = "order of row groups"
@@ -23,7 +26,23 @@ def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
     return {"fingerprint": str(fingerprint)}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def content_checksum(files: Any) -> str:
+    """Return a hash of the entry ``files`` of a fingerprint that has checksums of their content."""
+    return xxh3_64_hexdigest(json.dumps(files, sort_keys=True).encode())
+
+
+def of_shuffled(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fingerprint of rows for samples that are all shuffled, such as tokens.
+
+    The order of the rows does not matter to them.
+    """
+    made = dict(fingerprint)
+    if ORDER_OF_ROW_GROUPS in made:
+        made[ORDER_OF_ROW_GROUPS] = None
+    return made
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, order: bool = True) -> list[str]:
     """Return one line per difference between two fingerprints; files by name.
 
     The checksum of the files' content is compared if both have it: files in a bucket have none.
@@ -31,23 +50,27 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     Args:
         before: the recorded fingerprint.
         now: the current one.
+        order: whether another order of the same rows is a difference.
     """
-    if _is_older_order(before, now):
-        return [_OLDER_ORDER]
+    before = _in_new_form(before, now)
     lines = list(_of_files(before.get("files"), now.get("files")))
     for key in dict.fromkeys([*before, *now]):
         old = before.get(key)
         new = now.get(key)
-        if old == new or key in ("files", ORDER_OF_ROW_GROUPS):
+        if old == new or key == "files":
+            continue
+        if key == ORDER_OF_ROW_GROUPS:
+            if order and key in before and key in now:
+                lines.append(_OLDER_ORDER)
             continue
         if lines and key in ("length", "samples", "rows", "groups", "checksum"):
             continue  # these differ because the files differ
         if key == "checksum":
             if old and new:
-                lines.append("the content of a file has changed, although its footer has not")
+                lines.append("the content of a file has changed")
             continue
         if key == "sets" and isinstance(old, Mapping) and isinstance(new, Mapping):
-            lines += _of_sets(old, new)
+            lines += _of_sets(old, new, order)
         elif key in ("length", "samples") and old and new:
             lines.append(f"{new:,} samples, not {old:,}")
         elif key in ("length", "samples"):
@@ -59,24 +82,26 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _is_older_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether both are of Parquet files, and their rows have another order now."""
-    if before.get(ORDER_OF_ROW_GROUPS) == now.get(ORDER_OF_ROW_GROUPS):
-        return False
-    for files in (before.get("files"), now.get("files")):
-        if not isinstance(files, Mapping):
-            return False
-        if "digest" not in files and not any(name.endswith(".parquet") for name in files):
-            return False
-    return True
+def _in_new_form(before: Mapping[str, Any], now: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a fingerprint of an older version as this version would write it.
+
+    Of Parquet files, older versions recorded checksums of the content in place of footers.
+    """
+    if ORDER_OF_ROW_GROUPS in before or not before.get("files") or not now.get("checksum"):
+        return before
+    files = before["files"]
+    if "digest" not in files and not any(name.endswith(".parquet") for name in files):
+        return before
+    checksum = content_checksum(files)
+    return {**before, "files": now["files"], "checksum": checksum, ORDER_OF_ROW_GROUPS: None}
 
 
-def _of_sets(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def _of_sets(before: Mapping[str, Any], now: Mapping[str, Any], order: bool) -> Iterator[str]:
     """Yield one line per difference between the sets of two mixtures."""
     for name in before.keys() ^ now.keys():
         yield f"{name} is {'missing' if name in before else 'new'}"
     for name in before.keys() & now.keys():
-        for line in changes(before[name], now[name]):
+        for line in changes(before[name], now[name], order=order):
             yield f"{name}: {line}"
 
 

@@ -171,8 +171,16 @@ def _computed_otherwise(key: str, there: Any, here: Any) -> str:
     return f"{key}: {', '.join(differ)}"
 
 
-def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return the differences of the data; one that several sets share is listed once."""
+def data_differences(
+    before: Mapping[str, Any], now: Mapping[str, Any], *, order: bool = True
+) -> list[str]:
+    """Return the differences of the data; one that several sets share is listed once.
+
+    Args:
+        before: the recorded inputs.
+        now: the current ones.
+        order: whether another order of the same rows is a difference.
+    """
     found: list[str] = []
     reported: dict[str, list[str]] = {}  # names of data sets by difference of their content
     compared = True
@@ -184,7 +192,7 @@ def data_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         elif here is None:
             found.append(f"the {name} set is missing")
         elif there.get("content") and here.get("content"):
-            for line in changes(there["content"], here["content"]):
+            for line in changes(there["content"], here["content"], order=order):
                 reported.setdefault(line, []).append(name)
         else:
             compared = False

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from oneloop.data.fingerprint import of_shuffled
 from oneloop.tasks.language.encoder_decoder import (
     check_encoder_decoder,
     check_tokenizer,
@@ -236,7 +237,7 @@ class Seq2Seq(TokenTargets):
         texts: Ragged = ragged(
             rows, encode, made_by=key, what=f"tokenizing {source.where}", skip=skip
         )
-        content = {**rows.fingerprint(), "made by": key_of(key)}
+        content = {**of_shuffled(rows.fingerprint()), "made by": key_of(key)}
         left_out = note_skipped(source, rows, texts.skipped)
         if left_out:
             content["skipped"] = key_of(left_out)

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from oneloop.data.fingerprint import of_shuffled
 from oneloop.tasks.language.chat import DAY, Chat, template_of
 from oneloop.tasks.language.completions import end_of, end_token_notes, ends_in
 from oneloop.tasks.language.conversations import (
@@ -228,7 +229,7 @@ class SFT(LanguageModel):
         cache_key = [*self._cache_key, chat and chat.template, named, labelled]
         if chat and "strftime_now" in chat.template:
             cache_key.append(self._day)
-        content = {**rows.fingerprint(), "made by": key_of(cache_key)}
+        content = {**of_shuffled(rows.fingerprint()), "made by": key_of(cache_key)}
 
         check_system(source, rows)
         keys = keys_of(rows, columns, chat, self.flags)

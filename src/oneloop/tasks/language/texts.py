@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
+from oneloop.data.fingerprint import of_shuffled
 from oneloop.tasks.columns import check_texts
 from oneloop.tasks.rows.cache import below, content_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
@@ -196,7 +197,7 @@ class InRows:
         return ragged(self.rows, partial(_tokens, encode, self.column), made_by=made_by, what=what)
 
     def fingerprint(self) -> dict[str, Any]:
-        return {**self.rows.fingerprint(), "text": self.column}
+        return {**of_shuffled(self.rows.fingerprint()), "text": self.column}
 
     def cache_key(self) -> dict[str, Any]:
         return {**rows_content(self.rows), "text": self.column}

@@ -9,11 +9,11 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS
+from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS, content_checksum
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
-from oneloop.tasks.rows.cache import content_of, described, key_of, numbers_key
+from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
 from oneloop.tasks.rows.parquet_files import GroupFile, LocalFile, check_size, memory_bound
 from oneloop.tasks.rows.rows import Row
@@ -324,7 +324,7 @@ class Parquet:
             **self._chosen,
         }
         if not self.remote:
-            made["checksum"] = key_of(self.content)
+            made["checksum"] = content_checksum(self.content.get("files"))
         return made
 
     def cache_key(self) -> dict[str, Any]:
