@@ -49,6 +49,11 @@ class Mixture:
         ranges = map(range, bounds, bounds[1:])
         return dict(zip(self.sets, ranges, strict=True))
 
+    @property
+    def skips(self) -> bool:
+        """Return whether a set leaves out samples by raising SkipSample."""
+        return any(getattr(one, "skips", False) for one in self.sets.values())
+
     def __len__(self) -> int:
         return int(self.bounds[-1])
 

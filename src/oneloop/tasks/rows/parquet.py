@@ -175,7 +175,7 @@ class Parquet:
 
     def values(self, column: str) -> Iterator[Any]:
         """Yield the column as Arrow arrays, in row order."""
-        for group in range(len(self._groups)):
+        for group in np.flatnonzero(self.sizes).tolist():
             array = self.read(group, [column])[0][column]
             if self._picked is not None:
                 picked = self._picked[group]
@@ -289,6 +289,21 @@ class Parquet:
             f"{where}, {self.open_groups} of which fit into task.window ({self.window} MB per "
             "process) at a time"
         )
+
+    def stored_bytes(self, columns: Sequence[str] | None = None) -> NDArray[np.int64]:
+        """Return the bytes that columns of each row group take in the files (compressed).
+
+        Args:
+            columns: names of the columns; None: all of this object.
+        """
+        names = list(columns or self.columns)
+        sizes = []
+        for file, number, _, _ in self._groups.tolist():
+            about = self.files[file].metadata.row_group(number)
+            stored = map(about.column, range(about.num_columns))
+            wanted = [one for one in stored if _wanted(one.path_in_schema, names)]
+            sizes.append(sum(one.total_compressed_size for one in wanted))
+        return np.array(sizes, dtype=np.int64)
 
     def fingerprint(self) -> dict[str, Any]:
         return {"length": len(self), "columns": sorted(self.columns), **self.content}

@@ -17,6 +17,7 @@ from xxhash import xxh3_64
 
 from oneloop.basics.progress import tracked
 from oneloop.data.order import Ordered, order_of
+from oneloop.data.skipped_rows import SkipSample
 from oneloop.tasks.rows.cache import alone, key_of
 
 Row = dict[str, Any]
@@ -88,11 +89,18 @@ class Mapped:
     """The samples that ``make`` returns for each row, in order.
 
     If ``make`` raises, a ValueError names the row's file and number.
+
+    Args:
+        rows: the rows.
+        make: converts a row to a sample.
+        skip: raise SkipSample in place of ValueError, so that a run leaves out the row.
     """
 
-    def __init__(self, rows: Any, make: Callable[[Any], Any]) -> None:
+    def __init__(self, rows: Any, make: Callable[[Any], Any], *, skip: bool = False) -> None:
         self.rows = rows
         self.make = make
+        self.skip = skip
+        self.skips = skip or getattr(rows, "skips", False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -102,7 +110,9 @@ class Mapped:
         try:
             return self.make(row)
         except Exception as error:
-            raise ValueError(f"{self.where(index)}: {error}") from error
+            leaves_out = self.skip and isinstance(error, ValueError)
+            kind = SkipSample if leaves_out else ValueError
+            raise kind(f"{self.where(index)}: {error}") from error
 
     def where(self, index: int) -> str:
         """Return file and number of a row for messages."""
