@@ -6,7 +6,7 @@ Writes rows of 1 KB to 40 files in a temporary folder, in row groups of 100 rows
 
 - reads: row groups that all processes read in one epoch, divided by the row groups that exist.
   Ranks and workers share the steps of batch 64 in micro-batches of 8, with lanes (as in a run) and
-  without;
+  without; then the same of a mixture;
 - shuffling: the mean distance of neighbours, divided by that of a full permutation, by row groups
   in the window;
 - speed: rows per second in one process, in the order of a run, in the order on disk, and from
@@ -36,6 +36,7 @@ import numpy as np
 import pyarrow
 from pyarrow import parquet
 
+from oneloop.data.mixture import Mixture
 from oneloop.data.order import Order, Ordered
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.find_files import found
@@ -85,6 +86,24 @@ def reads(folder: Path, window: int, ranks: int, workers: int, *, lanes: bool) -
             own[index]
         total += own.reads
     return total / len(rows.sizes)
+
+
+def mixture_reads(folder: Path, window: int, ranks: int, batch: int) -> float:
+    """Return groups read by all ranks / groups, of two sets (70 %, 30 %) in an epoch of the first.
+
+    ``batch`` is what the order is told; 1: an order without lanes.
+    """
+    first = rows_of(folder, window)
+    mixture = Mixture({"a": first, "b": rows_of(folder, window)}, [0.7, 0.3])
+    order = mixture.order(seed=0, batch=batch)
+    total = 0
+    for indices in shares(order, int(len(first) / 0.7), ranks, 0):
+        own = [rows_of(folder, window), rows_of(folder, window)]
+        for index in indices:
+            own[index // len(first)][index % len(first)]
+        total += sum(rows.reads for rows in own)
+    # the second set is in its first epoch, at 3 / 7
+    return total / (len(first.sizes) * (1 + 3 / 7))
 
 
 def distance(rows: int, held: int) -> float:
@@ -146,6 +165,10 @@ def main() -> None:
                     reads(folder, window, ranks, workers, lanes=lanes) for lanes in (True, False)
                 ]
                 print(f"{ranks:5} {workers:7} {both[0]:11.2f} {both[1]:8.2f}")
+        print("\nthe same of a mixture of two sets, 70 % and 30 %, without workers")
+        for ranks in (1, 2, 4):
+            both = [mixture_reads(folder, window, ranks, batch) for batch in (BATCH, 1)]
+            print(f"{ranks:5} {'':7} {both[0]:11.2f} {both[1]:8.2f}")
         print("\ndistance of neighbours / that of a full permutation, by groups in the window")
         for held in (1, 2, 4, 8, 16, 32, 64, 128, 256):
             print(f"{held:5} {distance(len(about), held):6.3f}")

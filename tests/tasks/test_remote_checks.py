@@ -151,7 +151,7 @@ def test_a_task_is_that_of_a_disk(monkeypatch, tmp_path):
     be_remote()
     remote = TextClassification(str(data), **SMALL)
     one, other = disk.train_set(), remote.train_set()
-    assert disk.classes == remote.classes and one.fingerprint() == other.fingerprint()
+    assert disk.classes == remote.classes
     orders = [part.order(seed=0, batch=8).at(np.arange(500)) for part in (one, other)]
     assert np.array_equal(orders[0][1], orders[1][1])
     for index in (0, 1499, 2999):

@@ -16,7 +16,7 @@ from oneloop.tasks.language.raw_texts import RawTexts
 from oneloop.tasks.language.sequences import IGNORE
 from oneloop.tasks.language.texts import Texts
 from oneloop.tasks.language.tokens import Blocks, Bytes, Vocabulary
-from oneloop.tasks.rows.open_data import Unreadable
+from oneloop.tasks.rows.open_data import SplitBy, Unreadable
 
 _MAX_NEW_TOKENS = 48
 _TEMPERATURE = 0.8
@@ -33,6 +33,8 @@ class CausalLM(RawTexts):
         column: column of the text.
         held_out: share of the rows for each of validation and test, if the data set has no such
             split.
+        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
+            Parquet files, without reading them.
         window: megabytes of parquet rows in memory per process.
         block: tokens per sample.
         tokenizer: bytes, or bpe (byte-level, trained on the training texts).
@@ -62,6 +64,7 @@ class CausalLM(RawTexts):
         vocab: int = 4096,
         pack: Literal["concat", "packed", "padded"] = "concat",
         unreadable: Unreadable = "stop",
+        split_by: SplitBy = "rows",
         **model: Any,
     ) -> None:
         super().__init__(
@@ -70,6 +73,7 @@ class CausalLM(RawTexts):
             held_out=held_out,
             window=window,
             unreadable=unreadable,
+            split_by=split_by,
             packed=is_packed(pack, "concat", "packed", "padded"),
             length=block,
             **model,

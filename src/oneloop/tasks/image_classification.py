@@ -46,6 +46,7 @@ from oneloop.tasks.packaged_images import TORCHVISION, packaged
 from oneloop.tasks.rows.images import labelled_image
 from oneloop.tasks.rows.open_data import (
     Source,
+    SplitBy,
     SplitSets,
     Unreadable,
     named_sources,
@@ -62,6 +63,7 @@ _DOWNLOADED = f"data={'|'.join(TORCHVISION)}"
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "image_size": _OWN_IMAGES,
     "held_out": _OWN_IMAGES,
+    "split_by": _OWN_IMAGES,
     "crop_max": "crop!=0",
     "crop_ratio": "crop!=0",
     "mean": _OWN_IMAGES,
@@ -124,6 +126,8 @@ class ImageClassification(OneClass, SplitSets):
         top_k: also log the top-k accuracy (common: 5; 0: off).
         held_out: share of the rows for each of validation and test, if the data set has no such
             split.
+        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
+            Parquet files, without reading them.
         pixel_limit: maximum pixels of an image; larger images are rejected before decoding.
         unreadable: stop if an image cannot be used (oneloop check lists them), or skip such images
             and list them in environment.json.
@@ -169,6 +173,7 @@ class ImageClassification(OneClass, SplitSets):
         held_out: float = 0.05,
         pixel_limit: int = 89_478_485,
         unreadable: Unreadable = "stop",
+        split_by: SplitBy = "rows",
         window: int = 256,
         root: str = "data",
         download: bool = False,
@@ -201,7 +206,7 @@ class ImageClassification(OneClass, SplitSets):
         else:
             self._pixels = statistics(model, mean, std)
             side = image_size
-            sets = self._open(data, held_out, skip=unreadable == "skip")
+            sets = self._open(data, held_out, split_by, skip=unreadable == "skip")
 
         # Transform the images. A run that is loaded has no sets, and has recorded their shape.
         trained = Resizing(side, interpolation)
@@ -217,7 +222,6 @@ class ImageClassification(OneClass, SplitSets):
             if is_packaged:
                 self.shape = tuple(self._sets["train"][0][0].shape)
             self._combine(mixup, cutmix, repeats)
-        self.recorded = {"classes": self.classes, "shape": self.shape}
         self.notes = list(self._data_notes)
         self._set_loss(class_weights, smoothing, top_k)
 
@@ -238,7 +242,8 @@ class ImageClassification(OneClass, SplitSets):
         self._sets["train"] = images
 
     def _set_loss(self, class_weights: str | list[float], smoothing: float, top_k: int) -> None:
-        """Set what the loss and the metrics need, after a check."""
+        """Set what the loss and the metrics need, after a check, and what a run records."""
+        self.recorded = {"classes": self.classes, "shape": self.shape}
         if not 0 <= smoothing < 1:
             raise ValueError(f"task.smoothing {smoothing} must be between 0 and 1; 0.1 is common")
         self.smoothing = smoothing
@@ -263,7 +268,7 @@ class ImageClassification(OneClass, SplitSets):
         return splits, Statistics(mean=half, std=half)
 
     def _open(
-        self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool
+        self, data: str | list[dict[str, Any]], held_out: float, split_by: SplitBy, *, skip: bool
     ) -> dict[str, Any]:
         """Return the user's data sets by split: images with class numbers or class probabilities.
 
@@ -280,7 +285,7 @@ class ImageClassification(OneClass, SplitSets):
         skipped = self.skipped_rows if skip else None
         check = partial(check_images, limit=limit, skipped=skipped)
         sources = list[Source]()
-        for source in named_sources(data, self.columns):
+        for source in named_sources(data, self.columns, split_by=split_by):
             label = "label" if isinstance(data, str) else ""  # another source may train a class
             opened(source, held_out=held_out, window=self.window, check=check, label=label)
             sources.append(source)

@@ -19,7 +19,7 @@ from oneloop.tasks.language.texts import Texts
 from oneloop.tasks.language.tokens import MASK_SPECIAL, mask_tokenizer
 from oneloop.tasks.model_limits import config_of, first_position, padding_token
 from oneloop.tasks.rows.cached_arrays import Ragged
-from oneloop.tasks.rows.open_data import Unreadable
+from oneloop.tasks.rows.open_data import SplitBy, Unreadable
 from oneloop.tasks.text_encoders import bert_config
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
@@ -42,6 +42,8 @@ class MaskedLM(RawTexts):
         column: column of the text.
         held_out: share of the rows for each of validation and test, if the data set has no such
             split.
+        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
+            Parquet files, without reading them.
         window: megabytes of parquet rows in memory per process.
         block: tokens per sample, with its special tokens.
         vocab: vocabulary size of a model from scratch (a byte-level BPE, trained on the training
@@ -84,6 +86,7 @@ class MaskedLM(RawTexts):
         whole_words: bool = False,
         pack: Literal["concat", "packed", "padded"] = "concat",
         unreadable: Unreadable = "stop",
+        split_by: SplitBy = "rows",
         model: str | None = None,
         pretrained: bool = True,
         trust_remote_code: bool = False,
@@ -99,6 +102,7 @@ class MaskedLM(RawTexts):
             held_out=held_out,
             window=window,
             unreadable=unreadable,
+            split_by=split_by,
             packed=is_packed(pack, "concat", "packed", "padded"),
             length=block,
             dropout=dropout,

@@ -37,10 +37,11 @@ from oneloop.tasks.language.text_metrics import (
 from oneloop.tasks.language.token_targets import TokenTargets
 from oneloop.tasks.language.tokens import ending_tokenizer, tokenizer_key
 from oneloop.tasks.model_limits import check_sizes, shorter_length
-from oneloop.tasks.rows.cache import key_of
+from oneloop.tasks.rows.cache import key_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
     Source,
+    SplitBy,
     Unreadable,
     combined,
     first_columns,
@@ -69,6 +70,8 @@ class Seq2Seq(TokenTargets):
         prefix: text before each source, such as "translate English to German: ".
         held_out: share of the rows for each of validation and test, if the data set has no such
             split.
+        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
+            Parquet files, without reading them.
         window: megabytes of parquet rows in memory per process.
         unreadable: stop at a row that cannot be read, or skip such rows and list them in
             environment.json.
@@ -94,6 +97,7 @@ class Seq2Seq(TokenTargets):
 
     needs: dict[str, str] = {  # noqa: RUF012
         "held_out": "data!=numbers",
+        "split_by": "data!=numbers",
         "layers": "model=null",
         "heads": "model=null",
         "width": "model=null",
@@ -114,6 +118,7 @@ class Seq2Seq(TokenTargets):
         held_out: float = 0.05,
         window: int = 256,
         unreadable: Unreadable = "stop",
+        split_by: SplitBy = "rows",
         model: str | None = None,
         pretrained: bool = True,
         trust_remote_code: bool = False,
@@ -147,10 +152,10 @@ class Seq2Seq(TokenTargets):
         self._check_numbers()
 
         # Choose the tokenizer; without a model, train it on the training texts.
-        sources = self._sources(data, held_out, unreadable)
+        sources = self._sources(data, held_out, unreadable, split_by)
         if self.name is None:
             trained = [(one.parts["train"], one.columns) for one in sources]
-            content = [[rows.fingerprint(), dict(columns)] for rows, columns in trained]
+            content = [[rows_content(rows), dict(columns)] for rows, columns in trained]
             texts = chain.from_iterable(texts_in(*one) for one in trained)
             self.tokenizer = ending_tokenizer(texts, vocab, cache_key=content)
         else:
@@ -200,13 +205,17 @@ class Seq2Seq(TokenTargets):
             raise ValueError(f"task.beams {self.beams} must be at least 1 (greedy)")
 
     def _sources(
-        self, data: str | list[dict[str, Any]], held_out: float, unreadable: Unreadable
+        self,
+        data: str | list[dict[str, Any]],
+        held_out: float,
+        unreadable: Unreadable,
+        split_by: SplitBy,
     ) -> list[Source]:
         """Open the data sets that ``task.data`` names."""
         if data == "numbers":
             columns = {"source": "source", "target": "target"}
             return [Source(data, columns, parts={split: NumberWords(split) for split in NUMBERS})]
-        sources = named_sources(data, self.columns, unreadable=unreadable)
+        sources = named_sources(data, self.columns, unreadable=unreadable, split_by=split_by)
         return [opened(source, held_out=held_out, window=self.window) for source in sources]
 
     def _samples(

@@ -43,6 +43,7 @@ from oneloop.tasks.rows.cache import key_of
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
     Source,
+    SplitBy,
     Unreadable,
     first_columns,
     named_sources,
@@ -75,6 +76,8 @@ class SFT(LanguageModel):
             them.
         held_out: share of the rows for each of validation and test, if the data set has no such
             split.
+        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
+            Parquet files, without reading them.
         window: megabytes of parquet rows in memory per process.
         chat_template: Jinja file to use instead of the tokenizer's chat template.
         day: date (YYYY-MM-DD) for chat templates that insert the current date.
@@ -91,7 +94,11 @@ class SFT(LanguageModel):
             row; the samples of a step have similar lengths).
     """
 
-    needs = SCRATCH | {"vocab": "model=null", "held_out": "data!=lessons"}
+    needs = SCRATCH | {
+        "vocab": "model=null",
+        "held_out": "data!=lessons",
+        "split_by": "data!=lessons",
+    }
 
     def __init__(
         self,
@@ -113,6 +120,7 @@ class SFT(LanguageModel):
         text_metrics: list[str] = [*DEFAULT],  # noqa: B006
         overlong: Overlong = "cut",
         unreadable: Unreadable = "stop",
+        split_by: SplitBy = "rows",
         pack: Literal["packed", "padded"] = "packed",
         **model: Any,
     ) -> None:
@@ -149,7 +157,7 @@ class SFT(LanguageModel):
         self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self._template]
 
         # Tokenize all splits of all sources.
-        sources = self._sources(data, held_out, unreadable)
+        sources = self._sources(data, held_out, unreadable, split_by)
         texts = []
         for source in sources:
             splits = {split: self._encoded(source, rows) for split, rows in source.parts.items()}
@@ -177,7 +185,11 @@ class SFT(LanguageModel):
     counts_whole_texts = True
 
     def _sources(
-        self, data: str | list[dict[str, Any]], held_out: float, unreadable: Unreadable
+        self,
+        data: str | list[dict[str, Any]],
+        held_out: float,
+        unreadable: Unreadable,
+        split_by: SplitBy,
     ) -> list[Source]:
         """Open the data sets that ``task.data`` names."""
         if data == "lessons":
@@ -186,7 +198,7 @@ class SFT(LanguageModel):
             return [Source("lessons", columns, parts=parts)]
         open_ = partial(opened, held_out=held_out, window=self.window)
         sources = []
-        for source in named_sources(data, self.columns, unreadable=unreadable):
+        for source in named_sources(data, self.columns, unreadable=unreadable, split_by=split_by):
             source.optional = ("tools", "system")
             choices = column_choices(source.columns)
             sources.append(first_columns(source, choices, open_))

@@ -26,7 +26,8 @@ from oneloop.tasks.text_rows import TextRows
 _POOLINGS = {"mean": "mean", "cls": "cls", "last": "lasttoken"}  # names of sentence-transformers
 _POOLING = "1_Pooling"  # folder of sentence-transformers
 _NEEDS = {key: needed.replace("bytes", LEARNED) for key, needed in TextRows.needs.items()}
-_NEEDS |= {"held_out": "data!=stdlib", "vocab": f"model={LEARNED}"}
+_NEEDS |= {"held_out": "data!=stdlib", "split_by": "data!=stdlib"}
+_NEEDS |= {"vocab": f"model={LEARNED}"}
 _NONE = -(1 << 63)  # a number that no text has
 
 

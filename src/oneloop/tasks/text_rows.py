@@ -14,6 +14,7 @@ from oneloop.tasks.columns import check_texts
 from oneloop.tasks.labels import classes_of, numbers_of
 from oneloop.tasks.rows.open_data import (
     Source,
+    SplitBy,
     SplitSets,
     Unreadable,
     named_sources,
@@ -44,6 +45,8 @@ class TextRows(SplitSets):
         columns: column names by key of the task.
         held_out: share of the rows for each of validation and test, if the data set has no such
             split.
+        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
+            Parquet files, without reading them.
         window: megabytes of parquet rows in memory per process.
         model: bytes (a byte-level encoder from scratch), a folder saved by transformers, or
             hf:ID[@REVISION]. If the classes differ, the last layer is re-initialized.
@@ -80,6 +83,7 @@ class TextRows(SplitSets):
         length: int = 256,
         dropout: float = 0.0,
         unreadable: Unreadable = "stop",
+        split_by: SplitBy = "rows",
     ) -> None:
         # Make the reader, which converts texts to the inputs of its model.
         shape = EncoderShape(layers, heads, width, length, dropout)
@@ -99,7 +103,7 @@ class TextRows(SplitSets):
             self.classes = recorded["classes"]
         sources = list[Source]()
         if data is not None and not recorded:
-            for source in named_sources(data, columns, unreadable=unreadable):
+            for source in named_sources(data, columns, unreadable=unreadable, split_by=split_by):
                 # In a mixture, another source may train a class.
                 one = isinstance(data, str) and self.predicts_classes
                 label = self.target if one else ""

@@ -7,8 +7,10 @@ from typing import Any
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, END_OF_TEXT
+from oneloop.tasks.rows.cache import rows_content
 from oneloop.tasks.rows.open_data import (
     Source,
+    SplitBy,
     Unreadable,
     named_sources,
     notes_of,
@@ -26,6 +28,8 @@ class RawTexts(LanguageModel):
         column: column of the text.
         held_out: share of the rows for each of validation and test, if the data set has no such
             split.
+        split_by: what is drawn for missing splits: rows, by their content, or whole row groups of
+            Parquet files, without reading them.
         window: megabytes of parquet rows in memory per process.
         unreadable: stop at a row of a file that cannot be read, or skip such rows.
     """
@@ -41,12 +45,15 @@ class RawTexts(LanguageModel):
         held_out: float,
         window: int,
         unreadable: Unreadable,
+        split_by: SplitBy,
         **model: Any,
     ) -> None:
         super().__init__(**model)
         self.column = column
         self.window = window
-        self._sources = named_sources(data, {"column": column}, unreadable=unreadable)
+        self._sources = named_sources(
+            data, {"column": column}, unreadable=unreadable, split_by=split_by
+        )
         self._texts = [texts_of(source, share=held_out, window=window) for source in self._sources]
         self.skipped_rows = skipped_rows(self._sources)
         self._data_notes += notes_of(self._sources)
@@ -61,7 +68,7 @@ class RawTexts(LanguageModel):
             special: special tokens, which get the first ids.
         """
         trained = [splits["train"] for splits in self._texts]
-        fingerprints = [split.fingerprint() for split in trained]
+        fingerprints = [rows_content(split) for split in trained]
         content = None if None in fingerprints else fingerprints
         texts = chain.from_iterable(trained)
         bpe = BPE(texts, vocab, cache_key=content, special=special)

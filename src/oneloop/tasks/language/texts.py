@@ -13,10 +13,11 @@ from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
 from oneloop.tasks.columns import check_texts
-from oneloop.tasks.rows.cache import below, content_of
+from oneloop.tasks.rows.cache import below, content_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.find_files import Found, found
 from oneloop.tasks.rows.open_data import Source, checked, opened, whole
+from oneloop.tasks.rows.row_group_splits import check_split_by
 
 Encode = Callable[[str], NDArray[np.int32]]  # text -> tokens
 
@@ -53,19 +54,15 @@ def stdlib() -> list[Document]:
     files = sorted(
         path for path in root.rglob("*.py") if not _EXCLUDED & set(path.relative_to(root).parts)
     )
-    return [
-        Document(
-            path.relative_to(root).as_posix(), path.read_text(encoding="utf-8", errors="replace")
-        )
-        for path in files
-    ]
+    made = []
+    for path in files:
+        text = path.read_text(encoding="utf-8", errors="replace")
+        made.append(Document(path.relative_to(root).as_posix(), text))
+    return made
 
 
 def documents(files: Iterable[Path], root: Path) -> list[Document]:
-    """Return a document for each text file, named relative to the root.
-
-    Raise ValueError for other files.
-    """
+    """Return a document for each text file, named relative to the root; ValueError for others."""
     made = []
     for file in files:
         try:
@@ -201,6 +198,9 @@ class InRows:
     def fingerprint(self) -> dict[str, Any]:
         return {**self.rows.fingerprint(), "text": self.column}
 
+    def cache_key(self) -> dict[str, Any]:
+        return {**rows_content(self.rows), "text": self.column}
+
 
 def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     """Return the texts of a source by split.
@@ -217,6 +217,7 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     where = source.where
     column = source.columns["column"]
     if where == "stdlib":
+        check_split_by(where, {"": None}, source.split_by)
         return {name: InMemory(split) for name, split in held_out(stdlib()).items()}
 
     # A column of a table, or many text files: the tokens are memory-mapped.
@@ -236,6 +237,7 @@ def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
     splits = {
         split: documents(files, files_found.root) for split, files in files_found.parts.items()
     }
+    check_split_by(where, splits, source.split_by)
     content = content_of(files_found.files, files_found.root)
     training = "train" if "train" in splits else ""
     if "validation" in splits:

@@ -11,6 +11,7 @@ from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
 from oneloop.tasks.rows.parquet import parquets
 from oneloop.tasks.rows.remote_checks import is_remote, sample_notes, while_reading
+from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
 from oneloop.tasks.rows.rows import Mapped, Row, Rows, divided
 
 Data = str | list[dict[str, Any]]
@@ -18,6 +19,8 @@ Data = str | list[dict[str, Any]]
 
 Unreadable = Literal["stop", "skip"]
 """what to do with a row that cannot be read"""
+SplitBy = Literal["rows", "groups"]
+"""what is drawn for missing splits: rows, or whole row groups of Parquet files"""
 
 
 @dataclass
@@ -28,6 +31,7 @@ class Source:
     columns: Mapping[str, str]  # the task's key of each column -> its name in the data
     name: str = ""  # in a mixture
     weight: float = 1.0  # in a mixture, in any unit
+    split_by: SplitBy = "rows"
 
     optional: Sequence[str] = ()  # keys of columns that a data set need not have
     parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
@@ -41,7 +45,11 @@ class Source:
 
 
 def named_sources(
-    data: Data, columns: Mapping[str, str], *, unreadable: Unreadable = "stop"
+    data: Data,
+    columns: Mapping[str, str],
+    *,
+    unreadable: Unreadable = "stop",
+    split_by: SplitBy = "rows",
 ) -> list[Source]:
     """Return the sources that ``task.data`` names, unopened.
 
@@ -49,6 +57,7 @@ def named_sources(
         data: the value of ``task.data``.
         columns: default names of the columns, by key of the task.
         unreadable: stop at a row that cannot be read, or skip such rows.
+        split_by: what is drawn for missing splits.
 
     Raises:
         ValueError: ``data`` is invalid.
@@ -61,6 +70,7 @@ def named_sources(
         raise ValueError("task.data is an empty list; give at least one data set")
     for source in sources:
         source.skipped = [] if unreadable == "skip" else None
+        source.split_by = split_by
     if isinstance(data, str):
         return sources
 
@@ -127,11 +137,15 @@ def opened(
     for split, rows in splits.items():
         if not len(rows):
             raise ValueError(f"task.data {source.where!r}: the {split or 'whole'} set is empty")
+    check_split_by(source.where, splits, source.split_by)
 
     # Check the rows before they are split, so that the splits do not depend on the check.
     source.parts = dict(splits)
     if check:
         check([source])
+    if source.split_by == "groups" and "validation" not in splits:
+        source.parts = divided_by_groups(splits, held_out, source.unusable)
+        return source
     source.parts = divided(
         splits,
         held_out,

@@ -18,7 +18,7 @@ from xxhash import xxh3_64
 from oneloop.basics.progress import tracked
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.skipped_rows import SkipSample
-from oneloop.tasks.rows.cache import alone, key_of
+from oneloop.tasks.rows.cache import alone, key_of, rows_content
 
 Row = dict[str, Any]
 
@@ -152,7 +152,8 @@ class Mapped:
         return about
 
 
-_DRAWS = 1_000_000
+DRAWS = 1_000_000
+"""numbers below this are drawn for rows and groups"""
 _NO_ROWS = np.zeros(0, dtype=np.int64)
 
 
@@ -188,7 +189,7 @@ def divided(
             )
 
     if "validation" in splits:
-        return {split: _without(rows, unusable.get(split)) for split, rows in splits.items()}
+        return {split: without(rows, unusable.get(split)) for split, rows in splits.items()}
 
     training = "train" if "train" in splits else ""
     rows = splits[training]
@@ -199,7 +200,7 @@ def divided(
 
     # Draw from all rows, so that the splits do not depend on which rows are left out.
     out = unusable.get(training, _NO_ROWS)
-    key = key_of(rows.fingerprint(), share, *filter(None, [label]))
+    key = key_of(rows_content(rows), share, *filter(None, [label]))
     with alone(f"held-out/{key}.npz") as path:
         validation, test, rare = _draw_splits(rows, share, path, label)
         if rare and notes is not None:
@@ -222,7 +223,7 @@ def divided(
 
     made = {"train": train, "validation": rows.select(np.setdiff1d(validation, out))}
     if "test" in splits:
-        made["test"] = _without(splits["test"], unusable.get("test"))
+        made["test"] = without(splits["test"], unusable.get("test"))
     else:
         made["test"] = rows.select(np.setdiff1d(test, out))
 
@@ -234,8 +235,8 @@ def divided(
     return made
 
 
-def _without(rows: Rows, out: NDArray[np.int64] | None) -> Rows:
-    """Return the rows without those at the ascending indices ``out``."""
+def without(rows: Rows, out: NDArray[np.int64] | None) -> Rows:
+    """Return the rows without those at the ascending indices ``out`` (None: all rows)."""
     if out is None or not len(out):
         return rows
     return rows.select(out, exclude=True)
@@ -265,8 +266,8 @@ def _draw_splits(
     drawn = np.concatenate(draws)
 
     # The lowest numbers are the validation split, the next ones the test split.
-    validation = np.flatnonzero(drawn < share * _DRAWS)
-    test = np.flatnonzero((drawn >= share * _DRAWS) & (drawn < 2 * share * _DRAWS))
+    validation = np.flatnonzero(drawn < share * DRAWS)
+    test = np.flatnonzero((drawn >= share * DRAWS) & (drawn < 2 * share * DRAWS))
 
     # There are few rows: take the two smallest numbers.
     if not len(validation) or not len(test):
@@ -355,4 +356,4 @@ def draw(names: Sequence[str], row: Sequence[Any]) -> int:
             content = json.dumps(value, sort_keys=True, default=repr).encode()
         state.update(name.encode() + b"\0")
         state.update(content)
-    return state.intdigest() % _DRAWS
+    return state.intdigest() % DRAWS
