@@ -423,3 +423,22 @@ def test_a_micro_batch_without_a_good_sample_ends_the_run(tmp_path, workers):
     world = run(train, words, folder=tmp_path)
     assert world.codes == [1], world.output
     assert "no row of a micro-batch of 4 can be used, the first: number 20 is bad" in world.output
+
+
+def test_the_traffic_is_that_of_the_used_columns(remote, monkeypatch, tmp_path):
+    from oneloop.data.mixture import Mixture
+    from oneloop.data.network_traffic import traffic_line
+    from oneloop.tasks.rows.parquet_files import LocalFile
+
+    monkeypatch.setattr(LocalFile, "ranges", lambda *_: [(0, 1), (2, 3)])
+    data = written(tmp_path / "data", [row | {"unused": 1.0} for row in rows_of(1000)], group=100)
+    part = TextClassification(str(data), **SMALL).train_set()
+    footer = parquet.ParquetFile(data / "train.parquet").metadata
+    groups = [footer.row_group(group) for group in range(10)]
+    size = sum(group.column(at).total_compressed_size for group in groups for at in (0, 1))
+    assert part.traffic == (size / 1000, 20 / 1000)
+    mixed = Mixture({"one": part, "disk": [0] * 50}, weights=[1, 3])
+    assert mixed.traffic == pytest.approx((size / 4000, 20 / 4000))
+    line = traffic_line(part.traffic, samples=1000, batch=50, steps=40, hosts=2)
+    assert f"{size / 20 / 1e6:,.3g} MB per step" in line and "in 20 requests per epoch" in line
+    assert "each of 2 hosts reads at least 50% of it" in line

@@ -53,6 +53,9 @@ def start_lines(
     about = getattr(job.train_set, "about", lambda: None)()
     if about:
         yield f"data: {about}"
+    network = job.traffic(run.ranks // run.local_ranks)
+    if network:
+        yield network
     yield from getattr(job.task, "notes", ())
     if seen.unused:
         first = ", ".join(seen.unused[:3])

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS
+from oneloop.data.network_traffic import Traffic
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
@@ -316,6 +317,18 @@ class Parquet:
             f"{where}, {self.open_groups} of which fit into task.window ({self.window} MB per "
             "process) at a time"
         )
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return what a row takes from the network, on average; of rows on a disk nothing."""
+        if not self.remote:
+            return Traffic(0.0, 0.0)
+        requests = 0
+        groups = np.flatnonzero(self.sizes)
+        for file, number, *_ in self._groups[groups].tolist():
+            requests += len(self.files[file].ranges(number, self.columns))
+        size = int(self.stored_bytes()[groups].sum())
+        return Traffic(size / len(self), requests / len(self))
 
     def stored_bytes(self, columns: Sequence[str] | None = None) -> NDArray[np.int64]:
         """Return the bytes that columns of each row group take in the files (compressed).

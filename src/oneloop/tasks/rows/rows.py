@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from oneloop.basics.progress import tracked
+from oneloop.data.network_traffic import Traffic, traffic_of
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.skipped_rows import SkipSample
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
@@ -143,6 +144,11 @@ class Mapped:
             return None
         fingerprint: dict[str, Any] | None = self.rows.fingerprint()
         return fingerprint
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return what a row takes from the network."""
+        return traffic_of(self.rows)
 
     def about(self) -> str | None:
         """Return how the rows are read, for the log; None if there is nothing to report."""

@@ -133,6 +133,7 @@ class Plan:
     run: RunLength
     parameters: int
     disk: Disk
+    network: str  # what is read over the network; empty if the data are on a disk
     not_counted: NotCounted
 
     @property
@@ -224,6 +225,7 @@ def describe(
         run=RunLength(job.steps, samples, tokens),
         parameters=sum(parameter.numel() for parameter in costs.model.parameters()),
         disk=Disk(each, once, job.checkpoints_kept * each + once),
+        network=job.traffic(asked.nodes),
         not_counted=not_counted,
     )
 
