@@ -29,6 +29,7 @@ from oneloop.tasks.token_classification import TokenClassification
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
+    "oneloop.data.network_traffic",
     "oneloop.data.skipped_rows",
     "oneloop.data.seeded_samples",
     "oneloop.job.task",
@@ -253,6 +254,7 @@ def test_a_bad_row_ends_the_run_or_is_left_out_and_listed(tmp_path):
     world = run(train_remote, options, folder=tmp_path)
     world.ok()
     assert world.output.count("left out (listed in") == 1, world.output
+    assert "network: " in world.output and "requests per epoch" in world.output
     (listed,) = (tmp_path / "skipped" / "skipped_rows" / "rank-0.jsonl").read_text().splitlines()
     assert json.loads(listed)["set"] == "train" and json.loads(listed)["sample"] == 1505
     assert "train.parquet, row 1505: no value" in json.loads(listed)["reason"]
@@ -416,7 +418,7 @@ def test_samples_that_cannot_be_left_out_exactly_are_rejected(tmp_path, task, wh
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_micro_batch_without_a_good_sample_ends_the_run(tmp_path, workers):
     (tmp_path / "mine.py").write_text(OWN)
     words = ["mine.py:Empty", *OWN_WORDS, "run", "--machine.workers", str(workers)]
@@ -439,6 +441,6 @@ def test_the_traffic_is_that_of_the_used_columns(remote, monkeypatch, tmp_path):
     assert part.traffic == (size / 1000, 20 / 1000)
     mixed = Mixture({"one": part, "disk": [0] * 50}, weights=[1, 3])
     assert mixed.traffic == pytest.approx((size / 4000, 20 / 4000))
-    line = traffic_line(part.traffic, samples=1000, batch=50, steps=40, hosts=2)
+    line = traffic_line(part, batch=50, steps=40, hosts=2)
     assert f"{size / 20 / 1e6:,.3g} MB per step" in line and "in 20 requests per epoch" in line
     assert "each of 2 hosts reads at least 50% of it" in line

@@ -38,6 +38,7 @@ class SkippedRows:
         """
         self._file = file
         self._say = say or self._say
+        self._known.clear()
         if file.exists():
             self._known.update(file.read_text(encoding="utf-8").splitlines())
 
@@ -57,7 +58,7 @@ class SkippedRows:
             if len(self._known) <= _SHOWN:
                 self._say(printable(f"left out{where}: {why}"))
             if self._file:
-                self._file.parent.mkdir(exist_ok=True)
+                self._file.parent.mkdir(parents=True, exist_ok=True)
                 with self._file.open("a", encoding="utf-8") as lines:
                     lines.write(f"{line}\n")
 

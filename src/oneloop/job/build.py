@@ -11,7 +11,6 @@ from torch.utils.data import Subset
 
 from oneloop.basics.duration import Duration, Scale, is_time
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.network_traffic import traffic_line, traffic_of
 from oneloop.data.order import Ordered, RepeatedOrder, order_of
 from oneloop.data.step_batches import CollateWithWeight
 from oneloop.ema import Decay, gamma
@@ -99,19 +98,6 @@ class Job:
                 "so task.repeats would divide the copies of a sample among two steps; keep "
                 "batch.size"
             )
-
-    def traffic(self, hosts: int) -> str:
-        """Return the line about what is read over the network; empty if the data are on a disk."""
-        traffic = traffic_of(self.train_set)
-        if not traffic.size:
-            return ""
-        return traffic_line(
-            traffic,
-            samples=len(self.train_set),
-            batch=self.layout.size,
-            steps=self.steps,
-            hosts=hosts,
-        )
 
     @property
     def sets(self) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from typing import Any
 
 from oneloop.basics.bucket import is_address
 from oneloop.data.fingerprint import fingerprint_of
-from oneloop.data.skipped_rows import SKIPPED_ROWS
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
@@ -61,11 +60,6 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
         run.begun = True
         if run.main:
             starts = _begin_folder(job, run, folder, state)
-
-    # List the samples that are left out while they are read.
-    SKIPPED_ROWS.begin(
-        folder.path / "skipped_rows" / f"rank-{run.rank}.jsonl", say if run.main else None
-    )
 
     # Report the folder of the run to the supervisor, and start the clock.
     CHANNEL.folder = folder.path.absolute()

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oneloop.checkpoint.resume import RunState
+from oneloop.data.network_traffic import traffic_line
 from oneloop.job.build import Job
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.tools.plan.command import Asked
@@ -225,7 +226,7 @@ def describe(
         run=RunLength(job.steps, samples, tokens),
         parameters=sum(parameter.numel() for parameter in costs.model.parameters()),
         disk=Disk(each, once, job.checkpoints_kept * each + once),
-        network=job.traffic(asked.nodes),
+        network=traffic_line(job.train_set, batch=layout.size, steps=job.steps, hosts=asked.nodes),
         not_counted=not_counted,
     )
 
