@@ -250,7 +250,7 @@ def _chosen(
     keyed: SeededSamples, collate: CollateWithWeight, indices: list[int]
 ) -> tuple[list[Any], Batch]:
     """Return the samples of these indices, and their batch."""
-    samples = [keyed[0, index] for index in indices]
+    samples = keyed.good([(0, index) for index in indices])
     batch, _ = collate(samples)
     return [sample for _, sample in samples], batch
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.data.network_traffic import Traffic, traffic_of
 from oneloop.data.order import EpochsAndIndices, Ordered, order_of
 from oneloop.data.row_group_order import Windows
 
@@ -50,6 +51,19 @@ class Mixture:
         bounds = self.bounds.tolist()
         ranges = map(range, bounds, bounds[1:])
         return dict(zip(self.sets, ranges, strict=True))
+
+    @property
+    def skips(self) -> bool:
+        """Return whether a set leaves out samples by raising SkipSample."""
+        return any(getattr(one, "skips", False) for one in self.sets.values())
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return what a sample takes from the network: the mean of the sets by their weights."""
+        found = [traffic_of(dataset) for dataset in self.sets.values()]
+        size = np.average([one.size for one in found], weights=self.weights)
+        requests = np.average([one.requests for one in found], weights=self.weights)
+        return Traffic(float(size), float(requests))
 
     def __len__(self) -> int:
         return int(self.bounds[-1])

@@ -16,8 +16,10 @@ import torch
 from torch.utils.data import Dataset, get_worker_info
 
 from oneloop.basics.seeds import GOLDEN, mixed, seed_others
+from oneloop.data.skipped_rows import SkipSample
 
 Place = tuple[int, int]  # (epoch, index) of one sample
+SKIPPED = "skipped samples"  # in a batch that was loaded: index and reason of each
 STARTS = -2  # in place of the index of a sample: the data worker starts
 
 Collated = TypeVar("Collated")
@@ -53,6 +55,12 @@ class SeededSamples(Dataset[Any]):
         # whether ``__getitems__`` is used; None: not checked yet
         self._together: bool | None = None if hasattr(dataset, "__getitems__") else False
 
+        # Whether the set leaves out samples by raising SkipSample; the reasons of the last batch.
+        self.skips = bool(getattr(dataset, "skips", False))
+        self.skipped: list[tuple[int, str]] = []
+        if self.skips:
+            self._together = False
+
         # the epoch of the last sample, and the part of its key that depends on the epoch only
         self._epoch = -1
         self._prefix = 0
@@ -61,7 +69,15 @@ class SeededSamples(Dataset[Any]):
         return len(self.dataset)
 
     def __getitem__(self, place: Place) -> tuple[int, Any]:
-        return self._one_by_one([place], self._seed)[0]
+        return self.good([place])[0]
+
+    def good(self, places: Sequence[Place]) -> list[tuple[int, Any]]:
+        """Return (index, sample) at these places, without samples that the set leaves out.
+
+        Raises:
+            UnfitSample: no sample is left.
+        """
+        return self._one_by_one(places, self._seed)
 
     def batch(
         self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]
@@ -130,11 +146,22 @@ class SeededSamples(Dataset[Any]):
     ) -> list[tuple[int, Any]]:
         dataset = self.dataset
         samples = []
+        self.skipped = []
         for place in places:
             self.reading[self._worker] = place[1]
             seed(place)
-            samples.append((place[1], dataset[place[1]]))
+            try:
+                samples.append((place[1], dataset[place[1]]))
+            except SkipSample as error:
+                if not self.skips:
+                    raise
+                self.skipped.append((place[1], str(error)))
         self.reading[self._worker] = -1
+        if places and not samples:
+            raise UnfitSample(
+                f"no row of a micro-batch of {len(places):,} can be used, the first: "
+                f"{self.skipped[0][1]}; correct the rows, or set a larger batch.micro"
+            ) from SkipSample(self.skipped[0][1])
         return samples
 
     def _load_together(self, places: Sequence[Place]) -> list[tuple[int, Any]] | None:
@@ -198,7 +225,11 @@ class Batches(Dataset[Any]):
         self.collate = collate
 
     def __getitem__(self, places: Sequence[Place]) -> Any:
-        return self.samples.batch(places, self.collate)
+        collated = self.samples.batch(places, self.collate)
+        if self.samples.skipped:
+            # They travel with the batch, from a data worker to the training process.
+            collated[0][SKIPPED] = self.samples.skipped
+        return collated
 
 
 def _next_draws(python: Any = random, numpy: Any = np.random) -> tuple[int, float, float]:

@@ -19,9 +19,10 @@ from oneloop.basics.heartbeats import BEATS
 from oneloop.basics.system.start_methods import start_context
 from oneloop.basics.wide_sums import DOUBLE, wide_dtype
 from oneloop.data.batch_layout import BatchLayout
-from oneloop.data.data_workers import Loaded, begin_worker, from_workers
+from oneloop.data.data_workers import begin_worker, from_workers
 from oneloop.data.order import Ordered
-from oneloop.data.seeded_samples import STARTS, Batches, Place, SeededSamples
+from oneloop.data.seeded_samples import SKIPPED, STARTS, Batches, Place, SeededSamples
+from oneloop.data.skipped_rows import SKIPPED_ROWS
 
 Batch = dict[str, Any]
 
@@ -179,8 +180,13 @@ def loader(
     return _watched(from_workers(loading) if workers else iter(loading), samples)
 
 
-def _watched(loading: Iterator[Loaded], samples: SeededSamples) -> Iterator[Loaded]:
-    """Yield batches; while one is awaited, let the supervisor know which sample is being read."""
+def _watched(
+    loading: Iterator[tuple[Batch, float]], samples: SeededSamples
+) -> Iterator[tuple[Batch, float]]:
+    """Yield batches; while one is awaited, let the supervisor know which sample is being read.
+
+    List the samples that were left out.
+    """
     workers = len(samples.reading)
     for number in count():
         BEATS.reads = partial(samples.now, number % workers)  # they take turns
@@ -190,6 +196,8 @@ def _watched(loading: Iterator[Loaded], samples: SeededSamples) -> Iterator[Load
             return
         finally:
             BEATS.reads = None
+        if samples.skips:
+            SKIPPED_ROWS.add(samples.name, batch[0].pop(SKIPPED, ()))
         yield batch
 
 

@@ -18,7 +18,13 @@ from oneloop.job.apple_gpu import reject_training
 from oneloop.job.learning_rate import rate_of
 from oneloop.job.model import BuiltModel, build_model, torch_dtype
 from oneloop.job.optimizer import optimizer_of, reject_sharding
-from oneloop.job.task import larger_is_better, make_task, sets_of, why_no_noise_scale
+from oneloop.job.task import (
+    larger_is_better,
+    make_task,
+    reject_skips,
+    sets_of,
+    why_no_noise_scale,
+)
 from oneloop.optim.bad_step_policy import Policy
 from oneloop.optim.schedule import LearningRate
 from oneloop.recipe.schema import Recipe
@@ -171,6 +177,7 @@ def build_job(
     train_set, eval_sets = sets_of(task)
     if recipe.save.final == "best" and not set(eval_sets) - {"test"}:
         raise ValueError("save.final best requires a validation set; the task has none")
+    opened = [train_set, *eval_sets.values()]
     train_set, order = _ordered(recipe, train_set)
 
     # Convert durations to steps. Those in tokens need samples of equal weight.
@@ -193,6 +200,7 @@ def build_job(
     if device == "mps":
         reject_training(recipe)
     built = build_model(recipe, task, layout, sharded=sharded, device=device, on_meta=on_meta)
+    reject_skips(task, opened, built.model)
     make_optimizer, share = optimizer_of(recipe, built)
     return Job(
         recipe=recipe,

@@ -4,9 +4,12 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from torch import nn
+
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, RepeatedOrder
 from oneloop.launch.agreement import where
+from oneloop.machine.blocks import has_batch_statistics
 from oneloop.measure.noise_scale import Sensor
 from oneloop.recipe.class_paths import resolve
 from oneloop.recipe.run_keys import EvalConfig
@@ -65,6 +68,29 @@ def sets_of(task: Task) -> tuple[Any, dict[str, Any]]:
     eval_sets = theirs(task, "eval_sets", task.eval_sets)
     check_sets(train_set, eval_sets)
     return train_set, eval_sets
+
+
+def reject_skips(task: Task, sets: Iterable[Any], model: nn.Module) -> None:
+    """Raise ValueError if data sets leave out samples, and the others would then train differently.
+
+    Args:
+        task: of the run.
+        sets: its data sets. Those that leave out samples have the attribute ``skips``.
+        model: of the run.
+    """
+    if not any(getattr(part, "skips", False) for part in sets):
+        return
+    why = ""
+    if is_whole_batch(task) or not getattr(task, "additive", True):
+        why = "the loss of each sample depends on the others of its batch"
+    elif has_batch_statistics(model):
+        why = "the model has BatchNorm, whose statistics depend on the others of the micro-batch"
+    if why:
+        raise ValueError(
+            f"rows that are found to be bad while they are read cannot be left out: {why}; set "
+            "task.unreadable stop, or correct the rows and copy the data to a disk, where all "
+            "rows are checked before the run"
+        )
 
 
 def larger_is_better(

@@ -94,7 +94,7 @@ class TrialSamples:
         dataset, places = self._sets[member]
         if (member, load) not in self._loaded:
             keyed = SeededSamples(dataset, seed=self._seed)
-            loaded = theirs(self._task, member, lambda: [keyed[place] for place in places])
+            loaded = theirs(self._task, member, lambda: keyed.good(places))
             self._loaded[member, load] = copied(loaded)
             self._first.setdefault(member, loaded)
             kept = self._loaded[member, 0]
@@ -104,7 +104,7 @@ class TrialSamples:
                 of = "the training set" if member == TRAINED else f"the data set {name}"
                 self._wrong[member] = f"{of} {wrong}"
         if not numbers:
-            return len(places), self._wrong.get(member, "")
+            return len(self._loaded[member, load]), self._wrong.get(member, "")
         samples = [self._loaded[member, load][number] for number in numbers]
         given = copied([sample for _, sample in samples])
 

@@ -66,7 +66,7 @@ class Trial:
             whole = is_whole_batch(job.task)
             number = share // micro if whole else accumulate
             dataset = SeededSamples(job.train_set, seed=self.recipe.seed)
-            samples = [dataset[0, largest[n % len(largest)]] for n in range(micro)]
+            samples = dataset.good([(0, largest[n % len(largest)]) for n in range(micro)])
             collated = [job.collate(samples) for _ in range(number)]
             batches = [*transferred((batch for batch, _ in collated), run.device, pinned=False)]
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from oneloop.data.network_traffic import traffic_line
 from oneloop.ema import EMA
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
@@ -53,6 +54,10 @@ def start_lines(
     about = getattr(job.train_set, "about", lambda: None)()
     if about:
         yield f"data: {about}"
+    hosts = run.ranks // run.local_ranks
+    network = traffic_line(job.train_set, batch=job.layout.size, steps=job.steps, hosts=hosts)
+    if network:
+        yield network
     yield from getattr(job.task, "notes", ())
     if seen.unused:
         first = ", ".join(seen.unused[:3])

@@ -5,6 +5,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from oneloop.data.skipped_rows import SKIPPED_ROWS
 from oneloop.loop.bad_steps import BadStepHandler
 from oneloop.loop.ending import Ending
 from oneloop.loop.evaluations import Evaluations
@@ -35,9 +36,14 @@ class Upkeep:
     def around_steps(self, folder: Path) -> Iterator[Profiling]:
         """Profile the steps that the recipe names, and let Python collect garbage only when due.
 
+        List the samples that are left out while they are read.
+
         Args:
             folder: the run folder.
         """
+        run = self._parts.run
+        skipped = folder / "skipped_rows" / f"rank-{run.rank}.jsonl"
+        SKIPPED_ROWS.begin(skipped, run.display.say if run.main else None)
         scheduled = "collect" in self._parts.job.intervals
         with self.log.profiling(folder) as profiling, scheduled_garbage(scheduled):
             yield profiling

@@ -307,17 +307,18 @@ def _spread(seed: int, dataset: Any) -> str | None:
     """Return a checksum of evenly spaced samples; None if they differ each time."""
     keyed = SeededSamples(dataset, seed=seed)
     indices = sorted({k * len(dataset) // SAMPLES for k in range(SAMPLES)})
-    first = checksum([keyed[0, indices[0]]])
-    whole = checksum(keyed[0, index] for index in indices)
-    return whole if checksum([keyed[0, indices[0]]]) == first else None
+    samples = keyed.good([(0, index) for index in indices])
+    whole = checksum(samples)
+    first = checksum(samples[:1])
+    return whole if checksum([keyed[0, samples[0][0]]]) == first else None
 
 
 def _first(seed: int, dataset: Any) -> str | None:
     """Return a checksum of the first samples; None if they differ each time."""
     keyed = SeededSamples(dataset, seed=seed)
-    indices = range(min(FIRST, len(dataset)))
-    first = checksum(keyed[0, index] for index in indices)
-    second = checksum(keyed[0, index] for index in indices)
+    places = [(0, index) for index in range(min(FIRST, len(dataset)))]
+    first = checksum(keyed.good(places))
+    second = checksum(keyed.good(places))
     return first if first == second else None
 
 

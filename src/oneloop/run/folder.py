@@ -55,6 +55,7 @@ _WITHOUT_CHECKPOINT = _WITHOUT_RECIPE | {
     "examples.json",
     "summary.json",
     "report.html",
+    "skipped_rows",
     "checkpoints",
     "base",
     "tensorboard",

@@ -137,6 +137,7 @@ class Examples:
     ) -> None:
         """Show some samples; ``known`` are the losses by index if they are the worst ones."""
         samples, batch = load(indices)
+        indices = batch["index"].tolist()  # some samples may be left out; host sync
         _, outputs = task.loss(model, batch)
         outputs = outputs if isinstance(outputs, Mapping) else {}
         if not known and hasattr(task, "generate"):

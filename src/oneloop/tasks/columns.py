@@ -1,9 +1,9 @@
 """Checks of the columns of a user's data set, before training."""
 
 import json
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,15 @@ from oneloop.basics.files import replacing
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.images import checked_images, empty_classes, is_image
 from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.parquet import Parquet
+from oneloop.tasks.rows.remote_checks import (
+    check_value,
+    is_finite,
+    is_remote,
+    lenient,
+    reject_large_labels,
+    sampled,
+)
 from oneloop.tasks.rows.rows import FINDINGS, unusable
 from oneloop.tasks.rows.text_tables import OBJECTS
 
@@ -54,7 +63,7 @@ def check_texts(sources: Sequence[Source], key: str) -> None:
     for source, _, rows, column in columns_of(sources, key):
         if not is_text(rows.types[column]):
             raise wrong_type(source, key, rows.types[column], "text")
-        values_of(rows, column, distinct=False)
+        checked_values(source, rows, column)
 
 
 def check_words(sources: Sequence[Source], key: str) -> None:
@@ -62,7 +71,7 @@ def check_words(sources: Sequence[Source], key: str) -> None:
     for source, _, rows, column in columns_of(sources, key):
         if not is_text(element_type(rows.types[column])):
             raise wrong_type(source, key, rows.types[column], "lists of texts")
-        values_of(rows, column, distinct=False)
+        checked_values(source, rows, column)
 
 
 def check_image_types(sources: Sequence[Source]) -> None:
@@ -92,17 +101,22 @@ def check_images(sources: Sequence[Source], *, limit: int, skipped: list[str] | 
         turned = 0
         bad = list[tuple[str, str]]()  # position and reason
         for split, rows in source.parts.items():
+            if is_remote(rows):
+                source.skipped = None if skipped is None else []
+                rows = sampled(rows)
             checked = checked_images(rows, source.columns["image"], limit=limit, what=source.where)
+            count += len(rows)
+            if is_remote(rows) and skipped is not None:
+                continue  # they are left out while they are read
             source.unusable[split] = checked.indices
             bad += [(rows.where(index), why) for index, why in checked.unusable]
             converted += Counter(checked.converted)
             turned += checked.turned
-            if checked.turned:
+            if checked.turned and not isinstance(rows, Parquet):
                 rows.content = rows.content | {
                     "EXIF orientation": f"{checked.turned:,} images are turned by it; older "
                     "versions of oneloop ignored it, so begin a new run"
                 }
-            count += len(rows)
         empty = [*map(str, empty_classes(Path(source.where)))]
 
         # Collect what ``oneloop check`` reports; otherwise stop, or skip the rows.
@@ -144,8 +158,9 @@ def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
         for rows in source.parts.values():
             # An empty file of the cache states that these rows are right.
             with alone(f"values/{key_of(rows_content(rows), first, second)}.ok") as done:
-                if not done.exists():
-                    _check_lengths(rows, first, second)
+                with lenient(rows, skip=source.skipped is not None):
+                    if not done.exists():
+                        _check_lengths(sampled(rows), first, second)
                 if not FINDINGS.get():
                     done.touch()
 
@@ -175,7 +190,7 @@ def check_numbers(sources: Sequence[Source], key: str) -> None:
         is_number = element_type(kind) is None and dtype.startswith(("float", "int", "uint"))
         if not is_number and not is_text(kind):
             raise wrong_type(source, key, kind, "a number")
-        values_of(rows, column, distinct=False, numbers=True)
+        checked_values(source, rows, column, numbers=True)
 
 
 def is_text(kind: Any) -> bool:
@@ -200,6 +215,42 @@ def type_name(kind: Any) -> str:
     if getattr(kind, "id", None) == OBJECTS:
         return OBJECTS
     return f"values of {getattr(kind, 'dtype', type(kind).__name__)}"
+
+
+def checked_values(
+    source: Source,
+    rows: Any,
+    column: str,
+    *,
+    labels: bool = False,
+    known: bool = False,
+    numbers: bool = False,
+) -> Sequence[Any]:
+    """Check a column, and return its distinct values if they are labels.
+
+    Of remote rows, some are checked now, and each one while it is read. Labels that decide which
+    classes there are must be read completely: with those of a sample, the model would differ.
+
+    Args:
+        source: its ``checks`` get that of the column.
+        rows: rows of a split.
+        column: name of the column.
+        labels: whether its values are labels.
+        known: whether the classes are known already.
+        numbers: whether its values must be finite numbers, or texts of them.
+
+    Raises:
+        ValueError: a value cannot be used, or the labels of remote rows are too many.
+    """
+    with lenient(rows, skip=source.skipped is not None):
+        if is_remote(rows):
+            kind = element_type(rows.types[column]) or rows.types[column]
+            source.checks[column] = partial(check_value, column, kind, labels, numbers)
+            if not labels or known:
+                rows = sampled(rows)
+            elif not hasattr(kind, "names"):
+                reject_large_labels(rows, column)
+        return values_of(rows, column, distinct=labels, numbers=numbers)
 
 
 def values_of(
@@ -273,25 +324,24 @@ def _checked_values(rows: Any, column: str, *, distinct: bool, numbers: bool) ->
 
         # Collect the values, and stop if there are too many to be classes.
         if distinct:
-            seen |= set(compute.unique(values).to_pylist())
+            seen |= set(compute.unique(values.filter(~missing)).to_pylist())
         if len(seen) > _MAX_LABELS:
             raise ValueError(
                 f"{rows.where(before)}: {column!r} has over {_MAX_LABELS:,} different classes: "
                 "too many"
             )
         before += len(array)
-    return sorted(seen - {None})
+        # Over a network, read only until all classes of the schema have occurred.
+        if distinct and is_remote(rows) and len(seen) == len(getattr(kind, "names", ())):
+            break
+    return sorted(seen)
 
 
 def _non_numbers(values: Any) -> Iterator[int]:
     """Yield the indices of values that are not finite numbers, or texts of them."""
     for at, value in enumerate(values.to_pylist()):
-        try:
-            # a missing value is already known
-            finite = value is None or math.isfinite(float(value))
-        except ValueError:
-            finite = False
-        if not finite:
+        # a missing value is already known
+        if value is not None and not is_finite(value):
             yield at
 
 

@@ -217,6 +217,10 @@ class ImageClassification(OneClass, SplitSets):
         self._evaluation_transform = prepared(self._tested, *self._pixels)
         if sets:
             self._transform(sets, prepared(trained, *self._pixels, how))
+            # Of the user's images, the first one may be damaged.
+            self.shape: tuple[int, ...] = (3, image_size, image_size)
+            if is_packaged:
+                self.shape = tuple(self._sets["train"][0][0].shape)
             self._combine(mixup, cutmix, repeats)
         self.notes = list(self._data_notes)
         self._set_loss(class_weights, smoothing, top_k)
@@ -227,7 +231,6 @@ class ImageClassification(OneClass, SplitSets):
         for name, data_set in sets.items():
             self._sets[name] = Images(data_set, self._evaluation_transform)
         self._sets["train"] = Images(sets["train"], make)
-        self.shape = tuple(self._sets["train"][0][0].shape)
 
     def _combine(self, mixup: float, cutmix: float, repeats: int) -> None:
         """Mix the training images, and repeat them."""

@@ -13,8 +13,10 @@ from torch import Tensor
 
 from oneloop.task_protocol.evaluation_metrics import ClassCounts
 from oneloop.task_protocol.protocol import Task
-from oneloop.tasks.columns import columns_of, element_type, values_of, wrong_type
+from oneloop.tasks.columns import checked_values, columns_of, element_type, wrong_type
 from oneloop.tasks.rows.open_data import Source
+from oneloop.tasks.rows.remote_checks import is_remote, reject_large_labels, sampled
+from oneloop.tasks.rows.rows import Row
 from oneloop.tasks.rows.text_tables import OBJECTS
 
 # by source name: a function from a label to its class number
@@ -62,7 +64,8 @@ def classes_of(
                 f"{source.where}: {column!r} numbers its classes {kind} in {split}, and {before} "
                 "before; write all files with the same list of classes"
             )
-        found = {_name(kind, value) for value in values_of(rows, column)}
+        values = checked_values(source, rows, column, labels=True)
+        found = {_name(kind, value) for value in values}
         seen[source.name or source.where, split] = found
         if split == "train":
             trained |= found
@@ -133,7 +136,7 @@ class _Spellings:
         similar = {name for names in alike.values() if len(names) > 1 for name in names}
         if similar:
             counts = _counts(sources, key, similar)
-            shown = ", ".join(f"{name!r} ({counts[name]:,} rows)" for name in sorted(similar))
+            shown = ", ".join(f"{name!r}{counts.get(name, '')}" for name in sorted(similar))
             notes.append(f"classes whose names differ only by blanks or case: {shown}")
         return notes
 
@@ -142,17 +145,19 @@ def _composed(label: str) -> str:
     return unicodedata.normalize("NFC", label)
 
 
-def _counts(sources: Sequence[Source], key: str, names: set[str]) -> Counter[str]:
-    """Return how often these labels occur, in all splits."""
+def _counts(sources: Sequence[Source], key: str, names: set[str]) -> dict[str, str]:
+    """Return how often these labels occur, in all splits; nothing for remote rows."""
     counts = Counter[str]()
     for _, _, rows, column in columns_of(sources, key):
+        if is_remote(rows):
+            return {}
         kind = element_type(rows.types[column]) or rows.types[column]
         for array in rows.values(column):
             labels = array if element_type(rows.types[column]) is None else array.flatten()
             for entry in labels.value_counts().to_pylist():
                 if entry["values"] is not None:
                     counts[_composed(_name(kind, entry["values"]))] += entry["counts"]
-    return counts
+    return {name: f" ({count:,} rows)" for name, count in counts.items()}
 
 
 def are_shares(sources: Sequence[Source]) -> bool:
@@ -173,8 +178,6 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
     Raise ValueError if rows differ in the number of probabilities, one is negative, or a row does
     not sum to 1.
     """
-    import numpy as np
-
     # Check each row.
     classes = 0
     for source, _, rows, column in columns_of(sources, "label"):
@@ -183,19 +186,18 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
                 source, "label", rows.types[column], "class probabilities, as in the other data"
             )
         before = 0
-        for array in rows.values(column):
+        some = sampled(rows)
+        for array in some.values(column):
             for number, shares in enumerate(array.to_pylist()):
                 # The first row sets the number of classes.
                 classes = classes or len(shares or ())
-                valid = len(shares or ()) == classes and all(
-                    share is not None and share >= 0 for share in shares
-                )
-                if not valid or not np.isclose(sum(shares), 1.0, atol=1e-3):
-                    raise ValueError(
-                        f"{rows.where(before + number)}: {shares} in {column!r} are not shares of "
-                        f"{classes} classes, which are 0 or more and sum to 1"
-                    )
+                try:
+                    _check_shares(column, classes, {column: shares})
+                except ValueError as error:
+                    raise ValueError(f"{some.where(before + number)}: {error}") from error
             before += len(array)
+        if is_remote(rows):
+            source.checks[column] = partial(_check_shares, column, classes)
 
     if classes < 2:
         raise ValueError(
@@ -203,6 +205,19 @@ def shares_of(sources: Sequence[Source]) -> list[str]:
             "are needed"
         )
     return list(map(str, range(classes)))
+
+
+def _check_shares(column: str, classes: int, row: Row) -> None:
+    """Raise ValueError if a row has no probability of each class."""
+    shares = row[column]
+    valid = len(shares or ()) == classes and all(
+        share is not None and share >= 0 for share in shares
+    )
+    if not valid or abs(sum(shares) - 1.0) > 1.01e-3:
+        raise ValueError(
+            f"{shares} in {column!r} are not shares of {classes} classes, which are 0 or more and "
+            "sum to 1"
+        )
 
 
 def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list[int]:
@@ -217,6 +232,8 @@ def counts_of(sources: Sequence[Source], numbers: Numbers, classes: int) -> list
     for source, split, rows, column in columns_of(sources, "label"):
         if split != "train":
             continue
+        if is_remote(rows):
+            reject_large_labels(rows, column)
         for array in rows.values(column):
             for entry in array.value_counts().to_pylist():
                 counts[numbers[source.name](entry["values"])] += entry["counts"]
@@ -243,7 +260,8 @@ def numbers_of(
             raise wrong_type(
                 source, key, rows.types[column], "one label for each row (text or a whole number)"
             )
-        found = {_composed(_name(kind, value)) for value in values_of(rows, column)}
+        values = checked_values(source, rows, column, labels=True, known=True)
+        found = {_composed(_name(kind, value)) for value in values}
         unknown = sorted(found - set(map(_composed, classes)))
         if unknown:
             raise ValueError(
@@ -254,7 +272,11 @@ def numbers_of(
 
 
 def _number_of(kind: Any, number: Mapping[str, int], value: Any) -> int:
-    return number[_composed(_name(kind, value))]
+    name = _name(kind, value)
+    try:
+        return number[_composed(name)]
+    except KeyError:
+        raise ValueError(f"the label {name!r} was never trained on; remove the row") from None
 
 
 def counted(labels: Tensor, classes: int) -> list[int]:

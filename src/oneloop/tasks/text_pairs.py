@@ -19,6 +19,7 @@ from oneloop.tasks.contrastive import info_nce
 from oneloop.tasks.docstring_pairs import docstring_pairs
 from oneloop.tasks.new_reader import LEARNED, NewReader
 from oneloop.tasks.rows.open_data import Source, sets_of
+from oneloop.tasks.rows.remote_checks import is_remote
 from oneloop.tasks.text_encoders import EncoderShape, TokenReader, token_reader
 from oneloop.tasks.text_rows import TextRows
 
@@ -129,6 +130,16 @@ class TextPairs(TextRows):
         positives = [*_training_texts(sources, "positive")]
         if not anchors and not positives:
             return  # rows to predict
+
+        # Over a network, read no text before the run: learn no tokens, and count no copies.
+        if any(is_remote(rows) for rows, _ in anchors):
+            if isinstance(self.reader, NewReader):
+                raise ValueError(
+                    f"{sources[0].where}: task.model {LEARNED} learns its tokens from all training "
+                    "texts, which are not on a disk; give a folder saved by transformers, hf:ID, "
+                    "or a copy of the data on a disk"
+                )
+            return
 
         def texts() -> Iterator[str]:
             for rows, column in (*anchors, *positives):

@@ -10,6 +10,7 @@ from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
 from oneloop.tasks.rows.parquet import parquets
+from oneloop.tasks.rows.remote_checks import is_remote, sample_notes, while_reading
 from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
 from oneloop.tasks.rows.rows import Mapped, Row, Rows, divided
 
@@ -39,6 +40,8 @@ class Source:
     # indices of rows to leave out, by split before dividing
     unusable: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the log
+    # by column: check of a remote row while it is read
+    checks: dict[str, Callable[[Row], None]] = field(default_factory=dict)
 
 
 def named_sources(
@@ -306,6 +309,7 @@ def notes_of(sources: Sequence[Source]) -> list[str]:
     notes = []
     for source in sources:
         notes += source.notes
+        notes += sample_notes(source.parts.values())
         if source.skipped:
             notes.append(
                 f"{len(source.skipped):,} rows were skipped and listed in environment.json; the "
@@ -354,7 +358,11 @@ def sets_of(
     """
     each = []
     for source in sources:
-        each.append({split: Mapped(rows, make(source)) for split, rows in source.parts.items()})
+        made = while_reading(make(source), source.checks)
+        sets = {}
+        for split, rows in source.parts.items():
+            sets[split] = Mapped(rows, made, skip=is_remote(rows) and source.skipped is not None)
+        each.append(sets)
     return combined(sources, each)
 
 

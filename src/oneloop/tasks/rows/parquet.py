@@ -10,12 +10,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS, content_checksum
+from oneloop.data.network_traffic import Traffic
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
 from oneloop.tasks.rows.cache import content_of, described, numbers_key
 from oneloop.tasks.rows.find_files import Found
-from oneloop.tasks.rows.parquet_files import GroupFile, LocalFile, check_size, memory_bound
+from oneloop.tasks.rows.parquet_files import (
+    GroupFile,
+    LocalFile,
+    check_size,
+    is_wanted,
+    memory_bound,
+)
 from oneloop.tasks.rows.rows import Row
 
 _MEGABYTE = 1 << 20
@@ -310,6 +317,33 @@ class Parquet:
             f"{where}, {self.open_groups} of which fit into task.window ({self.window} MB per "
             "process) at a time"
         )
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return what a row takes from the network, on average; of rows on a disk nothing."""
+        if not self.remote:
+            return Traffic(0.0, 0.0)
+        requests = 0
+        groups = np.flatnonzero(self.sizes)
+        for file, number, *_ in self._groups[groups].tolist():
+            requests += len(self.files[file].ranges(number, self.columns))
+        size = int(self.stored_bytes()[groups].sum())
+        return Traffic(size / len(self), requests / len(self))
+
+    def stored_bytes(self, columns: Sequence[str] | None = None) -> NDArray[np.int64]:
+        """Return the bytes that columns of each row group take in the files (compressed).
+
+        Args:
+            columns: names of the columns; None: all of this object.
+        """
+        names = list(columns or self.columns)
+        sizes = []
+        for file, number, *_ in self._groups.tolist():
+            about = self.files[file].metadata.row_group(number)
+            stored = map(about.column, range(about.num_columns))
+            wanted = [one for one in stored if is_wanted(one.path_in_schema, names)]
+            sizes.append(sum(one.total_compressed_size for one in wanted))
+        return np.array(sizes, dtype=np.int64)
 
     def fingerprint(self) -> dict[str, Any]:
         """Return a description of the rows that is equal for a copy of the files elsewhere.

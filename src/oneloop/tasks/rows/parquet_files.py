@@ -47,6 +47,9 @@ class GroupFile(Protocol):
     def schema(self) -> Any:
         """Return the ``pyarrow.Schema`` as stored."""
 
+    def ranges(self, group: int, columns: Sequence[str]) -> Sequence[tuple[int, int]]:
+        """Return the ranges of bytes that a read of these columns requests from the network."""
+
     def read(self, group: int, columns: Sequence[str]) -> Any:
         """Return columns of a row group, a ``pyarrow.Table``.
 
@@ -83,7 +86,7 @@ def memory_bound(metadata: Any, group: int, columns: Sequence[str]) -> int:
     total = 0
     for index in range(about.num_columns):
         column = about.column(index)
-        if not _is_wanted(column.path_in_schema, columns):
+        if not is_wanted(column.path_in_schema, columns):
             continue
         leaf = metadata.schema.column(index)
         width = _WIDTHS.get(column.physical_type, 0)
@@ -137,7 +140,7 @@ def dictionary_columns(metadata: Any) -> list[str]:
     return found
 
 
-def _is_wanted(path: str, columns: Sequence[str]) -> bool:
+def is_wanted(path: str, columns: Sequence[str]) -> bool:
     """Return whether a stored column is one of the columns, or a field of one."""
     return any(path == column or path.startswith(f"{column}.") for column in columns)
 
@@ -172,6 +175,9 @@ class LocalFile:
     @property
     def schema(self) -> Any:
         return self.metadata.schema.to_arrow_schema()
+
+    def ranges(self, group: int, columns: Sequence[str]) -> Sequence[tuple[int, int]]:
+        return ()  # it is on a disk
 
     def read(self, group: int, columns: Sequence[str]) -> Any:
         import pyarrow

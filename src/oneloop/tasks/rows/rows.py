@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from oneloop.basics.progress import tracked
+from oneloop.data.network_traffic import Traffic, traffic_of
 from oneloop.data.order import Ordered, order_of
+from oneloop.data.skipped_rows import SkipSample
 from oneloop.tasks.rows.cache import alone, key_of, rows_content
 
 Row = dict[str, Any]
@@ -88,11 +90,18 @@ class Mapped:
     """The samples that ``make`` returns for each row, in order.
 
     If ``make`` raises, a ValueError names the row's file and number.
+
+    Args:
+        rows: the rows.
+        make: converts a row to a sample.
+        skip: raise SkipSample in place of ValueError, so that a run leaves out the row.
     """
 
-    def __init__(self, rows: Any, make: Callable[[Any], Any]) -> None:
+    def __init__(self, rows: Any, make: Callable[[Any], Any], *, skip: bool = False) -> None:
         self.rows = rows
         self.make = make
+        self.skip = skip
+        self.skips = skip or getattr(rows, "skips", False)
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -102,7 +111,9 @@ class Mapped:
         try:
             return self.make(row)
         except Exception as error:
-            raise ValueError(f"{self.where(index)}: {error}") from error
+            leaves_out = self.skip and isinstance(error, ValueError)
+            kind = SkipSample if leaves_out else ValueError
+            raise kind(f"{self.where(index)}: {error}") from error
 
     def where(self, index: int) -> str:
         """Return file and number of a row for messages."""
@@ -133,6 +144,11 @@ class Mapped:
             return None
         fingerprint: dict[str, Any] | None = self.rows.fingerprint()
         return fingerprint
+
+    @property
+    def traffic(self) -> Traffic:
+        """Return what a row takes from the network."""
+        return traffic_of(self.rows)
 
     def about(self) -> str | None:
         """Return how the rows are read, for the log; None if there is nothing to report."""

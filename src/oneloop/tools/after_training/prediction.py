@@ -77,7 +77,7 @@ def predictions(
     with evaluating(model):
         batches = transferred((batch for batch, _ in loaded), device, pinned=pinned)
         shown = tracked(batches, "predicting", total=len(share.places))
-        for places, source, batch in zip(share.places, share.sources, shown, strict=True):
+        for source, batch in zip(share.sources, shown, strict=True):
             _, outputs = task.loss(model, batch)
             if getattr(task, "writes", False):
                 outputs = {**outputs, **generated(task, model, batch)}
@@ -85,15 +85,16 @@ def predictions(
                 continue  # a repeated micro-batch: FSDP2 needs equal forward counts
 
             # A row has its number, its file, the task's columns, and the outputs.
-            columns: Columns = {"row": [index for _, index in places]}
+            rows = batch["index"].tolist()
+            columns: Columns = {"row": rows}
             if hasattr(dataset, "file"):
-                columns["file"] = [dataset.file(index) for _, index in places]
+                columns["file"] = [dataset.file(index) for index in rows]
             found: Columns = {}
             if hasattr(task, "predicted"):
-                found = _columns(task, task.predicted(batch, outputs), len(places))
+                found = _columns(task, task.predicted(batch, outputs), len(rows))
             columns |= found
             if raw or not found:
-                columns |= _outputs(outputs, len(places))
+                columns |= _outputs(outputs, len(rows))
             yield columns
 
 

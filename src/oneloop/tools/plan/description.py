@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from oneloop.checkpoint.resume import RunState
+from oneloop.data.network_traffic import traffic_line
 from oneloop.job.build import Job
 from oneloop.machine.blocks import has_batch_statistics
 from oneloop.tools.plan.command import Asked
@@ -133,6 +134,7 @@ class Plan:
     run: RunLength
     parameters: int
     disk: Disk
+    network: str  # what is read over the network; empty if the data are on a disk
     not_counted: NotCounted
 
     @property
@@ -224,6 +226,7 @@ def describe(
         run=RunLength(job.steps, samples, tokens),
         parameters=sum(parameter.numel() for parameter in costs.model.parameters()),
         disk=Disk(each, once, job.checkpoints_kept * each + once),
+        network=traffic_line(job.train_set, batch=layout.size, steps=job.steps, hosts=asked.nodes),
         not_counted=not_counted,
     )
 

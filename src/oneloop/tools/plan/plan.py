@@ -146,6 +146,8 @@ def _costs(plan: Plan) -> Iterator[str]:
         f"checkpoint {plan.disk.checkpoint / 1e9:,.2f} GB; disk space for the run "
         f"{plan.disk.total / 1e9:,.2f} GB"
     )
+    if plan.network:
+        yield plan.network
     found = plan.not_counted
     for line in dict.fromkeys([*found.other, *found.more, *found.less]):
         yield f"not counted: {line}"

@@ -1,0 +1,135 @@
+"""Checks of remote rows: of some rows before a run, and of each row while it is read.
+
+A disk is read completely before a run. To do so over a network would be a download of everything.
+"""
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from oneloop.tasks.rows.rows import FINDINGS, Findings, Row
+
+_ROWS = 1000  # rows that are checked before a run, about
+_BYTES = 64 << 20  # as stored, of the row groups that these rows are in
+_LABEL_BYTES = 32 << 20  # as stored, of a column of labels that is read completely
+
+
+def is_remote(rows: Any) -> bool:
+    """Return whether rows are read over a network."""
+    return bool(getattr(rows, "remote", False))
+
+
+def sampled(rows: Any) -> Any:
+    """Return some remote rows, from row groups that are evenly spread; or all rows of a disk."""
+    if not is_remote(rows):
+        return rows
+    groups = np.flatnonzero(rows.sizes)
+    most = _ROWS // max(1, int(rows.sizes[groups].mean()))
+    most = min(len(groups), most, _BYTES // max(1, int(rows.stored_bytes().max())))
+    number = max(1, most)
+    chosen = groups[np.linspace(0, len(groups) - 1, number).astype(np.int64)]
+
+    # Take the first rows of each group, which is read as a whole.
+    each = math.ceil(_ROWS / number)
+    firsts = np.cumsum(rows.sizes) - rows.sizes
+    indices = []
+    for group in chosen.tolist():
+        indices.append(firsts[group] + np.arange(min(each, rows.sizes[group])))
+    return rows.select(np.concatenate(indices))
+
+
+def sample_notes(parts: Collection[Any]) -> Iterator[str]:
+    """Yield the line for the log about the remote rows of a source that were checked.
+
+    Args:
+        parts: the rows of its splits.
+    """
+    remote = [rows for rows in parts if is_remote(rows)]
+    total = sum(map(len, remote))
+    checked = sum(len(sampled(rows)) for rows in remote)
+    if checked < total:
+        yield (
+            f"of {total:,} rows, {checked:,} were checked; the others are checked while they are "
+            "read"
+        )
+
+
+def reject_large_labels(rows: Any, column: str) -> None:
+    """Raise ValueError if all labels of remote rows are too many bytes to read before a run."""
+    size = int(rows.stored_bytes([column]).sum())
+    if size > _LABEL_BYTES:
+        raise ValueError(
+            f"{rows.where(0)}: the classes are the values of {column!r}, whose {size / 1e6:,.0f} "
+            f"MB would have to be read before the run (at most {_LABEL_BYTES / 1e6:,.0f} MB); "
+            "store the names of the classes in the schema (ClassLabel of datasets), or copy the "
+            "data to a disk"
+        )
+
+
+@contextmanager
+def lenient(rows: Any, *, skip: bool) -> Iterator[None]:
+    """Let remote rows that cannot be used pass, if they are left out while they are read.
+
+    Args:
+        rows: the rows that are checked.
+        skip: whether rows may be left out.
+    """
+    if not (skip and is_remote(rows) and FINDINGS.get() is None):
+        yield
+        return
+    token = FINDINGS.set(Findings())
+    try:
+        yield
+    finally:
+        FINDINGS.reset(token)
+
+
+def while_reading(
+    make: Callable[[Row], Any], checks: Mapping[str, Callable[[Row], None]]
+) -> Callable[[Row], Any]:
+    """Return ``make`` with checks of each row before it; without checks ``make`` itself.
+
+    Args:
+        make: converts a row to a sample.
+        checks: by column; each raises ValueError if a row cannot be used.
+    """
+    return partial(_checked, [*checks.values()], make) if checks else make
+
+
+def _checked(checks: list[Callable[[Row], None]], make: Callable[[Row], Any], row: Row) -> Any:
+    for check in checks:
+        check(row)
+    return make(row)
+
+
+def check_value(column: str, kind: Any, labels: bool, numbers: bool, row: Row) -> None:
+    """Raise ValueError if a row of a data set lacks a value, or has one that cannot be used.
+
+    Args:
+        column: name of the column.
+        kind: type of its values, or of the elements of its lists.
+        labels: whether they are labels, of which an empty text is none.
+        numbers: whether they must be finite numbers, or texts of them.
+        row: the row.
+    """
+    value = row[column]
+    values = value if isinstance(value, list) else [value]
+    names = getattr(kind, "names", None)
+    for one in values or [None]:
+        missing = one is None or (labels and one == "")
+        if missing or (names and not 0 <= one < len(names)):
+            raise ValueError(f"no value in {column!r}; fill it, or remove the row")
+        if numbers and not is_finite(one):
+            raise ValueError(f"{one!r} in {column!r} is not a finite number")
+
+
+def is_finite(value: Any) -> bool:
+    """Return whether a value is a finite number, or the text of one."""
+    try:
+        return math.isfinite(float(value))
+    except ValueError:
+        return False
