@@ -110,18 +110,14 @@ class _RankBatches:
         self.start = start
 
     def __iter__(self) -> Iterator[list[Place]]:
-        # Find the offsets of this rank's samples within a step.
-        each = self.layout.each
-        leaves = [self.layout.leaf(self.rank, micro) for micro in range(self.layout.accumulate)]
-        starts = each * np.array(leaves)
-        share = (starts[:, None] + np.arange(each)).reshape(-1)
+        share = self.layout.offsets(self.rank)
 
         # Compute several steps at once, because the overhead of numpy's calls dominates.
         ahead = max(1, 4096 // len(share))
         start = self.start
         while True:
             steps = start + self.layout.size * np.arange(ahead)
-            positions = (steps[:, None] + share[None, :]).reshape(-1, each)
+            positions = (steps[:, None] + share[None, :]).reshape(-1, self.layout.each)
             epochs, indices = self.order.at(positions.astype(np.int64))
             for epoch, index in zip(epochs.tolist(), indices.tolist(), strict=True):
                 yield list(zip(epoch, index, strict=True))
