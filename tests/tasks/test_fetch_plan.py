@@ -12,9 +12,7 @@ from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.remote import fetch_plan
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
 
-pytestmark = pytest.mark.covers(
-    "oneloop.tasks.rows.remote.fetch_plan", "oneloop.data.batch_layout"
-)
+pytestmark = pytest.mark.covers("oneloop.tasks.rows.remote.fetch_plan", "oneloop.data.batch_layout")
 
 ROWS = np.random.default_rng(0).integers(1, 40, 90)  # rows of each group
 ROWS[7] = 0  # no row of this group was selected

@@ -224,6 +224,10 @@ def groups(
         workers: worker processes of this process.
         pinned: whether batches are loaded into pinned memory on CUDA.
     """
+    # A data set that fetches what it reads fetches it ahead.
+    plans = []
+    if hasattr(dataset, "announce"):
+        plans = dataset.announce(order, layout, rank=rank, start=start)
     batches = iter(
         loader(
             SeededSamples(dataset, seed=seed, name="train"),
@@ -254,12 +258,16 @@ def groups(
     groups_ahead = 2 if device.type == "cuda" else 1
     apart = bool(layout.grain)
     try:
-        while True:
+        for step in count(groups_ahead):
             while len(weights) < groups_ahead:
                 load()
+            for plan in plans:
+                plan.advance(step)
             yield Group(islice(moved, layout.accumulate), weights.popleft(), apart=apart)
     finally:
         batches = iter(())  # ends the workers, even if the caller keeps a group
+        for plan in plans:
+            plan.close()
 
 
 def transferred(

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
@@ -222,6 +223,12 @@ class Parquet:
             self._tables.move_to_end(group)
             columns, _ = self._tables[group]
             return columns
+        # What the fetcher has dropped takes its place on the disk until it is dropped here, too.
+        if self.remote:
+            for held in [*self._tables]:
+                if not self._client.keeps(self._request(held)):
+                    _, dropped = self._tables.pop(held)
+                    self._held -= dropped
         columns, size = self.read(group)
 
         # Drop the groups that were used least recently.
@@ -278,6 +285,52 @@ class Parquet:
         if not shuffle:
             return StoredOrder(len(self))
         return Windows(self.sizes, seed=seed, open_groups=self.open_groups, batch=batch)
+
+    def announce(
+        self, order: Ordered, layout: BatchLayout, *, rank: int, start: int, first: int = 0
+    ) -> list[Any]:
+        """Let the fetcher of remote files know which row groups a rank will need.
+
+        Args:
+            order: the order of samples.
+            layout: how a step is divided.
+            rank: of the process.
+            start: position of the first step, in samples.
+            first: index of the first row, if the rows are a part of a mixture.
+
+        Returns:
+            Plans with the methods ``advance``, which takes the number of steps that were read, and
+            ``close``. None for files on a disk.
+        """
+        if not self.remote:
+            return []
+        from oneloop.tasks.rows.remote.fetch_client import AnnouncedPlan
+        from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
+
+        needed = NeededGroups(
+            order,
+            layout,
+            rank=rank,
+            start=start,
+            firsts=first + np.array([*self._firsts.tolist(), self._length]),
+            sizes=self._groups[:, _BYTES],
+            budget=2 * self.window * _MEGABYTE,
+        )
+        return [AnnouncedPlan(self._client, needed, self._request)]
+
+    @property
+    def _client(self) -> Any:
+        """Return the client of the fetcher of remote files."""
+        return self.files[0].client  # type: ignore[attr-defined]
+
+    def _request(self, group: int) -> Any:
+        """Return the request for a row group of remote files."""
+        file, number, _, _ = self._groups[group].tolist()
+        return self.files[file].request(number, self.columns)  # type: ignore[attr-defined]
+
+    def waits(self) -> str:
+        """Return what processes of this run wait for, and why; empty if they do not wait long."""
+        return self._client.waits() if self.remote else ""
 
     def about(self) -> str:
         """Return how the rows are read, for the log."""
