@@ -37,7 +37,7 @@ from oneloop.tasks.language.text_metrics import (
 from oneloop.tasks.language.token_targets import TokenTargets
 from oneloop.tasks.language.tokens import ending_tokenizer, tokenizer_key
 from oneloop.tasks.model_limits import check_sizes, shorter_length
-from oneloop.tasks.rows.cache import key_of
+from oneloop.tasks.rows.cache import key_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
     Source,
@@ -150,7 +150,7 @@ class Seq2Seq(TokenTargets):
         sources = self._sources(data, held_out, unreadable)
         if self.name is None:
             trained = [(one.parts["train"], one.columns) for one in sources]
-            content = [[rows.fingerprint(), dict(columns)] for rows, columns in trained]
+            content = [[rows_content(rows), dict(columns)] for rows, columns in trained]
             texts = chain.from_iterable(texts_in(*one) for one in trained)
             self.tokenizer = ending_tokenizer(texts, vocab, cache_key=content)
         else:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from oneloop.basics.progress import tracked
 from oneloop.tasks.columns import check_texts
-from oneloop.tasks.rows.cache import below, content_of
+from oneloop.tasks.rows.cache import below, content_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.find_files import Found, found
 from oneloop.tasks.rows.open_data import Source, checked, opened, whole
@@ -200,6 +200,10 @@ class InRows:
 
     def fingerprint(self) -> dict[str, Any]:
         return {**self.rows.fingerprint(), "text": self.column}
+
+    def cache_key(self) -> dict[str, Any]:
+        """Return a key of the texts for caches of this machine."""
+        return {**rows_content(self.rows), "text": self.column}
 
 
 def texts_of(source: Source, *, share: float, window: int) -> dict[str, Texts]:
