@@ -47,7 +47,7 @@ class RawTexts(LanguageModel):
         super().__init__(**model)
         self.column = column
         self.window = window
-        self._sources = named_sources(data, {"column": column}, unreadable=unreadable)
+        self._sources = named_sources(data, {"column": column}, unreadable=unreadable, remote=False)
         self._texts = [texts_of(source, share=held_out, window=window) for source in self._sources]
         self.skipped_rows = skipped_rows(self._sources)
         self._data_notes += notes_of(self._sources)

@@ -76,7 +76,7 @@ class Table:
 
 
 def tables(
-    found: Found, columns: Sequence[str], *, skipped: list[str] | None = None
+    found: Found[Path], columns: Sequence[str], *, skipped: list[str] | None = None
 ) -> dict[str, Table]:
     """Return the files' rows by split; JSON Lines and CSV are converted once, in the cache.
 
@@ -96,7 +96,7 @@ def tables(
 
 
 def _table(
-    found: Found,
+    found: Found[Path],
     split: str,
     files: Sequence[Path],
     columns: Sequence[str],

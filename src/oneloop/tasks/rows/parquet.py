@@ -326,7 +326,7 @@ def _types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error
 
 
-def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
+def parquets(found: Found[Path], columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
     """Return the files' rows by split; raise as :class:`Parquet`.
 
     Args:

@@ -83,7 +83,7 @@ def memory_bound(metadata: Any, group: int, columns: Sequence[str]) -> int:
     total = 0
     for index in range(about.num_columns):
         column = about.column(index)
-        if not _is_wanted(column.path_in_schema, columns):
+        if not is_wanted(column.path_in_schema, columns):
             continue
         leaf = metadata.schema.column(index)
         width = _WIDTHS.get(column.physical_type, 0)
@@ -137,7 +137,7 @@ def dictionary_columns(metadata: Any) -> list[str]:
     return found
 
 
-def _is_wanted(path: str, columns: Sequence[str]) -> bool:
+def is_wanted(path: str, columns: Sequence[str]) -> bool:
     """Return whether a stored column is one of the columns, or a field of one."""
     return any(path == column or path.startswith(f"{column}.") for column in columns)
 
