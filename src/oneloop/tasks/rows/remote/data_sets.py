@@ -13,7 +13,6 @@ from oneloop.tasks.rows.remote.store import open_store
 from oneloop.tasks.rows.remote.web import listed
 
 _CONVERTED = "refs/convert/parquet"  # branch with the hub's own conversion
-_REWRITE = "python -m oneloop.tasks.rows.rewrite FOLDER NEW_FOLDER"
 
 
 @dataclass(frozen=True)
@@ -64,18 +63,27 @@ def remote_found(address: str, *, whole: bool = False) -> RemoteFound:
     root = PurePosixPath()
     if given.pattern.endswith(".parquet") and not given.is_glob and len(objects) == 1:
         (root,) = objects
+    if not objects:
+        raise ValueError(f"{address!r} names no file; check the folder and the pattern")
     files = chosen([*objects], root, set(KINDS.values()), whole=whole, where=address)
     if files.kind != "parquet":
-        raise ValueError(
-            f"{address!r} holds {files.kind} files; only Parquet is read in place: download the "
-            f"folder, and convert it ({_REWRITE}), or train on the download"
-        )
+        raise ValueError(f"{address!r} holds {files.kind} files; {_conversion(files.kind)}")
     items = [objects[name] for name in files.files]
     opened = {}
     for item, footer in zip(items, footers(store, items), strict=True):
         file = RemoteFile(address, item, store.where(item), footer)
         opened[PurePosixPath(item.name)] = file
     return RemoteFound(root, "parquet", files.parts, files.others, address, opened)
+
+
+def _conversion(kind: str) -> str:
+    """Return what to do with files of another kind than Parquet."""
+    if kind in ("image", "text"):
+        return "only Parquet is read in place: download the folder, and train on the download"
+    return (
+        "only Parquet is read in place: download the folder, convert it with python -m "
+        "oneloop.tasks.rows.rewrite FOLDER NEW_FOLDER, and upload NEW_FOLDER"
+    )
 
 
 def streamed(name: str) -> str:

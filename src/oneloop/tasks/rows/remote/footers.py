@@ -1,6 +1,9 @@
 """Footers of remote Parquet files: read in parallel, checked, and cached on this host."""
 
 import io
+import pickle
+import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -9,7 +12,8 @@ from typing import Any
 
 from xxhash import xxh3_64_digest
 
-from oneloop.basics.files import replacing
+import oneloop
+from oneloop.basics.files import one_line, replacing
 from oneloop.tasks.rows.cache import alone, key_of
 from oneloop.tasks.rows.parquet_files import footer_digest, is_wanted
 from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore
@@ -67,19 +71,61 @@ def footers(store: RemoteStore, objects: Sequence[RemoteObject]) -> list[Footer]
         ValueError: a footer is damaged, or does not fit its file.
     """
 
-    def of(item: RemoteObject) -> Footer:
-        cached = folder / key_of(item.name, item.size, item.version)
-        content = _cached(cached)
-        if content is None:
-            content = _fetched(store, item)
-            with replacing(cached) as draft:
-                draft.write_bytes(xxh3_64_digest(content) + content)
-        return parsed(content, item.size, store.where(item))
-
-    with alone(f"footers/{key_of(store.root)}") as folder:
+    wheres = [store.where(item) for item in objects]
+    with alone(f"footers/{key_of(store.root)}") as folder, ThreadPoolExecutor(_AT_ONCE) as threads:
         folder.mkdir(exist_ok=True)
-        with ThreadPoolExecutor(_AT_ONCE) as threads:
-            return list(threads.map(of, objects))
+        files = [folder / key_of(item.name, item.size, item.version) for item in objects]
+        contents = [_cached(file) for file in files]
+        fresh = [number for number, content in enumerate(contents) if content is None]
+        fetched = threads.map(lambda number: _fetched(store, objects[number]), fresh)
+        for number, footer in zip(fresh, fetched, strict=True):
+            contents[number] = footer
+
+        # Only footers that have been checked are cached.
+        _try([(contents[number], objects[number].size, wheres[number]) for number in fresh])
+        for number in fresh:
+            checked = contents[number] or b""
+            with replacing(files[number]) as draft:
+                draft.write_bytes(xxh3_64_digest(checked) + checked)
+    found = []
+    for item, content, where in zip(objects, contents, wheres, strict=True):
+        found.append(parsed(content or b"", item.size, where))
+    return found
+
+
+def _try(arguments: Sequence[Any]) -> None:
+    """Call :func:`parsed` in another process, which pyarrow may abort at a damaged footer.
+
+    Args:
+        arguments: of the calls.
+
+    Raises:
+        ValueError: a footer is damaged.
+    """
+    if not arguments:
+        return
+    root = str(Path(oneloop.__file__).parents[1])
+    code = f"import sys; sys.path.insert(0, {root!r}); from {__name__} import _main; _main()"
+    words = [sys.executable, "-c", code]
+    child = subprocess.run(words, input=pickle.dumps(arguments), capture_output=True)
+    # It reports each footer; the last line may be an error.
+    lines = child.stdout.decode(errors="replace").splitlines()
+    if lines and lines[-1]:
+        raise ValueError(lines[-1])
+    if child.returncode:
+        where = arguments[min(len(lines), len(arguments) - 1)][2]
+        raise ValueError(f"{where} cannot be read as parquet: its footer is damaged")
+
+
+def _main() -> None:
+    """Check the footers from standard input; print an empty line for each, or what is wrong."""
+    for content, size, where in pickle.load(sys.stdin.buffer):
+        try:
+            parsed(content, size, where)
+        except ValueError as error:
+            print(one_line(error))
+            return
+        print(flush=True)
 
 
 def _cached(file: Path) -> bytes | None:
