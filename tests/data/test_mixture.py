@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from oneloop.data.mixture import Mixture, proportions
+from oneloop.data.row_group_order import Windows
 
 pytestmark = pytest.mark.covers("oneloop.data.mixture")
 
@@ -99,3 +100,49 @@ def test_an_empty_set_is_rejected():
 
 def test_a_set_of_weight_0_never_comes():
     assert set(proportions([0, 1, 2]).tolist()) == {1, 2}
+
+
+class Groups:
+    """Samples in 100 row groups of 50, of which 40 are open."""
+
+    def __len__(self) -> int:
+        return 5000
+
+    def order(self, *, seed: int, batch: int) -> Windows:
+        return Windows([50] * 100, seed=seed, open_groups=40, batch=batch)
+
+
+@pytest.mark.parametrize(
+    ("weights", "batch", "lanes"),
+    [([0.7, 0.3], 64, (4, 4)), ([0.5, 0.5], 48, (4, 4)), ([0.97, 0.03], 32, (4, 1))],
+)
+def test_a_rank_reads_only_its_lanes_of_each_set(weights, batch, lanes):
+    mixture = Mixture({"a": Groups(), "b": Groups()}, weights)
+    order = mixture.order(seed=0, batch=batch)
+    assert tuple(of_set.lanes for of_set in order.orders) == lanes
+    steps = int(3 * 5000 / (batch * min(weights)))  # three epochs of the smaller set
+    epochs, indices = order.at(np.arange(steps * batch))
+    assert (order.at(np.arange(777, 999))[1] == indices[777:999]).all()
+
+    for number, share in enumerate(weights):
+        of_set = indices // 5000 == number
+        assert np.count_nonzero(of_set) == pytest.approx(share * steps * batch, abs=1)
+        # each epoch is a permutation
+        for epoch in range(2):
+            there = np.sort(indices[of_set & (epochs == epoch)])
+            assert (there == np.arange(5000) + number * 5000).all()
+            # each of two ranks reads half of the groups, and those that lanes share
+            reads = []
+            for rank in range(2):
+                own = np.arange(steps * batch) % batch // (batch // 2) == rank
+                own &= of_set & (epochs == epoch)
+                reads.append(len(np.unique(indices[own] // 50)))
+            if lanes[number] == 1:
+                assert reads == [100, 100]
+            else:
+                assert max(reads) <= 60 and sum(reads) <= 100 + lanes[number]
+
+
+def test_a_mixture_whose_cycle_meets_the_steps_too_late_has_one_lane():
+    mixture = Mixture({"a": Groups(), "b": Groups()}, [0.49999, 0.50001])
+    assert [of_set.lanes for of_set in mixture.order(seed=0, batch=63).orders] == [1, 1]

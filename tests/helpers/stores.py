@@ -263,7 +263,7 @@ class _Forward(BaseHTTPRequestHandler):
             time.sleep(0.02)
         if server.down:
             self.close_connection = True
-            return
+            return None
         if _RANDOM.random() < server.fail or (server.broken and server.broken in self.path):
             return self._answer(503, [], b"")
         if server.denied:

@@ -13,6 +13,10 @@ from pathlib import Path
 import pytest
 
 from hub_server import Hub
+from oneloop.data.fingerprint import changes
+from oneloop.tasks.rows.find_files import found
+from oneloop.tasks.rows.parquet import Parquet, parquets
+from oneloop.tasks.rows.parquet_files import LocalFile
 from own_files import again, images, rows, started, write
 from silent_cases import unfinished
 from worlds import ROOT, run, train
@@ -88,7 +92,7 @@ def another_of_the_same_size(folder: Path) -> str:
     at = content.index(b"alpha ")
     file.write_bytes(content[:at] + b"alphA " + content[at + 6 :])
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
-    return "part-1.parquet has different content"
+    return "the content of a file has changed, although its footer has not"
 
 
 def another_name(folder: Path) -> str:
@@ -123,6 +127,30 @@ def test_what_is_other_data_is_rejected_with_what_changed(tmp_path, change):
         folder=tmp_path,
     )
     assert accepted.codes == [0] and "accepted: data" in accepted.output
+
+
+def test_a_copy_elsewhere_is_equal_and_an_older_order_is_named(tmp_path):
+    folder = write(tmp_path / "data", "parquet", rows(90))
+    there = found(folder)
+    here = parquets(there, ["text"], window=4)[""]
+    files = [LocalFile(file, there.root) for file in there.files]
+    versions = {"files": {"part-0.parquet": [1, "version 1"]}}
+    away = Parquet(files, "address", ["text"], window=4, content=versions, remote=True)
+
+    # A bucket has no checksums, and its caches depend on versions.
+    now = here.fingerprint()
+    assert changes(now, away.fingerprint()) == changes(away.fingerprint(), now) == []
+    assert set(now) - set(away.fingerprint()) == {"checksum"}
+    assert now["files"]["part-0.parquet"] == [files[0].size, files[0].digest]
+    assert away.cache_key()["files"] == versions["files"] != here.cache_key()["files"]
+
+    # The fingerprint of the same files by an older version has their checksums as files.
+    older = {"length": 90, "columns": ["text"], **here.content, "part": ""}
+    (line,) = changes(older, now)
+    assert line.startswith("the order of row groups has changed since")
+    assert changes({"sets": {"a": older}}, {"sets": {"a": now}}) == [f"a: {line}"]
+    other = {"length": 90, "files": {"a.jsonl": [10, "0123"]}}
+    assert "a.jsonl is missing" in changes(other, now)
 
 
 def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):

@@ -286,20 +286,44 @@ def parquet_of(file: Path, columns: list[str], window: int) -> Parquet:
     return Parquet([LocalFile(file, file.parent)], file.parent, columns, window=window, content={})
 
 
-def test_texts_that_repeat_count_as_often_as_they_stand_there(tmp_path):
+def test_texts_that_repeat_are_kept_once_in_memory(tmp_path):
     draw = np.random.default_rng(0)
-    long = ["".join(map(chr, draw.integers(97, 123, 5000))) for _ in range(40)]
-    table = pa.table({"text": [long[n // 20 % 40] for n in range(2000)]})
-    # 500 KB, stored in 25 KB
-    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=100)
-    read = parquet_of(tmp_path / "a.parquet", ["text"], 4)
-    assert 4 <= read.open_groups <= 8
-    for index in read.order(seed=0, batch=1)[0:2000][1].tolist():
-        read[index]
+    long = ["".join(map(chr, draw.integers(97, 123, 5000))) for _ in range(400)]
+    texts = [long[n // 5 % 400] for n in range(20000)]
+    lists = pa.array([[text[:300], text[300:700]] for text in texts])
+    table = pa.table({"text": texts, "list": lists, "id": range(20000)})
+    # each group has 1,000 texts, of which 200 differ: 5 MB, stored in 1 MB
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=1000)
+    read = parquet_of(tmp_path / "a.parquet", ["text", "list", "id"], 4)
+    assert read.reads == 0 and read.open_groups == 3  # by the footers alone
+
+    # Every group fits its bound, and the cached ones fit the limit.
+    for index in read.order(seed=0, batch=1)[0:20000][1].tolist():
+        row = read[index]
+        if index % 100 == 0:
+            assert row == {"text": texts[index], "list": lists[index].as_py(), "id": index}
+        assert read._held <= 1.25 * 4 * 2**20
     assert read.reads <= 2 * 20
-    parquet.write_table(table, tmp_path / "b.parquet")
-    with pytest.raises(ValueError, match="row group 0 has 2,000 rows"):
-        parquet_of(tmp_path / "b.parquet", ["text"], 4)
+    assert all(read.read(group)[1] <= read._groups[group, 3] for group in range(20))
+
+    # Whole columns are plain, in pieces.
+    pieces = [*read.values("list")]
+    assert pa.chunked_array(pieces) == table["list"] and pieces[0].type == lists.type
+    assert pa.chunked_array([*read.values("text")]) == table["text"]
+
+
+def test_a_group_that_is_larger_than_its_footer_says_ends_the_run(tmp_path):
+    # DELTA_BYTE_ARRAY stores what each text adds to the one before it.
+    texts = ["x" * 5000 + str(n) for n in range(1000)]
+    parquet.write_table(
+        pa.table({"text": texts}),
+        tmp_path / "a.parquet",
+        use_dictionary=False,
+        column_encoding={"text": "DELTA_BYTE_ARRAY"},
+    )
+    read = parquet_of(tmp_path / "a.parquet", ["text"], 4)
+    with pytest.raises(ValueError, match=r"group 0 decompresses to 4.8 MB, although its footer"):
+        read[0]
 
 
 def test_a_column_with_a_dot_and_one_that_is_not_wanted(tmp_path):

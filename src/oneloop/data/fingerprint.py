@@ -4,6 +4,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 _NAMED = 3  # at most this many changed files are named
+ORDER_OF_ROW_GROUPS = "order of row groups"
+"""entry of a fingerprint: the version of the order of Parquet rows; older versions wrote none"""
+
+_OLDER_ORDER = (
+    "the order of row groups has changed since the version of oneloop that began the run; begin a "
+    "new run, or train this one to its end with the older version"
+)
 
 
 def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
@@ -19,18 +26,26 @@ def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return one line per difference between two fingerprints; files by name.
 
+    The checksum of the files' content is compared if both have it: files in a bucket have none.
+
     Args:
         before: the recorded fingerprint.
         now: the current one.
     """
+    if _is_older_order(before, now):
+        return [_OLDER_ORDER]
     lines = list(_of_files(before.get("files"), now.get("files")))
     for key in dict.fromkeys([*before, *now]):
         old = before.get(key)
         new = now.get(key)
-        if old == new or key == "files":
+        if old == new or key in ("files", ORDER_OF_ROW_GROUPS):
             continue
-        if lines and key in ("length", "samples", "rows"):
-            continue  # the row count differs because the files differ
+        if lines and key in ("length", "samples", "rows", "groups", "checksum"):
+            continue  # these differ because the files differ
+        if key == "checksum":
+            if old and new:
+                lines.append("the content of a file has changed, although its footer has not")
+            continue
         if key == "sets" and isinstance(old, Mapping) and isinstance(new, Mapping):
             lines += _of_sets(old, new)
         elif key in ("length", "samples") and old and new:
@@ -42,6 +57,18 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         else:
             lines.append(f"{key} {old} -> {new}")
     return lines
+
+
+def _is_older_order(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether both are of Parquet files, and their rows have another order now."""
+    if before.get(ORDER_OF_ROW_GROUPS) == now.get(ORDER_OF_ROW_GROUPS):
+        return False
+    for files in (before.get("files"), now.get("files")):
+        if not isinstance(files, Mapping):
+            return False
+        if "digest" not in files and not any(name.endswith(".parquet") for name in files):
+            return False
+    return True
 
 
 def _of_sets(before: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

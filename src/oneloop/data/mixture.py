@@ -15,8 +15,10 @@ from numpy.typing import NDArray
 
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import EpochsAndIndices, Ordered, order_of
+from oneloop.data.row_group_order import Windows
 
 _MAX_CYCLE = 100_000  # positions; the largest cycle of set numbers
+_MAX_REPEATS = 1 << 20  # samples; a table of the places of a step has as many entries
 
 
 class Mixture:
@@ -95,10 +97,23 @@ class Mixture:
         return where
 
     def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
-        """Return the order of samples; ``batch`` has no effect."""
+        """Return the order of samples, a function of seed and position.
+
+        ``batch`` affects only sets in row groups (:class:`oneloop.data.row_group_order.Windows`):
+        the place of a sample in the step decides its lane. A rank, whose share of a step is
+        consecutive places, therefore reads only some lanes of each set. Two cases have one lane,
+        so that each rank reads all groups: a set with one sample per step or fewer, and all sets
+        if cycle and steps coincide only after more than a million samples.
+        """
+        repeats = math.lcm(len(self.cycle), batch)  # samples until cycle and steps coincide
         orders = []
-        for dataset in self.sets.values():
-            orders.append(order_of(dataset, seed=seed, batch=1, shuffle=shuffle))
+        for number, dataset in enumerate(self.sets.values()):
+            order = order_of(dataset, seed=seed, batch=1, shuffle=shuffle)
+            if isinstance(order, Windows) and repeats <= _MAX_REPEATS:
+                of_set = np.tile(self.cycle == number, repeats // len(self.cycle))
+                places = np.flatnonzero(of_set) % batch
+                order = order.at_places(places, batch=batch, period=repeats // batch)
+            orders.append(order)
         return Mixed(orders, self.bounds[:-1], self.cycle)
 
     def fingerprint(self) -> dict[str, Any] | None:

@@ -7,9 +7,12 @@ groups, cuts them into windows of a few groups, and shuffles the samples within 
 window can be read once and then dropped.
 
 To let processes read different windows, the groups of an epoch are divided into lanes, each with
-its own windows. A step draws from all lanes round-robin, in runs of samples. A rank's share of a
-step is some of these runs, so it reads only some lanes. The number of lanes depends on the data and
-the batch size, never on the number of ranks.
+its own windows. A step is divided among the lanes: each has a part of equal length. A rank's share
+of a step is some of these parts, so it reads only some lanes. The number of lanes depends on the
+data and the batch size, never on the number of ranks.
+
+If only some places of a step are the data set's (:class:`oneloop.data.mixture.Mixture`), a place
+still decides the lane.
 """
 
 from collections.abc import Sequence
@@ -37,14 +40,23 @@ class Windows(Ordered):
         seed: seed of the order.
         open_groups: groups of all open windows together, about. If that is every group, the order
             is a permutation of all samples.
-        batch: samples of a step.
+        batch: places of a step.
+        places: (n,), the place in the step of each sample, repeated endlessly; None: all places.
+        period: steps until these places repeat.
 
     Raises:
         ValueError: there are no samples or no open groups.
     """
 
     def __init__(
-        self, sizes: Sequence[int] | NDArray[np.int64], *, seed: int, open_groups: int, batch: int
+        self,
+        sizes: Sequence[int] | NDArray[np.int64],
+        *,
+        seed: int,
+        open_groups: int,
+        batch: int,
+        places: NDArray[np.int64] | None = None,
+        period: int = 1,
     ) -> None:
         self.sizes = np.asarray(sizes, dtype=np.int64)
         self.seed = seed
@@ -54,14 +66,25 @@ class Windows(Ordered):
                 f"an order requires samples and open groups, got {self.size} and {open_groups}"
             )
         self._firsts = np.cumsum(self.sizes) - self.sizes
+        self.open_groups = open_groups
 
+        if places is None:
+            places = np.arange(batch)
         if open_groups >= len(self.sizes):
             self.lanes = 1
             self.window = len(self.sizes)  # groups of a window
         else:
-            self.lanes = lanes(open_groups, batch)
+            self.lanes = lanes(open_groups, batch, most=len(places) // period)
             self.window = open_groups // self.lanes
-        self.run = batch // self.lanes  # consecutive samples of one lane
+
+        # The lane of each sample until the places repeat, how many samples of its lane are before
+        # it, and how many each lane has.
+        self._turns = places // (batch // self.lanes)
+        self._before = np.empty_like(places)
+        for lane in range(self.lanes):
+            of_lane = self._turns == lane
+            self._before[of_lane] = np.arange(np.count_nonzero(of_lane))
+        self._each = np.bincount(self._turns, minlength=self.lanes)
         self._layouts: dict[int, _Layout] = {}
 
     def at(self, positions: NDArray[np.int64]) -> EpochsAndIndices:
@@ -78,11 +101,11 @@ class Windows(Ordered):
     def _epoch_indices(self, epoch: int, offsets: NDArray[np.int64]) -> NDArray[np.int64]:
         layout = self._layout(epoch)
 
-        # Find the lane of each offset and the sample's number in the epoch, lane after lane. The
-        # lanes take turns, in runs of samples.
-        rounds, within = np.divmod(offsets + layout.phase, self.lanes * self.run)
-        lane, offset = np.divmod(within, self.run)
-        sample = layout.starts[lane] + rounds * self.run + offset - layout.missing[lane]
+        # Find the lane of each offset and the sample's number in the epoch, lane after lane.
+        rounds, within = np.divmod(offsets + layout.phase, len(self._turns))
+        lane = self._turns[within]
+        earlier = rounds * self._each[lane] + self._before[within] - layout.missing[lane]
+        sample = layout.starts[lane] + earlier
 
         # Shuffle within the window.
         window = np.searchsorted(layout.edges, sample, side="right") - 1
@@ -117,7 +140,7 @@ class Windows(Ordered):
 
         # Divide the samples among the lanes. If the epoch begins within a step, its first round
         # continues the round of the previous epoch.
-        phase = epoch * self.size % (self.lanes * self.run)
+        phase = epoch * self.size % len(self._turns)
         missing = self._counts_by_lane(phase)
         counts = self._counts_by_lane(phase + self.size) - missing
         starts = np.cumsum(counts) - counts
@@ -140,9 +163,26 @@ class Windows(Ordered):
 
     def _counts_by_lane(self, samples: int) -> NDArray[np.int64]:
         """Return how many of the first ``samples`` samples each lane has."""
-        rounds, rest = divmod(samples, self.lanes * self.run)
-        begun = np.clip(rest - self.run * np.arange(self.lanes), 0, self.run)  # of the last round
-        return rounds * self.run + begun
+        rounds, rest = divmod(samples, len(self._turns))
+        begun = np.bincount(self._turns[:rest], minlength=self.lanes)  # of the last round
+        return np.asarray(rounds * self._each + begun)
+
+    def at_places(self, places: NDArray[np.int64], *, batch: int, period: int) -> "Windows":
+        """Return the order of a data set that has only some places of a step.
+
+        Args:
+            places: (n,), the place in the step of each sample, repeated endlessly.
+            batch: places of a step.
+            period: steps until these places repeat.
+        """
+        return Windows(
+            self.sizes,
+            seed=self.seed,
+            open_groups=self.open_groups,
+            batch=batch,
+            places=places,
+            period=period,
+        )
 
     def _edges(self, ends: NDArray[np.int64], start: int, stop: int) -> NDArray[np.int64]:
         """Return the first sample of each window of a lane."""
@@ -167,12 +207,13 @@ class _Layout:
     key: np.uint64
 
 
-def lanes(open_groups: int, batch: int) -> int:
+def lanes(open_groups: int, batch: int, *, most: int) -> int:
     """Return the largest number of lanes that divides the batch and leaves large windows.
 
     Args:
         open_groups: groups of all open windows; each window gets at least eight.
-        batch: samples of a step.
+        batch: places of a step.
+        most: samples of a step, at least: each lane gets one.
     """
-    most = max(1, min(_MAX_LANES, open_groups // _MIN_GROUPS, batch))
+    most = max(1, min(_MAX_LANES, open_groups // _MIN_GROUPS, most))
     return max(count for count in range(1, most + 1) if batch % count == 0)

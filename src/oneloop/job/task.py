@@ -4,6 +4,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from oneloop.basics.exit_codes import Unavailable
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, RepeatedOrder
 from oneloop.launch.agreement import where
@@ -35,7 +36,7 @@ def make_task(recipe: Recipe) -> Task:
     kind = resolve("task", name)
     try:
         task: Task = kind(**recipe.task.options)
-    except (ValueError, ImportError, MemoryError):
+    except (ValueError, ImportError, MemoryError, Unavailable):
         raise  # these messages are for the user already
     except Exception as error:
         raise ValueError(

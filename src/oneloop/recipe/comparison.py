@@ -35,6 +35,7 @@ _ADDED: dict[str, tuple[Any, ...]] = {
     "ema.buffers": (False,),
     "optimizer.frozen_modules": ("eval",),
     "task.unreadable": ("stop",),
+    "task.stream": (False,),
     "task.group_answers": (False,),
     "task.system": ("system", ""),
     "task.flags": (_FLAGS, []),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from oneloop.basics.files import replacing
-from oneloop.tasks.rows.cache import alone, key_of
+from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.images import checked_images, empty_classes, is_image
 from oneloop.tasks.rows.open_data import Source
 from oneloop.tasks.rows.rows import FINDINGS, unusable
@@ -143,7 +143,7 @@ def check_as_long(sources: Sequence[Source], one: str, other: str) -> None:
         second = source.columns[other]
         for rows in source.parts.values():
             # An empty file of the cache states that these rows are right.
-            with alone(f"values/{key_of(rows.fingerprint(), first, second)}.ok") as done:
+            with alone(f"values/{key_of(rows_content(rows), first, second)}.ok") as done:
                 if not done.exists():
                     _check_lengths(rows, first, second)
                 if not FINDINGS.get():
@@ -216,7 +216,7 @@ def values_of(
     Raises:
         ValueError: a value is missing, or is not such a number.
     """
-    key = key_of(_CACHE_VERSION, rows.fingerprint(), column, distinct, numbers)
+    key = key_of(_CACHE_VERSION, rows_content(rows), column, distinct, numbers)
     with alone(f"values/{key}.json") as file:
         if not file.exists():
             values = _checked_values(rows, column, distinct=distinct, numbers=numbers)

@@ -62,6 +62,7 @@ _DOWNLOADED = f"data={'|'.join(TORCHVISION)}"
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "image_size": _OWN_IMAGES,
     "held_out": _OWN_IMAGES,
+    "stream": _OWN_IMAGES,
     "crop_max": "crop!=0",
     "crop_ratio": "crop!=0",
     "mean": _OWN_IMAGES,
@@ -128,6 +129,7 @@ class ImageClassification(OneClass, SplitSets):
         unreadable: stop if an image cannot be used (oneloop check lists them), or skip such images
             and list them in environment.json.
         window: megabytes of parquet rows in memory per process.
+        stream: read hf:NAME in place, by ranges of its Parquet files, instead of a download.
         root: folder of the downloaded data sets.
         download: download a missing data set.
         smoothing: label smoothing.
@@ -170,6 +172,7 @@ class ImageClassification(OneClass, SplitSets):
         pixel_limit: int = 89_478_485,
         unreadable: Unreadable = "stop",
         window: int = 256,
+        stream: bool = False,
         root: str = "data",
         download: bool = False,
         smoothing: float = 0.0,
@@ -188,6 +191,7 @@ class ImageClassification(OneClass, SplitSets):
         self.dropout = dropout
         self.columns = {"image": image, "label": label}
         self.window = window
+        self.stream = stream
         self.pixel_limit = pixel_limit
         self.skipped_rows = list[str]()
         self._data_notes = list[str]()
@@ -277,7 +281,7 @@ class ImageClassification(OneClass, SplitSets):
         skipped = self.skipped_rows if skip else None
         check = partial(check_images, limit=limit, skipped=skipped)
         sources = list[Source]()
-        for source in named_sources(data, self.columns):
+        for source in named_sources(data, self.columns, stream=self.stream):
             label = "label" if isinstance(data, str) else ""  # another source may train a class
             opened(source, held_out=held_out, window=self.window, check=check, label=label)
             sources.append(source)

@@ -37,13 +37,14 @@ from oneloop.tasks.language.text_metrics import (
 from oneloop.tasks.language.token_targets import TokenTargets
 from oneloop.tasks.language.tokens import ending_tokenizer, tokenizer_key
 from oneloop.tasks.model_limits import check_sizes, shorter_length
-from oneloop.tasks.rows.cache import key_of
+from oneloop.tasks.rows.cache import key_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
     combined,
     first_columns,
+    local_only,
     named_sources,
     note_skipped,
     notes_of,
@@ -150,7 +151,7 @@ class Seq2Seq(TokenTargets):
         sources = self._sources(data, held_out, unreadable)
         if self.name is None:
             trained = [(one.parts["train"], one.columns) for one in sources]
-            content = [[rows.fingerprint(), dict(columns)] for rows, columns in trained]
+            content = [[rows_content(rows), dict(columns)] for rows, columns in trained]
             texts = chain.from_iterable(texts_in(*one) for one in trained)
             self.tokenizer = ending_tokenizer(texts, vocab, cache_key=content)
         else:
@@ -206,7 +207,7 @@ class Seq2Seq(TokenTargets):
         if data == "numbers":
             columns = {"source": "source", "target": "target"}
             return [Source(data, columns, parts={split: NumberWords(split) for split in NUMBERS})]
-        sources = named_sources(data, self.columns, unreadable=unreadable)
+        sources = named_sources(data, self.columns, unreadable=unreadable, remote=False)
         return [opened(source, held_out=held_out, window=self.window) for source in sources]
 
     def _samples(
@@ -235,6 +236,7 @@ class Seq2Seq(TokenTargets):
         return SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
 
     def samples_of(self, data: str, *, labelled: bool) -> SourceTarget:
+        local_only(data)
         # A row to predict may have a target.
         choices = [self.columns]
         if not labelled:

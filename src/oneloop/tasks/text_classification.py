@@ -30,6 +30,7 @@ class TextClassification(OneClass, TextRows):
 
     needs = TextRows.needs | {
         "held_out": "data!=stdlib",
+        "stream": "data!=stdlib",
         "packages": "data=stdlib",
         "lines": "data=stdlib",
     }

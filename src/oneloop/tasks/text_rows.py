@@ -56,6 +56,7 @@ class TextRows(SplitSets):
         dropout: dropout of embeddings, attention and residuals (of a new encoder).
         unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
             not UTF-8), or skip such rows and list them in environment.json.
+        stream: read hf:NAME in place, by ranges of its Parquet files, instead of a download.
     """
 
     needs: dict[str, str] = _NEEDS
@@ -80,6 +81,7 @@ class TextRows(SplitSets):
         length: int = 256,
         dropout: float = 0.0,
         unreadable: Unreadable = "stop",
+        stream: bool = False,
     ) -> None:
         # Make the reader, which converts texts to the inputs of its model.
         shape = EncoderShape(layers, heads, width, length, dropout)
@@ -99,7 +101,7 @@ class TextRows(SplitSets):
             self.classes = recorded["classes"]
         sources = list[Source]()
         if data is not None and not recorded:
-            for source in named_sources(data, columns, unreadable=unreadable):
+            for source in named_sources(data, columns, unreadable=unreadable, stream=stream):
                 # In a mixture, another source may train a class.
                 one = isinstance(data, str) and self.predicts_classes
                 label = self.target if one else ""

@@ -7,6 +7,7 @@ from typing import Any
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tasks.language.texts import Texts, all_texts, texts_of
 from oneloop.tasks.language.tokens import BPE, END_OF_TEXT
+from oneloop.tasks.rows.cache import rows_content
 from oneloop.tasks.rows.open_data import (
     Source,
     Unreadable,
@@ -46,7 +47,7 @@ class RawTexts(LanguageModel):
         super().__init__(**model)
         self.column = column
         self.window = window
-        self._sources = named_sources(data, {"column": column}, unreadable=unreadable)
+        self._sources = named_sources(data, {"column": column}, unreadable=unreadable, remote=False)
         self._texts = [texts_of(source, share=held_out, window=window) for source in self._sources]
         self.skipped_rows = skipped_rows(self._sources)
         self._data_notes += notes_of(self._sources)
@@ -61,7 +62,7 @@ class RawTexts(LanguageModel):
             special: special tokens, which get the first ids.
         """
         trained = [splits["train"] for splits in self._texts]
-        fingerprints = [split.fingerprint() for split in trained]
+        fingerprints = [rows_content(split) for split in trained]
         content = None if None in fingerprints else fingerprints
         texts = chain.from_iterable(trained)
         bpe = BPE(texts, vocab, cache_key=content, special=special)

@@ -1,9 +1,9 @@
 """Cached files and checksums of data, and the changes between two fingerprints."""
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -50,13 +50,22 @@ def key_of(*values: Any) -> str:
     return xxh3_64_hexdigest(json.dumps(values, sort_keys=True, default=str).encode())
 
 
+def rows_content(rows: Any) -> Any:
+    """Return a description of rows by content, for the keys of caches: not for a resume.
+
+    Args:
+        rows: the rows. If they have no ``cache_key()``, their fingerprint describes their content.
+    """
+    return rows.cache_key() if hasattr(rows, "cache_key") else rows.fingerprint()
+
+
 def numbers_key(numbers: NDArray[np.int64], *, exclude: bool) -> str:
     """Return a key for these row numbers, or (``exclude``) for all others."""
     digest = xxh3_64_hexdigest(np.ascontiguousarray(numbers, "<i8").tobytes())
     return f"{'all but ' if exclude else ''}{len(numbers)}: {digest}"
 
 
-def below(file: Path, root: Path) -> str:
+def below(file: PurePath, root: PurePath) -> str:
     """Return the file's path relative to ``root``, or its name if it is ``root``."""
     return file.name if file == root else file.relative_to(root).as_posix()
 
@@ -96,13 +105,21 @@ def content_of(files: Sequence[Path], root: Path) -> dict[str, Any]:
             with replacing(cache_file) as draft:
                 draft.write_text(json.dumps({**known, **fresh}))
 
-    # Describe each file, or all together if there are very many.
     named = {}
     for file in files:
         size, *_, checksum = fresh[str(file)]
         named[below(file, root)] = [size, checksum]
+    return described(named)
+
+
+def described(named: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Return files as a part of a fingerprint: each by name, or a digest of very many.
+
+    Args:
+        named: bytes of each file, and a hash, by name relative to the data set's folder.
+    """
     if len(named) <= _LISTED:
-        return {"files": named}
+        return {"files": dict(named)}
     digest = {
         "count": len(named),
         "bytes": sum(size for size, _ in named.values()),

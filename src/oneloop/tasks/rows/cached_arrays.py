@@ -20,7 +20,7 @@ from oneloop.basics.system.processes import die_with, usable_cores
 from oneloop.basics.system.signals import on_stops
 from oneloop.basics.system.start_methods import spawns, start_context
 from oneloop.basics.untrusted import delete
-from oneloop.tasks.rows.cache import alone, key_of
+from oneloop.tasks.rows.cache import alone, key_of, rows_content
 from oneloop.tasks.rows.rows import FINDINGS, Row, Rows, unusable
 
 Make = Callable[[Row], NDArray[np.int32]]
@@ -68,7 +68,7 @@ def ragged(
     allowed = 0  # invalid rows
     if skip or checks:
         allowed = len(rows) if empty or checks else len(rows) - 1
-    with alone(f"made/{key_of(rows.fingerprint(), made_by)}") as path:
+    with alone(f"made/{key_of(rows_content(rows), made_by)}") as path:
         if not (path / "ends.npy").exists():
             draft = path.with_suffix(f".{os.getpid()}.draft")
             delete(draft, inside=path.parent)

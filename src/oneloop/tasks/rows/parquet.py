@@ -10,23 +10,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from oneloop.data.batch_layout import BatchLayout
+from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
-from oneloop.tasks.rows.cache import content_of, numbers_key
+from oneloop.tasks.rows.cache import content_of, described, key_of, numbers_key
 from oneloop.tasks.rows.find_files import Found
-from oneloop.tasks.rows.parquet_files import GroupFile, LocalFile
+from oneloop.tasks.rows.parquet_files import GroupFile, LocalFile, check_size, memory_bound
 from oneloop.tasks.rows.rows import Row
 
 _MEGABYTE = 1 << 20
 _SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
-_SAMPLED_GROUPS = 16  # groups that are read to estimate their size in memory
+_SLICE = 4096  # rows that are decoded together: dictionary-encoded texts may become much larger
+# version of the order of the rows. 2: it follows from the footers alone; before: from some groups
+_ORDER_VERSION = 2
 
 # columns of ``Parquet._groups``, the table of row groups
 _FILE = 0  # number of the file
 _NUMBER = 1  # number of the group in its file
 _ROWS = 2
-_BYTES = 3  # in memory
+_BYTES = 3  # in memory, at most
 
 
 class Parquet:
@@ -37,8 +40,11 @@ class Parquet:
         root: the folder of the data set, or its only file, or an address; for messages.
         columns: the columns to read.
         window: megabytes that a process caches.
-        content: the fingerprint.
-        remote: whether the files are not on a disk of this machine.
+        content: what caches of values depend on: the checksums of the files' content, or if they
+            are remote, their versions.
+        part: the split.
+        remote: whether the files are not on a disk of this machine. Only on a disk, the fingerprint
+            has a checksum of the content.
 
     Raises:
         ValueError: a file or column is missing, or a group exceeds the window.
@@ -52,6 +58,7 @@ class Parquet:
         *,
         window: int,
         content: Any,
+        part: str = "",
         remote: bool = False,
     ) -> None:
         self.files = list(files)
@@ -59,13 +66,18 @@ class Parquet:
         self.root = root
         self.window = window
         self.content = content
+        self._chosen: dict[str, Any] = {"part": part}  # which rows of the files these are
+        self._footers = described({file.name: [file.size, file.digest] for file in self.files})
         self.remote = remote
+        self._client: Any = None  # of the process that fetches remote groups
+        if remote:
+            from oneloop.tasks.rows.remote.fetch_client import FetchClient
+
+            self._client = FetchClient()
 
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
-        # whether a text column is dictionary-encoded, and so larger in memory than its recorded
-        # size
-        self._repeats = False
+        self._kinds: dict[str, Any] = {}  # Arrow's type of each column, decoded
         groups: list[tuple[int, int, int, int]] = []
         for number, file in enumerate(self.files):
             groups += self._groups_of(number, file)
@@ -76,28 +88,11 @@ class Parquet:
         self._picked: list[NDArray[np.int64]] | None = None
         self._number(self._groups[:, _ROWS])
 
-        # Estimate the groups' sizes in memory.
         self.reads = 0  # groups that this process has read
         self._clear_cache()
-        self._groups[:, _BYTES] = np.ceil(self._groups[:, _BYTES] * self._memory_ratio())
-        self.reads = 0
         for file_number, group, rows, size in self._groups.tolist():
             if size > self.window * _MEGABYTE:
                 self._reject_size(self.files[file_number].where, group, rows, size)
-
-    def _memory_ratio(self) -> float:
-        """Return the ratio of size in memory to recorded size, from a few groups.
-
-        It is rounded up to a power of 2 ** (1/4), since the order of samples depends on it.
-        """
-        if not self._repeats:
-            return 1.0
-        spread = np.linspace(0, len(self._groups) - 1, _SAMPLED_GROUPS).astype(np.int64)
-        larger = 1.0
-        for group in np.unique(spread).tolist():
-            _, size = self.read(group)
-            larger = max(larger, size / max(1, self._groups[group, _BYTES]))
-        return float(2 ** (np.ceil(4 * np.log2(larger)) / 4))
 
     def _clear_cache(self) -> None:
         # columns of the cached groups, and their bytes
@@ -121,6 +116,8 @@ class Parquet:
 
     def _groups_of(self, number: int, file: GroupFile) -> list[tuple[int, int, int, int]]:
         """Return the rows of the table of groups for one file; check its columns and types."""
+        import pyarrow
+
         schema = file.schema
         metadata = file.metadata
         for column in self.columns:
@@ -138,18 +135,15 @@ class Parquet:
                         f"{self._types[name]} in {first}; write the files with one schema"
                     )
         self._types = types
+        for column in self.columns:
+            kind = schema.field(column).type
+            # Categories of pandas are texts with an index.
+            self._kinds[column] = kind.value_type if pyarrow.types.is_dictionary(kind) else kind
 
-        # Count only the bytes of the columns that will be read.
         found = []
         for group in range(metadata.num_row_groups):
-            about = metadata.row_group(group)
-            size = 0
-            for index in range(about.num_columns):
-                column = about.column(index)
-                if _wanted(column.path_in_schema, self.columns):
-                    size += _bytes(column)
-                    self._repeats |= _has_dictionary(column)
-            found.append((number, group, about.num_rows, size))
+            size = memory_bound(metadata, group, self.columns)
+            found.append((number, group, metadata.row_group(group).num_rows, size))
         return found
 
     def _reject_size(self, where: str, group: int, rows: int, size: int) -> NoReturn:
@@ -175,15 +169,16 @@ class Parquet:
         return {name: column[row].as_py() for name, column in self._table(group).items()}
 
     def values(self, column: str) -> Iterator[Any]:
-        """Yield the column as Arrow arrays, in row order."""
-        for group in range(len(self._groups)):
+        """Yield the column as Arrow arrays, in row order; skip groups without selected rows."""
+        for group in np.flatnonzero(self.sizes).tolist():
             array = self.read(group, [column])[0][column]
             if self._picked is not None:
                 picked = self._picked[group]
                 if self._exclude:
                     picked = np.delete(np.arange(len(array)), picked)
                 array = array.take(picked)
-            yield array
+            for start in range(0, len(array), _SLICE):
+                yield _decoded(array.slice(start, _SLICE), self._kinds[column])
 
     def near(self, index: int) -> range:
         """Return the rows of the same row group."""
@@ -240,20 +235,30 @@ class Parquet:
         return columns
 
     def read(self, group: int, columns: Sequence[str] | None = None) -> tuple[dict[str, Any], int]:
-        """Return columns of a group as Arrow arrays, and their bytes.
+        """Return columns of a group as Arrow arrays, and their bytes in memory.
+
+        Texts may be dictionary-encoded.
 
         Args:
             group: number of the group.
             columns: names of the columns; None: all of this object.
 
         Raises:
-            ValueError: the group cannot be read.
+            ValueError: the group cannot be read, or is far larger than its footer says.
         """
         names = list(columns or self.columns)
-        file, number, _, _ = self._groups[group].tolist()
-        table = self.files[file].read(number, names)
+        number, in_file, _, bound = self._groups[group].tolist()
+        file = self.files[number]
+        # One column of all groups is read once, before a run, without the fetcher.
+        if self.remote and names == self.columns:
+            table = self._client.get(self._request(group))
+        else:
+            table = file.read(in_file, names)
         self.reads += 1
-        return {name: table.column(name).combine_chunks() for name in names}, table.nbytes
+        arrays = {name: table.column(name).combine_chunks() for name in names}
+        size = sum(array.nbytes for array in arrays.values())
+        check_size(file.where, in_file, size, bound)
+        return arrays, size
 
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
@@ -261,7 +266,7 @@ class Parquet:
         # Copy without __init__, which reads the metadata of all files.
         made = object.__new__(Parquet)
         made.__dict__.update(self.__dict__)
-        made.content = {**self.content, "rows": numbers_key(indices, exclude=exclude)}
+        made._chosen = {**self._chosen, "rows": numbers_key(indices, exclude=exclude)}
 
         # Divide the indices by group, and number them within it.
         bounds = np.searchsorted(indices, [*self._firsts.tolist(), self._length])
@@ -318,15 +323,14 @@ class Parquet:
         )
         return [AnnouncedPlan(self._client, needed, self._request)]
 
-    @property
-    def _client(self) -> Any:
-        """Return the client of the fetcher of remote files."""
-        return self.files[0].client  # type: ignore[attr-defined]
-
     def _request(self, group: int) -> Any:
         """Return the request for a row group of remote files."""
-        file, number, _, _ = self._groups[group].tolist()
-        return self.files[file].request(number, self.columns)  # type: ignore[attr-defined]
+        from oneloop.tasks.rows.remote.range_file import GroupRequest
+
+        file, number, _, size = self._groups[group].tolist()
+        of: Any = self.files[file]  # a RemoteFile
+        budget = 2 * self.window * _MEGABYTE
+        return GroupRequest(of.address, of.item, number, tuple(self.columns), size, budget)
 
     def waits(self) -> str:
         """Return what processes of this run wait for, and why; empty if they do not wait long."""
@@ -344,7 +348,30 @@ class Parquet:
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        return {"length": len(self), "columns": sorted(self.columns), **self.content}
+        """Return a description of the rows that is equal for a copy of the files elsewhere.
+
+        It has the files' sizes and footers. On a disk, the checksum adds their content.
+        """
+        made = {
+            "length": len(self),
+            "columns": sorted(self.columns),
+            ORDER_OF_ROW_GROUPS: _ORDER_VERSION,
+            **self._footers,
+            **self._chosen,
+        }
+        if not self.remote:
+            made["checksum"] = key_of(self.content)
+        return made
+
+    def cache_key(self) -> dict[str, Any]:
+        """Return a description of the rows by content, for caches of this machine."""
+        columns = sorted(self.columns)
+        return {"length": len(self), "columns": columns, **self.content, **self._chosen}
+
+
+def _decoded(array: Any, kind: Any) -> Any:
+    """Return an array with its texts decoded: of the type ``kind``."""
+    return array if array.type == kind else array.cast(kind)
 
 
 def _types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
@@ -360,26 +387,7 @@ def _types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error
 
 
-def _wanted(path: str, columns: Sequence[str]) -> bool:
-    """Return whether a stored column is one of the columns, or a field of one."""
-    return any(path == column or path.startswith(f"{column}.") for column in columns)
-
-
-def _has_dictionary(about: Any) -> bool:
-    """Return whether a column of a group stores repeated texts once."""
-    if about.physical_type != "BYTE_ARRAY":
-        return False
-    return any("DICTIONARY" in encoding for encoding in about.encodings)
-
-
-def _bytes(about: Any) -> int:
-    """Return the bytes of a column of a group in memory, from the file's metadata."""
-    widths = {"INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}
-    width = widths.get(about.physical_type, 0)
-    return max(int(about.total_uncompressed_size), int(width * about.num_values))
-
-
-def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
+def parquets(found: Found[Path], columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
     """Return the files' rows by split; raise as :class:`Parquet`.
 
     Args:
@@ -390,7 +398,8 @@ def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, 
     made = {}
     for split, files in found.parts.items():
         content = content_of(files, found.root)
-        content["part"] = split
         opened = [LocalFile(file, found.root) for file in files]
-        made[split] = Parquet(opened, found.root, columns, window=window, content=content)
+        made[split] = Parquet(
+            opened, found.root, columns, window=window, content=content, part=split
+        )
     return made

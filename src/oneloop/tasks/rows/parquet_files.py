@@ -12,6 +12,12 @@ from oneloop.tasks.rows.cache import below
 
 _OPEN_FILES = 16  # files that stay open: reading the metadata of many groups is slow
 _TAIL = 8  # bytes after the footer: its length, and PAR1
+_MEGABYTE = 1 << 20
+
+# bytes of a value in memory, by physical type; of FIXED_LEN_BYTE_ARRAY, the footer states them
+_WIDTHS = {"BOOLEAN": 1, "INT32": 4, "INT64": 8, "FLOAT": 4, "DOUBLE": 8, "INT96": 8}
+_DECIMAL = 16  # bytes of a decimal number in memory, whatever its physical type is
+_POINTER = 8  # bytes of an index or an offset in memory, at most
 
 
 class GroupFile(Protocol):
@@ -62,6 +68,80 @@ def footer_digest(footer: bytes) -> str:
     return xxh3_128_hexdigest(footer)
 
 
+def memory_bound(metadata: Any, group: int, columns: Sequence[str]) -> int:
+    """Return the bytes that columns of a row group need in memory at most, by the footer alone.
+
+    Texts that the file stores once, with an index per value (dictionary encoding), also stay so in
+    memory: see :func:`dictionary_columns`.
+
+    Args:
+        metadata: the footer.
+        group: number of the group in its file.
+        columns: names of the columns.
+    """
+    about = metadata.row_group(group)
+    total = 0
+    for index in range(about.num_columns):
+        column = about.column(index)
+        if not is_wanted(column.path_in_schema, columns):
+            continue
+        leaf = metadata.schema.column(index)
+        width = _WIDTHS.get(column.physical_type, 0)
+        if column.physical_type == "FIXED_LEN_BYTE_ARRAY":
+            width = leaf.length
+        if leaf.logical_type.type == "DECIMAL":
+            width = max(width, _DECIMAL)
+        total += max(column.total_uncompressed_size, width * column.num_values)
+
+        # A text has an index or an offset. A list has an offset, too: of the outer lists, each row
+        # has one; inner lists are at most as many as the values.
+        if column.physical_type == "BYTE_ARRAY":
+            total += _POINTER * column.num_values
+        if leaf.max_repetition_level:
+            inner = leaf.max_repetition_level - 1
+            total += _POINTER * (about.num_rows + inner * column.num_values)
+    return int(total)
+
+
+def check_size(where: str, group: int, size: int, bound: int) -> None:
+    """Raise ValueError if a group takes far more memory than its footer says.
+
+    Args:
+        where: path or address of the file.
+        group: number of the group in the file.
+        size: bytes that it takes.
+        bound: the :func:`memory_bound`.
+    """
+    if size > 2 * bound + _MEGABYTE:
+        raise ValueError(
+            f"{where}: row group {group} decompresses to {size / _MEGABYTE:,.1f} MB, although its "
+            f"footer says {bound / _MEGABYTE:,.1f} MB; the file is damaged, or was made to fill "
+            "the memory: write it again"
+        )
+
+
+def dictionary_columns(metadata: Any) -> list[str]:
+    """Return the columns of texts or bytes to keep dictionary-encoded in memory, by path.
+
+    pyarrow cannot do so with columns of which a part has one of the DELTA encodings.
+    """
+    found = []
+    for index in range(metadata.num_columns):
+        if metadata.schema.column(index).physical_type != "BYTE_ARRAY":
+            continue
+        encodings = set()
+        for group in range(metadata.num_row_groups):
+            encodings.update(metadata.row_group(group).column(index).encodings)
+        if "DICTIONARY" in " ".join(encodings) and "DELTA" not in " ".join(encodings):
+            found.append(metadata.schema.column(index).path)
+    return found
+
+
+def is_wanted(path: str, columns: Sequence[str]) -> bool:
+    """Return whether a stored column is one of the columns, or a field of one."""
+    return any(path == column or path.startswith(f"{column}.") for column in columns)
+
+
 class LocalFile:
     """A Parquet file on a disk, memory-mapped.
 
@@ -77,7 +157,7 @@ class LocalFile:
         self.path = path
         self.name = below(path, root)
         self.where = str(path)
-        _reader(self, os.getpid())  # raises if the file has no valid footer
+        self.dictionaries = dictionary_columns(_opened(path, []).metadata)
         with path.open("rb") as stream:
             self.size = stream.seek(0, os.SEEK_END)
             stream.seek(-_TAIL, os.SEEK_END)
@@ -91,7 +171,7 @@ class LocalFile:
 
     @property
     def schema(self) -> Any:
-        return _reader(self, os.getpid()).schema_arrow
+        return self.metadata.schema.to_arrow_schema()
 
     def read(self, group: int, columns: Sequence[str]) -> Any:
         import pyarrow
@@ -108,12 +188,15 @@ class LocalFile:
 @lru_cache(maxsize=_OPEN_FILES)
 def _reader(file: LocalFile, process: int) -> Any:
     """Return the open file of this process; those that were used least recently are closed."""
+    return _opened(file.path, file.dictionaries)
+
+
+def _opened(path: Path, dictionaries: Sequence[str]) -> Any:
     import pyarrow
     from pyarrow import parquet
 
     try:
-        return parquet.ParquetFile(file.path, memory_map=True)
+        return parquet.ParquetFile(path, memory_map=True, read_dictionary=dictionaries)
     except (OSError, pyarrow.ArrowException) as error:
-        raise ValueError(
-            f"{file.where} cannot be read as parquet: {' '.join(str(error).split())}"
-        ) from error
+        why = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read as parquet: {why}") from error

@@ -18,7 +18,7 @@ from xxhash import xxh3_64
 from oneloop.basics.progress import tracked
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, order_of
-from oneloop.tasks.rows.cache import alone, key_of
+from oneloop.tasks.rows.cache import alone, key_of, rows_content
 
 Row = dict[str, Any]
 
@@ -201,7 +201,7 @@ def divided(
 
     # Draw from all rows, so that the splits do not depend on which rows are left out.
     out = unusable.get(training, _NO_ROWS)
-    key = key_of(rows.fingerprint(), share, *filter(None, [label]))
+    key = key_of(rows_content(rows), share, *filter(None, [label]))
     with alone(f"held-out/{key}.npz") as path:
         validation, test, rare = _draw_splits(rows, share, path, label)
         if rare and notes is not None:

@@ -90,6 +90,11 @@ def is_safe(name: str) -> bool:
     return is_plain(plain, _MOST_PARTS) and "\\" not in plain and plain.isprintable()
 
 
+def is_local(url: str) -> bool:
+    """Return whether the host of a URL is this machine, so that it needs no TLS."""
+    return urlsplit(url).hostname in _HERE
+
+
 def _repository_of(text: str) -> tuple[str, str]:
     """Return the repository (``datasets/NAME[@REVISION]``) and the path in it."""
     kind, owner, name, *path = [*text.rstrip("/").partition("://")[2].split("/"), "", "", ""]
@@ -116,7 +121,7 @@ def _in_folder(text: str, scheme: str, root: str, path: str) -> Address:
 
 def _of_web(text: str, scheme: str, host: str, path: str) -> Address:
     """Return the address of a file on a web server, or of a list of files."""
-    if scheme == "http" and urlsplit(text).hostname not in _HERE:
+    if scheme == "http" and not is_local(text):
         raise ValueError(f"{text!r} is not encrypted; use https://")
     folder, _, name = path.rpartition("/")
     if not host or not name.endswith((".parquet", ".txt")) or _WILDCARDS.search(path):

@@ -2,9 +2,15 @@
 
 from typing import Any
 
-from oneloop.basics.bucket import StoreChangedError, store_errors
+from oneloop.basics.bucket import store_errors
 from oneloop.tasks.rows.remote.addresses import Address
-from oneloop.tasks.rows.remote.store import CONNECTIONS, TIMEOUTS, RemoteObject, RemoteStore
+from oneloop.tasks.rows.remote.store import (
+    CONNECTIONS,
+    TIMEOUTS,
+    RemoteObject,
+    RemoteStore,
+    changed,
+)
 
 _CHANGED = (412, 416)  # status: another version; the range is beyond its end
 
@@ -103,10 +109,3 @@ class GsStore(_BucketStore):
             except FileNotFoundError as error:
                 # The bucket no longer has this generation.
                 raise changed(self.where(item)) from error
-
-
-def changed(where: str) -> StoreChangedError:
-    """Return the error for an object that is no longer the version that was listed."""
-    return StoreChangedError(
-        f"{where} has changed since this run listed it; restore it, or begin a new run"
-    )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-from oneloop.basics.bucket import StoreError
+from oneloop.basics.bucket import StoreChangedError, StoreError
 from oneloop.basics.exit_codes import BadInput
 from oneloop.tasks.rows.remote.addresses import Address, address_of, is_safe
 
@@ -122,4 +122,13 @@ def open_store(address: str) -> RemoteStore:
         from oneloop.tasks.rows.remote.buckets import GsStore, S3Store
 
         return S3Store(given) if given.scheme == "s3" else GsStore(given)
-    raise ValueError(f"{address!r} cannot be read yet")
+    from oneloop.tasks.rows.remote.web import HttpsStore, HubStore
+
+    return HubStore(given) if given.scheme == "hf" else HttpsStore(given)
+
+
+def changed(where: str) -> StoreChangedError:
+    """Return the error for an object that is no longer the version that was listed."""
+    return StoreChangedError(
+        f"{where} has changed since this run listed it; restore it, or begin a new run"
+    )
