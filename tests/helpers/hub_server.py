@@ -7,12 +7,17 @@ import base64
 import hashlib
 import json
 import threading
+from collections.abc import Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs, unquote
 
 import pyarrow as pa
 from pyarrow import parquet
+
+from remote_data import range_of
+from stores import Request
 
 
 class Hub:
@@ -24,7 +29,9 @@ class Hub:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.head = folder, name, ""
+        self.heads: dict[str, str] = {}  # newest commit by branch
         self.asked: list[str] = []
+        self.seen: list[Request] = []  # answered requests for files
 
     def __enter__(self) -> Hub:
         outer = self
@@ -59,40 +66,53 @@ class Hub:
             "HF_HUB_OFFLINE": "0",
         }
 
-    def commit(self, files: dict[str, list[dict[str, Any]]]) -> str:
-        """Add a commit with these files; return its name."""
-        self.head = hashlib.sha1(json.dumps([self.head, sorted(files)]).encode()).hexdigest()
-        (self.folder / self.head).mkdir(parents=True)
+    def commit(self, files: Mapping[str, Any], branch: str = "main") -> str:
+        """Add a commit with these files; return its name.
+
+        Args:
+            files: rows, or the content in bytes, by name.
+            branch: such as ``refs/convert/parquet``.
+        """
+        before = self.heads.get(branch, "" if branch == "main" else branch)
+        commit = hashlib.sha1(json.dumps([before, sorted(files)]).encode()).hexdigest()
         for name, rows in files.items():
-            parquet.write_table(pa.Table.from_pylist(rows), self.folder / self.head / name)
-        return self.head
+            path = self.folder / commit / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if isinstance(rows, bytes):
+                path.write_bytes(rows)
+            else:
+                parquet.write_table(pa.Table.from_pylist(rows), path)
+        self.heads[branch] = commit
+        self.head = self.heads.get("main", "")
+        return commit
 
     def answer(
         self, request: BaseHTTPRequestHandler, path: str, sent: bytes | None, *, body: bool = True
     ) -> None:
-        path = path.partition("?")[0].replace("%40", "@")
+        query = path.partition("?")[2]
+        path = unquote(path.partition("?")[0])
         self.asked.append(path)
+        # A branch such as refs/convert/parquet is one word here.
+        for branch in self.heads:
+            if "/" in branch:
+                path = path.replace(branch, branch.replace("/", "%2F"))
         api, files = f"/api/datasets/{self.name}", f"/datasets/{self.name}/resolve/"
         if path.startswith(files):
             commit, _, name = path.removeprefix(files).partition("/")
             file = self.folder / self._commit(commit) / name
             if not file.is_file():
                 return self._send(request, 404, b"{}", {"X-Error-Code": "EntryNotFound"}, body=body)
-            content = file.read_bytes()
-            more = {
-                "ETag": f'"{hashlib.sha1(content).hexdigest()}"',
-                "X-Repo-Commit": self._commit(commit),
-            }
-            return self._send(request, 200, content, more, body=body)
+            return self._send_file(request, path, file, self._commit(commit), body=body)
         if path == api or path.startswith(f"{api}/revision/"):
             commit = self._commit(path.rpartition("/")[2] if path != api else "main")
-            siblings = [
-                {"rfilename": file.name} for file in sorted((self.folder / commit).iterdir())
-            ]
+            folder = self.folder / commit
+            if not commit or not folder.is_dir():
+                more = {"X-Error-Code": "RevisionNotFound"}
+                return self._send(request, 404, b"{}", more, body=body)
             about = {
                 "id": self.name,
                 "sha": commit,
-                "siblings": siblings,
+                "siblings": [{"rfilename": name} for name in _below(folder)],
                 "private": False,
                 "tags": [],
                 "downloads": 0,
@@ -101,24 +121,40 @@ class Hub:
         if path.startswith((f"{api}/tree/", f"{api}/paths-info/")):
             commit, _, inside = path.split("/", 6)[6].partition("/")
             folder = self.folder / self._commit(commit)
-            paths = None
-            if sent is not None and "paths-info" in path:
-                paths = json.loads(sent).get("paths", []) if sent[:1] == b"{" else None
-            entries = [
-                {
-                    "type": "file",
-                    "path": file.name,
-                    "size": file.stat().st_size,
-                    "oid": hashlib.sha1(file.read_bytes()).hexdigest(),
-                }
-                for file in sorted(folder.iterdir())
-                if paths is None or file.name in paths
-            ]
+            if not (folder / inside).is_dir():
+                more = {"X-Error-Code": "EntryNotFound"}
+                return self._send(request, 404, b"{}", more, body=body)
+            if "/paths-info/" in path:
+                chosen = _paths_of(sent or b"")
+                entries = [_entry(folder, name) for name in chosen if (folder / name).exists()]
+            else:
+                wanted = (folder / inside).rglob if "recursive=true" in query.lower() else None
+                listed = wanted("*") if wanted else (folder / inside).iterdir()
+                names = [file.relative_to(folder).as_posix() for file in sorted(listed)]
+                entries = [_entry(folder, name) for name in names]
             return self._send(request, 200, json.dumps(entries).encode(), body=body)
         return self._send(request, 404, b"{}", {"X-Error-Code": "RepoNotFound"}, body=body)
 
+    def _send_file(
+        self, request: BaseHTTPRequestHandler, path: str, file: Path, commit: str, *, body: bool
+    ) -> None:
+        """Send a file, or a range of it; fail if it is not the one that ``If-Match`` names."""
+        content = file.read_bytes()
+        more = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
+        more["Accept-Ranges"] = "bytes"
+        wanted = range_of(request.headers.get("Range"), len(content))
+        start, end = wanted or (0, len(content))
+        status = 206 if wanted else 200
+        if request.headers.get("If-Match") not in (None, "*", more["ETag"]):
+            status, start, end = 412, 0, 0
+        elif wanted:
+            more["Content-Range"] = f"bytes {start}-{end - 1}/{len(content)}"
+        size = end - start if body else 0
+        self.seen.append(Request(request.command, path, start, end, status, size))
+        self._send(request, status, content[start:end], more, body=body)
+
     def _commit(self, name: str) -> str:
-        return self.head if name == "main" else name
+        return self.heads.get(name.replace("%2F", "/"), name)
 
     @staticmethod
     def _send(
@@ -141,12 +177,37 @@ class Hub:
             request.wfile.write(content)
 
 
+def _below(folder: Path) -> list[str]:
+    """Return the names of all files below a folder."""
+    names = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
+    return sorted(names)
+
+
+def _entry(folder: Path, name: str) -> dict[str, Any]:
+    """Return the hub's description of a file or folder of a commit."""
+    path = folder / name
+    commit = {"id": folder.name, "title": "a commit", "date": "2026-11-01T00:00:00.000Z"}
+    if path.is_dir():
+        tree = hashlib.sha1(name.encode()).hexdigest()
+        return {"type": "directory", "path": name, "oid": tree, "size": 0, "lastCommit": commit}
+    oid = hashlib.sha1(path.read_bytes()).hexdigest()
+    size = path.stat().st_size
+    return {"type": "file", "path": name, "size": size, "oid": oid, "lastCommit": commit}
+
+
+def _paths_of(sent: bytes) -> list[str]:
+    """Return the paths that a request names, as JSON or as a form."""
+    if sent[:1] == b"{":
+        paths = json.loads(sent).get("paths", [])
+        return [paths] if isinstance(paths, str) else paths
+    return parse_qs(sent.decode()).get("paths", [])
+
+
 class Models(Hub):
     """Model repositories that can be created, committed to and read with the token ``secret``."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, "")
-        self.heads: dict[str, str] = {}
         self.made: dict[str, dict[str, Any]] = {}
         self.private: dict[str, bool] = {}
 

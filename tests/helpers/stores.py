@@ -5,22 +5,27 @@ from __future__ import annotations
 import http.client
 import os
 import random
+import re
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 from worlds import _free_port, here, run
 
 # Threads of servers draw from this generator, never from the global one: a test that runs
 # meanwhile in the main thread may compare the states of global generators.
 _RANDOM = random.Random()
+_PIECE = 1 << 16  # bytes that a download with a limited rate sends at once
 
 TASK = """
 import os
@@ -163,30 +168,78 @@ def trained(
     return run(here, words, **how)
 
 
-class Proxy(ThreadingHTTPServer):
-    """Forwards requests to a server, and fails or delays some of them.
+@dataclass(frozen=True)
+class Request:
+    """A request that a proxy has answered."""
 
-    ``fail``: share of requests that get the status 503; ``down``: all connections are closed;
-    ``latency``: seconds before each answer; ``rate``: bytes per second of all uploads."""
+    method: str
+    path: str  # without the query, unquoted
+    start: int  # first byte of the range, if the status is 206
+    end: int  # byte after the last one
+    status: int
+    sent: int  # bytes of the body
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition("/")[2]
+
+
+class Proxy(ThreadingHTTPServer):
+    """Forwards requests to a server, counts them, and fails or delays some of them.
+
+    Attributes:
+        fail: share of requests that get the status 503.
+        down: all connections are closed without an answer.
+        broken: requests for paths with this text get the status 503.
+        denied: code of an S3 error that every request gets, such as ``AccessDenied`` or
+            ``ExpiredToken``.
+        hangs: requests for paths with this text wait for as long as the text is set.
+        reset: share of downloads that are reset after half of their bytes.
+        latency: seconds before each answer.
+        rate: bytes per second of all uploads; 0: no limit.
+        download_rate: bytes per second of all downloads; 0: no limit.
+        seen: the answered requests (see :meth:`ranges` and :meth:`sent`).
+    """
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, address: str) -> None:
         super().__init__(("127.0.0.1", 0), _Forward)
-        self.host, self.fail, self.down, self.latency, self.rate = (
-            address.partition("://")[2],
-            0.0,
-            False,
-            0.0,
-            0.0,
-        )
-        self.broken = ""  # requests for paths with this text get the status 503
-        self.requests, self.lock, self.free_at, self.written = 0, threading.Lock(), 0.0, list[str]()
+        self.host = address.partition("://")[2]
+        self.fail = 0.0
+        self.down = False
+        self.broken = ""
+        self.denied = ""
+        self.hangs = ""
+        self.reset = 0.0
+        self.latency = 0.0
+        self.rate = 0.0
+        self.download_rate = 0.0
+
+        self.requests = 0
+        self.seen = list[Request]()
+        self.written = list[str]()
+        self.lock = threading.Lock()
+        self.free_at = 0.0  # when the last upload and download of the line end
+        self.download_free_at = 0.0
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
     @property
     def address(self) -> str:
         return f"http://127.0.0.1:{self.server_port}"
+
+    def ranges(self, name: str = "") -> list[Request]:
+        """Return the successful reads of objects whose path contains a text."""
+        return [
+            one
+            for one in list(self.seen)
+            if one.method == "GET" and one.status == 206 and name in one.path
+        ]
+
+    def sent(self, name: str = "") -> int:
+        """Return the bytes of these reads."""
+        return sum(one.sent for one in self.ranges(name))
 
     def handle_error(self, request, client_address) -> None:
         """Print nothing."""
@@ -195,6 +248,8 @@ class Proxy(ThreadingHTTPServer):
 class _Forward(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Proxy
+    # An answer of two packets would wait for an acknowledgement of the first (Nagle).
+    disable_nagle_algorithm = True
 
     def _forward(self) -> None:
         server = self.server
@@ -204,14 +259,15 @@ class _Forward(BaseHTTPRequestHandler):
             if server.rate:
                 server.free_at = max(server.free_at, time.monotonic()) + len(body) / server.rate
         time.sleep(max(0.0, server.free_at - time.monotonic()) + server.latency)
+        while server.hangs and server.hangs in self.path:
+            time.sleep(0.02)
         if server.down:
             self.close_connection = True
-            return
+            return None
         if _RANDOM.random() < server.fail or (server.broken and server.broken in self.path):
-            self.send_response(503)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
+            return self._answer(503, [], b"")
+        if server.denied:
+            return self._answer(*_error(server.denied))
         connection = http.client.HTTPConnection(server.host)
         connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
         for name, value in self.headers.items():
@@ -219,18 +275,60 @@ class _Forward(BaseHTTPRequestHandler):
         connection.endheaders(body)
         answer = connection.getresponse()
         content = answer.read()
+        connection.close()
         if self.command == "PUT" and answer.status == 200:
             server.written.append(self.path)
-        self.send_response(answer.status)
-        for name, value in answer.getheaders():
-            if name.lower() not in ("transfer-encoding", "connection", "server", "date"):
-                self.send_header(name, value)
-        if answer.getheader("Content-Length") is None:
+        headers = [
+            (name, value)
+            for name, value in answer.getheaders()
+            if name.lower() not in ("transfer-encoding", "connection", "server", "date")
+        ]
+        self._answer(answer.status, headers, content)
+        return None
+
+    def _answer(self, status: int, headers: list[tuple[str, str]], content: bytes) -> None:
+        """Send an answer at the rate of downloads, and record it."""
+        server = self.server
+        path = unquote(self.path.partition("?")[0])
+        sent = {name.lower(): value for name, value in headers}
+        found = re.match(r"bytes (\d+)-(\d+)/", sent.get("content-range", ""))
+        start, end = (int(found[1]), int(found[2]) + 1) if found else (0, 0)
+        server.seen.append(Request(self.command, path, start, end, status, len(content)))
+        self.send_response(status)
+        for name, value in headers:
+            self.send_header(name, value)
+        if "content-length" not in sent:
             self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        self.wfile.write(content)
+        if self.command == "GET" and status == 206 and _RANDOM.random() < server.reset:
+            self.wfile.write(content[: len(content) // 2])
+            self.wfile.flush()
+            # Closing without lingering sends a reset.
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.connection.close()
+            self.close_connection = True
+            return
+        if not server.download_rate:
+            self.wfile.write(content)
+            return
+        for begin in range(0, len(content), _PIECE):
+            piece = content[begin : begin + _PIECE]
+            # All downloads share one line.
+            with server.lock:
+                now = max(server.download_free_at, time.monotonic())
+                server.download_free_at = now + len(piece) / server.download_rate
+            time.sleep(max(0.0, server.download_free_at - time.monotonic()))
+            self.wfile.write(piece)
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = _forward  # noqa: N815
 
     def log_message(self, *words) -> None:
         """Print nothing."""
+
+
+def _error(code: str) -> tuple[int, list[tuple[str, str]], bytes]:
+    """Return the status, the headers and the body of an error of S3."""
+    text = f"<?xml version='1.0' encoding='UTF-8'?><Error><Code>{code}</Code>"
+    text += f"<Message>the test denies this request: {code}</Message></Error>"
+    status = 400 if code == "ExpiredToken" else 403
+    return status, [("Content-Type", "application/xml")], text.encode()

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,6 +89,12 @@ class StoreDeniedError(StoreError, PermissionError):
     temporary = False
 
 
+class StoreChangedError(StoreError):
+    """An error: an object is no longer the version that was listed."""
+
+    temporary = False
+
+
 _KINDS: dict[type[Exception], type[StoreError]] = {
     FileNotFoundError: StoreNotFoundError,
     FileExistsError: StoreExistsError,
@@ -98,6 +104,21 @@ _KINDS: dict[type[Exception], type[StoreError]] = {
 }
 _DENIED = ("Credentials", "ParamValidation", "InvalidArn")
 """parts of class names of errors that a user must correct"""
+
+
+@contextmanager
+def store_errors(address: str) -> Iterator[None]:
+    """Raise every error as a StoreError that names the address."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:  # those of botocore and aiohttp are of many classes
+        found = [known for raised, known in _KINDS.items() if isinstance(error, raised)]
+        kind = found[0] if found else StoreError
+        if any(part in type(error).__name__ for part in _DENIED):
+            kind = StoreDeniedError
+        raise kind(f"{address}: {type(error).__name__}: {one_line(error)}") from error
 
 
 class Bucket:
@@ -124,19 +145,9 @@ class Bucket:
                 self._fs.retries = 1  # of s3fs: botocore's are enough
             self._root = self._fs._strip_protocol(self.address)
 
-    @contextmanager
-    def _errors(self) -> Iterator[None]:
+    def _errors(self) -> AbstractContextManager[None]:
         """Raise every error as a StoreError that names the address."""
-        try:
-            yield
-        except StoreError:
-            raise
-        except Exception as error:  # those of botocore and aiohttp are of many classes
-            found = [known for raised, known in _KINDS.items() if isinstance(error, raised)]
-            kind = found[0] if found else StoreError
-            if any(part in type(error).__name__ for part in _DENIED):
-                kind = StoreDeniedError
-            raise kind(f"{self.address}: {type(error).__name__}: {one_line(error)}") from error
+        return store_errors(self.address)
 
     def get(self, name: str, most: int = MOST_BYTES) -> bytes:
         """Return the content of a small object.

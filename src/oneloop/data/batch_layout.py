@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import NoReturn
 
+import numpy as np
+from numpy.typing import NDArray
+
 
 @dataclass(frozen=True)
 class BatchLayout:
@@ -82,6 +85,12 @@ class BatchLayout:
         if self.grain and self.sharded:
             return micro * self.ranks + rank
         return rank * self.accumulate + micro
+
+    def offsets(self, rank: int) -> NDArray[np.int64]:
+        """Return the positions of a rank's samples within a step, micro-batch after micro-batch."""
+        leaves = [self.leaf(rank, micro) for micro in range(self.accumulate)]
+        starts = self.each * np.array(leaves, dtype=np.int64)
+        return (starts[:, None] + np.arange(self.each)).reshape(-1)
 
     def __str__(self) -> str:
         return (

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.network_traffic import Traffic, traffic_of
 from oneloop.data.order import EpochsAndIndices, Ordered, order_of
 from oneloop.data.row_group_order import Windows
@@ -86,6 +87,19 @@ class Mixture:
         _, dataset, first = self._set_of(index)
         local = dataset.near(index - first) if hasattr(dataset, "near") else range(len(dataset))
         return range(first + local.start, first + local.stop)
+
+    def announce(self, order: Ordered, layout: BatchLayout, **where: int) -> list[Any]:
+        """Return the plans of the sets, which know the order of the mixture; see Parquet."""
+        plans = []
+        for dataset, first in zip(self.sets.values(), self.bounds, strict=False):
+            if hasattr(dataset, "announce"):
+                plans += dataset.announce(order, layout, **where, first=int(first))
+        return plans
+
+    def waits(self) -> str:
+        """Return what a data set waits for, and why; empty if none waits long."""
+        sets = [dataset for dataset in self.sets.values() if hasattr(dataset, "waits")]
+        return next(filter(None, (dataset.waits() for dataset in sets)), "")
 
     def where(self, index: int) -> str:
         """Return the source of a sample for messages: file and row, or set and index."""

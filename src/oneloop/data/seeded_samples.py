@@ -117,7 +117,8 @@ class SeededSamples(Dataset[Any]):
             return f"{who} starts"
         if self.reading[worker] < 0:
             return f"{who} collates a batch"
-        return f"{who} reads {self._sample(worker)}"
+        fetched = self.dataset.waits() if hasattr(self.dataset, "waits") else ""
+        return f"{who} reads {self._sample(worker)}{fetched}"
 
     def _batch(
         self, places: Sequence[Place], collate: Callable[[list[tuple[int, Any]]], Collated]

@@ -111,18 +111,14 @@ class _RankBatches:
         self.start = start
 
     def __iter__(self) -> Iterator[list[Place]]:
-        # Find the offsets of this rank's samples within a step.
-        each = self.layout.each
-        leaves = [self.layout.leaf(self.rank, micro) for micro in range(self.layout.accumulate)]
-        starts = each * np.array(leaves)
-        share = (starts[:, None] + np.arange(each)).reshape(-1)
+        share = self.layout.offsets(self.rank)
 
         # Compute several steps at once, because the overhead of numpy's calls dominates.
         ahead = max(1, 4096 // len(share))
         start = self.start
         while True:
             steps = start + self.layout.size * np.arange(ahead)
-            positions = (steps[:, None] + share[None, :]).reshape(-1, each)
+            positions = (steps[:, None] + share[None, :]).reshape(-1, self.layout.each)
             epochs, indices = self.order.at(positions.astype(np.int64))
             for epoch, index in zip(epochs.tolist(), indices.tolist(), strict=True):
                 yield list(zip(epoch, index, strict=True))
@@ -236,6 +232,10 @@ def groups(
         workers: worker processes of this process.
         pinned: whether batches are loaded into pinned memory on CUDA.
     """
+    # A data set that fetches what it reads fetches it ahead.
+    plans = []
+    if hasattr(dataset, "announce"):
+        plans = dataset.announce(order, layout, rank=rank, start=start)
     batches = iter(
         loader(
             SeededSamples(dataset, seed=seed, name="train"),
@@ -266,12 +266,16 @@ def groups(
     groups_ahead = 2 if device.type == "cuda" else 1
     apart = bool(layout.grain)
     try:
-        while True:
+        for step in count(groups_ahead):
             while len(weights) < groups_ahead:
                 load()
+            for plan in plans:
+                plan.advance(step)
             yield Group(islice(moved, layout.accumulate), weights.popleft(), apart=apart)
     finally:
         batches = iter(())  # ends the workers, even if the caller keeps a group
+        for plan in plans:
+            plan.close()
 
 
 def transferred(

@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from oneloop.basics.exit_codes import Unavailable
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, RepeatedOrder
 from oneloop.launch.agreement import where
@@ -38,7 +39,7 @@ def make_task(recipe: Recipe) -> Task:
     kind = resolve("task", name)
     try:
         task: Task = kind(**recipe.task.options)
-    except (ValueError, ImportError, MemoryError):
+    except (ValueError, ImportError, MemoryError, Unavailable):
         raise  # these messages are for the user already
     except Exception as error:
         raise ValueError(

@@ -36,6 +36,7 @@ _ADDED: dict[str, tuple[Any, ...]] = {
     "optimizer.frozen_modules": ("eval",),
     "task.unreadable": ("stop",),
     "task.split_by": ("rows",),
+    "task.stream": (False,),
     "task.group_answers": (False,),
     "task.system": ("system", ""),
     "task.flags": (_FLAGS, []),

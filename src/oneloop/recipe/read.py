@@ -64,7 +64,9 @@ def is_recipe(source: str) -> bool:
     """Return whether ``source`` is a recipe or a task, not a path or ``hf:NAME`` of data."""
     path = Path(source).expanduser()
     written = path.suffix in (".yaml", ".yml", ".py")
-    return not source.startswith("hf:") and (written or not path.exists())
+    if source.startswith("hf:") or "://" in source:
+        return False
+    return written or not path.exists()
 
 
 def name_after(task: Any) -> str:

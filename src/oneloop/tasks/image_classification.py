@@ -64,6 +64,7 @@ _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "image_size": _OWN_IMAGES,
     "held_out": _OWN_IMAGES,
     "split_by": _OWN_IMAGES,
+    "stream": _OWN_IMAGES,
     "crop_max": "crop!=0",
     "crop_ratio": "crop!=0",
     "mean": _OWN_IMAGES,
@@ -132,6 +133,7 @@ class ImageClassification(OneClass, SplitSets):
         unreadable: stop if an image cannot be used (oneloop check lists them), or skip such images
             and list them in environment.json.
         window: megabytes of parquet rows in memory per process.
+        stream: read hf:NAME in place, by ranges of its Parquet files, instead of a download.
         root: folder of the downloaded data sets.
         download: download a missing data set.
         smoothing: label smoothing.
@@ -175,6 +177,7 @@ class ImageClassification(OneClass, SplitSets):
         unreadable: Unreadable = "stop",
         split_by: SplitBy = "rows",
         window: int = 256,
+        stream: bool = False,
         root: str = "data",
         download: bool = False,
         smoothing: float = 0.0,
@@ -193,6 +196,7 @@ class ImageClassification(OneClass, SplitSets):
         self.dropout = dropout
         self.columns = {"image": image, "label": label}
         self.window = window
+        self.stream = stream
         self.pixel_limit = pixel_limit
         self.skipped_rows = list[str]()
         self._data_notes = list[str]()
@@ -285,7 +289,8 @@ class ImageClassification(OneClass, SplitSets):
         skipped = self.skipped_rows if skip else None
         check = partial(check_images, limit=limit, skipped=skipped)
         sources = list[Source]()
-        for source in named_sources(data, self.columns, split_by=split_by):
+        named = named_sources(data, self.columns, split_by=split_by, stream=self.stream)
+        for source in named:
             label = "label" if isinstance(data, str) else ""  # another source may train a class
             opened(source, held_out=held_out, window=self.window, check=check, label=label)
             sources.append(source)

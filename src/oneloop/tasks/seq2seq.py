@@ -46,6 +46,7 @@ from oneloop.tasks.rows.open_data import (
     Unreadable,
     combined,
     first_columns,
+    local_only,
     named_sources,
     note_skipped,
     notes_of,
@@ -216,7 +217,9 @@ class Seq2Seq(TokenTargets):
         if data == "numbers":
             columns = {"source": "source", "target": "target"}
             return [Source(data, columns, parts={split: NumberWords(split) for split in NUMBERS})]
-        sources = named_sources(data, self.columns, unreadable=unreadable, split_by=split_by)
+        sources = named_sources(
+            data, self.columns, unreadable=unreadable, split_by=split_by, remote=False
+        )
         return [opened(source, held_out=held_out, window=self.window) for source in sources]
 
     def _samples(
@@ -245,6 +248,7 @@ class Seq2Seq(TokenTargets):
         return SourceTarget(texts, self.lengths, overlong, ends=ends, content=content)
 
     def samples_of(self, data: str, *, labelled: bool) -> SourceTarget:
+        local_only(data)
         # A row to predict may have a target.
         choices = [self.columns]
         if not labelled:

@@ -47,6 +47,7 @@ from oneloop.tasks.rows.open_data import (
     SplitBy,
     Unreadable,
     first_columns,
+    local_only,
     named_sources,
     note_skipped,
     notes_of,
@@ -199,7 +200,10 @@ class SFT(LanguageModel):
             return [Source("lessons", columns, parts=parts)]
         open_ = partial(opened, held_out=held_out, window=self.window)
         sources = []
-        for source in named_sources(data, self.columns, unreadable=unreadable, split_by=split_by):
+        named = named_sources(
+            data, self.columns, unreadable=unreadable, split_by=split_by, remote=False
+        )
+        for source in named:
             source.optional = ("tools", "system")
             choices = column_choices(source.columns)
             sources.append(first_columns(source, choices, open_))
@@ -280,6 +284,7 @@ class SFT(LanguageModel):
         return f"a sample, with the trained text in «» ({100 * share:.0f} % of it): {text!r}"
 
     def samples_of(self, data: str, *, labelled: bool) -> Padded:
+        local_only(data)
         choices = column_choices(self.columns, labelled=labelled)
         open_ = partial(whole, window=self.window)
         source = first_columns(Source(data, self.columns), choices, open_)

@@ -31,6 +31,7 @@ class TextClassification(OneClass, TextRows):
     needs = TextRows.needs | {
         "held_out": "data!=stdlib",
         "split_by": "data!=stdlib",
+        "stream": "data!=stdlib",
         "packages": "data=stdlib",
         "lines": "data=stdlib",
     }

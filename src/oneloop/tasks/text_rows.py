@@ -59,6 +59,7 @@ class TextRows(SplitSets):
         dropout: dropout of embeddings, attention and residuals (of a new encoder).
         unreadable: stop at a row of a file that cannot be read (broken JSON or CSV, text that is
             not UTF-8), or skip such rows and list them in environment.json.
+        stream: read hf:NAME in place, by ranges of its Parquet files, instead of a download.
     """
 
     needs: dict[str, str] = _NEEDS
@@ -84,6 +85,7 @@ class TextRows(SplitSets):
         dropout: float = 0.0,
         unreadable: Unreadable = "stop",
         split_by: SplitBy = "rows",
+        stream: bool = False,
     ) -> None:
         # Make the reader, which converts texts to the inputs of its model.
         shape = EncoderShape(layers, heads, width, length, dropout)
@@ -103,7 +105,10 @@ class TextRows(SplitSets):
             self.classes = recorded["classes"]
         sources = list[Source]()
         if data is not None and not recorded:
-            for source in named_sources(data, columns, unreadable=unreadable, split_by=split_by):
+            named = named_sources(
+                data, columns, unreadable=unreadable, split_by=split_by, stream=stream
+            )
+            for source in named:
                 # In a mixture, another source may train a class.
                 one = isinstance(data, str) and self.predicts_classes
                 label = self.target if one else ""

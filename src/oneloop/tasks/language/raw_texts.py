@@ -52,7 +52,7 @@ class RawTexts(LanguageModel):
         self.column = column
         self.window = window
         self._sources = named_sources(
-            data, {"column": column}, unreadable=unreadable, split_by=split_by
+            data, {"column": column}, unreadable=unreadable, split_by=split_by, remote=False
         )
         self._texts = [texts_of(source, share=held_out, window=window) for source in self._sources]
         self.skipped_rows = skipped_rows(self._sources)

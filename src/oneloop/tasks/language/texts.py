@@ -17,7 +17,7 @@ from oneloop.tasks.columns import check_texts
 from oneloop.tasks.rows.cache import below, content_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.find_files import Found, found
-from oneloop.tasks.rows.open_data import Source, checked, opened, whole
+from oneloop.tasks.rows.open_data import Source, checked, local_only, opened, whole
 from oneloop.tasks.rows.row_group_splits import check_split_by
 
 Encode = Callable[[str], NDArray[np.int32]]  # text -> tokens
@@ -365,6 +365,7 @@ def all_texts(source: Source, *, window: int) -> Texts:
     """
     if source.where == "stdlib":
         return InMemory(stdlib())
+    local_only(source.where)
     # The same cases as in ``texts_of``.
     files_found = _few_files(source.where, whole=True)
     if files_found is None:
@@ -376,7 +377,7 @@ def all_texts(source: Source, *, window: int) -> Texts:
     )
 
 
-def _large(files_found: Found) -> bool:
+def _large(files_found: Found[Path]) -> bool:
     """Return whether text files are too large to keep in memory."""
     training = files_found.parts.get("train") or files_found.parts.get("") or []
     is_cut = "validation" not in files_found.parts and len(training) < _FEW
@@ -384,7 +385,7 @@ def _large(files_found: Found) -> bool:
     return sum(file.stat().st_size for file in files_found.files) > limit
 
 
-def _few_files(where: str, *, whole: bool = False) -> Found | None:
+def _few_files(where: str, *, whole: bool = False) -> Found[Path] | None:
     """Return text files that fit into memory; None if there are many, or rows of tables."""
     if where.startswith("hf:"):
         return None

@@ -76,13 +76,13 @@ class Table:
 
 
 def tables(
-    found: Found, columns: Sequence[str], *, skipped: list[str] | None = None
+    found: Found[Path], columns: Sequence[str] | None, *, skipped: list[str] | None = None
 ) -> dict[str, Table]:
     """Return the files' rows by split; JSON Lines and CSV are converted once, in the cache.
 
     Args:
         found: the files.
-        columns: the columns to keep.
+        columns: the columns to keep; None: all, except those of images.
         skipped: gets the positions and reasons of the rows that cannot be read, which are left
             out; None: they are an error.
 
@@ -96,10 +96,10 @@ def tables(
 
 
 def _table(
-    found: Found,
+    found: Found[Path],
     split: str,
     files: Sequence[Path],
-    columns: Sequence[str],
+    columns: Sequence[str] | None,
     skipped: list[str] | None,
 ) -> Table:
     name = str(files[0] if len(files) == 1 else found.root)
@@ -111,7 +111,7 @@ def _table(
     with quiet(), Working(f"reading {len(files):,} {found.kind} files"):
         dataset = None
         if found.kind == "image":
-            dataset, changed = image_rows(found, split, columns)
+            dataset, changed = image_rows(found, split, columns or [])
             content |= changed
         elif found.kind == "arrow":
             dataset = _mapped(files)
@@ -121,6 +121,8 @@ def _table(
     if split:
         content["part"] = split
     about = made.about if made else ""
+    if columns is None:
+        columns = dataset.column_names
     table = Table(with_columns(dataset, columns, name, about), content, name, about)
     return _readable(table, made.unreadable, columns, skipped) if made else table
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -65,7 +65,7 @@ def numbers_key(numbers: NDArray[np.int64], *, exclude: bool) -> str:
     return f"{'all but ' if exclude else ''}{len(numbers)}: {digest}"
 
 
-def below(file: Path, root: Path) -> str:
+def below(file: PurePath, root: PurePath) -> str:
     """Return the file's path relative to ``root``, or its name if it is ``root``."""
     return file.name if file == root else file.relative_to(root).as_posix()
 

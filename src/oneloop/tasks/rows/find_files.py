@@ -3,9 +3,10 @@
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
+from typing import Generic, TypeVar
 
 from oneloop.tasks.rows.cache import below
 from oneloop.tasks.rows.csv_json_lines import COMPRESSED
@@ -40,14 +41,18 @@ _AUXILIARY = re.compile(
 """files next to the data that are not data"""
 
 
+AnyPath = TypeVar("AnyPath", bound=PurePath)  # on a disk, or a name in a store
+
+
 @dataclass(frozen=True)
-class Found:
+class Found(Generic[AnyPath]):
     """Files of one kind, by split; all under ``""`` if no name contains a split."""
 
-    root: Path
+    root: AnyPath
     kind: str
-    parts: dict[str, list[Path]]
+    parts: dict[str, list[AnyPath]]
     others: Mapping[str, int] = field(default_factory=dict)  # number of other files, by ending
+    where: str = ""  # path or address, for messages
 
     @property
     def notes(self) -> list[str]:
@@ -55,15 +60,17 @@ class Found:
         if not self.others:
             return []
         kinds = ", ".join(f"{count:,} {ending}" for ending, count in self.others.items())
-        return [f"{self.root}: files that are not read: {kinds}"]
+        return [f"{self.where or self.root}: files that are not read: {kinds}"]
 
     @property
-    def files(self) -> list[Path]:
+    def files(self) -> list[AnyPath]:
         """Return the files of all splits, sorted."""
         return sorted(file for split in self.parts.values() for file in split)
 
 
-def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: bool = False) -> Found:
+def found(
+    where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: bool = False
+) -> Found[Path]:
     """Return the files of one kind at a path, by split; follow links.
 
     Args:
@@ -76,13 +83,38 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
             split.
     """
     root = Path(where).expanduser()
-    wanted = set(kinds)
-    endings = ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
+    endings = _endings(kinds)
     if not root.exists():
         raise ValueError(
             f"{str(where)!r} is not a file or folder; give a file, or a folder of {endings} files"
         )
     there = [root] if root.is_file() else sorted(_files(root))
+    return chosen(there, root, kinds, whole=whole)
+
+
+def chosen(
+    there: Sequence[AnyPath],
+    root: AnyPath,
+    kinds: Iterable[str],
+    *,
+    whole: bool,
+    where: str = "",
+) -> Found[AnyPath]:
+    """Return the files of one kind by split, by their names.
+
+    Args:
+        there: all files.
+        root: the folder of the data set, or its only file.
+        kinds: the kinds to look for.
+        whole: return the files as one set.
+        where: address for messages, if the files are not on a disk.
+
+    Raises:
+        ValueError: files are missing or of several kinds, or only some belong to a split.
+    """
+    wanted = set(kinds)
+    where = where or str(root)
+    endings = _endings(wanted)
     names = set(there)
     for file in there:
         if file.suffix.lower() in COMPRESSED and file.with_suffix("") in names:
@@ -97,7 +129,7 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
             )
 
     # Group the files by kind.
-    by_kind: dict[str, list[Path]] = {}
+    by_kind: dict[str, list[AnyPath]] = {}
     others = Counter[str]()
     for file in there:
         kind = kind_of(file)
@@ -106,9 +138,7 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
         elif not _AUXILIARY.fullmatch(file.name):
             others[file.suffix.lower() or "without an ending"] += 1
     if not by_kind:
-        raise ValueError(
-            f"{str(where)!r} holds no data; give a file, or a folder of {endings} files"
-        )
+        raise ValueError(f"{where!r} holds no data; give a file, or a folder of {endings} files")
 
     # Drop what is not data: metadata.csv belongs to an image folder.
     if len(by_kind) > 1:
@@ -118,19 +148,25 @@ def found(where: str | Path, kinds: Iterable[str] = KINDS_OF_ROWS, *, whole: boo
             f"{len(several)} of {kind} ({several[0].name})" for kind, several in by_kind.items()
         ]
         raise ValueError(
-            f"{str(where)!r} holds files of several kinds: {' and '.join(described)}; keep one "
+            f"{where!r} holds files of several kinds: {' and '.join(described)}; keep one "
             "kind, or move the others away"
         )
 
-    ((kind, chosen),) = by_kind.items()
+    ((kind, files),) = by_kind.items()
     if kind == "arrow":
         # datasets stores results of map and filter next to its data.
-        chosen = [file for file in chosen if file == root or not file.name.startswith("cache-")]
-    parts = {"": sorted(chosen)} if whole else parted(chosen, root, kind)
-    return Found(root, kind, parts, dict(sorted(others.items())))
+        files = [file for file in files if file == root or not file.name.startswith("cache-")]
+    parts = {"": sorted(files)} if whole else parted(files, root, kind, where)
+    return Found(root, kind, parts, dict(sorted(others.items())), where)
 
 
-def kind_of(file: Path) -> str | None:
+def _endings(kinds: Iterable[str]) -> str:
+    """Return the endings of these kinds of files, for messages."""
+    wanted = set(kinds)
+    return ", ".join(ending for ending, kind in KINDS.items() if kind in wanted)
+
+
+def kind_of(file: PurePath) -> str | None:
     """Return the kind of a file by its ending; None if it is unknown."""
     suffix = file.suffix.lower()
     if suffix not in COMPRESSED:
@@ -139,7 +175,7 @@ def kind_of(file: Path) -> str | None:
     return inner if inner in _DECOMPRESSED else None
 
 
-def _without_auxiliary(by_kind: Mapping[str, list[Path]]) -> dict[str, list[Path]]:
+def _without_auxiliary(by_kind: Mapping[str, list[AnyPath]]) -> dict[str, list[AnyPath]]:
     """Return the files by kind without those that are not data, such as a README."""
     kept = {}
     for kind, files in by_kind.items():
@@ -175,7 +211,9 @@ def _reject(error: OSError) -> None:
     raise ValueError(f"{error.filename} cannot be read: {error.strerror}")
 
 
-def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]]:
+def parted(
+    files: Iterable[AnyPath], root: AnyPath, kind: str, where: str = ""
+) -> dict[str, list[AnyPath]]:
     """Group files by the split in their names (``train-00001.jsonl``, ``valid/a.txt``).
 
     All are under ``""`` if none has a split.
@@ -184,6 +222,7 @@ def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]
         files: the files.
         root: the folder of the data set, or its only file.
         kind: their kind.
+        where: address for messages, if the files are not on a disk.
 
     Raises:
         ValueError: only some files have a split, or none is for training.
@@ -192,12 +231,14 @@ def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]
     split_of = {"text": _of_text, "image": _of_image}.get(kind, _of_rows)
 
     # Find images without a folder per class: they have metadata, or are directly in their split.
-    folders = {file.parent for file in files}
-    described = {folder for folder in folders if metadata_in(folder) is not None}
+    described = set[PurePath]()
+    if kind == "image":
+        folders = {Path(file.parent) for file in files}
+        described = {folder for folder in folders if metadata_in(folder) is not None}
     in_split = (file == root or file.parent.name.lower() in SPLITS for file in files)
     flat = kind == "image" and all(in_split)
 
-    parts: dict[str, list[Path]] = {}
+    parts: dict[str, list[AnyPath]] = {}
     for file in files:
         inside = file.parent in described or flat
         split = "" if file == root else split_of(file.relative_to(root), inside)
@@ -206,28 +247,29 @@ def parted(files: Iterable[Path], root: Path, kind: str) -> dict[str, list[Path]
     if set(parts) == {""} or (kind == "text" and not _are_splits(parts, root)):
         return {"": sorted(files)}
     there = ", ".join(sorted(filter(None, parts)))
+    where = where or str(root)
     if "" in parts:
         raise ValueError(
-            f"{str(root)!r} has files of {there}, but {below(parts[''][0], root)} belongs to no "
+            f"{where!r} has files of {there}, but {below(parts[''][0], root)} belongs to no "
             "split; name the training data train.…, or put it into a folder train/, or move the "
             "others away"
         )
     if "train" not in parts:
         raise ValueError(
-            f"{str(root)!r} has files of {there}, but no training data; name the training data "
+            f"{where!r} has files of {there}, but no training data; name the training data "
             "train.…, or put it into a folder train/, or move the others away"
         )
     return parts
 
 
-def _are_splits(parts: Mapping[str, list[Path]], root: Path) -> bool:
+def _are_splits(parts: Mapping[str, list[AnyPath]], root: PurePath) -> bool:
     """Return whether the names of text files mean splits; code often has such names, too."""
     if all(file.suffix == ".py" for files in parts.values() for file in files):
         return False
     return "train" in parts or any(file.parent == root for file in parts.get("validation", []))
 
 
-def _of_rows(path: Path, inside: bool) -> str:
+def _of_rows(path: PurePath, inside: bool) -> str:
     """Return the split by a folder at any depth or a word of the file name.
 
     A file name may be ``train-00000-of-00002.parquet``.
@@ -235,7 +277,7 @@ def _of_rows(path: Path, inside: bool) -> str:
     return _first_split([*path.parts[:-1], *re.split(r"[-_. ]", path.name)])
 
 
-def _of_image(path: Path, inside: bool) -> str:
+def _of_image(path: PurePath, inside: bool) -> str:
     """Return the split by a folder above the class folder."""
     return _first_split(path.parts[:-1] if inside else path.parts[:-2])
 
@@ -248,7 +290,7 @@ def _first_split(words: Iterable[str]) -> str:
     return ""
 
 
-def _of_text(path: Path, inside: bool) -> str:
+def _of_text(path: PurePath, inside: bool) -> str:
     """Return the split by the first folder or the first word of the file name.
 
     Deeper folders are ignored, because code has test/ and dev/ folders, too. train.py is code.

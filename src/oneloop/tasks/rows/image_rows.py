@@ -16,7 +16,7 @@ FILE = "file_name"
 _SHOWN = 5  # values in a message
 
 
-def image_rows(there: Found, split: str, read: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+def image_rows(there: Found[Path], split: str, read: Sequence[str]) -> tuple[Any, dict[str, Any]]:
     """Return the images of a split as a ``datasets.Dataset``.
 
     Its columns are ``image`` and ``label``, the name of the image's folder. If a ``metadata.csv``
@@ -59,12 +59,12 @@ def image_rows(there: Found, split: str, read: Sequence[str]) -> tuple[Any, dict
     return Dataset(table).cast_column(IMAGE, Image(decode=False)), changed
 
 
-def metadata_of(there: Found) -> list[Path]:
+def metadata_of(there: Found[Path]) -> list[Path]:
     """Return the metadata files of the images."""
     return sorted(_metadata_files(there).values())
 
 
-def _metadata_files(there: Found) -> dict[Path, Path]:
+def _metadata_files(there: Found[Path]) -> dict[Path, Path]:
     """Return the metadata file of each folder that has one, in the root or above an image."""
     if not there.root.is_dir():
         return {}

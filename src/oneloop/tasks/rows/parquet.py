@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS, content_checksum
 from oneloop.data.network_traffic import Traffic
 from oneloop.data.order import Ordered, StoredOrder
@@ -76,6 +77,11 @@ class Parquet:
         self._chosen: dict[str, Any] = {"part": part}  # which rows of the files these are
         self._footers = described({file.name: [file.size, file.digest] for file in self.files})
         self.remote = remote
+        self._client: Any = None  # of the process that fetches remote groups
+        if remote:
+            from oneloop.tasks.rows.remote.fetch_client import FetchClient
+
+            self._client = FetchClient()
 
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
@@ -221,6 +227,12 @@ class Parquet:
             self._tables.move_to_end(group)
             columns, _ = self._tables[group]
             return columns
+        # What the fetcher has dropped takes its place on the disk until it is dropped here, too.
+        if self.remote:
+            for held in [*self._tables]:
+                if not self._client.keeps(self._request(held)):
+                    _, dropped = self._tables.pop(held)
+                    self._held -= dropped
         columns, size = self.read(group)
 
         # Drop the groups that were used least recently.
@@ -246,7 +258,11 @@ class Parquet:
         names = list(columns or self.columns)
         number, in_file, _, bound, _ = self._groups[group].tolist()
         file = self.files[number]
-        table = file.read(in_file, names)
+        # One column of all groups is read once, before a run, without the fetcher.
+        if self.remote and names == self.columns:
+            table = self._client.get(self._request(group))
+        else:
+            table = file.read(in_file, names)
         self.reads += 1
         arrays = {name: table.column(name).combine_chunks() for name in names}
         size = sum(array.nbytes for array in arrays.values())
@@ -306,6 +322,51 @@ class Parquet:
         if not shuffle:
             return StoredOrder(len(self))
         return Windows(self.sizes, seed=seed, open_groups=self.open_groups, batch=batch)
+
+    def announce(
+        self, order: Ordered, layout: BatchLayout, *, rank: int, start: int, first: int = 0
+    ) -> list[Any]:
+        """Let the fetcher of remote files know which row groups a rank will need.
+
+        Args:
+            order: the order of samples.
+            layout: how a step is divided.
+            rank: of the process.
+            start: position of the first step, in samples.
+            first: index of the first row, if the rows are a part of a mixture.
+
+        Returns:
+            Plans with the methods ``advance``, which takes the number of steps that were read, and
+            ``close``. None for files on a disk.
+        """
+        if not self.remote:
+            return []
+        from oneloop.tasks.rows.remote.fetch_client import AnnouncedPlan
+        from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
+
+        needed = NeededGroups(
+            order,
+            layout,
+            rank=rank,
+            start=start,
+            firsts=first + np.array([*self._firsts.tolist(), self._length]),
+            sizes=self._groups[:, _BYTES],
+            budget=2 * self.window * _MEGABYTE,
+        )
+        return [AnnouncedPlan(self._client, needed, self._request)]
+
+    def _request(self, group: int) -> Any:
+        """Return the request for a row group of remote files."""
+        from oneloop.tasks.rows.remote.range_file import GroupRequest
+
+        file, number, _, size, _ = self._groups[group].tolist()
+        of: Any = self.files[file]  # a RemoteFile
+        budget = 2 * self.window * _MEGABYTE
+        return GroupRequest(of.address, of.item, number, tuple(self.columns), size, budget)
+
+    def waits(self) -> str:
+        """Return what processes of this run wait for, and why; empty if they do not wait long."""
+        return self._client.waits() if self.remote else ""
 
     def about(self) -> str:
         """Return how the rows are read, for the log."""
@@ -385,7 +446,7 @@ def _types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error
 
 
-def parquets(found: Found, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
+def parquets(found: Found[Path], columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
     """Return the files' rows by split; raise as :class:`Parquet`.
 
     Args:

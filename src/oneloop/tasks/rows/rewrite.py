@@ -1,20 +1,23 @@
-"""Write Parquet files in small row groups: ``python -m oneloop.tasks.rows.rewrite FOLDER NEW_FOLDER
---rows 1000``."""
+"""Write rows as Parquet files in small row groups: ``python -m oneloop.tasks.rows.rewrite FOLDER
+NEW_FOLDER --rows 1000``. The rows may be in Parquet, JSON Lines, CSV or Arrow files."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from oneloop.tasks.rows.arrow_tables import quiet, tables
 from oneloop.tasks.rows.cache import below
 from oneloop.tasks.rows.find_files import found
 
 
 def rewrite(old: Path, new: Path, *, rows: int) -> int:
-    """Rewrite Parquet files with smaller row groups; hold one batch in memory at a time.
+    """Write Parquet files with small row groups; hold one batch in memory at a time.
+
+    Parquet files keep their names. Files of other kinds become one file for each split.
 
     Args:
-        old: a folder of Parquet files, or a file.
+        old: a folder of Parquet, JSON Lines, CSV or Arrow files, or a file.
         new: the folder to write to.
         rows: rows of a group.
 
@@ -22,15 +25,22 @@ def rewrite(old: Path, new: Path, *, rows: int) -> int:
         The number of files.
 
     Raises:
-        ValueError: there are no files, or ``new`` is not empty.
+        ValueError: there are no files, a row cannot be read, or ``new`` is not empty.
     """
     from pyarrow import parquet
 
-    there = found(old, kinds=["parquet"])
+    there = found(old, kinds=["parquet", "json", "csv", "tsv", "arrow"])
     if rows < 1:
         raise ValueError(f"--rows {rows} is not a positive number of rows; 1000 is a common choice")
     if new.exists() and (not new.is_dir() or any(new.iterdir())):
         raise ValueError(f"{new} exists and is not an empty folder; name a new folder")
+
+    if there.kind != "parquet":
+        for split, table in tables(there, None).items():
+            new.mkdir(parents=True, exist_ok=True)
+            with quiet():
+                table.dataset.to_parquet(new / f"{split or 'rows'}.parquet", batch_size=rows)
+        return len(there.parts)
 
     # Keep the names of the files and folders, which may name splits.
     for file in there.files:
@@ -50,7 +60,7 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m oneloop.tasks.rows.rewrite", description=__doc__
     )
-    parser.add_argument("old", type=Path, help="a folder of parquet files, or a file")
+    parser.add_argument("old", type=Path, help="a folder of files, or a file")
     parser.add_argument("new", type=Path, help="the folder to write to")
     parser.add_argument("--rows", type=int, default=1000, help="rows of a group")
     given = parser.parse_args(words)

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_64
 
 from oneloop.basics.progress import tracked
+from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.network_traffic import Traffic, traffic_of
 from oneloop.data.order import Ordered, order_of
 from oneloop.data.skipped_rows import SkipSample
@@ -132,6 +133,17 @@ class Mapped:
     def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         """Return the order that the rows define, or a permutation."""
         return order_of(self.rows, seed=seed, batch=batch, shuffle=shuffle)
+
+    def announce(self, order: Ordered, layout: BatchLayout, **where: int) -> list[Any]:
+        """Return the plans of the rows; see Parquet. Rows on a disk have none."""
+        if not hasattr(self.rows, "announce"):
+            return []
+        plans: list[Any] = self.rows.announce(order, layout, **where)
+        return plans
+
+    def waits(self) -> str:
+        """Return what the rows wait for, and why; empty if they do not wait long."""
+        return self.rows.waits() if hasattr(self.rows, "waits") else ""
 
     @property
     def sources(self) -> dict[str, range]:

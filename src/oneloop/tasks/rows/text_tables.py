@@ -48,7 +48,7 @@ class Converted:
 
 
 def converted(
-    found: Found, split: str, files: Sequence[Path], content: Mapping[str, Any]
+    found: Found[Path], split: str, files: Sequence[Path], content: Mapping[str, Any]
 ) -> Converted:
     """Convert files once to a ``datasets.Dataset`` that is cached by content.
 
@@ -95,7 +95,7 @@ def converted(
 
 
 def _convert(
-    found: Found, files: Sequence[Path], table: Path, checksum_file: Path, report_file: Path
+    found: Found[Path], files: Sequence[Path], table: Path, checksum_file: Path, report_file: Path
 ) -> None:
     """Write the table of these files, its checksum, and the report of the conversion."""
     draft = table.with_suffix(f".{os.getpid()}.draft")
@@ -358,7 +358,7 @@ def _text(value: Any) -> str | None:
     return json.dumps(value, ensure_ascii=False, default=str)
 
 
-def _by_datasets(found: Found, files: Sequence[Path], draft: Path) -> None:
+def _by_datasets(found: Found[Path], files: Sequence[Path], draft: Path) -> None:
     """Convert files of other kinds with the readers of ``datasets``."""
     from datasets import load_dataset
 

@@ -1,0 +1,134 @@
+"""A store of remote files: lists objects with their versions, and reads ranges of one version."""
+
+import random
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from oneloop.basics.bucket import StoreChangedError, StoreError
+from oneloop.basics.exit_codes import BadInput
+from oneloop.tasks.rows.remote.addresses import Address, address_of, is_safe
+
+TIMEOUTS = (5, 15)  # seconds to connect, and to wait for an answer
+CONNECTIONS = 32  # at the same time; more than a fetcher has threads
+_TRIES = 5
+_FIRST_WAIT = 0.5  # seconds before the second try; doubles with each further one
+
+
+@dataclass(frozen=True)
+class RemoteObject:
+    """A version of a file in a store.
+
+    Args:
+        name: path relative to the root of the store.
+        size: bytes.
+        version: ETag, generation or commit; never empty.
+    """
+
+    name: str
+    size: int
+    version: str
+
+
+class RemoteStore(ABC):
+    """Base class of stores. A store must not cross a fork; threads may share it.
+
+    Args:
+        address: of the files.
+    """
+
+    def __init__(self, address: Address) -> None:
+        self.address = address.text
+        self.root = address.root
+        self.pattern = address.pattern
+        # gets the number of failed tries of a read, and the last error
+        self.on_retry: Callable[[int, StoreError], None] = lambda tries, error: None
+
+    def objects(self) -> list[RemoteObject]:
+        """Return what the address names, sorted by name, without hidden files.
+
+        Raises:
+            StoreError: the store cannot be reached, or holds no such file.
+            ValueError: a name leads out of the folder.
+        """
+        found = []
+        for item in self._listed():
+            if not is_safe(item.name):
+                raise ValueError(
+                    f"{self.address}: the name {item.name!r} is not a plain path below its folder; "
+                    "rename the file"
+                )
+            if not any(part.startswith(".") for part in item.name.split("/")):
+                found.append(item)
+        return sorted(found, key=lambda item: item.name)
+
+    def read(self, item: RemoteObject, start: int, end: int) -> bytes:
+        """Return a range of bytes of an object; try again after temporary errors.
+
+        Args:
+            item: the object.
+            start: first byte.
+            end: after the last byte.
+
+        Raises:
+            StoreChangedError: the object is no longer this version.
+            StoreError: it cannot be read.
+        """
+        if start == end:
+            return b""
+        for failed in range(_TRIES):
+            try:
+                content = self._range(item, start, end)
+                if len(content) == end - start:
+                    return content
+                raise StoreError(
+                    f"{self.where(item)}: {len(content):,} bytes came of {end - start:,}"
+                )
+            except StoreError as error:
+                if not error.temporary or failed + 1 == _TRIES:
+                    raise
+                self.on_retry(failed + 1, error)
+            # Random waits keep many readers from retrying at the same time.
+            time.sleep(_FIRST_WAIT * 2**failed * random.Random().uniform(0.5, 1.5))
+        raise AssertionError
+
+    def where(self, item: RemoteObject) -> str:
+        """Return the address of an object."""
+        return f"{self.root}/{item.name}"
+
+    @abstractmethod
+    def _listed(self) -> list[RemoteObject]:
+        """Return the objects that the address names, with any names."""
+
+    @abstractmethod
+    def _range(self, item: RemoteObject, start: int, end: int) -> bytes:
+        """Try once to read a range."""
+
+
+def open_store(address: str) -> RemoteStore:
+    """Open the store of an address; no request is made yet.
+
+    Raises:
+        ValueError: the address is invalid.
+        BadInput: a package is missing.
+    """
+    given = address_of(address)
+    package = {"s3": "s3fs", "gs": "gcsfs"}.get(given.scheme)
+    if package and find_spec(package) is None:
+        raise BadInput(f"{address} needs {package}: pip install 'oneloop[buckets]'")
+    if package:
+        from oneloop.tasks.rows.remote.buckets import GsStore, S3Store
+
+        return S3Store(given) if given.scheme == "s3" else GsStore(given)
+    from oneloop.tasks.rows.remote.web import HttpsStore, HubStore
+
+    return HubStore(given) if given.scheme == "hf" else HttpsStore(given)
+
+
+def changed(where: str) -> StoreChangedError:
+    """Return the error for an object that is no longer the version that was listed."""
+    return StoreChangedError(
+        f"{where} has changed since this run listed it; restore it, or begin a new run"
+    )
