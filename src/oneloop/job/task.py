@@ -85,12 +85,11 @@ def reject_skips(task: Task, sets: Iterable[Any], model: nn.Module) -> None:
     if is_whole_batch(task) or not getattr(task, "additive", True):
         why = "the loss of each sample depends on the others of its batch"
     elif has_batch_statistics(model):
-        why = "the model has BatchNorm, whose statistics depend on the others of the micro-batch"
+        why = "the model has BatchNorm, which sees the whole micro-batch"
     if why:
         raise ValueError(
-            f"rows that are found to be bad while they are read cannot be left out: {why}; set "
-            "task.unreadable stop, or correct the rows and copy the data to a disk, where all "
-            "rows are checked before the run"
+            f"bad rows cannot be left out while they are read: {why}; set task.unreadable stop, "
+            "or copy the data to a disk"
         )
 
 

@@ -220,21 +220,19 @@ class ImageClassification(OneClass, SplitSets):
             check_effect(trained, self._tested, crop=bool(crop), same=not test_size)
         self._evaluation_transform = prepared(self._tested, *self._pixels)
         if sets:
-            self._transform(sets, prepared(trained, *self._pixels, how))
-            # Of the user's images, the first one may be damaged.
-            self.shape: tuple[int, ...] = (3, image_size, image_size)
-            if is_packaged:
-                self.shape = tuple(self._sets["train"][0][0].shape)
+            own = 0 if is_packaged else image_size
+            self._transform(sets, prepared(trained, *self._pixels, how), own)
             self._combine(mixup, cutmix, repeats)
         self.notes = list(self._data_notes)
         self._set_loss(class_weights, smoothing, top_k)
 
-    def _transform(self, sets: Mapping[str, Any], make: Callable[[Any], Tensor]) -> None:
-        """Hold the data sets with transformed images; ``make`` is that of the training images."""
-        self._sets = {}
-        for name, data_set in sets.items():
-            self._sets[name] = Images(data_set, self._evaluation_transform)
+    def _transform(self, sets: Mapping[str, Any], make: Callable[[Any], Tensor], side: int) -> None:
+        """Hold transformed images; ``make``: for training; ``side``: of the user's images, or 0."""
+        evaluated = self._evaluation_transform
+        self._sets = {name: Images(part, evaluated) for name, part in sets.items()}
         self._sets["train"] = Images(sets["train"], make)
+        own = (3, side, side)  # the user's first image may be damaged
+        self.shape = own if side else tuple(self._sets["train"][0][0].shape)
 
     def _combine(self, mixup: float, cutmix: float, repeats: int) -> None:
         """Mix the training images, and repeat them."""

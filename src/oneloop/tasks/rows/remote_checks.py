@@ -28,9 +28,9 @@ def sampled(rows: Any) -> Any:
     if not is_remote(rows):
         return rows
     groups = np.flatnonzero(rows.sizes)
-    most = _ROWS // max(1, int(rows.sizes[groups].mean()))
-    most = min(len(groups), most, _BYTES // max(1, int(rows.stored_bytes().max())))
-    number = max(1, most)
+    by_rows = _ROWS // max(1, int(rows.sizes[groups].mean()))
+    by_bytes = _BYTES // max(1, int(rows.stored_bytes().max()))
+    number = max(1, min(len(groups), by_rows, by_bytes))
     chosen = groups[np.linspace(0, len(groups) - 1, number).astype(np.int64)]
 
     # Take the first rows of each group, which is read as a whole.
