@@ -224,8 +224,7 @@ class ImageClassification(OneClass, SplitSets):
 
     def _transform(self, sets: Mapping[str, Any], make: Callable[[Any], Tensor], side: int) -> None:
         """Hold transformed images; ``make``: for training; ``side``: of the user's images, or 0."""
-        evaluated = self._evaluation_transform
-        self._sets = {name: Images(part, evaluated) for name, part in sets.items()}
+        self._sets = {name: Images(part, self._evaluation_transform) for name, part in sets.items()}
         self._sets["train"] = Images(sets["train"], make)
         own = (3, side, side)  # the user's first image may be damaged
         self.shape = own if side else tuple(self._sets["train"][0][0].shape)
