@@ -216,8 +216,9 @@ class ImageClassification(OneClass, SplitSets):
             check_effect(trained, self._tested, crop=bool(crop), same=not test_size)
         self._evaluation_transform = prepared(self._tested, *self._pixels)
         if sets:
-            own = 0 if is_packaged else image_size
-            self._transform(sets, prepared(trained, *self._pixels, how), own)
+            self._transform(
+                sets, prepared(trained, *self._pixels, how), (not is_packaged) * image_size
+            )
             self._combine(mixup, cutmix, repeats)
         self.notes = list(self._data_notes)
         self._set_loss(class_weights, smoothing, top_k)
