@@ -182,8 +182,7 @@ class ImageClassification(OneClass, SplitSets):
     ) -> None:
         if mirror is None:
             mirror = augment and data not in ("digits", "mnist", "fashion_mnist")
-        crops = RandomCrop(crop, crop_max, crop_ratio)
-        jitter = jitter_strengths(color_jitter)
+        crops, jitter = RandomCrop(crop, crop_max, crop_ratio), jitter_strengths(color_jitter)
         how = Augmentation(crops, randaugment, trivialaugment, jitter, augment, mirror, erasing)
         check_repeats(repeats, is_random=bool(how != Augmentation() or mixup or cutmix))
         self.architecture = model
@@ -216,9 +215,8 @@ class ImageClassification(OneClass, SplitSets):
             check_effect(trained, self._tested, crop=bool(crop), same=not test_size)
         self._evaluation_transform = prepared(self._tested, *self._pixels)
         if sets:
-            self._transform(
-                sets, prepared(trained, *self._pixels, how), (not is_packaged) * image_size
-            )
+            made = prepared(trained, *self._pixels, how)
+            self._transform(sets, made, 0 if is_packaged else image_size)
             self._combine(mixup, cutmix, repeats)
         self.notes = list(self._data_notes)
         self._set_loss(class_weights, smoothing, top_k)
