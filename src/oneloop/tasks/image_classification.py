@@ -185,8 +185,7 @@ class ImageClassification(OneClass, SplitSets):
     ) -> None:
         if mirror is None:
             mirror = augment and data not in ("digits", "mnist", "fashion_mnist")
-        crops = RandomCrop(crop, crop_max, crop_ratio)
-        jitter = jitter_strengths(color_jitter)
+        crops, jitter = RandomCrop(crop, crop_max, crop_ratio), jitter_strengths(color_jitter)
         how = Augmentation(crops, randaugment, trivialaugment, jitter, augment, mirror, erasing)
         check_repeats(repeats, is_random=bool(how != Augmentation() or mixup or cutmix))
         self.architecture = model
@@ -220,16 +219,15 @@ class ImageClassification(OneClass, SplitSets):
             check_effect(trained, self._tested, crop=bool(crop), same=not test_size)
         self._evaluation_transform = prepared(self._tested, *self._pixels)
         if sets:
-            own = 0 if is_packaged else image_size
-            self._transform(sets, prepared(trained, *self._pixels, how), own)
+            made = prepared(trained, *self._pixels, how)
+            self._transform(sets, made, 0 if is_packaged else image_size)
             self._combine(mixup, cutmix, repeats)
         self.notes = list(self._data_notes)
         self._set_loss(class_weights, smoothing, top_k)
 
     def _transform(self, sets: Mapping[str, Any], make: Callable[[Any], Tensor], side: int) -> None:
         """Hold transformed images; ``make``: for training; ``side``: of the user's images, or 0."""
-        evaluated = self._evaluation_transform
-        self._sets = {name: Images(part, evaluated) for name, part in sets.items()}
+        self._sets = {name: Images(part, self._evaluation_transform) for name, part in sets.items()}
         self._sets["train"] = Images(sets["train"], make)
         own = (3, side, side)  # the user's first image may be damaged
         self.shape = own if side else tuple(self._sets["train"][0][0].shape)

@@ -21,8 +21,8 @@ from oneloop.tasks.rows.parquet_files import (
     GroupFile,
     LocalFile,
     check_size,
-    is_wanted,
     memory_bound,
+    stored_size,
 )
 from oneloop.tasks.rows.rows import Row
 
@@ -392,18 +392,11 @@ class Parquet:
         return Traffic(size / len(self), requests / len(self))
 
     def stored_bytes(self, columns: Sequence[str] | None = None) -> NDArray[np.int64]:
-        """Return the bytes that columns of each row group take in the files (compressed).
-
-        Args:
-            columns: names of the columns; None: all of this object.
-        """
+        """Return the compressed bytes of columns (default: all of this object) by row group."""
         names = list(columns or self.columns)
         sizes = []
         for file, number, *_ in self._groups.tolist():
-            about = self.files[file].metadata.row_group(number)
-            stored = map(about.column, range(about.num_columns))
-            wanted = [one for one in stored if is_wanted(one.path_in_schema, names)]
-            sizes.append(sum(one.total_compressed_size for one in wanted))
+            sizes.append(stored_size(self.files[file].metadata, number, names))
         return np.array(sizes, dtype=np.int64)
 
     def fingerprint(self) -> dict[str, Any]:

@@ -106,6 +106,14 @@ def memory_bound(metadata: Any, group: int, columns: Sequence[str]) -> int:
     return int(total)
 
 
+def stored_size(metadata: Any, group: int, columns: Sequence[str]) -> int:
+    """Return the bytes of columns of a row group in the file (compressed)."""
+    about = metadata.row_group(group)
+    stored = map(about.column, range(about.num_columns))
+    wanted = [one for one in stored if is_wanted(one.path_in_schema, columns)]
+    return sum(one.total_compressed_size for one in wanted)
+
+
 def check_size(where: str, group: int, size: int, bound: int) -> None:
     """Raise ValueError if a group takes far more memory than its footer says.
 
