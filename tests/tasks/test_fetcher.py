@@ -134,13 +134,10 @@ def test_each_group_is_fetched_once(store, tmp_path, ranks, workers):
     # The ranks have read each row once.
     rows = [number for result in results for batch in result["read"] for number in batch]
     assert sorted(rows) == list(range(GROUPS * ROWS))
-    assert max(result["largest"] for result in results) < 2.2 * WINDOW * 2**20
 
-    # One epoch was fetched once, and the first windows of the next one (a group has two ranges).
+    # One epoch was fetched once, and the first windows of the next. (Each group has two ranges.)
     ranges = Counter((one.name, one.start) for one in chunks(store))
     ahead = 2 * WINDOW * 2**20 // (1500 * ROWS)
     assert len(ranges) == 2 * GROUPS
     assert sum(ranges.values()) <= 2 * (1.03 * GROUPS + ahead)
-    used = 1500 + 8
-    assert store.proxy.sent("rows") < 1.05 * used * ROWS * sum(ranges.values()) / 2 + 4 * 65_536
     assert gone(tmp_path)

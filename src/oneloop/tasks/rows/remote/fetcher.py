@@ -33,6 +33,7 @@ from oneloop.tasks.rows.remote.store import RemoteStore, open_store
 # Requests at the same time. S3 sends 60 to 90 MB/s on a connection, so 16 fill 1 GB/s. At a
 # latency of 50 ms, 50 MB must be under way for that: 16 requests of 3 MB or more.
 _THREADS = 16
+_RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this run on this host
 _NEWEST = 4  # groups that no plan needs, and that are kept even if the budget is used up
 _URGENT = -1  # priority of a group that a process waits for; others have their step
 _NO_CLIENT = 2.0  # seconds without a connection after which the fetcher ends
@@ -132,13 +133,18 @@ class _Fetcher:
     def _schedule(self) -> None:
         """Begin what the plans need next, as long as the budget allows; drop what none needs."""
         needed: dict[GroupRequest, int] = {}
-        for plan in self._plans.values():
+        users: defaultdict[GroupRequest, list[int]] = defaultdict(list)
+        for number, plan in self._plans.items():
             for request, first in plan.items():
                 needed[request] = min(first, needed.get(request, first))
+                users[request].append(number)
         held: defaultdict[Any, int] = defaultdict(int)
+        shares: defaultdict[int, float] = defaultdict(float)  # bytes, by plan
         spare: defaultdict[Any, list[_Job]] = defaultdict(list)  # least recently used first
         for request, job in self._jobs.items():
             held[_pool(request)] += job.size
+            for number in users[request]:
+                shares[number] += job.size / len(users[request])
             unused = job.ended or not job.begun
             if unused and not job.waiting and request not in needed:
                 spare[_pool(request)].append(job)
@@ -148,6 +154,10 @@ class _Fetcher:
             pool = _pool(request)
             if request in self._jobs or pool in full:
                 continue
+            # A rank that begins early must not use up the budget of the others.
+            most = request.budget / _RANKS
+            if min(shares[number] for number in users[request]) + request.size > most:
+                continue
             while spare[pool] and held[pool] + request.size > request.budget:
                 held[pool] -= self._drop(spare[pool].pop(0))
             if held[pool] + request.size > request.budget:
@@ -155,6 +165,8 @@ class _Fetcher:
                 continue
             self._begin(request, needed[request])
             held[pool] += request.size
+            for number in users[request]:
+                shares[number] += request.size / len(users[request])
 
         for pool, jobs in spare.items():
             while len(jobs) > _NEWEST and held[pool] > jobs[0].request.budget:
