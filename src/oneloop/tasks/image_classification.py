@@ -1,7 +1,7 @@
 """Image classification, of packaged sets (digits, MNIST, CIFAR) or your own images."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -136,6 +136,7 @@ class ImageClassification(OneClass, SplitSets):
         dropout: dropout before the last layer (cnn).
     """
 
+    _data_notes: Sequence[str] = ()
     needs = _NEEDS
 
     def __init__(
@@ -191,10 +192,8 @@ class ImageClassification(OneClass, SplitSets):
         self.dropout = dropout
         self.columns = {"image": image, "label": label}
         self.window = window
-        self.stream = stream
         self.pixel_limit = pixel_limit
         self.skipped_rows = list[str]()
-        self._data_notes = list[str]()
         self._class_counts = cast(Callable[[], list[int]], list)
 
         # Read the data. The side of packaged images stays, unless two sizes are needed.
@@ -205,7 +204,7 @@ class ImageClassification(OneClass, SplitSets):
         else:
             self._pixels = statistics(model, mean, std)
             side = image_size
-            sets = self._open(data, held_out, skip=unreadable == "skip")
+            sets = self._open(data, held_out, skip=unreadable == "skip", stream=stream)
 
         # Transform the images. A run that is loaded has no sets, and has recorded their shape.
         trained = Resizing(side, interpolation)
@@ -264,7 +263,7 @@ class ImageClassification(OneClass, SplitSets):
         return splits, Statistics(mean=half, std=half)
 
     def _open(
-        self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool
+        self, data: str | list[dict[str, Any]], held_out: float, *, skip: bool, stream: bool
     ) -> dict[str, Any]:
         """Return the user's data sets by split: images with class numbers or class probabilities.
 
@@ -281,7 +280,7 @@ class ImageClassification(OneClass, SplitSets):
         skipped = self.skipped_rows if skip else None
         check = partial(check_images, limit=limit, skipped=skipped)
         sources = list[Source]()
-        for source in named_sources(data, self.columns, stream=self.stream):
+        for source in named_sources(data, self.columns, stream=stream):
             label = "label" if isinstance(data, str) else ""  # another source may train a class
             opened(source, held_out=held_out, window=self.window, check=check, label=label)
             sources.append(source)
