@@ -1,7 +1,7 @@
 """Image classification, of packaged sets (digits, MNIST, CIFAR) or your own images."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -140,6 +140,7 @@ class ImageClassification(OneClass, SplitSets):
         dropout: dropout before the last layer (cnn).
     """
 
+    _data_notes: Sequence[str] = ()
     needs = _NEEDS
 
     def __init__(
@@ -195,10 +196,8 @@ class ImageClassification(OneClass, SplitSets):
         self.dropout = dropout
         self.columns = {"image": image, "label": label}
         self.window = window
-        self.stream = stream
         self.pixel_limit = pixel_limit
         self.skipped_rows = list[str]()
-        self._data_notes = list[str]()
         self._class_counts = cast(Callable[[], list[int]], list)
 
         # Read the data. The side of packaged images stays, unless two sizes are needed.
@@ -209,7 +208,9 @@ class ImageClassification(OneClass, SplitSets):
         else:
             self._pixels = statistics(model, mean, std)
             side = image_size
-            sets = self._open(data, held_out, split_by, skip=unreadable == "skip")
+            sets = self._open(
+                data, held_out, skip=unreadable == "skip", split_by=split_by, stream=stream
+            )
 
         # Transform the images. A run that is loaded has no sets, and has recorded their shape.
         trained = Resizing(side, interpolation)
@@ -268,7 +269,13 @@ class ImageClassification(OneClass, SplitSets):
         return splits, Statistics(mean=half, std=half)
 
     def _open(
-        self, data: str | list[dict[str, Any]], held_out: float, split_by: SplitBy, *, skip: bool
+        self,
+        data: str | list[dict[str, Any]],
+        held_out: float,
+        *,
+        skip: bool,
+        split_by: SplitBy,
+        stream: bool,
     ) -> dict[str, Any]:
         """Return the user's data sets by split: images with class numbers or class probabilities.
 
@@ -285,8 +292,7 @@ class ImageClassification(OneClass, SplitSets):
         skipped = self.skipped_rows if skip else None
         check = partial(check_images, limit=limit, skipped=skipped)
         sources = list[Source]()
-        named = named_sources(data, self.columns, split_by=split_by, stream=self.stream)
-        for source in named:
+        for source in named_sources(data, self.columns, split_by=split_by, stream=stream):
             label = "label" if isinstance(data, str) else ""  # another source may train a class
             opened(source, held_out=held_out, window=self.window, check=check, label=label)
             sources.append(source)

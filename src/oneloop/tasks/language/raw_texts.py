@@ -16,6 +16,7 @@ from oneloop.tasks.rows.open_data import (
     notes_of,
     skipped_rows,
 )
+from oneloop.tasks.rows.remote.data_sets import local_only
 
 
 class RawTexts(LanguageModel):
@@ -86,5 +87,6 @@ class RawTexts(LanguageModel):
         raise NotImplementedError
 
     def samples_of(self, data: str, *, labelled: bool) -> Any:
+        local_only(data)
         source = Source(data, {"column": self.column})
         return self._samples(all_texts(source, window=self.window), "texts")

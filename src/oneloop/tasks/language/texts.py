@@ -17,7 +17,7 @@ from oneloop.tasks.columns import check_texts
 from oneloop.tasks.rows.cache import below, content_of, rows_content
 from oneloop.tasks.rows.cached_arrays import Ragged, ragged
 from oneloop.tasks.rows.find_files import Found, found
-from oneloop.tasks.rows.open_data import Source, checked, local_only, opened, whole
+from oneloop.tasks.rows.open_data import Source, checked, opened, whole
 from oneloop.tasks.rows.row_group_splits import check_split_by
 
 Encode = Callable[[str], NDArray[np.int32]]  # text -> tokens
@@ -365,7 +365,6 @@ def all_texts(source: Source, *, window: int) -> Texts:
     """
     if source.where == "stdlib":
         return InMemory(stdlib())
-    local_only(source.where)
     # The same cases as in ``texts_of``.
     files_found = _few_files(source.where, whole=True)
     if files_found is None:

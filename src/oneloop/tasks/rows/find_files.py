@@ -74,7 +74,7 @@ def found(
     """Return the files of one kind at a path, by split; follow links.
 
     Args:
-        where: a file or a folder.
+        where: a file or a folder, or its ``file:///`` address.
         kinds: the kinds to look for.
         whole: return the files as one set.
 
@@ -82,7 +82,9 @@ def found(
         ValueError: files are missing, unreadable or of several kinds, or only some belong to a
             split.
     """
-    root = Path(where).expanduser()
+    if str(where).startswith("file:") and not str(where).startswith("file:///"):
+        raise ValueError("file:// needs a path: file:///FOLDER")
+    root = Path(str(where).removeprefix("file://")).expanduser()
     endings = _endings(kinds)
     if not root.exists():
         raise ValueError(

@@ -5,15 +5,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from oneloop.basics.bucket import StoreError, is_address
-from oneloop.basics.exit_codes import Unavailable
 from oneloop.data.mixture import Mixture, proportions
 from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
 from oneloop.tasks.rows.parquet import parquets
-from oneloop.tasks.rows.remote.addresses import address_of
-from oneloop.tasks.rows.remote.data_sets import RemoteFound, remote_found, streamed
+from oneloop.tasks.rows.remote.data_sets import (
+    RemoteFound,
+    check_stream,
+    found_remotely,
+    is_hub,
+    local_only,
+)
 from oneloop.tasks.rows.remote_checks import is_remote, sample_notes, while_reading
 from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
 from oneloop.tasks.rows.rows import Mapped, Row, Rows, divided
@@ -47,12 +50,6 @@ class Source:
     notes: list[str] = field(default_factory=list)  # for the log
     # by column: check of a remote row while it is read
     checks: dict[str, Callable[[Row], None]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if self.where.startswith("file://"):
-            if not self.where.startswith("file:///"):
-                raise ValueError("task.data file:// needs a path: file:///FOLDER")
-            self.where = self.where.removeprefix("file://")
 
 
 def named_sources(
@@ -89,11 +86,7 @@ def named_sources(
         source.stream = stream
         if not remote:
             local_only(source.where)
-    if stream and not any(_is_hub(source.where) for source in sources):
-        raise ValueError(
-            "task.stream true has an effect only for task.data hf:NAME; remove it (s3://, gs://, "
-            "hf:// and https:// are always read in place)"
-        )
+    check_stream((source.where for source in sources), stream)
     if isinstance(data, str):
         return sources
 
@@ -105,22 +98,6 @@ def named_sources(
             )
     proportions([source.weight for source in sources])  # raises if the weights are invalid
     return [source for source in sources if source.weight]
-
-
-def _is_hub(where: str) -> bool:
-    """Return whether data is named ``hf:NAME``."""
-    return where.startswith("hf:") and not is_address(where)
-
-
-def local_only(where: str) -> None:
-    """Raise ValueError if data is remote, for tasks that store tokens before training."""
-    if is_address(where):
-        address_of(where)  # raises, without printing a secret
-        raise ValueError(
-            f"task.data {where!r}: this task stores the tokens of all rows on the disk before "
-            "training, which is not supported for remote data; download it and give the folder, "
-            "or give hf:NAME, which downloads it"
-        )
 
 
 def _named_source(item: Any, columns: Mapping[str, str]) -> Source:
@@ -242,8 +219,6 @@ def _named(
     """Return :func:`_rows_of`; add the task's key to an error about a missing column."""
     try:
         return _rows_of(source, window, kinds, whole=whole)
-    except StoreError as error:
-        raise unreadable_store(error) from error
     except NoColumn as error:
         keys: dict[str, None] = {}
         for key, name in source.columns.items():
@@ -251,13 +226,6 @@ def _named(
                 # negatives_1 is the first of task.negatives
                 keys[f"task.{key.rstrip('_0123456789')}"] = None
         raise ValueError(f"{error}; name another with {' or '.join(keys)}") from error
-
-
-def unreadable_store(error: StoreError) -> ValueError | Unavailable:
-    """Return the error that ends a program which cannot read remote data."""
-    if error.temporary:
-        return Unavailable(f"task.data: {error}; check the network, and start again")
-    return ValueError(f"task.data: {error}; check address and credentials")
 
 
 def _rows_of(
@@ -270,16 +238,10 @@ def _rows_of(
         source.skipped.clear()
     columns = list(dict.fromkeys(name for name in source.columns.values() if name))
     where = source.where
-    if _is_hub(where) and not source.stream:
+    if is_hub(where) and not source.stream:
         return hub(where[3:], columns)
-    files: Any  # Found, of paths or of names
     try:
-        if _is_hub(where):
-            files = remote_found(streamed(where[3:]), whole=whole)
-        elif is_address(where):
-            files = remote_found(where, whole=whole)
-        else:
-            files = found(where, kinds, whole=whole)
+        files: Any = found_remotely(where, whole=whole) or found(where, kinds, whole=whole)
     except ValueError as error:
         raise ValueError(f"task.data: {error}") from error
     source.notes += files.notes

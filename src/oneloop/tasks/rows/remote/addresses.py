@@ -97,14 +97,14 @@ def is_local(url: str) -> bool:
 
 def _repository_of(text: str) -> tuple[str, str]:
     """Return the repository (``datasets/NAME[@REVISION]``) and the path in it."""
-    kind, owner, name, *path = [*text.rstrip("/").partition("://")[2].split("/"), "", "", ""]
-    repository = f"{kind}/{owner}/{name}"
+    words = text.rstrip("/").split("/")[2:]
+    repository = "/".join(words[:3])
     if not _REPOSITORY.fullmatch(repository):
         raise ValueError(
             f"{text!r} does not name a data set of the hub; write "
             "hf://datasets/OWNER/NAME[@REVISION]/FOLDER"
         )
-    return repository, "/".join(filter(None, path))
+    return repository, "/".join(words[3:])
 
 
 def _in_folder(text: str, scheme: str, root: str, path: str) -> Address:
@@ -116,7 +116,8 @@ def _in_folder(text: str, scheme: str, root: str, path: str) -> Address:
     # An object is named by its ending; a slash at the end makes it the name of a folder.
     if plain == len(parts) and parts and text.endswith(".parquet"):
         plain -= 1
-    return Address(text, scheme, "/".join([root, *parts[:plain]]), "/".join(parts[plain:]))
+    folder = "/".join([root, *parts[:plain]])
+    return Address(text, scheme, folder, "/".join(parts[plain:]))
 
 
 def _of_web(text: str, scheme: str, host: str, path: str) -> Address:

@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
+from oneloop.basics.bucket import StoreError, is_address
+from oneloop.basics.exit_codes import Unavailable
 from oneloop.tasks.rows.find_files import KINDS, SPLITS, Found, chosen
 from oneloop.tasks.rows.parquet import Parquet
 from oneloop.tasks.rows.remote.addresses import address_of
@@ -42,6 +44,58 @@ class RemoteFound(Found[PurePosixPath]):
                 remote=True,
             )
         return made
+
+
+def is_hub(where: str) -> bool:
+    """Return whether data is named ``hf:NAME``."""
+    return where.startswith("hf:") and not is_address(where)
+
+
+def check_stream(names: Iterable[str], stream: bool) -> None:
+    """Raise ValueError if ``task.stream`` is true, and no data is named ``hf:NAME``."""
+    if stream and not any(map(is_hub, names)):
+        raise ValueError(
+            "task.stream true has an effect only for task.data hf:NAME; remove it (s3://, gs://, "
+            "hf:// and https:// are always read in place)"
+        )
+
+
+def local_only(where: str) -> None:
+    """Raise ValueError if data is remote, for tasks that store tokens before training."""
+    if is_address(where) and not where.startswith("file://"):
+        address_of(where)  # raises, without printing a secret
+        raise ValueError(
+            f"task.data {where!r}: this task stores the tokens of all rows on the disk before "
+            "training, which is not supported for remote data; download it and give the folder, "
+            "or give hf:NAME, which downloads it"
+        )
+
+
+def unreadable_store(error: StoreError) -> ValueError | Unavailable:
+    """Return the error that ends a program which cannot read remote data."""
+    if error.temporary:
+        return Unavailable(f"task.data: {error}; check the network, and start again")
+    return ValueError(f"task.data: {error}; check address and credentials")
+
+
+def found_remotely(where: str, *, whole: bool) -> RemoteFound | None:
+    """Return the Parquet files of remote data; None if data is a path.
+
+    Args:
+        where: an address, or ``hf:NAME`` to read in place.
+        whole: return the files as one set.
+
+    Raises:
+        ValueError: the store has no such data, or denies access; or as :func:`remote_found`.
+        Unavailable: the store cannot be reached now.
+    """
+    if where.startswith("file://") or not (is_address(where) or is_hub(where)):
+        return None
+    try:
+        address = streamed(where[3:]) if is_hub(where) else where
+        return remote_found(address, whole=whole)
+    except StoreError as error:
+        raise unreadable_store(error) from error
 
 
 def remote_found(address: str, *, whole: bool = False) -> RemoteFound:
@@ -106,7 +160,7 @@ def streamed(name: str) -> str:
         return _address(repository, own, _chosen(name, folders, config))
     if revision:
         raise ValueError(
-            f"hf:{name} has no Parquet files of its own; the hub converts only the main branch: "
+            f"hf:{name} has no Parquet files; the hub converts only the main branch: "
             "leave @REVISION out, or set task.stream false to download it"
         )
     made = _parquet(listed(repository, _CONVERTED, ""))

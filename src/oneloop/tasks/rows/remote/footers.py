@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from xxhash import xxh3_64_digest
-
 import oneloop
 from oneloop.basics.files import one_line, replacing
 from oneloop.tasks.rows.cache import alone, key_of
@@ -25,7 +23,7 @@ _MOST_BYTES = 1 << 27  # of a footer
 _REQUEST = 1 << 25  # bytes of one request
 _GAP = 0.05  # neighbouring chunks are read together if the gap is below this share of both
 _AT_ONCE = 16  # requests
-_DIGEST = 8  # bytes of the checksum before a cached footer
+_DIGEST = 32  # bytes of the checksum before a cached footer
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ def footers(store: RemoteStore, objects: Sequence[RemoteObject]) -> list[Footer]
         for number in fresh:
             checked = contents[number] or b""
             with replacing(files[number]) as draft:
-                draft.write_bytes(xxh3_64_digest(checked) + checked)
+                draft.write_bytes(footer_digest(checked).encode() + checked)
     found = []
     for item, content, where in zip(objects, contents, wheres, strict=True):
         found.append(parsed(content or b"", item.size, where))
@@ -135,7 +133,7 @@ def _cached(file: Path) -> bytes | None:
     except OSError:
         return None
     checksum, footer = content[:_DIGEST], content[_DIGEST:]
-    return footer if xxh3_64_digest(footer) == checksum else None
+    return footer if footer_digest(footer).encode() == checksum else None
 
 
 def _fetched(store: RemoteStore, item: RemoteObject) -> bytes:
@@ -203,15 +201,15 @@ def _wrong(metadata: Any, end: int) -> str:
         group = metadata.row_group(number)
         rows += group.num_rows
         if group.num_rows < 0:
-            return f"says that row group {number} has {group.num_rows:,} rows"
+            return f"claims that row group {number} has {group.num_rows:,} rows"
         for index in range(group.num_columns):
             chunk = group.column(index)
             which = f"row group {number}, column {chunk.path_in_schema!r}"
             if chunk.file_path:
-                return f"says that {which} is in another file"
+                return f"claims that {which} is in another file"
             start, stop = _span(chunk)
             if not len(_MAGIC) <= start <= stop <= end:
-                return f"says that {which} has the bytes {start:,} to {stop:,} of {end:,}"
+                return f"claims that {which} has the bytes {start:,} to {stop:,} of {end:,}"
             flat = metadata.schema.column(index).max_repetition_level == 0
             if chunk.num_values < 0 or chunk.total_uncompressed_size < 0:
                 return f"has negative counts ({which})"

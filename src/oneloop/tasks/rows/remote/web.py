@@ -82,7 +82,7 @@ class _WebStore(RemoteStore):
         if status in (401, 403):
             raise StoreDeniedError(f"{where}: status {status}; check address and credentials")
         if status in (404, 410):
-            raise StoreNotFoundError(f"{where}: status {status}, there is no such file")
+            raise StoreNotFoundError(f"{where}: status {status}: the file does not exist")
         if status in (412, 416):
             raise changed(where)
         if status in _TEMPORARY:
@@ -112,7 +112,7 @@ class HttpsStore(_WebStore):
         """Return the names in the list; each is below the folder of the list."""
         status, _, body = self._get(self.address, self.address, {}, MOST_BYTES)
         if status in (404, 410):
-            raise StoreNotFoundError(f"{self.address}: status {status}, there is no such file")
+            raise StoreNotFoundError(f"{self.address}: status {status}: the file does not exist")
         if status != 200:
             kind = StoreDeniedError if status in (401, 403) else StoreError
             raise kind(f"{self.address}: status {status}")
