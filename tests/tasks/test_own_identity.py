@@ -15,8 +15,9 @@ import pytest
 from hub_server import Hub
 from oneloop.data.fingerprint import changes, of_shuffled
 from oneloop.tasks.rows.find_files import found
-from oneloop.tasks.rows.parquet import Parquet, parquets
+from oneloop.tasks.rows.parquet import parquets
 from oneloop.tasks.rows.parquet_files import LocalFile
+from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
 from own_files import again, images, rows, started, write
 from silent_cases import unfinished
 from worlds import ROOT, run, train
@@ -135,7 +136,7 @@ def test_a_copy_elsewhere_is_equal_and_an_older_order_is_named(tmp_path):
     here = parquets(there, ["text"], window=4)[""]
     files = [LocalFile(file, there.root) for file in there.files]
     versions = {"files": {"part-0.parquet": [1, "version 1"]}}
-    away = Parquet(files, "address", ["text"], window=4, content=versions, remote=True)
+    away = RemoteParquet(files, "address", ["text"], window=4, content=versions)
 
     # A bucket has no checksums, and its caches depend on versions.
     now = here.fingerprint()

@@ -16,6 +16,7 @@ from oneloop.tasks.rows.find_files import found
 from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.parquet import Parquet
 from oneloop.tasks.rows.parquet_files import LocalFile
+from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
 from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
 from own_files import again, started
 from worlds import run, train
@@ -111,7 +112,7 @@ def test_what_has_no_groups_to_draw_is_rejected(tmp_path):
             CausalLM(place, split_by="groups")
 
     files = [LocalFile(few / "a.parquet", few)]
-    away = Parquet(files, "s3://bucket/few", ["text"], window=4, content={}, remote=True)
+    away = RemoteParquet(files, "s3://bucket/few", ["text"], window=4, content={})
     with pytest.raises(ValueError, match=r"add a validation split, or draw whole row groups"):
         check_split_by("s3://bucket/few", {"": away}, "rows")
     check_split_by("s3://bucket/few", {"train": away, "validation": away}, "rows")

@@ -151,7 +151,7 @@ def test_tasks_import_their_libraries_when_they_use_them():
     import sys
 
     for file in files(PACKAGE / "tasks"):
-        if file.parent.name == "rows":
+        if "rows" in file.parts:
             continue
         named = {module.split(".")[0] for module in imports(file, within_functions=False)}
         assert named - set(sys.stdlib_module_names) <= AT_THE_TOP_OF_TASKS, file
@@ -200,6 +200,7 @@ TOKENS = {  # of code in src/, by the issue that added its budget; usable in any
     "masked language modelling: masks, attention in both directions, its task": 2600,
     "what is generated in evaluations, its metrics, encoder-decoder models": 6700,
     "what ordinary projects miss: schedules, order, EMA, images, reports to look at": 6900,
+    "rows elsewhere: stores, footers, a process that fetches, checks while reading": 13_600,
 }
 PAIRS = 100  # assignments ``a, b = x, y`` in src/, apart from swaps
 TOKENS_PER_LINE = 9.0  # of code in src/, with brackets and commas

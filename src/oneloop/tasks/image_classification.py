@@ -42,7 +42,7 @@ from oneloop.tasks.labels import (
     shares_of,
     weights_of,
 )
-from oneloop.tasks.packaged_images import TORCHVISION, packaged
+from oneloop.tasks.packaged_images import NEEDS, PACKAGED, packaged
 from oneloop.tasks.rows.images import labelled_image
 from oneloop.tasks.rows.open_data import (
     Source,
@@ -56,25 +56,6 @@ from oneloop.tasks.rows.open_data import (
     whole,
 )
 from oneloop.tasks.transformers_models import is_transformers
-
-_PACKAGED = ("digits", *TORCHVISION)
-_OWN_IMAGES = f"data!={'|'.join(_PACKAGED)}"
-_DOWNLOADED = f"data={'|'.join(TORCHVISION)}"
-_NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
-    "image_size": _OWN_IMAGES,
-    "held_out": _OWN_IMAGES,
-    "split_by": _OWN_IMAGES,
-    "stream": _OWN_IMAGES,
-    "crop_max": "crop!=0",
-    "crop_ratio": "crop!=0",
-    "mean": _OWN_IMAGES,
-    "std": _OWN_IMAGES,
-    "width": "model=cnn",
-    "dropout": "model=cnn",
-    "trust_remote_code": "model!=cnn",
-    "root": _DOWNLOADED,
-    "download": _DOWNLOADED,
-}
 
 
 class ImageClassification(OneClass, SplitSets):
@@ -141,7 +122,7 @@ class ImageClassification(OneClass, SplitSets):
     """
 
     _data_notes: Sequence[str] = ()
-    needs = _NEEDS
+    needs = NEEDS
 
     def __init__(
         self,
@@ -201,16 +182,14 @@ class ImageClassification(OneClass, SplitSets):
         self._class_counts = cast(Callable[[], list[int]], list)
 
         # Read the data. The side of packaged images stays, unless two sizes are needed.
-        is_packaged = isinstance(data, str) and data in _PACKAGED
+        is_packaged = isinstance(data, str) and data in PACKAGED
         if is_packaged:
             sets, self._pixels = self._packaged(str(data), root, download)
             side = sets["train"].images.shape[-1] if crop or test_size or test_crop else None
         else:
             self._pixels = statistics(model, mean, std)
             side = image_size
-            sets = self._open(
-                data, held_out, skip=unreadable == "skip", split_by=split_by, stream=stream
-            )
+            sets = self._open(data, held_out, unreadable, split_by, stream)
 
         # Transform the images. A run that is loaded has no sets, and has recorded their shape.
         trained = Resizing(side, interpolation)
@@ -272,8 +251,7 @@ class ImageClassification(OneClass, SplitSets):
         self,
         data: str | list[dict[str, Any]],
         held_out: float,
-        *,
-        skip: bool,
+        unreadable: Unreadable,
         split_by: SplitBy,
         stream: bool,
     ) -> dict[str, Any]:
@@ -289,7 +267,7 @@ class ImageClassification(OneClass, SplitSets):
 
         # Open the data. Every image is decoded once, before the rows are split.
         limit = self.pixel_limit
-        skipped = self.skipped_rows if skip else None
+        skipped = self.skipped_rows if unreadable == "skip" else None
         check = partial(check_images, limit=limit, skipped=skipped)
         sources = list[Source]()
         for source in named_sources(data, self.columns, split_by=split_by, stream=stream):

@@ -15,6 +15,26 @@ TORCHVISION = {
     "cifar10": "CIFAR10",
     "cifar100": "CIFAR100",
 }
+PACKAGED = ("digits", *TORCHVISION)
+"""names of the packaged data sets"""
+_OWN_IMAGES = f"data!={'|'.join(PACKAGED)}"
+_DOWNLOADED = f"data={'|'.join(TORCHVISION)}"
+NEEDS = {
+    "image_size": _OWN_IMAGES,
+    "held_out": _OWN_IMAGES,
+    "split_by": _OWN_IMAGES,
+    "stream": _OWN_IMAGES,
+    "crop_max": "crop!=0",
+    "crop_ratio": "crop!=0",
+    "mean": _OWN_IMAGES,
+    "std": _OWN_IMAGES,
+    "width": "model=cnn",
+    "dropout": "model=cnn",
+    "trust_remote_code": "model!=cnn",
+    "root": _DOWNLOADED,
+    "download": _DOWNLOADED,
+}
+"""``needs`` of image classification; see :class:`oneloop.task_protocol.protocol.Task`"""
 
 
 class _InMemory:

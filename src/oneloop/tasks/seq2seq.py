@@ -46,6 +46,7 @@ from oneloop.tasks.rows.open_data import (
     Unreadable,
     combined,
     first_columns,
+    local_only,
     named_sources,
     note_skipped,
     notes_of,
@@ -53,7 +54,6 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
-from oneloop.tasks.rows.remote.data_sets import local_only
 
 _CACHE_VERSION = 1  # increase it if the tokens of a row change
 _LENGTHS = (256, 128)  # default lengths of source and target

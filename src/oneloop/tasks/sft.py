@@ -47,6 +47,7 @@ from oneloop.tasks.rows.open_data import (
     SplitBy,
     Unreadable,
     first_columns,
+    local_only,
     named_sources,
     note_skipped,
     notes_of,
@@ -54,7 +55,6 @@ from oneloop.tasks.rows.open_data import (
     skipped_rows,
     whole,
 )
-from oneloop.tasks.rows.remote.data_sets import local_only
 
 _CACHE_VERSION = 1  # increase it if the tokens of a row change
 

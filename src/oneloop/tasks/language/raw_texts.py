@@ -12,11 +12,11 @@ from oneloop.tasks.rows.open_data import (
     Source,
     SplitBy,
     Unreadable,
+    local_only,
     named_sources,
     notes_of,
     skipped_rows,
 )
-from oneloop.tasks.rows.remote.data_sets import local_only
 
 
 class RawTexts(LanguageModel):

@@ -1,126 +1,38 @@
 """Open what ``task.data`` names, one source or a mixture of several, as rows by split."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
-from oneloop.data.mixture import Mixture, proportions
+from oneloop.data.mixture import Mixture
 from oneloop.task_protocol.protocol import Task
 from oneloop.tasks.rows.arrow_tables import NoColumn, hub, tables
 from oneloop.tasks.rows.find_files import KINDS_OF_ROWS, Found, found
 from oneloop.tasks.rows.parquet import parquets
-from oneloop.tasks.rows.remote.data_sets import (
-    RemoteFound,
-    check_stream,
-    found_remotely,
-    is_hub,
-    local_only,
-)
+from oneloop.tasks.rows.remote.data_sets import RemoteFound, found_remotely, is_hub, local_only
 from oneloop.tasks.rows.remote_checks import is_remote, sample_notes, while_reading
 from oneloop.tasks.rows.row_group_splits import check_split_by, divided_by_groups
 from oneloop.tasks.rows.rows import Mapped, Row, Rows, divided
+from oneloop.tasks.rows.sources import Data, Source, SplitBy, Unreadable, named_sources
 
-Data = str | list[dict[str, Any]]
-"""a path or ``hf:NAME[:CONFIG][@REVISION]``; or several, each ``{"data": …, "weight": …}``"""
-
-Unreadable = Literal["stop", "skip"]
-"""what to do with a row that cannot be read"""
-SplitBy = Literal["rows", "groups"]
-"""what is drawn for missing splits: rows, or whole row groups of Parquet files"""
-
-
-@dataclass
-class Source:
-    """One source of rows: a path or a hub data set."""
-
-    where: str
-    columns: Mapping[str, str]  # the task's key of each column -> its name in the data
-    name: str = ""  # in a mixture
-    weight: float = 1.0  # in a mixture, in any unit
-    split_by: SplitBy = "rows"
-    stream: bool = False  # read a hub data set in place
-
-    optional: Sequence[str] = ()  # keys of columns that a data set need not have
-    parts: dict[str, Any] = field(default_factory=dict)  # rows by split: train, validation, test
-    # positions and reasons of the rows that cannot be read and are left out; None: they are errors
-    skipped: list[str] | None = None
-    # indices of rows to leave out, by split before dividing
-    unusable: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)  # for the log
-    # by column: check of a remote row while it is read
-    checks: dict[str, Callable[[Row], None]] = field(default_factory=dict)
-
-
-def named_sources(
-    data: Data,
-    columns: Mapping[str, str],
-    *,
-    unreadable: Unreadable = "stop",
-    split_by: SplitBy = "rows",
-    stream: bool = False,
-    remote: bool = True,
-) -> list[Source]:
-    """Return the sources that ``task.data`` names, unopened.
-
-    Args:
-        data: the value of ``task.data``.
-        columns: default names of the columns, by key of the task.
-        unreadable: stop at a row that cannot be read, or skip such rows.
-        split_by: what is drawn for missing splits.
-        stream: read data sets of the hub in place.
-        remote: whether the task can read remote data.
-
-    Raises:
-        ValueError: ``data`` is invalid.
-    """
-    if isinstance(data, str):
-        sources = [Source(data, columns)]
-    elif data:
-        sources = [_named_source(item, columns) for item in data]
-    else:
-        raise ValueError("task.data is an empty list; give at least one data set")
-    for source in sources:
-        source.skipped = [] if unreadable == "skip" else None
-        source.split_by = split_by
-        source.stream = stream
-        if not remote:
-            local_only(source.where)
-    check_stream((source.where for source in sources), stream)
-    if isinstance(data, str):
-        return sources
-
-    names = [source.name for source in sources]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(
-                f"task.data has two entries named {name!r}; give each a different name"
-            )
-    proportions([source.weight for source in sources])  # raises if the weights are invalid
-    return [source for source in sources if source.weight]
-
-
-def _named_source(item: Any, columns: Mapping[str, str]) -> Source:
-    """Return the source of one entry of a mixture."""
-    if not isinstance(item, Mapping) or not isinstance(item.get("data"), str):
-        raise ValueError(
-            f"task.data: {item!r} has no data; write {{data: PATH, weight: 0.7}} for each"
-        )
-    known = {"data", "weight", "name", *columns}
-    strange = sorted(set(item) - known)
-    if strange:
-        raise ValueError(
-            f"task.data: {strange[0]!r}: unknown entry; known: {', '.join(sorted(known))}"
-        )
-    weight = item.get("weight", 1.0)
-    if not isinstance(weight, int | float) or isinstance(weight, bool):
-        raise ValueError(f"task.data: the weight {weight!r} of {item['data']!r} is not a number")
-    return Source(
-        where=item["data"],
-        columns={key: str(item.get(key, name)) for key, name in columns.items()},
-        name=str(item.get("name") or Path(item["data"]).stem),
-        weight=float(weight),
-    )
+__all__ = [
+    "Data",
+    "Source",
+    "SplitBy",
+    "SplitSets",
+    "Unreadable",
+    "checked",
+    "combined",
+    "first_columns",
+    "local_only",
+    "named_sources",
+    "note_skipped",
+    "notes_of",
+    "opened",
+    "sets_of",
+    "skipped_rows",
+    "whole",
+]
 
 
 def opened(

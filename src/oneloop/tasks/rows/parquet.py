@@ -4,14 +4,12 @@ import os
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.fingerprint import ORDER_OF_ROW_GROUPS, content_checksum
-from oneloop.data.network_traffic import Traffic
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.arrow_tables import no_column
@@ -21,12 +19,15 @@ from oneloop.tasks.rows.parquet_files import (
     GroupFile,
     LocalFile,
     check_size,
+    check_window,
+    column_types,
+    decoded_column,
     memory_bound,
     stored_size,
 )
 from oneloop.tasks.rows.rows import Row
 
-_MEGABYTE = 1 << 20
+MEGABYTE = 1 << 20
 _SLACK = 1.25  # cached groups may use this multiple of the window, so that two windows can overlap
 _SLICE = 4096  # rows that are decoded together: dictionary-encoded texts may become much larger
 # version of the order of the rows. 2: it follows from the footers alone; before: from some groups
@@ -45,18 +46,18 @@ class Parquet:
 
     Args:
         files: the files.
-        root: the folder of the data set, or its only file, or an address; for messages.
+        root: the folder of the data set, its only file, or an address; for messages.
         columns: the columns to read.
         window: megabytes that a process caches.
         content: what caches of values depend on: the checksums of the files' content, or if they
             are remote, their versions.
         part: the split.
-        remote: whether the files are not on a disk of this machine. Only on a disk, the fingerprint
-            has a checksum of the content.
 
     Raises:
         ValueError: a file or column is missing, or a group exceeds the window.
     """
+
+    remote = False  # whether the files are elsewhere; the fingerprint has then no checksum
 
     def __init__(
         self,
@@ -67,7 +68,6 @@ class Parquet:
         window: int,
         content: Any,
         part: str = "",
-        remote: bool = False,
     ) -> None:
         self.files = list(files)
         self.columns = list(columns)
@@ -76,12 +76,6 @@ class Parquet:
         self.content = content
         self._chosen: dict[str, Any] = {"part": part}  # which rows of the files these are
         self._footers = described({file.name: [file.size, file.digest] for file in self.files})
-        self.remote = remote
-        self._client: Any = None  # of the process that fetches remote groups
-        if remote:
-            from oneloop.tasks.rows.remote.fetch_client import FetchClient
-
-            self._client = FetchClient()
 
         # Read the metadata of all row groups.
         self._types: Mapping[str, Any] = {}
@@ -99,8 +93,8 @@ class Parquet:
         self.reads = 0  # groups that this process has read
         self._clear_cache()
         for file_number, group, rows, size, _ in self._groups.tolist():
-            if size > self.window * _MEGABYTE:
-                self._reject_size(self.files[file_number].where, group, rows, size)
+            where = self.files[file_number].where
+            check_window(str(root), where, group, rows=rows, size=size, window=window)
 
     def _clear_cache(self) -> None:
         # columns of the cached groups, and their bytes
@@ -133,7 +127,7 @@ class Parquet:
                 raise no_column(file.where, column, schema.names)
 
         # All files must have the types of the first one.
-        types = _types(schema, self.columns, file.where)
+        types = column_types(schema, self.columns, file.where)
         if self._types:
             for name, kind in types.items():
                 if kind != self._types[name]:
@@ -157,17 +151,6 @@ class Parquet:
             first += rows
         return found
 
-    def _reject_size(self, where: str, group: int, rows: int, size: int) -> NoReturn:
-        """Raise ValueError about a group that exceeds the window, with two ways out."""
-        fitting = max(1, rows * self.window * _MEGABYTE // (16 * size))
-        larger = 2 ** int(8 * size / _MEGABYTE).bit_length()
-        raise ValueError(
-            f"{where}: row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and "
-            f"task.window is {self.window} MB; write smaller groups "
-            f"(python -m oneloop.tasks.rows.rewrite {self.root} NEW_FOLDER --rows {fitting}), or "
-            f"give it more memory (--task.window {larger})"
-        )
-
     @property
     def types(self) -> Mapping[str, Any]:
         return self._types
@@ -189,7 +172,7 @@ class Parquet:
                     picked = np.delete(np.arange(len(array)), picked)
                 array = array.take(picked)
             for start in range(0, len(array), _SLICE):
-                yield _decoded(array.slice(start, _SLICE), self._kinds[column])
+                yield decoded_column(array.slice(start, _SLICE), self._kinds[column])
 
     def near(self, index: int) -> range:
         """Return the rows of the same row group."""
@@ -227,16 +210,10 @@ class Parquet:
             self._tables.move_to_end(group)
             columns, _ = self._tables[group]
             return columns
-        # What the fetcher has dropped takes its place on the disk until it is dropped here, too.
-        if self.remote:
-            for held in [*self._tables]:
-                if not self._client.keeps(self._request(held)):
-                    _, dropped = self._tables.pop(held)
-                    self._held -= dropped
         columns, size = self.read(group)
 
         # Drop the groups that were used least recently.
-        while self._tables and self._held + size > _SLACK * self.window * _MEGABYTE:
+        while self._tables and self._held + size > _SLACK * self.window * MEGABYTE:
             _, (_, dropped) = self._tables.popitem(last=False)
             self._held -= dropped
         self._tables[group] = columns, size
@@ -256,18 +233,27 @@ class Parquet:
             ValueError: the group cannot be read, or is far larger than its footer says.
         """
         names = list(columns or self.columns)
-        number, in_file, _, bound, _ = self._groups[group].tolist()
-        file = self.files[number]
-        # One column of all groups is read once, before a run, without the fetcher.
-        if self.remote and names == self.columns:
-            table = self._client.get(self._request(group))
-        else:
-            table = file.read(in_file, names)
+        file, number = self.file_of(group)
+        table = self._loaded(group, names)
         self.reads += 1
         arrays = {name: table.column(name).combine_chunks() for name in names}
         size = sum(array.nbytes for array in arrays.values())
-        check_size(file.where, in_file, size, bound)
+        check_size(file.where, number, size, int(self._groups[group, _BYTES]))
         return arrays, size
+
+    def _loaded(self, group: int, columns: Sequence[str]) -> Any:
+        """Return columns of a group, a ``pyarrow.Table``."""
+        file, number = self.file_of(group)
+        return file.read(number, columns)
+
+    def file_of(self, group: int) -> tuple[Any, int]:
+        """Return the file of a group, a :class:`GroupFile`, and the group's number in it."""
+        file, number, *_ = self._groups[group].tolist()
+        return self.files[file], number
+
+    def memory_bounds(self) -> NDArray[np.int64]:
+        """Return the bytes of each row group in memory, at most."""
+        return self._groups[:, _BYTES]
 
     def select(
         self, indices: NDArray[np.int64], *, exclude: bool = False, index_file: Path | None = None
@@ -287,7 +273,7 @@ class Parquet:
 
     def _copy(self) -> "Parquet":
         """Return a copy with an empty cache. (__init__ would read the footers of all files.)"""
-        made = object.__new__(Parquet)
+        made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         made._chosen = dict(self._chosen)
         made.reads = 0
@@ -316,57 +302,12 @@ class Parquet:
     def open_groups(self) -> int:
         """Return how many groups fit into the window, by the largest group."""
         largest = max(1, int(self._groups[:, _BYTES].max()))
-        return max(1, self.window * _MEGABYTE // largest)
+        return max(1, self.window * MEGABYTE // largest)
 
     def order(self, *, seed: int, batch: int, shuffle: bool = True) -> Ordered:
         if not shuffle:
             return StoredOrder(len(self))
         return Windows(self.sizes, seed=seed, open_groups=self.open_groups, batch=batch)
-
-    def announce(
-        self, order: Ordered, layout: BatchLayout, *, rank: int, start: int, first: int = 0
-    ) -> list[Any]:
-        """Let the fetcher of remote files know which row groups a rank will need.
-
-        Args:
-            order: the order of samples.
-            layout: how a step is divided.
-            rank: of the process.
-            start: position of the first step, in samples.
-            first: index of the first row, if the rows are a part of a mixture.
-
-        Returns:
-            Plans with the methods ``advance``, which takes the number of steps that were read, and
-            ``close``. None for files on a disk.
-        """
-        if not self.remote:
-            return []
-        from oneloop.tasks.rows.remote.fetch_client import AnnouncedPlan
-        from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
-
-        needed = NeededGroups(
-            order,
-            layout,
-            rank=rank,
-            start=start,
-            firsts=first + np.array([*self._firsts.tolist(), self._length]),
-            sizes=self._groups[:, _BYTES],
-            budget=2 * self.window * _MEGABYTE,
-        )
-        return [AnnouncedPlan(self._client, needed, self._request)]
-
-    def _request(self, group: int) -> Any:
-        """Return the request for a row group of remote files."""
-        from oneloop.tasks.rows.remote.range_file import GroupRequest
-
-        file, number, _, size, _ = self._groups[group].tolist()
-        of: Any = self.files[file]  # a RemoteFile
-        budget = 2 * self.window * _MEGABYTE
-        return GroupRequest(of.address, of.item, number, tuple(self.columns), size, budget)
-
-    def waits(self) -> str:
-        """Return what processes of this run wait for, and why; empty if they do not wait long."""
-        return self._client.waits() if self.remote else ""
 
     def about(self) -> str:
         """Return how the rows are read, for the log."""
@@ -378,18 +319,6 @@ class Parquet:
             f"{where}, {self.open_groups} of which fit into task.window ({self.window} MB per "
             "process) at a time"
         )
-
-    @property
-    def traffic(self) -> Traffic:
-        """Return what a row takes from the network, on average; of rows on a disk nothing."""
-        if not self.remote:
-            return Traffic(0.0, 0.0)
-        requests = 0
-        groups = np.flatnonzero(self.sizes)
-        for file, number, *_ in self._groups[groups].tolist():
-            requests += len(self.files[file].ranges(number, self.columns))
-        size = int(self.stored_bytes()[groups].sum())
-        return Traffic(size / len(self), requests / len(self))
 
     def stored_bytes(self, columns: Sequence[str] | None = None) -> NDArray[np.int64]:
         """Return the compressed bytes of columns (default: all of this object) by row group."""
@@ -419,24 +348,6 @@ class Parquet:
         """Return a description of the rows by content, for caches of this machine."""
         columns = sorted(self.columns)
         return {"length": len(self), "columns": columns, **self.content, **self._chosen}
-
-
-def _decoded(array: Any, kind: Any) -> Any:
-    """Return an array with its texts decoded: of the type ``kind``."""
-    return array if array.type == kind else array.cast(kind)
-
-
-def _types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
-    """Return the columns' types: features of ``datasets`` by name."""
-    import pyarrow
-    from datasets import Features
-
-    kept = pyarrow.schema([schema.field(column) for column in columns], metadata=schema.metadata)
-    try:
-        return dict(Features.from_arrow_schema(kept))
-    except Exception as error:  # types that datasets does not support
-        kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
-        raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error
 
 
 def parquets(found: Found[Path], columns: Sequence[str], *, window: int) -> dict[str, Parquet]:

@@ -214,3 +214,54 @@ def _opened(path: Path, dictionaries: Sequence[str]) -> Any:
     except (OSError, pyarrow.ArrowException) as error:
         why = " ".join(str(error).split())
         raise ValueError(f"{path} cannot be read as parquet: {why}") from error
+
+
+def decoded_column(array: Any, kind: Any) -> Any:
+    """Return an array with its texts decoded: of the type ``kind``."""
+    return array if array.type == kind else array.cast(kind)
+
+
+def column_types(schema: Any, columns: Sequence[str], where: str) -> dict[str, Any]:
+    """Return the columns' types: features of ``datasets`` by name.
+
+    Args:
+        schema: Arrow schema of a file.
+        columns: names of the columns.
+        where: path or address of the file.
+
+    Raises:
+        ValueError: ``datasets`` does not support a type.
+    """
+    import pyarrow
+    from datasets import Features
+
+    kept = pyarrow.schema([schema.field(column) for column in columns], metadata=schema.metadata)
+    try:
+        return dict(Features.from_arrow_schema(kept))
+    except Exception as error:  # types that datasets does not support
+        kinds = ", ".join(f"{column} is {schema.field(column).type}" for column in columns)
+        raise ValueError(f"{where}: {kinds}, which is not supported ({error})") from error
+
+
+def check_window(root: str, where: str, group: int, *, rows: int, size: int, window: int) -> None:
+    """Raise ValueError if a group exceeds the window; the message has two ways out.
+
+    Args:
+        root: folder or address of the data set.
+        where: path or address of the file.
+        group: number of the group in the file.
+        rows: of the group.
+        size: its bytes in memory.
+        window: megabytes.
+    """
+    if size <= window * _MEGABYTE:
+        return
+    fitting = max(1, rows * window * _MEGABYTE // (16 * size))
+    larger = 2 ** int(8 * size / _MEGABYTE).bit_length()
+    folder = "A_COPY" if "://" in root else root
+    raise ValueError(
+        f"{where}: row group {group} has {rows:,} rows of {size / _MEGABYTE:,.1f} MB, and "
+        f"task.window is {window} MB; write smaller groups "
+        f"(python -m oneloop.tasks.rows.rewrite {folder} NEW_FOLDER --rows {fitting}), or "
+        f"give it more memory (--task.window {larger})"
+    )

@@ -7,10 +7,10 @@ from pathlib import PurePosixPath
 from oneloop.basics.bucket import StoreError, is_address
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.tasks.rows.find_files import KINDS, SPLITS, Found, chosen
-from oneloop.tasks.rows.parquet import Parquet
 from oneloop.tasks.rows.remote.addresses import address_of
 from oneloop.tasks.rows.remote.footers import footers
 from oneloop.tasks.rows.remote.remote_file import RemoteFile
+from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
 from oneloop.tasks.rows.remote.store import open_store
 from oneloop.tasks.rows.remote.web import listed
 
@@ -23,7 +23,7 @@ class RemoteFound(Found[PurePosixPath]):
 
     opened: Mapping[PurePosixPath, RemoteFile] = field(default_factory=dict)
 
-    def rows(self, columns: Sequence[str], *, window: int) -> dict[str, Parquet]:
+    def rows(self, columns: Sequence[str], *, window: int) -> dict[str, RemoteParquet]:
         """Return the files' rows by split.
 
         Args:
@@ -34,14 +34,13 @@ class RemoteFound(Found[PurePosixPath]):
         for split, names in self.parts.items():
             files = [self.opened[name] for name in names]
             versions = {str(file.item.name): [file.size, file.item.version] for file in files}
-            made[split] = Parquet(
+            made[split] = RemoteParquet(
                 files,
                 self.where,
                 columns,
                 window=window,
                 content={"files": versions},
                 part=split,
-                remote=True,
             )
         return made
 

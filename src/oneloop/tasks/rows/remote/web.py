@@ -1,5 +1,6 @@
 """Remote files on a web server or on the Hugging Face hub, read by ranges."""
 
+import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -189,7 +190,13 @@ class HubStore(_WebStore):
         from huggingface_hub.utils import build_hf_headers
 
         path = f"{self._folder}/{item.name}".lstrip("/")
-        url = hf_hub_url(self._repository, path, repo_type="dataset", revision=item.version)
+        url = hf_hub_url(
+            self._repository,
+            path,
+            repo_type="dataset",
+            revision=item.version,
+            endpoint=_hub(),
+        )
         where = self.where(item)
         body, size, _ = self._span(where, url, (start, end), build_hf_headers())
         if size != item.size:
@@ -218,7 +225,7 @@ def listed(repository: str, revision: str | None, folder: str) -> list[tuple[str
     )
 
     where = f"hf:{repository}" + (f"@{revision}" if revision else "")
-    api = HfApi()
+    api = HfApi(endpoint=_hub())
     try:
         commit = api.dataset_info(repository, revision=revision).sha
         tree = api.list_repo_tree(
@@ -236,6 +243,11 @@ def listed(repository: str, revision: str | None, folder: str) -> list[tuple[str
         raise StoreNotFoundError(f"{where} has no folder {folder!r}") from None
     except Exception as error:  # those of the hub's client are of many classes
         raise StoreError(f"{where}: {type(error).__name__}") from None
+
+
+def _hub() -> str | None:
+    """Return the address of a hub other than huggingface.co, if there is one."""
+    return os.environ.get("HF_ENDPOINT")
 
 
 def _version(headers: Mapping[str, str]) -> str:
