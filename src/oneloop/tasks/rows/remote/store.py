@@ -115,10 +115,11 @@ def open_store(address: str) -> RemoteStore:
         BadInput: a package is missing.
     """
     given = address_of(address)
-    package = {"s3": "s3fs", "gs": "gcsfs"}.get(given.scheme)
-    if package and find_spec(package) is None:
-        raise BadInput(f"{address} needs {package}: pip install 'oneloop[buckets]'")
-    if package:
+    package = {"s3": "s3fs", "gs": "gcsfs", "hf": "huggingface_hub"}.get(given.scheme, "urllib3")
+    for name in (package, "pyarrow", "urllib3"):
+        if find_spec(name) is None:
+            raise BadInput(f"{address} needs {name}: pip install 'oneloop[text,buckets]'")
+    if given.scheme in ("s3", "gs"):
         from oneloop.tasks.rows.remote.buckets import GsStore, S3Store
 
         return S3Store(given) if given.scheme == "s3" else GsStore(given)
