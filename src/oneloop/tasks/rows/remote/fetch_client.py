@@ -158,9 +158,9 @@ class AnnouncedPlan:
         # If the fetcher has ended, the next read of a sample raises.
         with suppress(OSError), self._connection:
             while (step := self._step) is not None:
-                added, removed = self._needed.advance(step)
-                if added or removed:
-                    wanted = {self._request_of(group): first for group, first in added.items()}
+                changed, removed = self._needed.advance(step)
+                if changed or removed:
+                    wanted = {self._request_of(group): first for group, first in changed.items()}
                     self._connection.send((wanted, [*map(self._request_of, removed)]))
                 if self._needed.complete(step):
                     self._moved.wait()

@@ -16,7 +16,7 @@ _FARTHEST = 1 << 22  # positions ahead; a rare set of a mixture is not looked fo
 class NeededGroups:
     """The row groups that one rank needs from a step on, as far as ``budget`` bytes reach.
 
-    >>> added, removed = needed.advance(step)
+    >>> changed, removed = needed.advance(step)
 
     Args:
         order: the order of samples of the training set.
@@ -50,10 +50,10 @@ class NeededGroups:
         self._budget = budget
 
         self._seen = 0  # steps that were looked at
-        self._held = 0  # bytes of the needed groups
-        # step of the first and of the last known use of each needed group
-        self._first: dict[int, int] = {}
-        self._last: dict[int, int] = {}
+        self._full = False  # whether the next group does not fit into the budget
+        # First and last known step of each use of a group in an epoch. Between two epochs the group
+        # may be dropped.
+        self._uses: dict[tuple[int, int], tuple[int, int]] = {}
 
     def advance(self, step: int) -> tuple[dict[int, int], set[int]]:
         """Begin at a step that is not before the last one.
@@ -62,48 +62,80 @@ class NeededGroups:
             step: number of the first step whose samples were not read yet, from 0 on.
 
         Returns:
-            The groups that are needed since this call, with the step of their first use, in this
-            order; and those that are not needed any more.
+            The groups whose next use has changed, with its step, in this order: of a group in use,
+            it is a step that has passed. And the groups that are not needed any more.
         """
-        before = set(self._first)
-        for group in [group for group, last in self._last.items() if last < step]:
-            del self._first[group], self._last[group]
-            self._held -= int(self._sizes[group])
+        ended = [use for use, (_, last) in self._uses.items() if last < step]
+        if self._full and not ended and step < self._seen:
+            return {}, set()
+        before = self._next_uses()
+        for use in ended:
+            del self._uses[use]
 
-        self._seen = max(self._seen, step)
+        self._full = False
         for _ in range(_BLOCKS):
-            # Know this step's groups in any case.
-            if self._seen > step and self.complete(step):
+            if self.complete(step):
                 break
-            self._look()
-        added = {group: first for group, first in self._first.items() if group not in before}
-        return added, before - self._first.keys()
+            self._look(step)
+        now = self._next_uses()
+        changed = {group: first for group, first in now.items() if before.get(group) != first}
+        return changed, before.keys() - now.keys()
 
     def complete(self, step: int) -> bool:
         """Return whether the groups from this step on fill the budget, or are all groups."""
-        if self._held >= self._budget or len(self._first) == self._groups:
+        if self._full or len({group for group, _ in self._uses}) == self._groups:
             return True
         return (self._seen - step) * self._step_size > _FARTHEST
 
-    def _look(self) -> None:
-        """Look at the next block of steps."""
+    def _next_uses(self) -> dict[int, int]:
+        """Return the step of the next use of each group, in this order."""
+        found: dict[int, int] = {}
+        for (group, _), (first, _) in self._uses.items():
+            found[group] = min(first, found.get(group, first))
+        return dict(sorted(found.items(), key=lambda one: one[1]))
+
+    def _look(self, step: int) -> None:
+        """Look at the next block of steps; stop before a group that the budget does not allow."""
+        self._seen = max(self._seen, step)
         steps = np.arange(self._seen, self._seen + self._block)
         positions = self._start + steps[:, None] * self._step_size + self._share
-        _, indices = self._order.at(positions.astype(np.int64))
-        self._seen += self._block
+        epochs, indices = self._order.at(positions.astype(np.int64))
 
         # Leave out the samples of other sets of a mixture; find the group of each sample.
         inside = (indices >= self._firsts[0]) & (indices < self._firsts[-1])
         row_steps = np.broadcast_to(steps[:, None], indices.shape)[inside]
         groups = np.searchsorted(self._firsts, indices[inside], side="right") - 1
 
-        # Find the first and the last step of each group.
+        # Find the step at which the budget is used up. The current step is always needed.
+        end = self._end(groups, row_steps, int(steps[-1]) + 1)
+        self._full = end <= steps[-1]
+        end = max(end, step + 1)
+        self._seen = max(self._seen, end)
+        keep = row_steps < end
+
+        # Find the first and the last step of each use.
+        epoch = epochs[inside][keep]
+        uses = zip(groups[keep].tolist(), epoch.tolist(), row_steps[keep].tolist(), strict=True)
+        for group, in_epoch, at in uses:
+            first, _ = self._uses.get((group, in_epoch), (at, at))
+            self._uses[group, in_epoch] = first, at
+
+    def _end(self, groups: NDArray[np.int64], steps: NDArray[np.int64], end: int) -> int:
+        """Return the step of the first group that does not fit into the budget, or ``end``.
+
+        Args:
+            groups: of each sample, in order of the steps.
+            steps: of each sample.
+            end: after the last step.
+        """
+        known = {group for group, _ in self._uses}
+        held = sum(int(self._sizes[group]) for group in known)
         used, first = np.unique(groups, return_index=True)
-        _, from_end = np.unique(groups[::-1], return_index=True)
-        last = row_steps[len(groups) - 1 - from_end]
         for at in np.argsort(first, kind="stable").tolist():
             group = int(used[at])
-            if group not in self._first:
-                self._first[group] = int(row_steps[first[at]])
-                self._held += int(self._sizes[group])
-            self._last[group] = int(last[at])
+            if group in known:
+                continue
+            held += int(self._sizes[group])
+            if held > self._budget:
+                return int(steps[first[at]])
+        return end

@@ -5,6 +5,7 @@ removes these files, when the last connection to it has closed.
 """
 
 import errno
+import math
 import os
 import pickle
 import shutil
@@ -13,6 +14,7 @@ import sys
 import threading
 import time
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -61,6 +63,81 @@ class _Job:
     @property
     def ended(self) -> bool:
         return self.path is not None or self.error is not None
+
+
+class _Room:
+    """The bytes of the groups that the host keeps, and what can be dropped for another.
+
+    What no plan needs is dropped first, by the time of its last use; then what is needed later than
+    the other, the farthest use first (Belady 1966).
+
+    Args:
+        jobs: all groups, the one that was used last at the end.
+        next_use: step of the next use of each needed group.
+        users: the plans that need a group.
+    """
+
+    def __init__(
+        self,
+        jobs: Iterable[_Job],
+        next_use: Mapping[GroupRequest, int],
+        users: Mapping[GroupRequest, Sequence[int]],
+    ) -> None:
+        self._next_use = next_use
+        self._users = users
+        self._held: defaultdict[Any, int] = defaultdict(int)
+        self._shares: defaultdict[int, float] = defaultdict(float)  # bytes, by plan
+        self._spare: defaultdict[Any, list[_Job]] = defaultdict(list)
+        self._later: defaultdict[Any, list[_Job]] = defaultdict(list)  # the farthest use at the end
+        for job in jobs:
+            self.take(job.request, job.size)
+            pool = _pool(job.request)
+            if job.waiting or (job.begun and not job.ended):
+                continue
+            kind = self._later if job.request in next_use else self._spare
+            kind[pool].append(job)
+        for later in self._later.values():
+            later.sort(key=lambda job: next_use[job.request])
+
+    def smallest_share(self, request: GroupRequest) -> float:
+        """Return the bytes of the plan that holds least of those that need a group."""
+        return min(self._shares[number] for number in self._users[request])
+
+    def take(self, request: GroupRequest, size: int | None = None) -> None:
+        """Count the bytes of a group."""
+        size = request.size if size is None else size
+        self._held[_pool(request)] += size
+        users = self._users.get(request, ())
+        for number in users:
+            self._shares[number] += size / len(users)
+
+    def make(self, request: GroupRequest) -> list[_Job] | None:
+        """Return what to drop for a group; None: what could be dropped is needed before it."""
+        pool = _pool(request)
+        spare = self._spare[pool]
+        later = self._later[pool]
+        missing = self._held[pool] + request.size - request.budget
+        dropped = list[_Job]()
+        for job in [*spare, *reversed(later)]:
+            needed_at = self._next_use.get(job.request, math.inf)
+            if missing <= 0 or needed_at <= self._next_use[request]:
+                break
+            dropped.append(job)
+            missing -= job.size
+        if missing > 0:
+            return None
+        for job in dropped:
+            (spare if job in spare else later).remove(job)
+            self._held[pool] -= job.size
+        return dropped
+
+    def over(self) -> Iterator[_Job]:
+        """Yield what no plan needs while the budget is exceeded, apart from the newest ones."""
+        for pool, spare in self._spare.items():
+            for job in spare[:-_NEWEST]:
+                if self._held[pool] > job.request.budget:
+                    self._held[pool] -= job.size
+                    yield job
 
 
 class _Fetcher:
@@ -131,55 +208,42 @@ class _Fetcher:
             return str(job.path) if job.error is None else job.error
 
     def _schedule(self) -> None:
-        """Begin what the plans need next, as long as the budget allows; drop what none needs."""
-        needed: dict[GroupRequest, int] = {}
+        """Begin what the plans need next, as far as the budget allows; drop what makes room."""
+        next_use: dict[GroupRequest, int] = {}
         users: defaultdict[GroupRequest, list[int]] = defaultdict(list)
         for number, plan in self._plans.items():
-            for request, first in plan.items():
-                needed[request] = min(first, needed.get(request, first))
+            for request, step in plan.items():
+                next_use[request] = min(step, next_use.get(request, step))
                 users[request].append(number)
-        held: defaultdict[Any, int] = defaultdict(int)
-        shares: defaultdict[int, float] = defaultdict(float)  # bytes, by plan
-        spare: defaultdict[Any, list[_Job]] = defaultdict(list)  # least recently used first
-        for request, job in self._jobs.items():
-            held[_pool(request)] += job.size
-            for number in users[request]:
-                shares[number] += job.size / len(users[request])
-            unused = job.ended or not job.begun
-            if unused and not job.waiting and request not in needed:
-                spare[_pool(request)].append(job)
+        room = _Room(self._jobs.values(), next_use, users)
 
         full = set[Any]()
-        for request in sorted(needed, key=needed.__getitem__):
+        for request in sorted(next_use, key=next_use.__getitem__):
             pool = _pool(request)
             if request in self._jobs or pool in full:
                 continue
             # A rank that begins early must not use up the budget of the others.
-            most = request.budget / _RANKS
-            if min(shares[number] for number in users[request]) + request.size > most:
+            if room.smallest_share(request) + request.size > request.budget / _RANKS:
                 continue
-            while spare[pool] and held[pool] + request.size > request.budget:
-                held[pool] -= self._drop(spare[pool].pop(0))
-            if held[pool] + request.size > request.budget:
+            dropped = room.make(request)
+            if dropped is None:
                 full.add(pool)
                 continue
-            self._begin(request, needed[request])
-            held[pool] += request.size
-            for number in users[request]:
-                shares[number] += request.size / len(users[request])
+            for job in dropped:
+                self._drop(job)
+            self._begin(request, next_use[request])
+            room.take(request)
 
-        for pool, jobs in spare.items():
-            while len(jobs) > _NEWEST and held[pool] > jobs[0].request.budget:
-                held[pool] -= self._drop(jobs.pop(0))
+        for job in room.over():
+            self._drop(job)
 
-    def _drop(self, job: _Job) -> int:
-        """Remove a group; return its bytes."""
+    def _drop(self, job: _Job) -> None:
+        """Remove a group."""
         del self._jobs[job.request]
         if job.path is None:
             job.begun.update(range(-1, len(job.ranges)))  # no thread begins it
         else:
             job.path.unlink(missing_ok=True)
-        return job.size
 
     def _begin(self, request: GroupRequest, priority: int) -> _Job:
         job = self._jobs[request] = _Job(request)
