@@ -1,0 +1,253 @@
+"""Training on rows in a bucket, on a hub or on a web server has the bits of training on a disk."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from PIL import Image
+from pyarrow import parquet
+from safetensors.torch import load_file
+
+from hub_server import Hub
+from remote_data import Files, counted_s3
+from worlds import after, run, train
+
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.rows.remote.remote_parquet",
+    "oneloop.tasks.rows.remote.fetch_client",
+    "oneloop.tasks.rows.remote.fetcher",
+    "oneloop.tasks.rows.sources",
+)
+
+ROWS, GROUP = 1000, 25  # rows of the training set, and of a row group
+SMALL = "--task.layers 1 --task.width 8 --task.heads 1 --task.length 16 --task.window 1"
+COMMON = (
+    "--batch.size 16 --batch.grain 4 --duration 80 --save.every 20 --eval.every 40 --track none "
+    "--run.dir run --optimizer.name adamw --optimizer.lr 0.01 --machine.dtype float32 --schedule.name constant"
+)
+TEXTS = f"snippets {SMALL} {COMMON}"
+
+
+def texts(number: int, seed: int) -> pyarrow.Table:
+    """Return texts of 4 KB, so that only a few groups fit into the window, and their classes."""
+    draw = np.random.default_rng(seed)
+    words = [f"{at % 7} {at} " + draw.bytes(2000).hex() for at in range(number)]
+    labels = ["ab"[at % 7 % 2] for at in range(number)]
+    return pyarrow.table({"text": words, "label": labels, "unused": words})
+
+
+@pytest.fixture(scope="module")
+def disk(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("disk") / "data"
+    folder.mkdir()
+    for part in range(2):
+        table = texts(ROWS // 2, seed=part)
+        parquet.write_table(table, folder / f"train-{part}.parquet", row_group_size=GROUP)
+    parquet.write_table(texts(100, seed=9), folder / "validation.parquet", row_group_size=GROUP)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def s3(disk):
+    with counted_s3() as server:
+        server.copy(disk, "s3://bucket/data")
+        yield server
+
+
+def trained(folder: Path, words: str, *, s3=None, config: str = "single", ranks: int = 1, **more):
+    """Train, and return what has run and the final weights."""
+    folder.mkdir(exist_ok=True)
+    variables = {"ONELOOP_CACHE": str(folder.parent / "cache"), **(s3.variables if s3 else {})}
+    variables |= more.pop("variables", {})
+    world = run(
+        train, words.split(), config=config, ranks=ranks, folder=folder, variables=variables, **more
+    )
+    assert world.codes == [0] * ranks, world.output
+    return world, load_file(folder / "run" / "final" / "model.safetensors")
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.fixture(scope="module")
+def expected(disk, tmp_path_factory):
+    """The weights of a run on the disk."""
+    _, weights = trained(tmp_path_factory.mktemp("expected"), f"{TEXTS} --task.data {disk}")
+    return weights
+
+
+LAYOUTS = [
+    pytest.param(config, ranks, workers, marks=() if fast else pytest.mark.slow)
+    for config, ranks, workers, fast in [
+        ("single", 1, 0, False),
+        ("single", 1, 2, True),
+        ("ddp", 2, 0, False),
+        ("ddp", 2, 2, False),
+        ("fsdp2", 2, 0, True),
+        ("fsdp2", 2, 2, False),
+    ]
+]
+
+
+@pytest.mark.parametrize(("config", "ranks", "workers"), LAYOUTS)
+def test_a_bucket_gives_the_bits_of_a_disk(s3, expected, tmp_path, config, ranks, workers):
+    s3.proxy.seen.clear()
+    words = f"{TEXTS} --task.data s3://bucket/data --machine.workers {workers}"
+    world, weights = trained(tmp_path / "away", words, s3=s3, config=config, ranks=ranks)
+    assert_equal(weights, expected)
+    assert "network: " in world.output
+
+    # Read were the rows of the check (all, since they are few), 1.28 epochs, what was fetched ahead
+    # (two windows), and three times the validation set; and never the column that is not used.
+    rows = ROWS + 1.28 * ROWS + 2 * 2**20 / 4000 + 4 * 100
+    assert sum(one.end - one.start for one in s3.proxy.ranges("data")) < 1.05 * 4000 * rows
+
+
+def test_a_run_moves_from_a_disk_to_a_bucket_and_back(s3, disk, expected, tmp_path):
+    folder = tmp_path / "moves"
+    trained(folder, f"{TEXTS} --task.data {disk}".replace("--duration 80", "--duration 30"))
+    words = f"{TEXTS} --task.data s3://bucket/data".replace("--duration 80", "--duration 60")
+    trained(folder, words, s3=s3)
+    _, weights = trained(folder, f"{TEXTS} --task.data {disk}")
+    assert_equal(weights, expected)
+
+
+@pytest.mark.slow
+def test_a_mixture_of_a_bucket_and_a_disk(s3, disk, tmp_path):
+    (tmp_path / "other").mkdir()
+    parquet.write_table(texts(300, 5), tmp_path / "other/train.parquet", row_group_size=GROUP)
+    parquet.write_table(texts(50, 6), tmp_path / "other/validation.parquet")
+
+    def mixture(where: str) -> str:
+        parts = [f"{{data: {where}, weight: 0.7, name: one}}"]
+        parts.append(f"{{data: {tmp_path / 'other'}, weight: 0.3, name: two}}")
+        (tmp_path / "mixed.yaml").write_text(
+            "task: {name: text_classification, layers: 1, width: 8, heads: 1, length: 16, window: "
+            f"1, data: [{', '.join(parts)}]}}\n"
+        )
+        return f"{tmp_path / 'mixed.yaml'} {COMMON}"
+
+    _, here = trained(tmp_path / "here", mixture(str(disk)))
+    words = mixture("s3://bucket/data")
+    _, away = trained(tmp_path / "away", words, s3=s3, config="fsdp2", ranks=2)
+    assert_equal(here, away)
+
+
+@pytest.mark.slow
+def test_images_in_rows(s3, tmp_path):
+    draw = np.random.default_rng(0)
+
+    def picture() -> bytes:
+        stream = io.BytesIO()
+        Image.fromarray(draw.integers(0, 255, (24, 24, 3), dtype=np.uint8)).save(stream, "png")
+        return stream.getvalue()
+
+    folder = tmp_path / "pictures"
+    folder.mkdir()
+    for split, number in (("train", 600), ("validation", 60)):
+        table = pyarrow.table(
+            {
+                "image": [{"bytes": picture(), "path": None} for _ in range(number)],
+                "label": [at % 3 for at in range(number)],
+            }
+        )
+        parquet.write_table(table, folder / f"{split}.parquet", row_group_size=20)
+    s3.copy(folder, "s3://bucket/pictures")
+    words = f"images --task.window 1 --task.image_size 16 --task.model cnn {COMMON}"
+    _, here = trained(tmp_path / "here", f"{words} --task.data {folder}")
+    words = f"{words} --task.data s3://bucket/pictures --machine.workers 2"
+    _, away = trained(tmp_path / "away", words, s3=s3)
+    assert_equal(here, away)
+
+
+@pytest.mark.slow
+def test_a_hub_and_a_web_server(disk, expected, tmp_path):
+    with Files(disk) as web:
+        _, weights = trained(tmp_path / "web", f"{TEXTS} --task.data {web.list()}")
+        assert_equal(weights, expected)
+    (disk / "list.txt").unlink()
+
+    with Hub(tmp_path / "hub", "some/texts") as hub:
+        rows = {file.name: parquet.read_table(file).to_pylist() for file in disk.glob("*.parquet")}
+        hub.commit(rows)
+        variables = hub.variables(tmp_path / "hf")
+        once = set()
+        for number, where in enumerate(("hf://datasets/some/texts", "hf:some/texts")):
+            words = f"{TEXTS} --task.data {where}"
+            if number:
+                words += " --task.stream true"
+            _, weights = trained(tmp_path / f"hub-{number}", words, variables=variables)
+            once.add(sum(float(value.double().sum()) for value in weights.values()))
+        assert len(once) == 1
+
+
+@pytest.mark.slow
+def test_twenty_kills_with_changing_layouts(s3, expected, tmp_path):
+    draw = random.Random(0)
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    environment = {
+        **os.environ,
+        **s3.variables,
+        "ONELOOP_CACHE": str(tmp_path / "cache"),
+        "OMP_NUM_THREADS": "1",
+    }
+    words = f"{TEXTS} --task.data s3://bucket/data".replace("--save.every 20", "--save.every 5")
+    for kill in range(20):
+        ranks = draw.choice([1, 2])
+        config = "single" if ranks == 1 else draw.choice(["ddp", "fsdp2"])
+        launch = [sys.executable, "-m", "oneloop", "launch", *words.split()]
+        launch += ["--machine.workers", str(draw.choice([0, 2]))]
+        if ranks > 1:
+            launch += ["--config_file", str(_config(config)), "--num_processes", "2"]
+        process = subprocess.Popen(
+            launch,
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        _wait_for_steps(folder / "run", process, 4 * (kill + 1))
+        os.killpg(process.pid, 9)
+        process.wait()
+        time.sleep(1.0)
+    _, weights = trained(folder, words, s3=s3)
+    assert_equal(weights, expected)
+
+
+def _config(name: str) -> Path:
+    return Path(__file__).parents[2] / "accelerate_configs" / f"{name}.yaml"
+
+
+def _wait_for_steps(folder: Path, process, step: int) -> None:
+    """Wait until a checkpoint of about this step is there, or the run has ended."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until and process.poll() is None:
+        saved = [int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*[0-9]")]
+        if saved and max(saved) >= min(step, 75):
+            return
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_commands_read_a_bucket(s3, disk, tmp_path):
+    folder = tmp_path / "commands"
+    trained(folder, f"{TEXTS} --task.data {disk}")
+    for name, value in s3.variables.items():
+        os.environ[name] = value
+    here = after(folder, "evaluate", "run", "--data", str(disk / "validation.parquet"))
+    away = after(folder, "evaluate", "run", "--data", "s3://bucket/data/validation.parquet")
+    assert here.codes == away.codes == [0], away.output
