@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from pages import blocks, program
 from remote_data import counted_s3
 from slow_cases import with_slow
 from small_models import bert, vit
-from worlds import apply, here, run, train
+from worlds import ROOT, apply, here, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.mixture",
@@ -209,3 +211,11 @@ def test_data_in_a_bucket(tmp_path):
     resumed = run(train, [*words, "--task.data", "reviews", "--duration", "2ep"], folder=tmp_path)
     resumed.ok()
     assert "resuming from" in resumed.output
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_page_runs():
+    words = [sys.executable, str(ROOT / "benchmarks" / "data_anywhere.py"), "--quick"]
+    done = subprocess.run([*words, "--latency", "0"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"| {name} |" in done.stdout for name in ("disk", "control", "oneloop, 0 ms"))
