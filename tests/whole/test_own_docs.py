@@ -1,19 +1,24 @@
-"""The recipes and programs of docs/reference/data.md and docs/reference/models.md run unchanged."""
+"""The recipes and programs of docs/reference/data.md, docs/reference/models.md and
+docs/how-to/data-in-a-bucket.md run unchanged."""
 
 from __future__ import annotations
 
 import csv
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from oneloop.cli import main
 from own_files import images, rows, write
-from pages import blocks
+from pages import blocks, program
+from remote_data import counted_s3
 from slow_cases import with_slow
 from small_models import bert, vit
-from worlds import apply, here, run, train
+from worlds import ROOT, apply, here, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.mixture",
@@ -164,3 +169,53 @@ def test_digits_become_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     exec(PROGRAMS["digits_as_files.py"], {})
     assert len(list((tmp_path / "images").rglob("*.png"))) == 1797
+
+
+@pytest.mark.slow
+def test_data_in_a_bucket(tmp_path):
+    """The page's program, commands and recipe, with a local S3; resumed from a disk.
+
+    The requests of training are those of the start line, which the page's formula gives.
+    """
+    page = "how-to/data-in-a-bucket.md"
+    write_program = blocks(page, "python")["write.py"]
+    # Use smaller groups, so that few rows fill several of them.
+    (tmp_path / "write.py").write_text(write_program.replace("1000", "100"))
+    (tmp_path / "reviews.yaml").write_text(blocks(page, "yaml")["reviews.yaml"])
+    lines = [json.dumps({"body": row["text"], "stars": row["label"]}) + "\n" for row in rows(2400)]
+    (tmp_path / "reviews.jsonl").write_text("".join(lines))
+    run(program, "write.py", folder=tmp_path).ok()
+
+    with counted_s3() as s3:
+        s3.copy(tmp_path / "reviews", "s3://my-bucket/reviews")
+        there = {**s3.variables, "ONELOOP_CACHE": str(tmp_path / "cache")}
+        checked = run(main, ["check", "reviews.yaml"], folder=tmp_path, variables=there)
+        assert checked.ok() == [0], checked.output
+
+        before = len(s3.proxy.ranges("train.parquet"))
+        words = ["reviews.yaml", *SMALL, "--duration", "1ep", "--track", "none", "--run.dir", "run"]
+        world = run(train, words, folder=tmp_path, variables=there)
+        world.ok()
+        requests = s3.proxy.ranges("train.parquet")[before:]
+        assert "in 22 requests per epoch" in world.output
+        assert len(requests) == 22 == len({(one.start, one.end) for one in requests})
+
+        # The split by groups needs the training file only.
+        file = ["--task.data", "s3://my-bucket/reviews/train.parquet", "--run.dir", "groups"]
+        rejected = run(train, [*words, *file], folder=tmp_path, variables=there)
+        assert rejected.codes == [2] and "--task.split_by groups" in rejected.output
+        by_groups = [*words, *file, "--task.split_by", "groups"]
+        run(train, by_groups, folder=tmp_path, variables=there).ok()
+
+    # The folder on the disk resumes the run, without a server.
+    resumed = run(train, [*words, "--task.data", "reviews", "--duration", "2ep"], folder=tmp_path)
+    resumed.ok()
+    assert "resuming from" in resumed.output
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_the_page_runs():
+    words = [sys.executable, str(ROOT / "benchmarks" / "data_anywhere.py"), "--quick"]
+    done = subprocess.run([*words, "--latency", "0"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert all(f"| {name} |" in done.stdout for name in ("disk", "control", "oneloop, 0 ms"))

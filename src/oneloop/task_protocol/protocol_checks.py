@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oneloop.basics.exit_codes import BadInput, Inexact
+from oneloop.basics.bucket import StoreError
+from oneloop.basics.exit_codes import BadInput, Inexact, Unavailable
 from oneloop.basics.extras import how_to_install
 from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
 from oneloop.task_protocol.metric_collection import Collection, not_logged, on_device
@@ -75,11 +76,17 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
 
     Raises:
         BadInput: the call raised an exception; the message has its file and line.
+        Unavailable: a store of remote data cannot be reached now.
     """
     try:
         return call()
-    except (BadInput, Inexact, torch.OutOfMemoryError, MemoryError):
+    except (BadInput, Inexact, Unavailable, torch.OutOfMemoryError, MemoryError):
         raise
+    except StoreError as error:
+        # Data are read over a network, for which the task's code is not the cause.
+        if error.temporary:
+            raise Unavailable(f"task.data: {error}; check the network, and start again") from error
+        raise BadInput(f"task.data: {error}") from error
     except Exception as error:
         if "DefaultCPUAllocator" in str(error):
             raise

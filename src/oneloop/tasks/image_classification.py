@@ -64,8 +64,8 @@ class ImageClassification(OneClass, SplitSets):
     Args:
         data: digits (8x8, packaged with scikit-learn), mnist, fashion_mnist, cifar10, cifar100; a
             folder with train/CLASS/*.png and validation/CLASS/*.png (test/ too), or CLASS/*.png; a
-            file or folder of parquet or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data:
-            PATH, weight: 0.7}, …].
+            file or folder of parquet or arrow; hf:NAME[:CONFIG][@REVISION]; parquet at s3://, gs://
+            (not tested), hf://datasets/ or https://; or several, [{data: PATH, weight: 0.7}, …].
         model: cnn; a torchvision model name; timm:NAME; a folder saved by transformers;
             hf:ID[@REVISION]; or module.Class, called with num_classes.
         pretrained: a .safetensors file, a folder with one, or true for the public weights of the

@@ -17,7 +17,8 @@ class TextClassification(OneClass, TextRows):
 
     Args:
         data: stdlib (snippets of Python's standard library; the class is the package); a file or
-            folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several,
+            folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; parquet at
+            s3://, gs:// (not tested), hf://datasets/ or https://; or several,
             [{data: PATH, weight: 0.7}, …].
         text: column of the text.
         second: column of the second text, for pairs.

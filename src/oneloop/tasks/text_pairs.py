@@ -37,8 +37,8 @@ class TextPairs(TextRows):
 
     Args:
         data: stdlib (docstrings and functions of Python's standard library); a file or folder of
-            parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data:
-            PATH, weight: 0.7}, …].
+            parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; parquet at s3://, gs://
+            (not tested), hf://datasets/ or https://; or several, [{data: PATH, weight: 0.7}, …].
         anchor: column of the first text, such as a question.
         positive: column of the text that belongs to it, such as its answer.
         negatives: columns of texts that do not belong to it (hard negatives), separated by commas.

@@ -15,8 +15,9 @@ class TextRegression(TextRows):
     """Regression on texts or pairs of texts; the loss is the squared error.
 
     Args:
-        data: a file or folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION]; or
-            several, [{data: PATH, weight: 0.7}, …].
+        data: a file or folder of parquet, json lines, csv or arrow; hf:NAME[:CONFIG][@REVISION];
+            parquet at s3://, gs:// (not tested), hf://datasets/ or https://; or several,
+            [{data: PATH, weight: 0.7}, …].
         text: column of the text.
         second: column of the second text, for pairs.
         label: column of the number.

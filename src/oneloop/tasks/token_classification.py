@@ -22,8 +22,9 @@ class TokenClassification(TextRows):
     sample is its number of words.
 
     Args:
-        data: a file or folder of parquet, json lines or arrow; hf:NAME[:CONFIG][@REVISION]; or
-            several, [{data: PATH, weight: 0.7}, …].
+        data: a file or folder of parquet, json lines or arrow; hf:NAME[:CONFIG][@REVISION];
+            parquet at s3://, gs:// (not tested), hf://datasets/ or https://; or several,
+            [{data: PATH, weight: 0.7}, …].
         tokens: column of the words (a list of texts).
         tags: column of their classes (a list of the same length).
         length: maximum bytes or tokens of a text; the rest is cut and does not count.

@@ -74,7 +74,7 @@ def unreadable_store(error: StoreError) -> ValueError | Unavailable:
     """Return the error that ends a program which cannot read remote data."""
     if error.temporary:
         return Unavailable(f"task.data: {error}; check the network, and start again")
-    return ValueError(f"task.data: {error}; check address and credentials")
+    return ValueError(f"{error}; check address and credentials")
 
 
 def found_remotely(where: str, *, whole: bool) -> RemoteFound | None:
