@@ -122,7 +122,13 @@ def variables(store, tmp_path) -> dict[str, str]:
     return {**store.variables, "ONELOOP_CACHE": str(tmp_path)}
 
 
-@pytest.mark.parametrize(("ranks", "workers"), [(2, 0), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "workers"),
+    [
+        (2, 2),
+        *(pytest.param(2, workers, marks=pytest.mark.slow) for workers in (0, 1, 3)),
+    ],
+)
 def test_each_group_is_fetched_once(store, tmp_path, ranks, workers):
     steps = GROUPS * ROWS // BATCH
     store.proxy.seen.clear()

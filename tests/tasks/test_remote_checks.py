@@ -266,6 +266,7 @@ def test_a_bad_row_ends_the_run_or_is_left_out_and_listed(tmp_path):
     assert "train.parquet, row 1505: no value" in json.loads(listed)["reason"]
 
 
+@pytest.mark.slow
 def test_with_a_grain_the_bits_are_the_same_without_the_bad_rows(tmp_path):
     rows = rows_of(400)
     for at in (7, 90, 91, 303):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import random
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from PIL import Image
 from pyarrow import parquet
 from safetensors.torch import load_file
 
+import small_models
 from hub_server import Hub
 from remote_data import Files, counted_s3
 from worlds import apply, run, train
@@ -194,7 +197,10 @@ def test_a_hub_and_a_web_server(disk, expected, tmp_path):
 
 
 @pytest.mark.slow
-def test_twenty_kills_with_changing_layouts(s3, expected, tmp_path):
+def test_twenty_kills_with_changing_layouts(s3, disk, tmp_path):
+    long = TEXTS.replace("--duration 80", "--duration 400")
+    long = long.replace("--save.every 20", "--save.every 4")
+    _, expected = trained(tmp_path / "expected", f"{long} --task.data {disk}")
     draw = random.Random(0)
     folder = tmp_path / "killed"
     folder.mkdir()
@@ -204,14 +210,15 @@ def test_twenty_kills_with_changing_layouts(s3, expected, tmp_path):
         "ONELOOP_CACHE": str(tmp_path / "cache"),
         "OMP_NUM_THREADS": "1",
     }
-    words = f"{TEXTS} --task.data s3://bucket/data".replace("--save.every 20", "--save.every 5")
-    for kill in range(20):
+    words = f"{long} --task.data s3://bucket/data"
+    kills = 0
+    for _ in range(30):
         ranks = draw.choice([1, 2])
         config = "single" if ranks == 1 else draw.choice(["ddp", "fsdp2"])
         launch = [sys.executable, "-m", "oneloop", "launch", *words.split()]
         launch += ["--machine.workers", str(draw.choice([0, 2]))]
-        if ranks > 1:
-            launch += ["--config_file", str(_config(config)), "--num_processes", "2"]
+        launch += ["--config_file", str(_config(config)), "--num_processes", str(ranks)]
+        before = _last_step(folder)
         process = subprocess.Popen(
             launch,
             cwd=folder,
@@ -220,26 +227,28 @@ def test_twenty_kills_with_changing_layouts(s3, expected, tmp_path):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        _wait_for_steps(folder / "run", process, 4 * (kill + 1))
+        until = time.monotonic() + 60
+        while process.poll() is None and _last_step(folder) == before and time.monotonic() < until:
+            time.sleep(0.02)
+        if process.poll() is not None:
+            break
+        time.sleep(draw.uniform(0, 0.1))
         os.killpg(process.pid, 9)
         process.wait()
-        time.sleep(1.0)
+        kills += 1
+        time.sleep(0.5)
     _, weights = trained(folder, words, s3=s3)
+    assert kills >= 20
     assert_equal(weights, expected)
+
+
+def _last_step(folder: Path) -> int:
+    checkpoints = (folder / "run" / "checkpoints").glob("step-*[0-9]")
+    return max((int(path.name[5:]) for path in checkpoints), default=0)
 
 
 def _config(name: str) -> Path:
     return Path(__file__).parents[2] / "accelerate_configs" / f"{name}.yaml"
-
-
-def _wait_for_steps(folder: Path, process, step: int) -> None:
-    """Wait until a checkpoint of about this step is there, or the run has ended."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until and process.poll() is None:
-        saved = [int(path.name[5:]) for path in (folder / "checkpoints").glob("step-*[0-9]")]
-        if saved and max(saved) >= min(step, 75):
-            return
-        time.sleep(0.1)
 
 
 @pytest.mark.slow
@@ -256,3 +265,66 @@ def test_commands_read_a_bucket(s3, disk, tmp_path):
             outputs.append(world.output)
     rows = [(folder / f"{name}.jsonl").read_text().splitlines() for name in ("here", "away")]
     assert len(rows[0]) == 100 and rows[0] == rows[1]
+
+
+def _changed(server, name: str) -> None:
+    parts = {f"train-{part}.parquet": texts(ROWS // 2, seed=part + 50) for part in range(2)}
+    for file, table in parts.items():
+        stream = io.BytesIO()
+        parquet.write_table(table, stream, row_group_size=GROUP)
+        server.write(f"s3://bucket/{name}/{file}", stream.getvalue())
+
+
+FAULTS = {
+    "denied": (lambda s3, name: setattr(s3.proxy, "denied", "AccessDenied"), "AccessDenied"),
+    "expired": (lambda s3, name: setattr(s3.proxy, "denied", "ExpiredToken"), "ExpiredToken"),
+    "broken": (lambda s3, name: setattr(s3.proxy, "broken", "train-"), "Unavailable"),
+    "down": (lambda s3, name: setattr(s3.proxy, "down", True), "onnect"),
+    "changed": (_changed, "has changed since this run listed it"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_store_that_fails_ends_the_run_with_its_address(s3, disk, tmp_path, fault, workers):
+    name = f"{fault}-{workers}"
+    s3.copy(disk, f"s3://bucket/{name}")
+    s3.proxy.seen.clear()
+    begin, words = FAULTS[fault]
+
+    def watch() -> None:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        begin(s3, name)
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        given = f"{TEXTS} --task.data s3://bucket/{name} --machine.workers {workers}"
+        given = given.replace("--duration 80", "--duration 3000")
+        variables = {**s3.variables, "ONELOOP_CACHE": str(tmp_path / "cache")}
+        world = run(train, given.split(), config="single", folder=tmp_path, variables=variables)
+    finally:
+        s3.proxy.denied = s3.proxy.broken = ""
+        s3.proxy.down = False
+    assert world.codes == [1], world.output
+    ended = json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"]
+    assert f"s3://bucket/{name}/train-" in ended and words in ended, ended
+    assert "SeCrEt" not in world.output
+
+
+@pytest.mark.slow
+def test_pairs_with_a_saved_model(s3, tmp_path):
+    base = small_models.bert(tmp_path / "base", positions=32)
+    folder = tmp_path / "pairs"
+    folder.mkdir()
+    for split, number in (("train", 600), ("validation", 60)):
+        table = texts(number, seed=3).rename_columns(["anchor", "positive", "unused"])
+        table = table.set_column(1, "positive", table.column("anchor"))
+        parquet.write_table(table, folder / f"{split}.parquet", row_group_size=20)
+    s3.copy(folder, "s3://bucket/pairs")
+    words = f"docstrings --task.model {base} --task.window 1 --task.length 16 {COMMON}"
+    _, here = trained(tmp_path / "here", f"{words} --task.data {folder}")
+    words = f"{words} --task.data s3://bucket/pairs --machine.workers 1"
+    _, away = trained(tmp_path / "away", words, s3=s3, config="ddp", ranks=2)
+    assert_equal(here, away)

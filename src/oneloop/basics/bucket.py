@@ -12,7 +12,7 @@ from uuid import uuid4
 
 from xxhash import xxh3_64_hexdigest, xxh3_128
 
-from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.exit_codes import BadInput, Unavailable
 from oneloop.basics.files import one_line
 from oneloop.basics.untrusted import MOST_BYTES
 from oneloop.basics.upload_limit import UploadLimit
@@ -119,6 +119,13 @@ def store_errors(address: str) -> Iterator[None]:
         if any(part in type(error).__name__ for part in _DENIED):
             kind = StoreDeniedError
         raise kind(f"{address}: {type(error).__name__}: {one_line(error)}") from error
+
+
+def ends_program(error: StoreError) -> ValueError | Unavailable:
+    """Return the error that ends a program which cannot read its data, before a run begins."""
+    if error.temporary:
+        return Unavailable(f"task.data: {error}; check the network, and start again")
+    return ValueError(f"{error}; check address and credentials")
 
 
 class Bucket:

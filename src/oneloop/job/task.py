@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from oneloop.basics.bucket import StoreError, ends_program
 from oneloop.basics.exit_codes import Unavailable
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Ordered, RepeatedOrder
@@ -41,6 +42,8 @@ def make_task(recipe: Recipe) -> Task:
         task: Task = kind(**recipe.task.options)
     except (ValueError, ImportError, MemoryError, Unavailable):
         raise  # these messages are for the user already
+    except StoreError as error:
+        raise ends_program(error) from error
     except Exception as error:
         raise ValueError(
             f"task.name {name}: __init__ failed: {type(error).__name__}: {error}{where(error)}"

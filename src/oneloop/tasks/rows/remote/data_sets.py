@@ -4,8 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
-from oneloop.basics.bucket import StoreError, is_address
-from oneloop.basics.exit_codes import Unavailable
+from oneloop.basics.bucket import StoreError, ends_program, is_address
 from oneloop.tasks.rows.find_files import KINDS, SPLITS, Found, chosen
 from oneloop.tasks.rows.remote.addresses import address_of
 from oneloop.tasks.rows.remote.footers import footers
@@ -70,13 +69,6 @@ def local_only(where: str) -> None:
         )
 
 
-def unreadable_store(error: StoreError) -> ValueError | Unavailable:
-    """Return the error that ends a program which cannot read remote data."""
-    if error.temporary:
-        return Unavailable(f"task.data: {error}; check the network, and start again")
-    return ValueError(f"{error}; check address and credentials")
-
-
 def found_remotely(where: str, *, whole: bool) -> RemoteFound | None:
     """Return the Parquet files of remote data; None if data is a path.
 
@@ -94,7 +86,7 @@ def found_remotely(where: str, *, whole: bool) -> RemoteFound | None:
         address = streamed(where[3:]) if is_hub(where) else where
         return remote_found(address, whole=whole)
     except StoreError as error:
-        raise unreadable_store(error) from error
+        raise ends_program(error) from error
 
 
 def remote_found(address: str, *, whole: bool = False) -> RemoteFound:
