@@ -149,7 +149,6 @@ def by_datasets(where: str, disk: str, *, shuffle: bool) -> Iterable[Any]:
             batch_size=BATCH,
             num_workers=WORKERS,
             collate_fn=collate,
-            drop_last=True,
         )
 
 
