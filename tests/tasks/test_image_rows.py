@@ -229,4 +229,6 @@ def test_turned_images_are_counted_in_the_fingerprint(tmp_path, kind):
         same = task.samples_of(str(where), labelled=True)
         red = [float(same[n][0][0, :, :4].mean()) for n in range(len(same))]
         assert (min(red) < 0.0) == (folder == turned)  # the left is not red once it is turned
-    assert "EXIF orientation" in found[1] and "EXIF orientation" not in found[0]
+    # Older runs on Parquet files are rejected because of the order of their rows.
+    assert ("EXIF orientation" in found[1]) == (kind == "folders")
+    assert "EXIF orientation" not in found[0]

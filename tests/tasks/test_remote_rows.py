@@ -215,9 +215,9 @@ def test_twenty_kills_with_changing_layouts(s3, disk, tmp_path):
     for _ in range(30):
         ranks = draw.choice([1, 2])
         config = "single" if ranks == 1 else draw.choice(["ddp", "fsdp2"])
-        launch = [sys.executable, "-m", "oneloop", "launch", *words.split()]
-        launch += ["--machine.workers", str(draw.choice([0, 2]))]
-        launch += ["--config_file", str(_config(config)), "--num_processes", str(ranks)]
+        launch = [sys.executable, "-m", "oneloop", "launch", "--config_file", str(_config(config))]
+        launch += ["--num_processes", str(ranks)] if ranks > 1 else []
+        launch += [*words.split(), "--machine.workers", str(draw.choice([0, 2]))]
         before = _last_step(folder)
         process = subprocess.Popen(
             launch,
@@ -231,6 +231,7 @@ def test_twenty_kills_with_changing_layouts(s3, disk, tmp_path):
         while process.poll() is None and _last_step(folder) == before and time.monotonic() < until:
             time.sleep(0.02)
         if process.poll() is not None:
+            assert process.returncode == 0 and kills >= 20
             break
         time.sleep(draw.uniform(0, 0.1))
         os.killpg(process.pid, 9)
