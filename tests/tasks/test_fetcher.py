@@ -24,6 +24,7 @@ from worlds import run
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.rows.remote.fetcher",
     "oneloop.tasks.rows.remote.fetch_client",
+    "oneloop.tasks.rows.remote.fetch_room",
     "oneloop.tasks.rows.remote.range_file",
 )
 

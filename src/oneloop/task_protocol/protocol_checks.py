@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from oneloop.basics.bucket import StoreError
+from oneloop.basics.bucket import StoreError, ends_program
 from oneloop.basics.exit_codes import BadInput, Inexact, Unavailable
 from oneloop.basics.extras import how_to_install
 from oneloop.task_protocol.evaluation_metrics import adapted, matrices, scalars
@@ -76,7 +76,8 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
 
     Raises:
         BadInput: the call raised an exception; the message has its file and line.
-        Unavailable: a store of remote data cannot be reached now.
+        ValueError: a store of remote data denies access, or lacks an object.
+        Unavailable: it cannot be reached now.
     """
     try:
         return call()
@@ -84,9 +85,7 @@ def theirs(task: Any, member: str, call: Callable[[], Any]) -> Any:
         raise
     except StoreError as error:
         # Data are read over a network, for which the task's code is not the cause.
-        if error.temporary:
-            raise Unavailable(f"task.data: {error}; check the network, and start again") from error
-        raise BadInput(f"task.data: {error}") from error
+        raise ends_program(error) from error
     except Exception as error:
         if "DefaultCPUAllocator" in str(error):
             raise

@@ -78,12 +78,16 @@ class NeededGroups:
                 break
             self._look(step)
         now = self._next_uses()
-        changed = {group: first for group, first in now.items() if before.get(group) != first}
+        changed = {}
+        for group, first in now.items():
+            if before.get(group) != first:
+                changed[group] = first
         return changed, before.keys() - now.keys()
 
     def complete(self, step: int) -> bool:
         """Return whether the groups from this step on fill the budget, or are all groups."""
-        if self._full or len({group for group, _ in self._uses}) == self._groups:
+        known = {group for group, _ in self._uses}
+        if self._full or len(known) == self._groups:
             return True
         return (self._seen - step) * self._step_size > _FARTHEST
 
@@ -92,7 +96,8 @@ class NeededGroups:
         found: dict[int, int] = {}
         for (group, _), (first, _) in self._uses.items():
             found[group] = min(first, found.get(group, first))
-        return dict(sorted(found.items(), key=lambda one: one[1]))
+        in_order = sorted(found, key=found.__getitem__)
+        return {group: found[group] for group in in_order}
 
     def _look(self, step: int) -> None:
         """Look at the next block of steps; stop before a group that the budget does not allow."""
@@ -114,11 +119,12 @@ class NeededGroups:
         keep = row_steps < end
 
         # Find the first and the last step of each use.
-        epoch = epochs[inside][keep]
-        uses = zip(groups[keep].tolist(), epoch.tolist(), row_steps[keep].tolist(), strict=True)
-        for group, in_epoch, at in uses:
-            first, _ = self._uses.get((group, in_epoch), (at, at))
-            self._uses[group, in_epoch] = first, at
+        columns = []
+        for part in (groups, epochs[inside], row_steps):
+            columns.append(part[keep].tolist())
+        for group, epoch, at in zip(*columns, strict=True):
+            first, _ = self._uses.get((group, epoch), (at, at))
+            self._uses[group, epoch] = first, at
 
     def _end(self, groups: NDArray[np.int64], steps: NDArray[np.int64], end: int) -> int:
         """Return the step of the first group that does not fit into the budget, or ``end``.

@@ -5,7 +5,6 @@ removes these files, when the last connection to it has closed.
 """
 
 import errno
-import math
 import os
 import pickle
 import shutil
@@ -14,7 +13,6 @@ import sys
 import threading
 import time
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from heapq import heappop, heappush
@@ -28,6 +26,7 @@ from filelock import FileLock
 from oneloop.basics.bucket import StoreError
 from oneloop.basics.files import one_line, replacing
 from oneloop.basics.system.signals import on_stops
+from oneloop.tasks.rows.remote.fetch_room import FetchJob, Room, pool_of
 from oneloop.tasks.rows.remote.footers import footers
 from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
 from oneloop.tasks.rows.remote.store import RemoteStore, open_store
@@ -36,108 +35,12 @@ from oneloop.tasks.rows.remote.store import RemoteStore, open_store
 # latency of 50 ms, 50 MB must be under way for that: 16 requests of 3 MB or more.
 _THREADS = 16
 _RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this run on this host
-_NEWEST = 4  # groups that no plan needs, and that are kept even if the budget is used up
 _URGENT = -1  # priority of a group that a process waits for; others have their step
 _NO_CLIENT = 2.0  # seconds without a connection after which the fetcher ends
 _FIRST_CLIENT = 60.0  # seconds until the first connection
 _SLOW = 1.0  # seconds of waiting after which it is reported
 
 WAITS = "waits.txt"  # file that tells what processes wait for
-
-
-class _Job:
-    """A row group: to be fetched, being fetched, or there."""
-
-    def __init__(self, request: GroupRequest) -> None:
-        self.request = request
-        self.size = request.size  # bytes that it takes from the budget
-        self.footer: Any = None
-        self.ranges: list[tuple[int, int]] = []
-        self.begun: set[int] = set()  # numbers of the ranges; -1: the footer
-        self.parts: dict[int, bytes] = {}  # fetched bytes by their offset
-        self.path: Path | None = None  # the file, once the group is there
-        self.error: Exception | None = None
-        self.waiting: list[float] = []  # since when processes wait
-        self.trouble = ""  # the last error that a further try may overcome
-
-    @property
-    def ended(self) -> bool:
-        return self.path is not None or self.error is not None
-
-
-class _Room:
-    """The bytes of the groups that the host keeps, and what can be dropped for another.
-
-    What no plan needs is dropped first, by the time of its last use; then what is needed later than
-    the other, the farthest use first (Belady 1966).
-
-    Args:
-        jobs: all groups, the one that was used last at the end.
-        next_use: step of the next use of each needed group.
-        users: the plans that need a group.
-    """
-
-    def __init__(
-        self,
-        jobs: Iterable[_Job],
-        next_use: Mapping[GroupRequest, int],
-        users: Mapping[GroupRequest, Sequence[int]],
-    ) -> None:
-        self._next_use = next_use
-        self._users = users
-        self._held: defaultdict[Any, int] = defaultdict(int)
-        self._shares: defaultdict[int, float] = defaultdict(float)  # bytes, by plan
-        self._spare: defaultdict[Any, list[_Job]] = defaultdict(list)
-        self._later: defaultdict[Any, list[_Job]] = defaultdict(list)  # the farthest use at the end
-        for job in jobs:
-            self.take(job.request, job.size)
-            pool = _pool(job.request)
-            if job.waiting or (job.begun and not job.ended):
-                continue
-            kind = self._later if job.request in next_use else self._spare
-            kind[pool].append(job)
-        for later in self._later.values():
-            later.sort(key=lambda job: next_use[job.request])
-
-    def smallest_share(self, request: GroupRequest) -> float:
-        """Return the bytes of the plan that holds least of those that need a group."""
-        return min(self._shares[number] for number in self._users[request])
-
-    def take(self, request: GroupRequest, size: int | None = None) -> None:
-        """Count the bytes of a group."""
-        size = request.size if size is None else size
-        self._held[_pool(request)] += size
-        users = self._users.get(request, ())
-        for number in users:
-            self._shares[number] += size / len(users)
-
-    def make(self, request: GroupRequest) -> list[_Job] | None:
-        """Return what to drop for a group; None: what could be dropped is needed before it."""
-        pool = _pool(request)
-        spare = self._spare[pool]
-        later = self._later[pool]
-        missing = self._held[pool] + request.size - request.budget
-        dropped = list[_Job]()
-        for job in [*spare, *reversed(later)]:
-            needed_at = self._next_use.get(job.request, math.inf)
-            if missing <= 0 or needed_at <= self._next_use[request]:
-                break
-            dropped.append(job)
-            missing -= job.size
-        if missing > 0:
-            return None
-        for job in dropped:
-            (spare if job in spare else later).remove(job)
-            self._held[pool] -= job.size
-        return dropped
-
-    def over(self) -> Iterator[_Job]:
-        """Yield what no plan needs while the budget is exceeded, apart from the newest ones."""
-        for pool, spare in self._spare.items():
-            for job in spare[:-_NEWEST]:
-                if self._held[pool] > job.request.budget:
-                    self._held[pool] -= job.size
-                    yield job
 
 
 class _Fetcher:
@@ -153,10 +56,10 @@ class _Fetcher:
         self._ended = threading.Condition(self._lock)  # a job has ended
         self._queued = threading.Condition(self._lock)
         # by request, the one that was used last at the end
-        self._jobs: OrderedDict[GroupRequest, _Job] = OrderedDict()
+        self._jobs: OrderedDict[GroupRequest, FetchJob] = OrderedDict()
         # step of the first use of each needed group, by connection
         self._plans: dict[int, dict[GroupRequest, int]] = {}
-        self._queue: list[tuple[int, int, _Job, int]] = []  # a heap
+        self._queue: list[tuple[int, int, FetchJob, int]] = []  # a heap
         self._numbers = count()
         self._current = threading.local()  # the job of a thread
         self.clients = 0
@@ -215,11 +118,11 @@ class _Fetcher:
             for request, step in plan.items():
                 next_use[request] = min(step, next_use.get(request, step))
                 users[request].append(number)
-        room = _Room(self._jobs.values(), next_use, users)
+        room = Room(self._jobs.values(), next_use, users)
 
         full = set[Any]()
         for request in sorted(next_use, key=next_use.__getitem__):
-            pool = _pool(request)
+            pool = pool_of(request)
             if request in self._jobs or pool in full:
                 continue
             # A rank that begins early must not use up the budget of the others.
@@ -237,7 +140,7 @@ class _Fetcher:
         for job in room.over():
             self._drop(job)
 
-    def _drop(self, job: _Job) -> None:
+    def _drop(self, job: FetchJob) -> None:
         """Remove a group."""
         del self._jobs[job.request]
         if job.path is None:
@@ -245,12 +148,12 @@ class _Fetcher:
         else:
             job.path.unlink(missing_ok=True)
 
-    def _begin(self, request: GroupRequest, priority: int) -> _Job:
-        job = self._jobs[request] = _Job(request)
+    def _begin(self, request: GroupRequest, priority: int) -> FetchJob:
+        job = self._jobs[request] = FetchJob(request)
         self._push(job, priority)
         return job
 
-    def _push(self, job: _Job, priority: int) -> None:
+    def _push(self, job: FetchJob, priority: int) -> None:
         """Queue what is left to do for a group; what is queued twice is done once."""
         for number in range(len(job.ranges)) if job.footer else [-1]:
             heappush(self._queue, (priority, next(self._numbers), job, number))
@@ -274,7 +177,7 @@ class _Fetcher:
                     job.parts.clear()
                     self._ended.notify_all()
 
-    def _do(self, job: _Job, number: int, priority: int) -> None:
+    def _do(self, job: FetchJob, number: int, priority: int) -> None:
         """Fetch the footer or a range of a group; after the last one, write the file."""
         request = job.request
         with self._opening:
@@ -349,12 +252,7 @@ class _Fetcher:
             file.unlink(missing_ok=True)
 
 
-def _pool(request: GroupRequest) -> Any:
-    """Return what the groups of one budget have in common."""
-    return request.address, request.columns
-
-
-def _described(job: _Job) -> str:
+def _described(job: FetchJob) -> str:
     where = f"{job.request.address}: {job.request.item.name}, row group {job.request.group}"
     return f", which waits for {where}" + (f" ({job.trouble})" if job.trouble else "")
 
