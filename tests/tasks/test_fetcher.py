@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pyarrow
 import pytest
 import torch
@@ -151,4 +155,78 @@ def test_each_group_is_fetched_once(store, tmp_path, ranks, workers):
     ahead = budget // (1500 * ROWS)
     assert len(ranges) == 2 * GROUPS
     assert sum(ranges.values()) <= 2 * (1.03 * GROUPS + ahead)
+    assert gone(tmp_path)
+
+
+@pytest.mark.slow
+def test_a_resume_fetches_two_windows(store, tmp_path):
+    """In mid-epoch, no row group is fetched that was needed only before."""
+    store.proxy.seen.clear()
+    middle = GROUPS * ROWS // 2 + 3 * BATCH
+    world = run(read, 0, middle, 1, ranks=2, variables=variables(store, tmp_path))
+    assert len(world.ok()) == 2 and gone(tmp_path)
+    fetched = sum(one.end - one.start for one in chunks(store))
+    assert 0 < fetched < 1.1 * 2 * WINDOW * 2**20
+
+
+def fetchers(cache: Path) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if "oneloop.tasks.rows.remote.fetcher" in words and str(cache) in words[-1]:
+            found.append(process)
+    return found
+
+
+def killed_in_a_thread(workers: int) -> str:
+    def kill() -> None:
+        while not fetchers(Path(os.environ["ONELOOP_CACHE"])):
+            time.sleep(0.05)
+        time.sleep(1.0)
+        for process in fetchers(Path(os.environ["ONELOOP_CACHE"])):
+            process.kill()
+
+    threading.Thread(target=kill, daemon=True).start()
+    try:
+        read(workers, 0, 2000, 0.02)
+    except Exception as error:
+        return f"{error} {error.__cause__}"
+    return "no error"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_fetcher_that_is_killed_ends_the_run(store, tmp_path, workers):
+    words = run(killed_in_a_thread, workers, variables=variables(store, tmp_path)).ok()[0]
+    assert "the process that fetches row groups has ended" in words
+
+
+def read_and_be_killed(workers: int) -> None:
+    threading.Timer(3.0, os.kill, [os.getpid(), signal.SIGKILL]).start()
+    read(workers, 0, 5000, 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_that_is_killed_leaves_no_fetcher(store, tmp_path, workers):
+    world = run(read_and_be_killed, workers, variables=variables(store, tmp_path))
+    assert world.codes == [-signal.SIGKILL]
+    assert gone(tmp_path)
+    assert not fetchers(tmp_path)
+
+
+def read_two(number: int) -> list[int]:
+    return [number for batch in read(0, 0, 40)["read"] for number in batch]
+
+
+@pytest.mark.slow
+def test_two_runs_on_a_host_have_their_own_fetchers(store, tmp_path):
+    with ThreadPoolExecutor(2) as threads:
+        both = list(
+            threads.map(
+                lambda number: run(read_two, number, variables=variables(store, tmp_path)).ok()[0],
+                range(2),
+            )
+        )
+    assert both[0] == both[1] and len(both[0]) == 40 * BATCH
     assert gone(tmp_path)

@@ -329,3 +329,84 @@ def test_pairs_with_a_saved_model(s3, tmp_path):
     words = f"{words} --task.data s3://bucket/pairs --machine.workers 1"
     _, away = trained(tmp_path / "away", words, s3=s3, config="ddp", ranks=2)
     assert_equal(here, away)
+
+
+OWN = """
+from functools import partial
+import torch
+from torch import nn
+from oneloop.tasks.rows.open_data import Source, opened, sets_of
+
+
+def made(row):
+    first, second = row["text"].split()[:2]
+    return torch.tensor([float(first), float(len(second))]), row["label"] == "a"
+
+
+class Own:
+    def __init__(self, data: str) -> None:
+        source = Source(data, {"text": "text", "label": "label"})
+        self._sets = sets_of([opened(source, held_out=0.05, window=1)], lambda source: made)
+
+    def model(self):
+        return nn.Linear(2, 1)
+
+    def train_set(self):
+        return self._sets["train"]
+
+    def eval_sets(self):
+        return {"validation": self._sets["validation"]}
+
+    def collate(self, samples):
+        inputs, labels = zip(*samples, strict=True)
+        return {"x": torch.stack(inputs), "y": torch.tensor(labels, dtype=torch.float32)}
+
+    def weight(self, batch):
+        return torch.tensor(float(len(batch["x"])))
+
+    def loss(self, model, batch):
+        return ((model(batch["x"])[:, 0] - batch["y"]) ** 2).sum(), {}
+"""
+
+
+@pytest.mark.slow
+def test_a_task_of_the_user(s3, disk, tmp_path):
+    for name in ("here", "away"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.py").write_text(OWN)
+    words = f"own.py:Own {COMMON}"
+    _, here = trained(tmp_path / "here", f"{words} --task.data {disk}")
+    words = f"{words} --task.data s3://bucket/data --machine.workers 2"
+    _, away = trained(tmp_path / "away", words, s3=s3, config="fsdp2", ranks=2)
+    assert_equal(here, away)
+
+
+@pytest.mark.slow
+def test_a_store_that_hangs_ends_the_run(s3, disk, tmp_path):
+    """Five tries of 15 s, and the waits between them."""
+    s3.copy(disk, "s3://bucket/hangs")
+
+    def watch() -> None:
+        while not (tmp_path / "run" / "metrics.jsonl").exists():
+            time.sleep(0.01)
+        s3.proxy.hangs = "train-"
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        given = f"{TEXTS} --task.data s3://bucket/hangs --machine.workers 0"
+        given = given.replace("--duration 80", "--duration 3000")
+        variables = {**s3.variables, "ONELOOP_CACHE": str(tmp_path / "cache")}
+        world = run(
+            train,
+            given.split(),
+            config="single",
+            folder=tmp_path,
+            variables=variables,
+            timeout=200,
+            watch=True,
+        )
+    finally:
+        s3.proxy.hangs = ""
+    assert world.codes == [1], world.output
+    ended = json.loads((tmp_path / "run" / "summary.json").read_text())["exit_reason"]
+    assert "s3://bucket/hangs/train-" in ended, ended
