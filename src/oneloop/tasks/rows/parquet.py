@@ -236,7 +236,11 @@ class Parquet:
         file, number = self.file_of(group)
         table = self._loaded(group, names)
         self.reads += 1
-        arrays = {name: table.column(name).combine_chunks() for name in names}
+        # Combining would copy even a single chunk, which may be mapped.
+        arrays = {}
+        for name in names:
+            column = table.column(name)
+            arrays[name] = column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
         size = sum(array.nbytes for array in arrays.values())
         check_size(file.where, number, size, int(self._groups[group, _BYTES]))
         return arrays, size
