@@ -263,7 +263,9 @@ def test_commands_read_a_bucket(s3, disk, tmp_path):
             given = words.format(f"{where}/validation.parquet", name).split()
             world = run(apply, given, config="single", folder=folder, variables=variables)
             assert world.codes == [0], world.output
-            outputs.append(world.output)
+            outputs.append([line for line in world.output.splitlines() if "loss" in line])
+        if words.startswith("evaluate"):
+            assert outputs[0] and outputs[0] == outputs[1]
     rows = [(folder / f"{name}.jsonl").read_text().splitlines() for name in ("here", "away")]
     assert len(rows[0]) == 100 and rows[0] == rows[1]
 
@@ -329,6 +331,33 @@ def test_pairs_with_a_saved_model(s3, tmp_path):
     words = f"{words} --task.data s3://bucket/pairs --machine.workers 1"
     _, away = trained(tmp_path / "away", words, s3=s3, config="ddp", ranks=2)
     assert_equal(here, away)
+
+
+def test_denied_access_is_found_at_the_start(s3, tmp_path):
+    s3.proxy.denied = "AccessDenied"
+    try:
+        given = f"{TEXTS} --task.data s3://bucket/data".split()
+        variables = {**s3.variables, "ONELOOP_CACHE": str(tmp_path / "cache")}
+        world = run(train, given, config="single", folder=tmp_path, variables=variables)
+    finally:
+        s3.proxy.denied = ""
+    assert world.codes == [2] and "s3://bucket/data" in world.output, world.output
+    assert "check address and credentials" in world.output
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_plan_states_what_comes_over_the_network(s3, tmp_path):
+    words = f"plan {TEXTS} --task.data s3://bucket/data"
+    done = subprocess.run(
+        [sys.executable, "-m", "oneloop", *words.split()],
+        cwd=tmp_path,
+        env={**os.environ, **s3.variables, "ONELOOP_CACHE": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+    )
+    # Text and label are neighbours: one request for each of the 40 row groups.
+    assert done.returncode == 0 and "in 40 requests per epoch" in done.stdout, done.stdout
 
 
 OWN = """
