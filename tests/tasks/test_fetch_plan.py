@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,9 @@ from oneloop.data.order import Order, RepeatedOrder, StoredOrder
 from oneloop.data.row_group_order import Windows
 from oneloop.tasks.rows.remote import fetch_plan
 from oneloop.tasks.rows.remote.fetch_plan import NeededGroups
+from oneloop.tasks.rows.remote.fetch_room import FetchJob, Room
+from oneloop.tasks.rows.remote.range_file import GroupRequest
+from oneloop.tasks.rows.remote.store import RemoteObject
 
 pytestmark = pytest.mark.covers("oneloop.tasks.rows.remote.fetch_plan", "oneloop.data.batch_layout")
 
@@ -121,3 +126,27 @@ def test_a_step_that_skips_others_drops_what_they_used():
     last = int(FIRSTS[-1]) // layout.size - 1
     _, removed = needed.advance(last)
     assert {1, 2} <= removed  # the next epoch needs the first one
+
+
+def test_the_farthest_use_makes_room():
+    def job(name: str, size: int) -> FetchJob:
+        item = RemoteObject(name, 1, "1")
+        made = FetchJob(GroupRequest("s3://bucket", item, 0, ("x",), size, budget=100))
+        made.path = Path(name)
+        return made
+
+    soon, late, spare = job("soon", 40), job("late", 40), job("spare", 20)
+    middle, last = job("middle", 40), job("last", 90)
+    next_use = {
+        soon.request: 5,
+        middle.request: 10,
+        late.request: 50,
+        last.request: 60,
+    }
+    users = {request: [0, 1] for request in next_use}
+    room = Room([spare, late, soon], next_use, users)
+    assert room.make(last.request) is None  # what is there is needed before it
+    assert room.make(middle.request) == [spare, late]
+
+    # A group that two plans need counts half for each. What was dropped does not count.
+    assert room.share_with(middle.request) == 40 / 2 + 40 / 2

@@ -90,7 +90,7 @@ class StoreDeniedError(StoreError, PermissionError):
 
 
 class StoreChangedError(StoreError):
-    """An error: an object is no longer the version that was listed."""
+    """An error: an object has changed since it was listed."""
 
     temporary = False
 

@@ -42,7 +42,12 @@ def of_shuffled(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, order: bool = True) -> list[str]:
+def changes(
+    before: Mapping[str, Any],
+    now: Mapping[str, Any],
+    *,
+    order: bool = True,
+) -> list[str]:
     """Return one line per difference between two fingerprints; files by name.
 
     The checksum of the files' content is compared if both have it: files in a bucket have none.

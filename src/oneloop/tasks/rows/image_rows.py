@@ -16,7 +16,11 @@ FILE = "file_name"
 _SHOWN = 5  # values in a message
 
 
-def image_rows(there: Found[Path], split: str, read: Sequence[str]) -> tuple[Any, dict[str, Any]]:
+def image_rows(
+    there: Found[Path],
+    split: str,
+    read: Sequence[str],
+) -> tuple[Any, dict[str, Any]]:
     """Return the images of a split as a ``datasets.Dataset``.
 
     Its columns are ``image`` and ``label``, the name of the image's folder. If a ``metadata.csv``

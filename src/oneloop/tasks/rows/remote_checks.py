@@ -100,7 +100,11 @@ def while_reading(
     return partial(_checked, [*checks.values()], make) if checks else make
 
 
-def _checked(checks: list[Callable[[Row], None]], make: Callable[[Row], Any], row: Row) -> Any:
+def _checked(
+    checks: list[Callable[[Row], None]],
+    make: Callable[[Row], Any],
+    row: Row,
+) -> Any:
     for check in checks:
         check(row)
     return make(row)

@@ -54,9 +54,8 @@ class Room:
         self._held: defaultdict[Any, int] = defaultdict(int)
         self._shares: defaultdict[int, float] = defaultdict(float)  # bytes, by plan
         self._spare: defaultdict[Any, list[FetchJob]] = defaultdict(list)
-        self._later: defaultdict[Any, list[FetchJob]] = defaultdict(
-            list
-        )  # the farthest use at the end
+        # the farthest use at the end
+        self._later: defaultdict[Any, list[FetchJob]] = defaultdict(list)
         for job in jobs:
             self.take(job.request, job.size)
             pool = pool_of(job.request)
@@ -67,12 +66,17 @@ class Room:
         for later in self._later.values():
             later.sort(key=lambda job: next_use[job.request])
 
-    def smallest_share(self, request: GroupRequest) -> float:
-        """Return the bytes of the plan that holds least of those that need a group."""
-        return min(self._shares[number] for number in self._users[request])
+    def share_with(self, request: GroupRequest) -> float:
+        """Return the bytes that one plan would hold with a group: that which holds least now.
+
+        A group that several plans need counts for each of them in part.
+        """
+        users = self._users[request]
+        least = min(self._shares[number] for number in users)
+        return least + request.size / len(users)
 
     def take(self, request: GroupRequest, size: int | None = None) -> None:
-        """Count the bytes of a group."""
+        """Count the bytes of a group (default: those of its footer; negative: it is dropped)."""
         size = request.size if size is None else size
         self._held[pool_of(request)] += size
         users = self._users.get(request, ())
@@ -96,7 +100,7 @@ class Room:
             return None
         for job in dropped:
             (spare if job in spare else later).remove(job)
-            self._held[pool] -= job.size
+            self.take(job.request, -job.size)
         return dropped
 
     def over(self) -> Iterator[FetchJob]:

@@ -27,20 +27,21 @@ from oneloop.basics.bucket import StoreError
 from oneloop.basics.files import one_line, replacing
 from oneloop.basics.system.signals import on_stops
 from oneloop.tasks.rows.remote.fetch_room import FetchJob, Room, pool_of
-from oneloop.tasks.rows.remote.footers import footers
+from oneloop.tasks.rows.remote.footers import Footer, footers
 from oneloop.tasks.rows.remote.range_file import GroupRequest, decoded
-from oneloop.tasks.rows.remote.store import RemoteStore, open_store
+from oneloop.tasks.rows.remote.store import RemoteObject, RemoteStore, open_store
 
 # Requests at the same time. S3 sends 60 to 90 MB/s on a connection, so 16 fill 1 GB/s. At a
 # latency of 50 ms, 50 MB must be under way for that: 16 requests of 3 MB or more.
 _THREADS = 16
 _RANKS = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # of this run on this host
+_FOOTERS = 64  # that stay parsed
 _URGENT = -1  # priority of a group that a process waits for; others have their step
 _NO_CLIENT = 2.0  # seconds without a connection after which the fetcher ends
 _FIRST_CLIENT = 60.0  # seconds until the first connection
 _SLOW = 1.0  # seconds of waiting after which it is reported
 
-WAITS = "waits.txt"  # file that tells what processes wait for
+WAITS = "waits.txt"  # file with what processes wait for
 
 
 class _Fetcher:
@@ -65,6 +66,8 @@ class _Fetcher:
         self.clients = 0
         self.closed_at = time.monotonic() + _FIRST_CLIENT
         self._store = lru_cache(maxsize=None)(self._opened)
+        # Parsing a large footer for each of its groups would be slow.
+        self._footer = lru_cache(maxsize=_FOOTERS)(_footer_of)
         self._opening = threading.Lock()
         for _ in range(_THREADS):
             threading.Thread(target=self._work, daemon=True).start()
@@ -126,7 +129,7 @@ class _Fetcher:
             if request in self._jobs or pool in full:
                 continue
             # A rank that begins early must not use up the budget of the others.
-            if room.smallest_share(request) + request.size > request.budget / _RANKS:
+            if room.share_with(request) > request.budget / _RANKS:
                 continue
             dropped = room.make(request)
             if dropped is None:
@@ -183,7 +186,7 @@ class _Fetcher:
         with self._opening:
             store = self._store(request.address)
         if number < 0:
-            footer = footers(store, [request.item])[0]
+            footer = self._footer(store, request.item)
             with self._lock:
                 job.footer = footer
                 job.ranges = footer.ranges(request.group, request.columns)
@@ -250,6 +253,10 @@ class _Fetcher:
                 draft.write_text(waits[0])
         else:
             file.unlink(missing_ok=True)
+
+
+def _footer_of(store: RemoteStore, item: RemoteObject) -> Footer:
+    return footers(store, [item])[0]
 
 
 def _described(job: FetchJob) -> str:

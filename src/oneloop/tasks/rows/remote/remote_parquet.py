@@ -96,9 +96,8 @@ class RemoteParquet(Parquet):
     def _request(self, group: int) -> GroupRequest:
         """Return the request for a row group."""
         file, number = self.file_of(group)
-        size = int(self.memory_bounds()[group])
-        columns = tuple(self.columns)
-        return GroupRequest(file.address, file.item, number, columns, size, self._budget)
+        request: GroupRequest = file.request(number, self.columns, budget=self._budget)
+        return request
 
     def _table(self, group: int) -> dict[str, Any]:
         # What the fetcher has dropped takes its place on the disk until it is dropped here, too.

@@ -73,7 +73,7 @@ class RemoteStore(ABC):
             end: after the last byte.
 
         Raises:
-            StoreChangedError: the object is no longer this version.
+            StoreChangedError: the object has another version now.
             StoreError: it cannot be read.
         """
         if start == end:
@@ -129,7 +129,7 @@ def open_store(address: str) -> RemoteStore:
 
 
 def changed(where: str) -> StoreChangedError:
-    """Return the error for an object that is no longer the version that was listed."""
+    """Return the error for an object that has changed since it was listed."""
     return StoreChangedError(
         f"{where} has changed since this run listed it; restore it, or begin a new run"
     )
