@@ -87,7 +87,9 @@ def keys_of(rows: Any, columns: Mapping[str, str], chat: Chat | None, flags: Seq
     since: dict[str, str] = {}
     if columns["system"]:
         since["system"] = f"the column {columns['system']!r} is read {_SINCE}"
-    column = columns["messages"] or columns["completion"]
+    column = ""
+    for key in ("messages", "completion", "chosen"):
+        column = column or columns.get(key, "")
     if chat is None or not column or isinstance(rows, SyntheticChats):
         return Keys((), since)
 
