@@ -124,7 +124,7 @@ def range_name(number: int) -> str:
 
 @dataclass
 class FrozenModel:
-    """A frozen model whose outputs a task trains with: what a run must compute before its first step.
+    """A frozen model whose outputs a task trains with: what a run computes before its first step.
 
     Args:
         role: the reference, or the teacher; for messages.
