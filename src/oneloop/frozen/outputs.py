@@ -4,6 +4,7 @@
 >>> outputs[3]["logp"]                                   # zeros, until a run has computed them
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.exit_codes import Unavailable
 
@@ -78,6 +80,10 @@ class FrozenOutputs:
         documents = self.documents(number)
         return int(self.ends[documents.stop - 1]) - self._start(documents.start)
 
+    def count(self, document: int) -> int:
+        """Return the number of records of a document."""
+        return int(self.ends[document]) - self._start(document)
+
     def attach(self, folder: Path) -> None:
         """Read from the files of this folder, which hold every range and are checked."""
         self.folder = folder
@@ -89,14 +95,14 @@ class FrozenOutputs:
         """
         if not 0 <= document < len(self):
             raise IndexError(document)
-        start = self._start(document)
-        count = int(self.ends[document]) - start
+        count = self.count(document)
         if self.folder is None:
             return np.zeros(count, self.record)
 
         # Read at the fixed offset of the document in the file of its range.
         number = int(np.searchsorted(self.edges, document, side="right")) - 1
-        offset = (start - self._start(int(self.edges[number]))) * self.record.itemsize
+        first = int(self.edges[number])
+        offset = (self._start(document) - self._start(first)) * self.record.itemsize
         file = self.folder / range_name(number)
         try:
             records = np.fromfile(file, self.record, count, offset=offset)
@@ -128,23 +134,57 @@ class FrozenModel:
 
     Args:
         role: the reference, or the teacher; for messages.
-        outputs: by name of the data set.
+        outputs: by name: SPLIT, or SPLIT/SOURCE.
         batch: makes a batch of documents: ``batch(name, documents)``, tensors by name on the host.
         compute: ``compute(model, batch)`` returns an array of records for each document, in order;
             it is called in eval mode, without gradients.
         kind: JSON values that describe what the records are: a part of the key.
         address: where they are stored; None: in the cache of this host.
         build: builds the model; None: it is the policy as it stands before its first step.
-        content: JSON values that identify the weights; None: found by the run.
-        expected: the content in the checkpoint that is resumed; None: nothing is resumed.
+        content: JSON values that identify the weights; None: a run finds them.
+        zero: part of the names of tensors; if all of them are 0, as in fresh adapters, the tensors
+            whose names contain ``adds`` change nothing, and do not identify the weights.
+        adds: see ``zero``.
     """
 
     role: str
-    outputs: Mapping[str, FrozenOutputs]
+    outputs: dict[str, FrozenOutputs]
     batch: Callable[[str, Sequence[int]], dict[str, Tensor]]
     compute: Callable[[nn.Module, dict[str, Tensor]], Sequence[NDArray[Any]]]
     kind: Mapping[str, Any] = field(default_factory=dict)
     address: str | None = None
     build: Callable[[], nn.Module] | None = None
     content: Any = None
-    expected: Any = None
+    zero: str = ""
+    adds: str = ""
+
+    def __post_init__(self) -> None:
+        self.expected: Any = None  # ``content`` in the checkpoint of a run
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds: which weights were frozen, and never the weights."""
+        return {"frozen": self.content or self.expected}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Compare the frozen weights with those of a checkpoint.
+
+        Raise ValueError if they differ: the run would continue with another frozen model.
+        """
+        self.expected = state.get("frozen")
+        if self.content is not None:
+            self.check(self.content)
+
+    def check(self, content: Any) -> None:
+        """Raise ValueError if these are not the weights of the checkpoint."""
+        if self.expected not in (None, content):
+            raise ValueError(
+                f"{self.role} of the checkpoint had other weights ({brief(self.expected)}) than "
+                f"now ({brief(content)}); restore init.from, task.model or task.teacher, or begin "
+                "a new run"
+            )
+
+
+def brief(content: Any) -> str:
+    """Return the content of weights as a short text."""
+    text = xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
+    return text[:8]

@@ -1,0 +1,146 @@
+"""Stores of frozen outputs: a folder for each key, with one checked file per range of documents.
+
+A store is in the cache of this host, in a folder that hosts share, or in a bucket, from which each
+host copies it to its cache.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128, xxh3_128_hexdigest
+
+from oneloop.basics.bucket import Bucket, StoreNotFoundError, check_address, is_address
+from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import cache_folder, dumps, replacing, vouched
+from oneloop.frozen.outputs import FrozenOutputs, range_name
+
+FORMAT = 1  # increase it if files, batches or keys change
+ABOUT = "about.json"  # what a store holds, for people
+_DIGEST = 16  # bytes of the checksum at the end of a file
+
+
+def key_of(parts: Mapping[str, Any]) -> str:
+    """Return the key of a store: a hash of JSON values, 32 hexadecimal digits."""
+    text = json.dumps({**parts, "format": FORMAT}, sort_keys=True)
+    return xxh3_128_hexdigest(text.encode())
+
+
+def local_root(address: str | None) -> Path:
+    """Return the folder of all stores on this host.
+
+    Raise BadInput if an address is not one of a bucket.
+    """
+    if address is None:
+        return cache_folder() / "frozen"
+    if not is_address(address):
+        return Path(address).expanduser()
+    check_address(address, "task.store")
+    if address.startswith("file://"):
+        return Path(address.removeprefix("file://"))
+    return cache_folder() / "frozen"
+
+
+def in_bucket(address: str | None) -> bool:
+    """Return whether the stores at this address are in a bucket."""
+    return is_address(address) and not str(address).startswith("file://")
+
+
+@dataclass
+class RangeFiles:
+    """The files of one store.
+
+    Args:
+        root: folder of all stores.
+        parts: JSON values that identify the outputs.
+        outputs: their records, and the ranges of documents.
+        address: a bucket that has the same files; None: there is none.
+    """
+
+    root: Path
+    parts: Mapping[str, Any]
+    outputs: FrozenOutputs
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        self.key = key_of(self.parts)
+        self.folder = self.root / self.key
+
+    def begin(self) -> None:
+        """Make the folder, and describe the store. Raise BadInput if that is impossible."""
+        about = {
+            "parts": dict(self.parts),
+            "documents": len(self.outputs),
+            "bytes": self.outputs.bytes,
+            "ranges": self.outputs.ranges,
+        }
+        text = dumps(vouched(about), indent=1)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(self.folder / ABOUT, shared=True) as draft:
+                draft.write_text(text)
+        except OSError as error:
+            raise BadInput(
+                f"{self.folder} cannot be written ({error.strerror}); name another folder with "
+                "task.store"
+            ) from error
+        if self.address:
+            Bucket(self.address).put(f"{self.key}/{ABOUT}", text.encode())
+
+    def fault(self, number: int) -> str | None:
+        """Return what is wrong with the file of a range: empty if it is missing; None: nothing."""
+        file = self.folder / range_name(number)
+        expected = self.outputs.records_of(number) * self.outputs.record.itemsize
+        try:
+            size = file.stat().st_size
+            if size != expected + _DIGEST:
+                return f"it has {size:,} bytes, expected {expected + _DIGEST:,}"
+            content = file.read_bytes()
+        except OSError:
+            return ""
+        if content[expected:] != self._digest(number, content[:expected]):
+            return "its checksum differs"
+        return None
+
+    def fetch(self, number: int) -> bool:
+        """Copy the file of a range from the bucket; return whether it is there, and is good."""
+        if self.address is None:
+            return False
+        name = range_name(number)
+        try:
+            with replacing(self.folder / name, shared=True) as draft:
+                Bucket(self.address).fetch(f"{self.key}/{name}", draft)
+        except StoreNotFoundError:
+            return False
+        if self.fault(number) is None:
+            return True
+        (self.folder / name).unlink(missing_ok=True)
+        return False
+
+    def write(self, number: int, records: NDArray[Any]) -> None:
+        """Write the file of a range, atomically; also to the bucket, if there is one."""
+        content = np.ascontiguousarray(records).tobytes()
+        content += self._digest(number, content)
+        name = range_name(number)
+        with replacing(self.folder / name, shared=True) as draft:
+            draft.write_bytes(content)
+        if self.address:
+            Bucket(self.address).put(f"{self.key}/{name}", content)
+
+    def present(self) -> bool:
+        """Return whether this host sees the files of all ranges."""
+        names = set[str]()
+        with suppress(OSError):
+            names = {file.name for file in self.folder.iterdir()}
+        return all(range_name(number) in names for number in range(self.outputs.ranges))
+
+    def _digest(self, number: int, content: bytes) -> bytes:
+        """Return the checksum of a range; that of another range or store differs."""
+        state = xxh3_128(f"{self.key} {number} ".encode())
+        state.update(content)
+        return state.digest()
