@@ -34,6 +34,7 @@ COMMANDS = (
     "evaluate",
     "predict",
     "export",
+    "frozen",
 )
 
 

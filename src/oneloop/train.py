@@ -31,7 +31,6 @@ from oneloop.optim.clip import clear_gradients, clip_
 from oneloop.optim.optimizers import set_lr
 from oneloop.run import entry
 from oneloop.run.folder import Folder
-from oneloop.run.frozen_pass import compute_frozen
 
 
 # --8<-- [start:loop]
@@ -170,7 +169,6 @@ def train(job: Job, run: Run, folder: Folder) -> dict[str, Any]:
 
     # Resume from a checkpoint, if there is one. Nothing is written before open_run().
     state = State(job, run, folder.path, model, optimizer, emas, guard, seen)
-    compute_frozen(job.task, model, run)  # outputs of a reference or a teacher, once for all runs
     run_log = open_run(job, run, folder, state, seen)
     count, meter, checkpoints = state.count, state.meter, state.checkpoints
     clock = meter.clock

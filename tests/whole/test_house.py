@@ -23,6 +23,7 @@ LEAVES = (
     "ema",
     "recipe",
     "data",
+    "frozen",
     "optim",
     "machine",
     "checkpoint",
@@ -34,12 +35,12 @@ LEAVES = (
 """rooms that may import only ``basics``"""
 BUILT = {"basics", "evaluation", "launch", *LEAVES}
 """what may be imported above the leaves"""
-TASKS = {"tasks", "task_protocol", "basics", "data"}
+TASKS = {"tasks", "task_protocol", "basics", "data", "frozen"}
 ALLOWED = {
     "basics": set(),
     "old_names": set(),
     **{leaf: {"basics"} for leaf in LEAVES},
-    "tasks": {"basics", "data", "task_protocol"},
+    "tasks": {"basics", "data", "frozen", "task_protocol"},
     "evaluation": {"basics", "data", "ema", "show", "task_protocol"},
     "launch": {"basics", *LEAVES},
     "job": BUILT,

@@ -37,6 +37,7 @@ TOOLS = {
         "tools.run_reader",
         "tools.terminal_charts",
     ),
+    "frozen": ("tools.frozen.command",),
     # Modules that a run, another command or a call from Python uses.
     "graph": ("tools.graph",),
     "the report page": ("tools.report.page", "tools.run_reader"),

@@ -140,7 +140,7 @@ class FrozenModel:
             it is called in eval mode, without gradients.
         kind: JSON values that describe what the records are: a part of the key.
         address: where they are stored; None: in the cache of this host.
-        build: builds the model; None: it is the policy as it stands before its first step.
+        build: builds the model; None: it is the policy before its first step.
         content: JSON values that identify the weights; None: a run finds them.
         zero: part of the names of tensors; if all of them are 0, as in fresh adapters, the tensors
             whose names contain ``adds`` change nothing, and do not identify the weights.

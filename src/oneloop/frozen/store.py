@@ -15,13 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from oneloop.basics.bucket import Bucket, StoreNotFoundError, check_address, is_address
+from oneloop.basics.bucket import Bucket, StoreNotFoundError
 from oneloop.basics.exit_codes import BadInput
-from oneloop.basics.files import cache_folder, dumps, replacing, vouched
+from oneloop.basics.files import dumps, replacing, vouched
+from oneloop.frozen.listing import ABOUT
 from oneloop.frozen.outputs import FrozenOutputs, range_name
 
 FORMAT = 1  # increase it if files, batches or keys change
-ABOUT = "about.json"  # what a store holds, for people
 _DIGEST = 16  # bytes of the checksum at the end of a file
 
 
@@ -29,26 +29,6 @@ def key_of(parts: Mapping[str, Any]) -> str:
     """Return the key of a store: a hash of JSON values, 32 hexadecimal digits."""
     text = json.dumps({**parts, "format": FORMAT}, sort_keys=True)
     return xxh3_128_hexdigest(text.encode())
-
-
-def local_root(address: str | None) -> Path:
-    """Return the folder of all stores on this host.
-
-    Raise BadInput if an address is not one of a bucket.
-    """
-    if address is None:
-        return cache_folder() / "frozen"
-    if not is_address(address):
-        return Path(address).expanduser()
-    check_address(address, "task.store")
-    if address.startswith("file://"):
-        return Path(address.removeprefix("file://"))
-    return cache_folder() / "frozen"
-
-
-def in_bucket(address: str | None) -> bool:
-    """Return whether the stores at this address are in a bucket."""
-    return is_address(address) and not str(address).startswith("file://")
 
 
 @dataclass

@@ -1,18 +1,17 @@
 """Open the folder of a run: lock it, restore the state from a checkpoint, and begin the log."""
 
-from typing import Any
+from functools import partial
 
 from oneloop.basics.bucket import is_address
-from oneloop.data.fingerprint import fingerprint_of
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
+from oneloop.loop.begin_folder import begin_folder
 from oneloop.loop.counters import RunLog
 from oneloop.loop.start_lines import start_lines
 from oneloop.loop.training_state import State
-from oneloop.recipe.class_paths import CHOICES, source
-from oneloop.run.environment import environment
 from oneloop.run.folder import Folder
+from oneloop.run.frozen_pass import compute_frozen
 from oneloop.run.mirrored_folder import MirroredFolder
 from oneloop.run.same_on_ranks import in_one_folder
 from oneloop.show.tracking import Tracking
@@ -48,6 +47,9 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
     # Lock the folder and the mirror before reading them: another start might still write there.
     _lock(job, run, folder, state)
 
+    # Compute the outputs of a reference or a teacher, with the weights before the first step.
+    compute_frozen(job.task, state.model, run)
+
     # Resume.
     with run.setting_up():
         saved = state.resume(state.checkpoints, recipe.run.resume, say=say)
@@ -59,7 +61,7 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
         run.stopping.early = False
         run.begun = True
         if run.main:
-            starts = _begin_folder(job, run, folder, state)
+            starts = begin_folder(job, run, folder, state)
 
     # Report the folder of the run to the supervisor, and start the clock.
     CHANNEL.folder = folder.path.absolute()
@@ -80,14 +82,6 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
     state.parts["tracking"] = tracking
     run.closing.callback(tracking.close)
 
-    def reject_moved() -> None:
-        """Raise OSError if the folder was moved; the supervisor must not write there, either."""
-        moved = folder.moved() if run.main else ""
-        if moved:
-            CHANNEL.folder = None
-            CHANNEL.send(folder=None)
-            raise OSError(moved)
-
     run_log = RunLog(
         state.count,
         state.results,
@@ -95,12 +89,21 @@ def open_run(job: Job, run: Run, folder: Folder, state: State, seen: Preflight) 
         run.display,
         unit=job.unit,
         resumed="tracking" in saved,
-        before=reject_moved,
+        before=partial(_reject_moved, folder, run),
     )
     if saved:
         run_log.event("resume")
     run.display.begin(lambda: state.count.step, total=job.steps)
     return run_log
+
+
+def _reject_moved(folder: Folder, run: Run) -> None:
+    """Raise OSError if the folder was moved; the supervisor must not write there, either."""
+    moved = folder.moved() if run.main else ""
+    if moved:
+        CHANNEL.folder = None
+        CHANNEL.send(folder=None)
+        raise OSError(moved)
 
 
 def _lock(job: Job, run: Run, folder: Folder, state: State) -> None:
@@ -145,37 +148,3 @@ def _lock(job: Job, run: Run, folder: Folder, state: State) -> None:
         run.display.say(
             f"mirror: {address} (a checkpoint counts when it is there; hosts need no shared disk)"
         )
-
-
-def _begin_folder(job: Job, run: Run, folder: Folder, state: State) -> dict[str, float]:
-    """Write the recipe and environment.json; return the times of all starts."""
-    recipe = job.recipe
-
-    # Name the data by content, where it is known.
-    data: dict[str, Any] = {}
-    for name, part in job.sets.items():
-        content = fingerprint_of(part)
-        if content:
-            data[name] = content
-
-    # Describe the run. Keys that do not apply are left out of the file.
-    about = environment(
-        command=[*run.command],
-        device=str(run.device),
-        processes=run.ranks,
-        data=data,
-        eval_micro=recipe.eval.micro or job.layout.each,
-    )
-    file = source("task", recipe.task.name)
-    if file:
-        about["task"] = str(file)
-    if recipe.task.name in CHOICES["task"] and hasattr(job.task, "recorded"):
-        about["recorded"] = {"task": recipe.task.name, **job.task.recorded}
-    skipped = getattr(job.task, "skipped_rows", None)
-    if skipped:
-        about["skipped_rows"] = skipped
-
-    starts = folder.starts(run.began, state.count.seconds)
-    about["starts"] = starts
-    folder.begin(recipe.yaml(), about)
-    return starts

@@ -19,7 +19,7 @@ _TRAINING_GROUPS = (
     "guard",
 )
 _TRAINING_KEYS = ("batch.size", "batch.grain", "debug.overfit")
-_OTHER_KEYS = ("ema.device",)
+_OTHER_KEYS = ("ema.device", "task.store")
 _DATA = "task.data"
 _FLAGS = ["weight", "train", "trainable", "training", "loss_mask", "loss"]
 # Keys that older versions did not have, with the values that can continue their runs: the data are

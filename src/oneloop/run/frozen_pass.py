@@ -6,7 +6,6 @@ pass continues after a stop, on any number of processes.
 
 import gc
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,8 +23,9 @@ from oneloop.basics.progress import Working
 from oneloop.basics.tensors import local
 from oneloop.checkpoint.state_dict import model_tensors
 from oneloop.evaluation import evaluating
+from oneloop.frozen.listing import free_bytes, in_bucket, local_root
 from oneloop.frozen.outputs import FrozenModel, FrozenOutputs
-from oneloop.frozen.store import RangeFiles, in_bucket, local_root
+from oneloop.frozen.store import RangeFiles
 from oneloop.launch.processes import Run
 from oneloop.machine.blocks import blocks, class_names
 from oneloop.machine.torch_settings import release_cache
@@ -49,9 +49,9 @@ def compute_frozen(
 
     Args:
         task: has ``frozen``, or needs nothing.
-        model: the policy, prepared; at the start of a run, as it stands before its first step.
+        model: the policy, prepared; at the start of a run, with the initial weights.
         run: this process.
-        rebuild: returns the prepared policy as it stood before its first step, if ``model`` is a
+        rebuild: returns the prepared policy before its first step, if ``model`` is a
             trained one; the training sets are then left out.
 
     Raises:
@@ -190,7 +190,7 @@ def _check_space(passes: Sequence["_Pass"], frozen: FrozenModel, run: Run) -> No
     if not new:
         run.display.say(f"{about}: nothing to compute")
         return
-    free = shutil.disk_usage(root).free
+    free = free_bytes(root)
     run.display.say(f"{about}: {_megabytes(new)} to compute; {_megabytes(free)} are free")
     with run.setting_up():
         if new > free:

@@ -177,7 +177,7 @@ class AnswerRows(LanguageModel):
         return self._chat
 
     def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
-        """Return a value of the first row that tells whether the rows are conversations."""
+        """Return a value of the first row that shows whether the rows are conversations."""
         if columns["messages"]:
             return None
         return first_value(rows, columns["prompt"])

@@ -29,6 +29,7 @@ from oneloop.machine.torch_settings import float32_products
 from oneloop.tools.after_training.command import check_file as check_file
 from oneloop.tools.after_training.command import parsed
 from oneloop.tools.after_training.data_sets import generation_of, sets_of
+from oneloop.tools.after_training.initial_model import read_frozen
 from oneloop.tools.after_training.prediction import predictions, write
 from oneloop.tools.after_training.recorded_task import recipe_of
 from oneloop.tools.after_training.trained_model import Trained, trained
@@ -68,6 +69,7 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
         sets = sets_of(of.task, given.data, labelled=evaluates)
 
     model = _prepared(of, run)
+    read_frozen(of, model, run)
     options = of.options
     if given.micro:
         options["micro"] = given.micro

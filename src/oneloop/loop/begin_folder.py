@@ -1,0 +1,45 @@
+"""Write what a run's folder holds from its start on: the recipe and environment.json."""
+
+from typing import Any
+
+from oneloop.data.fingerprint import fingerprint_of
+from oneloop.job.build import Job
+from oneloop.launch.processes import Run
+from oneloop.loop.training_state import State
+from oneloop.recipe.class_paths import CHOICES, source
+from oneloop.run.environment import environment
+from oneloop.run.folder import Folder
+
+
+def begin_folder(job: Job, run: Run, folder: Folder, state: State) -> dict[str, float]:
+    """Write the recipe and environment.json; return the times of all starts."""
+    recipe = job.recipe
+
+    # Name the data by content, where it is known.
+    data: dict[str, Any] = {}
+    for name, part in job.sets.items():
+        content = fingerprint_of(part)
+        if content:
+            data[name] = content
+
+    # Describe the run. Keys that do not apply are left out of the file.
+    about = environment(
+        command=[*run.command],
+        device=str(run.device),
+        processes=run.ranks,
+        data=data,
+        eval_micro=recipe.eval.micro or job.layout.each,
+    )
+    file = source("task", recipe.task.name)
+    if file:
+        about["task"] = str(file)
+    if recipe.task.name in CHOICES["task"] and hasattr(job.task, "recorded"):
+        about["recorded"] = {"task": recipe.task.name, **job.task.recorded}
+    skipped = getattr(job.task, "skipped_rows", None)
+    if skipped:
+        about["skipped_rows"] = skipped
+
+    starts = folder.starts(run.began, state.count.seconds)
+    about["starts"] = starts
+    folder.begin(recipe.yaml(), about)
+    return starts

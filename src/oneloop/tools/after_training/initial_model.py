@@ -1,0 +1,48 @@
+"""The model of a run before its first step, whose outputs a task may compare with those of now."""
+
+from dataclasses import replace
+from functools import partial
+
+from torch import nn
+
+from oneloop.data.batch_layout import BatchLayout
+from oneloop.job.model import build_model
+from oneloop.launch.processes import Run
+from oneloop.run.frozen_pass import compute_frozen
+from oneloop.tools.after_training.trained_model import Trained
+
+
+def read_frozen(of: Trained, model: nn.Module, run: Run) -> None:
+    """Let a task read the outputs of its reference or teacher; compute those that are missing.
+
+    Collective: call on every rank.
+
+    Args:
+        of: the run.
+        model: its trained model, prepared.
+        run: this process.
+
+    Raises:
+        BadInput: the outputs cannot be stored, or the initial weights cannot be loaded.
+    """
+    compute_frozen(of.task, model, run, rebuild=partial(initial_model, of, run))
+
+
+def initial_model(of: Trained, run: Run) -> nn.Module:
+    """Return the model of a run before its first step, not yet prepared.
+
+    Raises:
+        ValueError: its initial weights are missing, or cannot be read.
+    """
+    machine = replace(of.recipe.machine, compile="none", recompute="none", offload=False)
+    recipe = replace(of.recipe, machine=machine)
+    try:
+        built = build_model(
+            recipe, of.task, BatchLayout(1, 1), sharded=run.sharded, device=run.device.type
+        )
+    except ValueError as error:
+        raise ValueError(
+            f"the model before the first step is needed, and it cannot be loaded: {error}; "
+            "restore its weights"
+        ) from error
+    return built.model

@@ -1,0 +1,1 @@
+"""``oneloop frozen``: the stored outputs of references and teachers."""

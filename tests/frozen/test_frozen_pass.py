@@ -1,0 +1,273 @@
+"""The pass over a frozen model: every document once, on any layout, through kills and damage."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from frozen_task import Frozen, Next, documents, listed, log_probabilities
+from worlds import apply, back_to, here, run
+
+pytestmark = pytest.mark.covers(
+    "oneloop.frozen.outputs", "oneloop.frozen.store", "oneloop.run.frozen_pass"
+)
+
+LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
+
+
+def words(store: Path | str, *more: str) -> list[str]:
+    return [
+        "recipe.yaml",
+        *("--task.store", str(store)),
+        *("--run.dir", "run"),
+        *("--batch.size", "16"),
+        *("--duration", "6"),
+        *("--optimizer.name", "sgd"),
+        *("--optimizer.lr", "0.02"),
+        *("--log.every", "1"),
+        *("--eval.every", "3"),
+        *("--save.every", "3"),
+        *("--track", "none"),
+        *("--machine.workers", "0"),
+        *("--machine.dtype", "float64"),
+        *more,
+    ]
+
+
+def trained(folder: Path, given: list[str], layout: str = "single"):
+    (folder / "recipe.yaml").write_text("task: frozen_task.Frozen\n")
+    variables = {"OMP_NUM_THREADS": "1", "FROZEN_LOG": str(folder / "log")}
+    (folder / "log").mkdir(exist_ok=True)
+    return run(
+        here, given, ranks=LAYOUTS[layout], config=layout, folder=folder, variables=variables
+    )
+
+
+def applied(folder: Path, layout: str, *given: str):
+    (folder / "log").mkdir(exist_ok=True)
+    return run(
+        apply,
+        [*given, "--task", "frozen_task.Frozen"],
+        ranks=LAYOUTS[layout],
+        config=layout,
+        folder=folder,
+        variables={"OMP_NUM_THREADS": "1", "FROZEN_LOG": str(folder / "log")},
+    )
+
+
+def bins(store: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(store)): file.read_bytes() for file in store.glob("*/*.bin")}
+
+
+def losses(folder: Path) -> list[float]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [line["train/loss"] for line in lines if "train/loss" in line]
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("first")
+    trained(folder, words(folder / "store")).ok()
+    return folder
+
+
+def test_each_document_is_computed_once_by_the_initial_weights(first):
+    counted = Counter(listed(first / "log"))
+    assert counted == Counter(
+        {("train", at): 1 for at in range(2000)} | {("validation", at): 1 for at in range(300)}
+    )
+    # The store holds what the model before step 1 gives for each document alone.
+    torch.manual_seed(0)
+    task = Frozen(str(first / "store"))
+    model = Next().double()
+    start = next((first / "run" / "checkpoints").glob("step-*"))
+    assert start.name > "step-00000000"
+    (large,) = [one for one in (first / "store").iterdir() if len([*one.glob("*.bin")]) > 1]
+    outputs = task.frozen().outputs["train"]
+    outputs.attach(large)
+    assert outputs.ranges == 2
+    key = json.loads((large / "about.json").read_text())["parts"]
+    assert key["precision"]["weights"] == ["torch.float64"] and key["role"] == "the reference"
+
+    # Those are the weights that the run's seed draws.
+    from oneloop.basics.seeds import key as seed_key
+
+    torch.manual_seed(seed_key(0))
+    model = Next().double()
+    values = documents(2000)
+    for at in (0, 7, 1200, 1999):
+        expected = log_probabilities(model, torch.from_numpy(values[at])[None])[0]
+        assert np.allclose(outputs[at]["logp"], expected.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_another_layout_computes_nothing_and_trains_the_same(first, tmp_path, layout):
+    trained(tmp_path, words(first / "store"), layout).ok()
+    assert not listed(tmp_path / "log")
+    found = losses(tmp_path / "run")
+    assert np.allclose(found, losses(first / "run"), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+def test_the_outputs_are_the_same_on_several_processes(first, tmp_path, layout):
+    """Bit-identical under DDP; FSDP2 repeats forwards, and writes each document once."""
+    trained(tmp_path, words(tmp_path / "store"), layout).ok()
+    assert bins(tmp_path / "store") == bins(first / "store")
+    counted = Counter(listed(tmp_path / "log"))
+    assert set(counted) == set(listed(first / "log"))
+    if layout == "ddp":
+        assert set(counted.values()) == {1}
+    assert np.allclose(losses(tmp_path / "run"), losses(first / "run"), rtol=1e-12, atol=0)
+
+
+def test_a_kill_in_the_pass_repeats_at_most_one_range(first, tmp_path):
+    given = words(tmp_path / "store")
+    world = trained(tmp_path, [*given, "--task.stop", "8"])
+    assert world.codes == [-9]
+    assert len(bins(tmp_path / "store")) == 1
+    assert not (tmp_path / "run" / "recipe.yaml").exists()
+    before = Counter(listed(tmp_path / "log"))
+    trained(tmp_path, given).ok()
+    twice = [one for one, count in Counter(listed(tmp_path / "log")).items() if count > 1]
+    outputs = Frozen("").frozen().outputs["train"]
+    assert 0 < len(twice) <= len(outputs.documents(1)) and before
+    assert {at for _, at in twice} <= set(outputs.documents(1))
+    assert bins(tmp_path / "store") == bins(first / "store")
+
+
+@pytest.mark.parametrize("kind", ["bit", "length", "missing", "swapped"])
+def test_damage_is_found_and_computed_again(first, tmp_path, kind):
+    store = tmp_path / "store"
+    shutil.copytree(first / "store", store)
+    one, other = sorted(store.glob("*/*.bin"), key=lambda file: file.stat().st_size)[-2:]
+    content = bytearray(one.read_bytes())
+    if kind == "bit":
+        content[100] ^= 4
+        one.write_bytes(content)
+    elif kind == "length":
+        one.write_bytes(content[:-8])
+    elif kind == "missing":
+        one.unlink()
+    else:
+        one.write_bytes(other.read_bytes())
+    world = trained(tmp_path, words(store))
+    world.ok()
+    assert bins(store) == bins(first / "store")
+    lines = [line for line in world.output.splitlines() if "is computed again" in line]
+    assert len(lines) == (kind != "missing"), world.output
+    number = int(one.stem)
+    outputs = Frozen("").frozen().outputs["train"]
+    assert sorted(at for _, at in listed(tmp_path / "log")) == [*outputs.documents(number)]
+
+
+def test_a_resume_continues_with_the_reference_of_its_start(first, tmp_path):
+    shutil.copytree(first / "run", tmp_path / "run")
+    back_to(tmp_path / "run", 3)
+    # The store is gone: it is computed again from the initial weights, not from the trained ones.
+    trained(tmp_path, words(tmp_path / "store")).ok()
+    assert bins(tmp_path / "store") == bins(first / "store")
+    assert losses(tmp_path / "run") == losses(first / "run")
+    for name in ("model.safetensors",):
+        found = load_file(tmp_path / "run" / "final" / name)
+        for key, value in load_file(first / "run" / "final" / name).items():
+            assert torch.equal(found[key], value)
+
+
+def test_other_initial_weights_are_rejected_at_a_resume(first, tmp_path):
+    """``init.from`` names a folder whose weights have changed since the start."""
+    init = tmp_path / "init"
+    shutil.copytree(first / "run" / "final", init)
+    given = words(first / "store", "--init.from", str(init))
+    trained(tmp_path, given).ok()
+    back_to(tmp_path / "run", 3)
+    from safetensors.torch import save_file
+
+    weights = load_file(init / "model.safetensors")
+    weights["head.bias"] += 0.5
+    save_file(weights, init / "model.safetensors")
+    for manifest in init.glob("MANIFEST.json"):
+        manifest.unlink()
+    world = trained(tmp_path, given)
+    assert world.codes == [2], world.output
+    assert "had other weights" in world.output and "init.from" in world.output
+
+
+def test_another_precision_is_another_store(first, tmp_path):
+    given = words(first / "store")
+    given[given.index("float64")] = "float32"
+    trained(tmp_path, given).ok()
+    assert len(set(listed(tmp_path / "log"))) == 2300
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
+    given = words(tmp_path / "store", "--task.teacher", "5")
+    trained(tmp_path, given, layout).ok()
+    assert len([*(tmp_path / "log").glob("built-*")]) == LAYOUTS[layout]
+    torch.manual_seed(5)
+    model = Next(12).double()
+    (large,) = [one for one in (tmp_path / "store").iterdir() if len([*one.glob("*.bin")]) > 1]
+    outputs = Frozen("").frozen().outputs["train"]
+    outputs.attach(large)
+    expected = log_probabilities(model, torch.from_numpy(documents(2000)[3])[None])[0]
+    assert np.allclose(outputs[3]["logp"], expected.detach(), rtol=0, atol=1e-12)
+
+    shutil.rmtree(tmp_path / "run")
+    shutil.rmtree(tmp_path / "log")
+    trained(tmp_path, given, layout).ok()
+    assert not [*(tmp_path / "log").iterdir()]
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp2"])
+def test_evaluation_of_other_data_makes_its_own_pass(first, tmp_path, layout):
+    """The reference is rebuilt from the initial weights; the trained ones are evaluated."""
+    for name in ("run", "store"):
+        shutil.copytree(first / name, tmp_path / name)
+    recipe = (tmp_path / "run" / "recipe.yaml").read_text()
+    recipe = recipe.replace(str(first), str(tmp_path))
+    (tmp_path / "run" / "recipe.yaml").write_text(recipe)
+    found = []
+    for expected in (50, 0):
+        shutil.rmtree(tmp_path / "log", ignore_errors=True)
+        world = applied(tmp_path, layout, "evaluate", "run", "--data", "3", "--json")
+        world.ok()
+        (line,) = [line for line in world.output.splitlines() if line.startswith("{")]
+        found.append(json.loads(line))
+        assert len(set(listed(tmp_path / "log"))) == expected
+    assert found[0] == found[1]
+
+    # A plain loop with both models.
+    from oneloop.basics.seeds import key as seed_key
+
+    torch.manual_seed(seed_key(0))
+    start = Next().double()
+    trained_model = Next().double()
+    trained_model.load_state_dict(load_file(tmp_path / "run" / "final" / "model.safetensors"))
+    total = weight = 0.0
+    with torch.no_grad():
+        for value in documents(50, seed=3):
+            tokens = torch.from_numpy(value)[None]
+            logp = log_probabilities(trained_model, tokens)
+            apart = (logp - log_probabilities(start, tokens)) ** 2
+            total += float((apart - 0.1 * logp).sum())
+            weight += len(value) - 1
+    assert found[0]["data/loss"] == pytest.approx(total / weight, rel=1e-10)
+
+
+def test_wrong_outputs_and_stores_are_rejected(tmp_path):
+    world = trained(tmp_path, words(tmp_path / "store", "--task.nan", "true"))
+    assert world.codes != [0] and "computes NaN for document" in world.output
+    world = trained(tmp_path, words("ftp://host/store"))
+    assert world.codes == [2] and "task.store" in world.output
+    (tmp_path / "file").write_text("")
+    world = trained(tmp_path, words(tmp_path / "file"))
+    assert world.codes == [2] and "task.store" in world.output
+    assert not (tmp_path / "run").exists() and os.listdir(tmp_path / "store")
