@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -14,10 +16,17 @@ import torch
 from safetensors.torch import load_file
 
 from frozen_task import Frozen, Next, documents, listed, log_probabilities
+from remote_data import counted_s3
 from worlds import apply, back_to, here, run
 
 pytestmark = pytest.mark.covers(
-    "oneloop.frozen.outputs", "oneloop.frozen.store", "oneloop.run.frozen_pass"
+    "oneloop.frozen.listing",
+    "oneloop.frozen.outputs",
+    "oneloop.frozen.store",
+    "oneloop.loop.begin_folder",
+    "oneloop.run.frozen_pass",
+    "oneloop.tools.after_training.initial_model",
+    "oneloop.tools.frozen.command",
 )
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
@@ -42,9 +51,11 @@ def words(store: Path | str, *more: str) -> list[str]:
     ]
 
 
-def trained(folder: Path, given: list[str], layout: str = "single"):
+def trained(
+    folder: Path, given: list[str], layout: str = "single", more: dict[str, str] | None = None
+):
     (folder / "recipe.yaml").write_text("task: frozen_task.Frozen\n")
-    variables = {"OMP_NUM_THREADS": "1", "FROZEN_LOG": str(folder / "log")}
+    variables = {"OMP_NUM_THREADS": "1", "FROZEN_LOG": str(folder / "log"), **(more or {})}
     (folder / "log").mkdir(exist_ok=True)
     return run(
         here, given, ranks=LAYOUTS[layout], config=layout, folder=folder, variables=variables
@@ -76,6 +87,7 @@ def losses(folder: Path) -> list[float]:
 def first(tmp_path_factory):
     folder = tmp_path_factory.mktemp("first")
     trained(folder, words(folder / "store")).ok()
+    shutil.copytree(folder / "store", folder / "good")
     return folder
 
 
@@ -120,7 +132,7 @@ def test_another_layout_computes_nothing_and_trains_the_same(first, tmp_path, la
 def test_the_outputs_are_the_same_on_several_processes(first, tmp_path, layout):
     """Bit-identical under DDP; FSDP2 repeats forwards, and writes each document once."""
     trained(tmp_path, words(tmp_path / "store"), layout).ok()
-    assert bins(tmp_path / "store") == bins(first / "store")
+    assert bins(tmp_path / "store") == bins(first / "good")
     counted = Counter(listed(tmp_path / "log"))
     assert set(counted) == set(listed(first / "log"))
     if layout == "ddp":
@@ -140,13 +152,13 @@ def test_a_kill_in_the_pass_repeats_at_most_one_range(first, tmp_path):
     outputs = Frozen("").frozen().outputs["train"]
     assert 0 < len(twice) <= len(outputs.documents(1)) and before
     assert {at for _, at in twice} <= set(outputs.documents(1))
-    assert bins(tmp_path / "store") == bins(first / "store")
+    assert bins(tmp_path / "store") == bins(first / "good")
 
 
 @pytest.mark.parametrize("kind", ["bit", "length", "missing", "swapped"])
 def test_damage_is_found_and_computed_again(first, tmp_path, kind):
     store = tmp_path / "store"
-    shutil.copytree(first / "store", store)
+    shutil.copytree(first / "good", store)
     one, other = sorted(store.glob("*/*.bin"), key=lambda file: file.stat().st_size)[-2:]
     content = bytearray(one.read_bytes())
     if kind == "bit":
@@ -160,7 +172,7 @@ def test_damage_is_found_and_computed_again(first, tmp_path, kind):
         one.write_bytes(other.read_bytes())
     world = trained(tmp_path, words(store))
     world.ok()
-    assert bins(store) == bins(first / "store")
+    assert bins(store) == bins(first / "good")
     lines = [line for line in world.output.splitlines() if "is computed again" in line]
     assert len(lines) == (kind != "missing"), world.output
     number = int(one.stem)
@@ -173,7 +185,7 @@ def test_a_resume_continues_with_the_reference_of_its_start(first, tmp_path):
     back_to(tmp_path / "run", 3)
     # The store is gone: it is computed again from the initial weights, not from the trained ones.
     trained(tmp_path, words(tmp_path / "store")).ok()
-    assert bins(tmp_path / "store") == bins(first / "store")
+    assert bins(tmp_path / "store") == bins(first / "good")
     assert losses(tmp_path / "run") == losses(first / "run")
     for name in ("model.safetensors",):
         found = load_file(tmp_path / "run" / "final" / name)
@@ -229,8 +241,8 @@ def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
 @pytest.mark.parametrize("layout", ["single", "fsdp2"])
 def test_evaluation_of_other_data_makes_its_own_pass(first, tmp_path, layout):
     """The reference is rebuilt from the initial weights; the trained ones are evaluated."""
-    for name in ("run", "store"):
-        shutil.copytree(first / name, tmp_path / name)
+    shutil.copytree(first / "run", tmp_path / "run")
+    shutil.copytree(first / "good", tmp_path / "store")
     recipe = (tmp_path / "run" / "recipe.yaml").read_text()
     recipe = recipe.replace(str(first), str(tmp_path))
     (tmp_path / "run" / "recipe.yaml").write_text(recipe)
@@ -271,3 +283,81 @@ def test_wrong_outputs_and_stores_are_rejected(tmp_path):
     world = trained(tmp_path, words(tmp_path / "file"))
     assert world.codes == [2] and "task.store" in world.output
     assert not (tmp_path / "run").exists() and os.listdir(tmp_path / "store")
+
+
+def test_a_bucket_serves_another_host_which_computes_nothing(first, tmp_path):
+    """Another host has another cache. A damaged object is computed again, and replaced."""
+    address = "s3://bucket/frozen"
+    with counted_s3() as s3:
+        s3.copy(first / "run" / "recipe.yaml", "s3://bucket/other")
+        hosts = []
+        for host in range(3):
+            folder = tmp_path / str(host)
+            folder.mkdir()
+            if host == 2:
+                s3.write(f"{address}/{hosts_key(tmp_path)}/00000000.bin", b"damaged")
+            more = {**s3.variables, "ONELOOP_CACHE": str(folder / "cache")}
+            trained(folder, words(address), ("single", "ddp", "single")[host], more).ok()
+            hosts.append(set(listed(folder / "log")))
+            cache = folder / "cache" / "frozen"
+            assert bins(cache) == bins(first / "good")
+        large = hosts_key(tmp_path)
+        assert [len(documents) for documents in hosts[:2]] == [2300, 0]
+        task = Frozen("").frozen().outputs["train"]
+        assert hosts[2] == {("train", at) for at in task.documents(0)}
+        fetched = s3.fetch(address, tmp_path / "fetched")
+        assert bins(fetched) == bins(first / "good")
+
+        # The command lists and deletes what is in the bucket.
+        done = command(tmp_path, address, variables=s3.variables)
+        assert f"2 stores in {address}" in done.stdout and large[:12] in done.stdout
+        done = command(tmp_path, address, "--delete", large[:8], variables=s3.variables)
+        assert done.stdout.startswith("deleted: ") and done.returncode == 0
+        done = command(tmp_path, address, variables=s3.variables)
+        assert f"1 stores in {address}" in done.stdout
+        folder = tmp_path / "denied"
+        folder.mkdir()
+        more = {**s3.variables, "ONELOOP_CACHE": str(folder / "cache")}
+        s3.proxy.denied = "AccessDenied"
+        world = trained(folder, words(address), more=more)
+        assert world.codes == [2] and address in world.output, world.output
+
+
+def hosts_key(folder: Path) -> str:
+    """Return the key of the store of the training set."""
+    stores = (folder / "0" / "cache" / "frozen").iterdir()
+    (large,) = [one.name for one in stores if len([*one.glob("*.bin")]) > 1]
+    return large
+
+
+def command(folder: Path, *given: str, variables: dict[str, str] | None = None):
+    return subprocess.run(
+        [sys.executable, "-m", "oneloop", "frozen", *given],
+        cwd=folder,
+        env={**os.environ, **(variables or {})},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command_lists_and_deletes(first, tmp_path):
+    store = tmp_path / "store"
+    shutil.copytree(first / "good", store)
+    (store / "0123").mkdir()
+    (store / ("a" * 32)).mkdir()
+    one, other = sorted(file.parent.name for file in first.glob("good/*/about.json"))
+    (store / one / "about.json").write_text("[1]")
+    next((store / other).glob("*.bin")).unlink()
+    done = command(tmp_path, str(store))
+    lines = done.stdout.splitlines()
+    assert lines[-1].startswith(f"3 stores in {store}") and len(lines) == 4
+    assert sum("missing or damaged" in line for line in lines) == 2
+    assert any("ranges" in line and "the reference" in line for line in lines)
+
+    assert command(tmp_path, str(store), "--delete", "b").returncode == 2
+    done = command(tmp_path, str(store), "--delete", f"{one[:8]},ff")
+    assert done.returncode == 2 and "matches 0 stores" in done.stderr and (store / one).exists()
+    done = command(tmp_path, str(store), "--delete", one[:8])
+    assert done.returncode == 0 and not (store / one).exists() and (store / other).exists()
+    command(tmp_path, str(store), "--delete", "all")
+    assert sorted(file.name for file in store.iterdir()) == ["0123"]

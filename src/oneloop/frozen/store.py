@@ -5,9 +5,10 @@ host copies it to its cache.
 """
 
 import json
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_128, xxh3_128_hexdigest
 
-from oneloop.basics.bucket import Bucket, StoreNotFoundError
+from oneloop.basics.bucket import Bucket, StoreError, StoreNotFoundError, ends_program
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import dumps, replacing, vouched
 from oneloop.frozen.listing import ABOUT
@@ -29,6 +30,17 @@ def key_of(parts: Mapping[str, Any]) -> str:
     """Return the key of a store: a hash of JSON values, 32 hexadecimal digits."""
     text = json.dumps({**parts, "format": FORMAT}, sort_keys=True)
     return xxh3_128_hexdigest(text.encode())
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn errors of a bucket into those that end a program; a missing object stays as it is."""
+    try:
+        yield
+    except StoreNotFoundError:
+        raise
+    except StoreError as error:
+        raise ends_program(error, "task.store") from error
 
 
 @dataclass
@@ -51,6 +63,14 @@ class RangeFiles:
         self.key = key_of(self.parts)
         self.folder = self.root / self.key
 
+    @cached_property
+    def bucket(self) -> Bucket | None:
+        """The bucket that has the same files; None: there is none."""
+        if self.address is None:
+            return None
+        with _errors():
+            return Bucket(self.address)
+
     def begin(self) -> None:
         """Make the folder, and describe the store. Raise BadInput if that is impossible."""
         about = {
@@ -69,8 +89,9 @@ class RangeFiles:
                 f"{self.folder} cannot be written ({error.strerror}); name another folder with "
                 "task.store"
             ) from error
-        if self.address:
-            Bucket(self.address).put(f"{self.key}/{ABOUT}", text.encode())
+        if self.bucket:
+            with _errors():
+                self.bucket.put(f"{self.key}/{ABOUT}", text.encode())
 
     def fault(self, number: int) -> str | None:
         """Return what is wrong with the file of a range: empty if it is missing; None: nothing."""
@@ -89,12 +110,12 @@ class RangeFiles:
 
     def fetch(self, number: int) -> bool:
         """Copy the file of a range from the bucket; return whether it is there, and is good."""
-        if self.address is None:
+        if self.bucket is None:
             return False
         name = range_name(number)
         try:
-            with replacing(self.folder / name, shared=True) as draft:
-                Bucket(self.address).fetch(f"{self.key}/{name}", draft)
+            with _errors(), replacing(self.folder / name, shared=True) as draft:
+                self.bucket.fetch(f"{self.key}/{name}", draft)
         except StoreNotFoundError:
             return False
         if self.fault(number) is None:
@@ -109,8 +130,9 @@ class RangeFiles:
         name = range_name(number)
         with replacing(self.folder / name, shared=True) as draft:
             draft.write_bytes(content)
-        if self.address:
-            Bucket(self.address).put(f"{self.key}/{name}", content)
+        if self.bucket:
+            with _errors():
+                self.bucket.put(f"{self.key}/{name}", content)
 
     def present(self) -> bool:
         """Return whether this host sees the files of all ranges."""

@@ -96,7 +96,7 @@ def compute_frozen(
 
     # Compute it, with the policy, or with a model that exists only meanwhile.
     if any(one.missing for one in passes):
-        with _model_of(frozen, inner, task, run, rebuild) as computing:
+        with run.setting_up(), _model_of(frozen, inner, task, run, rebuild) as computing:
             for one in passes:
                 one.run(computing, run)
     for one in passes:
@@ -164,7 +164,7 @@ def _missing(files: RangeFiles, role: str, run: Run) -> list[int]:
     missing = []
     faults = []
     first = run.accelerator.local_process_index
-    with Working(f"checking outputs of {role}") as bar:
+    with run.setting_up(), Working(f"checking outputs of {role}") as bar:
         for number in range(first, files.outputs.ranges, run.local_ranks):
             fault = files.fault(number)
             bar.advance()
