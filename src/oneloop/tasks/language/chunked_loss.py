@@ -4,6 +4,7 @@
 >>> losses.total.backward()                          # also: losses.each, losses.right
 >>> without_logits(model)                            # of transformers, not yet wrapped
 >>> losses = model(input_ids=tokens, target=target)  # without target=, logits as before
+>>> losses = model(input_ids=tokens, target=target, apart=True)  # losses.each is differentiable
 
 The forward also computes the gradients, while the logits of a chunk exist (as in Liger, Hsu et al.
 2024).
@@ -30,6 +31,7 @@ from oneloop.tasks.language.logit_chunks import (
     tokens_of_a_chunk,
     without_autocast,
 )
+from oneloop.tasks.language.token_losses import token_losses
 
 # Names in configs of transformers of what a model does to its logits.
 _CAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
@@ -43,7 +45,7 @@ class Losses(NamedTuple):
 
     Attributes:
         total: sum of the losses; differentiable.
-        each: loss of each target; detached.
+        each: loss of each target; detached, unless the model was called with ``apart``.
         right: whether the target has the largest logit; None if it was not wanted.
     """
 
@@ -205,6 +207,8 @@ class _Chunked(torch.autograd.Function):
 def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
     """Make ``model`` accept ``target`` and then return :class:`Losses`, in place.
 
+    With ``apart`` each loss is differentiable, for which the backward computes logits again.
+
     Scaling and soft-capping of logits are read from the config, and tested on eight tokens unless
     the model is on meta.
 
@@ -238,9 +242,21 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
     head_forward = head.forward
     model_forward = model.forward
 
-    def chunked_head(hidden: Tensor, target: Tensor | None = None) -> Tensor | Losses:
+    def chunked_head(
+        hidden: Tensor, target: Tensor | None = None, *, apart: bool = False
+    ) -> Tensor | Losses:
         if target is None:
             return head_forward(hidden)
+        if apart and torch.is_grad_enabled():
+            each = token_losses(
+                hidden.flatten(0, -2),
+                head.weight,
+                target.flatten(),
+                bias=head.bias,
+                ignore=ignore,
+                change=change,
+            )
+            return Losses(each.detach().sum(), each.view_as(target), None)
         found = chunked_cross_entropy(
             hidden.flatten(0, -2),
             head.weight,
@@ -254,11 +270,11 @@ def without_logits(model: nn.Module, *, ignore: int = -100) -> None:
         return Losses(found.total, found.each.view_as(target), right)
 
     @wraps(model_forward)
-    def losses(*args: Any, target: Tensor | None = None, **kwargs: Any) -> Any:
+    def losses(*args: Any, target: Tensor | None = None, apart: bool = False, **kwargs: Any) -> Any:
         if target is None:
             return model_forward(*args, **kwargs)
         output = model.base_model(*args, **kwargs)  # type: ignore[operator]
-        return head(output.last_hidden_state, target)
+        return head(output.last_hidden_state, target, apart=apart)
 
     head.forward = chunked_head  # type: ignore[method-assign,assignment]
     model.forward = losses  # type: ignore[method-assign]
