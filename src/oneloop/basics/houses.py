@@ -11,6 +11,7 @@ TASKS = {
     "causal_lm": "CausalLM",
     "masked_lm": "MaskedLM",
     "sft": "SFT",
+    "preference": "Preference",
     "seq2seq": "Seq2Seq",
     "text_classification": "TextClassification",
     "text_regression": "TextRegression",

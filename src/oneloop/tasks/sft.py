@@ -45,6 +45,7 @@ class SFT(AnswerRows):
             row; the samples of a step have similar lengths).
     """
 
+    writes = True
     counts_whole_texts = True
 
     def __init__(

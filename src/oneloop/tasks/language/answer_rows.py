@@ -73,7 +73,6 @@ class AnswerRows(LanguageModel):
         "split_by": "data!=lessons",
     }
     flags: Sequence[str] = ()  # keys of a message with which data leave it out of training
-    writes = True
 
     def __init__(
         self,
@@ -141,6 +140,10 @@ class AnswerRows(LanguageModel):
         """Return the function that makes tokens of a row."""
         return encoded if labelled else encoded_prompt
 
+    def _encode_key(self) -> Sequence[Any]:
+        """Return what this function depends on besides the rows: a part of the cache key."""
+        return []
+
     def _opened(
         self,
         data: str | list[dict[str, Any]],
@@ -184,12 +187,13 @@ class AnswerRows(LanguageModel):
 
     def _encoded(self, source: Source, rows: Any, *, labelled: bool = True) -> tuple[Ragged, Any]:
         """Return the tokens of the rows of one split, and a key of their content."""
-        columns = source.columns
+        columns: Mapping[str, Any] = source.columns
         chat = self._chat_of(self._first_prompt(rows, columns))
 
         # The cache key names all that the tokens of a row depend on.
         named = {key: name for key, name in columns.items() if name or key != "system"}
         cache_key = [*self._cache_key, chat and chat.template, named, labelled]
+        cache_key += self._encode_key()
         if chat and "strftime_now" in chat.template:
             cache_key.append(self._day)
         content = {**of_shuffled(rows.fingerprint()), "made by": key_of(cache_key)}

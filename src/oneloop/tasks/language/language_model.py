@@ -210,6 +210,28 @@ class LanguageModel(TokenTargets):
         fp16 = os.environ.get("ACCELERATE_MIXED_PRECISION") == "fp16" or Planned.fp16
         return not fp16
 
+    def token_losses(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        """Return the loss of each token, differentiable; 0 where it is not a target.
+
+        Args:
+            model: called once.
+            batch: of ``collate``.
+
+        Returns:
+            Nats, of the shape of the target; at least float32.
+        """
+        target = batch["target"]
+        inputs = self._model_inputs(batch)
+        if self._uses_fused_loss(target, self.shape.padded_vocab or self.entries):
+            losses: Tensor = model(**inputs, target=target, apart=True).each
+            return losses
+        logits = model(**inputs).logits
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        each = F.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
+        )
+        return each.view_as(target)
+
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         target = batch["target"]
         if self._uses_fused_loss(target, self.shape.padded_vocab or self.entries):

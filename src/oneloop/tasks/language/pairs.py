@@ -1,0 +1,240 @@
+"""Rows as pairs of answers to one prompt: as tokens, in TRL's column layouts.
+
+A pair is one array: the number of tokens of the chosen side, the bits of the margin (float32), the
+tokens of the chosen side, and those of the rejected side. Each side is a prompt, as complements
+(:mod:`oneloop.tasks.language.sequences`), and an answer.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from oneloop.basics.untrusted import is_number
+from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.conversations import conversation, encoded, is_text
+from oneloop.tasks.language.sequences import token_ids
+from oneloop.tasks.rows.rows import Row
+
+OverlongPair = Literal["cut", "drop"]
+SIDES = ("chosen", "rejected")
+
+
+def encoded_pair(
+    row: Row,
+    columns: Mapping[str, str],
+    tokenizer: Any,
+    chat: Chat | None,
+    flags: Sequence[str] = (),
+    *,
+    length: int,
+    overlong: OverlongPair = "cut",
+) -> NDArray[np.int32]:
+    """Return a row as a pair; empty if it is dropped.
+
+    Args:
+        row: values by column.
+        columns: column name of each of the task's keys ("": no column).
+        tokenizer: a tokenizer of transformers.
+        chat: the chat template (None: all rows are texts).
+        flags: not used: an answer of a pair is always trained.
+        length: maximum number of input tokens of a side.
+        overlong: cut the end of a longer answer, or drop the pair.
+
+    Raises:
+        ValueError: the row is malformed, or a side has no answer within ``length``.
+    """
+    prompt, answers = _parts(row, columns)
+    sides = []
+    for side in SIDES:
+        # One answer is encoded as the completion of a prompt.
+        completed = {**row, _PROMPT: prompt, _ANSWER: answers[side]}
+        named = {"messages": "", **_COMPLETION}
+        for key in ("tools", "system"):
+            named[key] = columns.get(key, "")
+        try:
+            tokens = encoded(completed, named, tokenizer, chat)
+        except ValueError as error:
+            raise ValueError(f"{side}: {error}") from error
+        sides.append(tokens)
+
+    # Drop a pair that is too long, or cut the ends of its answers.
+    long = [len(tokens) > length + 1 for tokens in sides]
+    if any(long) and overlong == "drop":
+        return np.zeros(0, np.int32)
+    cut = [tokens[: length + 1] for tokens in sides]
+    _check_cut(sides, cut, length)
+    margin = np.array([_margin(row, columns)], np.float32)
+    head = np.array([len(cut[0]), *margin.view(np.int32)], np.int32)
+    return np.concatenate([head, *cut])
+
+
+def _margin(row: Row, columns: Mapping[str, str]) -> float:
+    """Return the margin of a row, 0 without a column. Raise ValueError if it is not a number."""
+    if not columns.get("margin"):
+        return 0.0
+    value = row[columns["margin"]]
+    if not is_number(value) or not math.isfinite(value):
+        raise ValueError(
+            f"the margin is {value!r}; a finite number is needed: how much better the chosen "
+            "answer is"
+        )
+    return float(value)
+
+
+_PROMPT = "\0prompt"  # no column has these names
+_ANSWER = "\0answer"
+_COMPLETION = {"prompt": _PROMPT, "completion": _ANSWER}
+
+
+def _check_cut(
+    sides: Sequence[NDArray[np.int32]], cut: Sequence[NDArray[np.int32]], length: int
+) -> None:
+    """Raise ValueError if nothing can be learned from a pair as it is cut."""
+    for side, whole, tokens in zip(SIDES, sides, cut, strict=True):
+        if not (tokens[1:] >= 0).any():
+            before = int((whole < 0).sum())
+            raise ValueError(
+                f"{side}: the answer is empty after the cut at {length:,} tokens, because its "
+                f"prompt has {before:,}; raise task.length, or set task.overlong drop"
+            )
+    if np.array_equal(token_ids(cut[0]), token_ids(cut[1])):
+        why = "are equal"
+        if len(sides[0]) > len(cut[0]) or len(sides[1]) > len(cut[1]):
+            why = f"are equal after the cut at {length:,} tokens"
+        raise ValueError(
+            f"both answers {why}, so nothing can be learned from the pair; remove the row, or "
+            "raise task.length if it was cut"
+        )
+
+
+def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
+    """Return the prompt and both answers of a row, as texts or as messages.
+
+    Raise ValueError if one is missing, or if they have several forms or prompts.
+    """
+    # Both answers must be there, in one form.
+    answers = {side: row[columns[side]] for side in SIDES}
+    for side, answer in answers.items():
+        if answer is None or len(answer) == 0:
+            raise ValueError(f"it has no {side} answer; fill {columns[side]!r}, or remove the row")
+    texts = {side: is_text(answer) for side, answer in answers.items()}
+    if texts["chosen"] != texts["rejected"]:
+        raise ValueError(
+            "one of the answers is a text, and the other messages; both must be texts, or both "
+            "messages"
+        )
+
+    # Texts have a prompt, or begin equally.
+    prompt = row[columns["prompt"]] if columns.get("prompt") else None
+    if texts["chosen"]:
+        if prompt is not None and not is_text(prompt):
+            raise ValueError("the prompt is messages, and the answers are texts; use one form")
+        if prompt is None:
+            return _common_text(answers["chosen"], answers["rejected"])
+        if not prompt:
+            raise ValueError("the prompt is empty; fill it, or remove the row")
+        return prompt, answers
+
+    # Messages: an answer alone, after a prompt of messages; else a whole conversation.
+    lists = {side: conversation(answer) for side, answer in answers.items()}
+    alone = all(messages[0]["role"] == "assistant" for messages in lists.values())
+    if prompt is not None and alone:
+        if is_text(prompt):
+            prompt = [{"role": "user", "content": prompt}]
+        return conversation(prompt), lists
+    return _common_messages(lists["chosen"], lists["rejected"])
+
+
+def _common_text(chosen: str, rejected: str) -> tuple[str, dict[str, str]]:
+    """Return the longest common beginning of two texts, and both ends.
+
+    As in TRL, a blank at the end of the beginning belongs to the answers. Raise ValueError if the
+    texts have no common beginning.
+    """
+    same = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        same += 1
+    if same and same < min(len(chosen), len(rejected)) and chosen[same - 1] == " ":
+        same -= 1
+    answers = {"chosen": chosen[same:], "rejected": rejected[same:]}
+    if chosen == rejected:
+        raise ValueError(
+            "both answers are equal, so nothing can be learned from the pair; remove the row"
+        )
+    if not same:
+        raise ValueError(
+            "both texts begin differently, so the pair has two prompts; put the prompt into the "
+            "column task.prompt, or begin both texts with it"
+        )
+    if not all(answers.values()):
+        raise ValueError(
+            "one text is the beginning of the other, so its answer is empty; put the prompt into "
+            "the column task.prompt"
+        )
+    return chosen[:same], answers
+
+
+def _common_messages(
+    chosen: Sequence[dict[str, Any]], rejected: Sequence[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the common beginning of two conversations, and both ends, which are answers.
+
+    Raise ValueError if they do not differ first in a message of the assistant.
+    """
+    same = 0
+    for one, other in zip(chosen, rejected, strict=False):
+        if one != other:
+            break
+        same += 1
+    ends = {"chosen": [*chosen[same:]], "rejected": [*rejected[same:]]}
+    if not ends["chosen"] and not ends["rejected"]:
+        raise ValueError(
+            "both answers are equal, so nothing can be learned from the pair; remove the row"
+        )
+    for side, messages in ends.items():
+        if not messages:
+            raise ValueError(
+                f"{side}: it is only the beginning of the other conversation, so its answer is "
+                "empty; fill it, or remove the row"
+            )
+        if messages[0]["role"] != "assistant":
+            raise ValueError(
+                f"the prompts of the pair differ: message {same} is from {messages[0]['role']} "
+                f"({_brief(messages[0])}) in {side}, and not the same in the other; both sides "
+                "need one prompt, and may differ first in a message of the assistant"
+            )
+    if not same:
+        raise ValueError(
+            "the conversations begin with the answers; give their prompt in the column "
+            "task.prompt, or as the first message of both"
+        )
+    return [*chosen[:same]], ends
+
+
+def _brief(message: Mapping[str, Any]) -> str:
+    text = json.dumps(message.get("content", ""), ensure_ascii=False)
+    return text if len(text) < 40 else f"{text[:37]}…"
+
+
+def pair_choices(columns: Mapping[str, str]) -> list[dict[str, str]]:
+    """Return the columns that a source may have, the most complete choice first.
+
+    Args:
+        columns: column name of each of the task's keys.
+    """
+    optional = [key for key in ("margin",) if columns.get(key)]
+    choices = []
+    for prompt in (("prompt",), ()):
+        for more in (("tools", "system"), ("tools",), ("system",), ()):
+            choice = dict.fromkeys(columns, "")
+            for key in (*SIDES, *prompt, *more, *optional):
+                choice[key] = columns[key]
+            if choice not in choices:
+                choices.append(choice)
+    return choices

@@ -1,0 +1,60 @@
+"""Pairs of a right and a wrong answer: synthetic conversations, and answers of a young model.
+
+The wrong answers are those that the packaged recipe ``sft`` gave after 150 of its steps
+(benchmarks/wrong_answers.py wrote them).
+"""
+
+import json
+from importlib.resources import files
+from typing import Any
+
+from oneloop.tasks.language.synthetic_chats import SyntheticChats
+from oneloop.tasks.rows.cache import key_of
+
+
+class PairedChats:
+    """Synthetic conversations whose last question has a known wrong answer.
+
+    Args:
+        part: train, validation or test.
+    """
+
+    def __init__(self, part: str) -> None:
+        wrong = _wrong_answers()
+        self.part = part
+        self.pairs = list[dict[str, Any]]()
+        for messages in SyntheticChats(part).conversations:
+            *prompt, answer = messages
+            question = _whole(prompt)
+            if wrong.get(question, answer["content"]) != answer["content"]:
+                rejected = {"role": "assistant", "content": wrong[question]}
+                self.pairs.append({"prompt": prompt, "chosen": [answer], "rejected": [rejected]})
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.pairs[index]
+
+    def where(self, index: int) -> str:
+        """Return the name of a row for messages."""
+        return f"lesson {index} of {self.part}"
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return a key of the content."""
+        return {"pairs of lessons": key_of(self.pairs)}
+
+
+def _whole(prompt: list[dict[str, str]]) -> str:
+    """Return the questions since the last whole one: a later question may be short."""
+    questions = [message["content"] for message in prompt if message["role"] == "user"]
+    last = len(questions) - 1
+    while last and questions[last].startswith(("And ", "The same for ")):
+        last -= 1
+    return " ".join([questions[last], *questions[last + 1 :][-1:]])
+
+
+def _wrong_answers() -> dict[str, str]:
+    file = files("oneloop.tasks.language").joinpath("wrong_answers.json")
+    answers: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    return answers

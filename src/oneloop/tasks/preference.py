@@ -1,0 +1,224 @@
+"""Preferences: a language model learns from pairs of a chosen and a rejected answer."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from oneloop.frozen.outputs import FrozenModel
+from oneloop.tasks.language import preference_losses as losses
+from oneloop.tasks.language.language_model import is_packed
+from oneloop.tasks.language.pair_rows import PairRows
+from oneloop.tasks.language.pair_samples import (
+    RECORD,
+    answer_sums,
+    collated_pairs,
+    pair_mask,
+)
+from oneloop.tasks.language.pair_sums import PairSums
+from oneloop.tasks.language.sequences import IGNORE, collated, token_ids
+
+PreferenceLoss = Literal["dpo", "robust", "hinge", "ipo", "simpo", "orpo"]
+_ALONE = ("simpo", "orpo")  # losses without a reference
+_BETA = {"simpo": 2.0}  # defaults other than 0.1
+METRICS = {
+    "reward_accuracy": True,
+    "reward_margin": True,
+    "chosen_reward": None,
+    "rejected_reward": None,
+    "chosen_logp": None,
+    "rejected_logp": None,
+    "kl": None,
+}
+"""metrics of a pair, and whether a larger value is better"""
+
+
+class Preference(PairRows):
+    """Preference optimization on pairs of answers.
+
+    The weight of a sample is its number of pairs. The reference is the model before the first step:
+    its log-probabilities are computed once, and stored.
+
+    Args:
+        data: lessons (synthetic conversations with wrong answers); a file or folder of json lines,
+            parquet or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7},
+            …]. See held_out.
+        prompt: optional column of the prompts, texts or messages; without it, both answers are
+            whole texts or conversations that begin equally.
+        chosen: column of the better answers.
+        rejected: column of the worse answers.
+        loss: dpo, robust, hinge or ipo, which compare with the reference; simpo or orpo, which need
+            none.
+        beta: strength of the constraint to the reference (simpo, orpo: scale of the rewards); null:
+            0.1, and 2 for simpo.
+        label_smoothing: share of wrong labels (dpo, robust, simpo).
+        gamma: target margin of the rewards (simpo).
+        average: compare means over the tokens of an answer instead of sums (ipo, as TRL).
+        store: folder or bucket (s3://, gs://) of the reference's log-probabilities (null: the cache
+            of this host).
+        pack: packed (several pairs per row; none attends to another) or padded (one pair per two
+            rows; the pairs of a step have similar lengths).
+    """
+
+    needs = PairRows.needs | {
+        "label_smoothing": "loss=dpo|robust|simpo",
+        "gamma": "loss=simpo",
+        "average": "loss=ipo",
+        "store": "loss!=simpo|orpo",
+    }
+
+    def __init__(
+        self,
+        data: str | list[dict[str, Any]] = "lessons",
+        prompt: str = "prompt",
+        chosen: str = "chosen",
+        rejected: str = "rejected",
+        loss: PreferenceLoss = "dpo",
+        beta: float | None = None,
+        label_smoothing: float = 0.0,
+        gamma: float = 1.0,
+        average: bool = False,
+        store: str | None = None,
+        pack: Literal["packed", "padded"] = "packed",
+        **rows: Any,
+    ) -> None:
+        # Check the settings of the loss before any data is read.
+        self.kind = loss
+        self.beta = _BETA.get(loss, 0.1) if beta is None else beta
+        self.label_smoothing = label_smoothing
+        self.gamma = gamma
+        self.average = average or loss in _ALONE
+        if not 0 < self.beta < float("inf"):
+            raise ValueError(f"task.beta {beta} must be a positive number (common: 0.1)")
+        if not 0 <= label_smoothing < 0.5:
+            raise ValueError(
+                f"task.label_smoothing {label_smoothing} must be at least 0 and below 0.5, the "
+                "share of pairs whose answers are swapped"
+            )
+        packed = is_packed(pack, "packed", "padded")
+        columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+        super().__init__(data, columns, packed=packed, **rows)
+        self.sample_weight = None if packed else 1.0
+
+        # Let a run compute what the reference says about each token of each side.
+        self._frozen: FrozenModel | None = None
+        if loss not in _ALONE:
+            self._frozen = FrozenModel(
+                "the reference",
+                {},
+                batch=self._documents,
+                compute=self._log_probabilities,
+                kind={"records": "log-probabilities of the next tokens"},
+                address=store,
+                zero=".lora_B.",
+                adds=".lora_",
+            )
+            for name, pairs in self.pairs.items():
+                self._frozen.outputs[name] = pairs.freeze(RECORD)
+
+    def frozen(self) -> FrozenModel | None:
+        """Return what a run must compute before its first step; None: the loss needs nothing."""
+        return self._frozen
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._frozen.state_dict() if self._frozen else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._frozen:
+            self._frozen.load_state_dict(state)
+
+    def samples_of(self, data: str, *, labelled: bool) -> Any:
+        pairs = self.new_pairs(data)
+        if self._frozen:
+            self._frozen.outputs["data"] = pairs.freeze(RECORD)
+        return pairs
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        # Only training samples are packed: lists of pairs.
+        if isinstance(samples[0][0], list):
+            return collated_pairs(samples, width=2 * self.length, most=self._max_documents)
+        return collated_pairs(samples)
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return pair_mask(batch).sum().to(torch.float32)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        # Sum the log-probabilities of both answers of each pair.
+        logp = -self.token_losses(model, batch)
+        is_target = (batch["target"] != IGNORE).to(logp.dtype)
+        chosen, rejected = answer_sums(logp, batch)
+        tokens = [count.clamp(min=1) for count in answer_sums(is_target, batch)]
+        values = {"chosen_logp": chosen, "rejected_logp": rejected}
+
+        # Compare them with those of the reference, or their means.
+        if self.average:
+            chosen = chosen / tokens[0]
+            rejected = rejected / tokens[1]
+        rewards = (chosen, rejected)
+        if self._frozen:
+            reference = batch["reference"].to(logp.dtype).sum(-1) * is_target
+            of_reference = answer_sums(reference, batch)
+            if self.average:
+                of_reference = (of_reference[0] / tokens[0], of_reference[1] / tokens[1])
+            rewards = (chosen - of_reference[0], rejected - of_reference[1])
+            moved = losses.divergence_of_answer(logp.detach() - reference) * is_target
+            values["kl"] = sum(answer_sums(moved, batch)) / (tokens[0] + tokens[1])
+        each = self._each(chosen, rejected, rewards[0] - rewards[1])
+
+        # An empty place of a packed row counts nothing.
+        mask = pair_mask(batch)
+        each = torch.where(mask, each, 0.0)
+        values["chosen_reward"] = self.beta * rewards[0]
+        values["rejected_reward"] = self.beta * rewards[1]
+        values["reward_margin"] = self.beta * (rewards[0] - rewards[1])
+        values["reward_accuracy"] = (rewards[0] > rewards[1]).to(logp.dtype)
+        return each.sum(), self._outputs(model, batch, values, each, mask)
+
+    def _each(self, chosen: Tensor, rejected: Tensor, apart: Tensor) -> Tensor:
+        """Return the loss of each pair."""
+        beta = self.beta
+        smoothing = self.label_smoothing
+        if self.kind == "dpo":
+            return losses.dpo(apart, beta=beta, smoothing=smoothing)
+        if self.kind == "robust":
+            return losses.robust(apart, beta=beta, smoothing=smoothing)
+        if self.kind == "hinge":
+            return losses.hinge(apart, beta=beta)
+        if self.kind == "ipo":
+            return losses.ipo(apart, beta=beta)
+        if self.kind == "orpo":
+            return losses.orpo(chosen, rejected, beta=beta)
+        return losses.simpo(chosen, rejected, beta=beta, gamma=self.gamma, smoothing=smoothing)
+
+    def metrics(self) -> PairSums:  # type: ignore[override]
+        known = {name: up for name, up in METRICS.items() if name != "kl" or self._frozen}
+        return PairSums(known)
+
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
+        """Return the loss and the metrics of each pair."""
+        return {name: outputs[name].tolist() for name in ("loss", *self.metrics().names)}
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        self.save_model(model, folder)
+        self.save_tokenizer(folder)
+
+    def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
+        """Return a batch of documents, in which each token with a next one has a target."""
+        stored = self.pairs[name].documents
+        return collated([token_ids(stored[number]) for number in documents])
+
+    def _log_probabilities(self, model: nn.Module, batch: dict[str, Tensor]) -> list[NDArray[Any]]:
+        """Return the records of each document of a batch."""
+        logp = -self.token_losses(model, batch).double().cpu().numpy()
+        found = []
+        for row, length in zip(logp, batch["length"].tolist(), strict=True):
+            records = np.empty(length, RECORD)
+            records["logp"] = row[:length]
+            found.append(records)
+        return found
