@@ -7,7 +7,6 @@ from typing import Any
 
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.messages_as_json import read
-from oneloop.tasks.language.synthetic_chats import SyntheticChats
 from oneloop.tasks.language.tool_calls import CallForm
 
 FLAGS = ("weight", "train", "trainable", "training", "loss_mask", "loss")
@@ -90,7 +89,8 @@ def keys_of(rows: Any, columns: Mapping[str, str], chat: Chat | None, flags: Seq
     column = ""
     for key in ("messages", "completion", "chosen"):
         column = column or columns.get(key, "")
-    if chat is None or not column or isinstance(rows, SyntheticChats):
+    # The messages of packaged rows, which have no columns, have none of these keys.
+    if chat is None or not column or not hasattr(rows, "values"):
         return Keys((), since)
 
     values = _values_of_messages(rows, column, [*flags, "tool_calls"])
