@@ -12,6 +12,7 @@ TASKS = {
     "masked_lm": "MaskedLM",
     "sft": "SFT",
     "preference": "Preference",
+    "reward": "Reward",
     "seq2seq": "Seq2Seq",
     "text_classification": "TextClassification",
     "text_regression": "TextRegression",

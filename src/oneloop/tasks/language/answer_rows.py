@@ -109,11 +109,15 @@ class AnswerRows(LanguageModel):
         if self.name:
             self.tokenizer = self.known_tokenizer()
         else:
-            self.tokenizer = chat_tokenizer(SyntheticChats("train").texts(), vocab)
+            self.tokenizer = self._new_tokenizer(vocab)
         self.end = self.tokenizer.eos_token_id
         self._cache_key = [_CACHE_VERSION, tokenizer_key(self.tokenizer), self._template]
 
         self._sources = self._opened(data, held_out, unreadable, split_by)
+
+    def _new_tokenizer(self, vocab: int) -> Any:
+        """Return the tokenizer of a model from scratch."""
+        return chat_tokenizer(SyntheticChats("train").texts(), vocab)
 
     def _encoded_sources(self) -> list[dict[str, tuple[Ragged, Any]]]:
         """Return the tokens of all splits of each source, and keys of their content."""

@@ -20,7 +20,12 @@ _OWN_NAME = re.compile(rf"(\.lora_\w+)\.{_NAME}(?=\.|$)")
 
 
 def add_adapters(
-    model: nn.Module, wanted: Adapters, *, task: str = "CAUSAL_LM", stats: object = None
+    model: nn.Module,
+    wanted: Adapters,
+    *,
+    task: str = "CAUSAL_LM",
+    head: str = "",
+    stats: object = None,
 ) -> tuple[BaseModel, str]:
     """Add float32 adapters to a model in place, and freeze the rest.
 
@@ -28,6 +33,8 @@ def add_adapters(
         model: a pretrained model of transformers.
         wanted: the base model, the settings, and the folder of existing adapters.
         task: peft's name of the kind of task.
+        head: name of a new layer that is trained as a whole, and saved with the adapters ("":
+            none).
         stats: :func:`file_stats` from before the model was read (None: no check).
 
     Returns:
@@ -46,7 +53,7 @@ def add_adapters(
         ) from error
     settings = wanted.settings
     assert settings.rank is not None
-    layers = _targets(model, settings.targets)
+    layers = _targets(model, settings.targets, head)
 
     # Describe the base model as peft does: a commit on the hub, or an absolute path.
     path, revision = place_of(wanted.base)
@@ -67,8 +74,12 @@ def add_adapters(
         fan_in_fan_out=transposed,
     )
 
-    # Add the adapters, in float32; peft also freezes all other parameters.
+    # Add the adapters, in float32; peft also freezes all other parameters. Its files name the head
+    # as it is.
     inject_adapter_in_model(config, model, adapter_name=_NAME)
+    if head:
+        model.get_submodule(head).requires_grad_(True)
+        config.modules_to_save = [head]
     for parameter in _trained(model).values():
         parameter.data = parameter.data.float()
 
@@ -143,12 +154,12 @@ def _quantization(settings: LoRA) -> str:
     return f"in 4 bits ({settings.quantize})"
 
 
-def _linear_layers(model: nn.Module) -> list[str]:
-    """Return the names of all linear layers except the output layer."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
+def _linear_layers(model: nn.Module, head: str) -> list[str]:
+    """Return the names of all linear layers except the output layer, and the new ``head``."""
+    output = model.get_output_embeddings()  # type: ignore[operator]
     layers = []
     for name, module in model.named_modules():
-        if module is head:
+        if module is output or name == head:
             continue
         if isinstance(module, nn.Linear) or type(module).__name__ in ("Conv1D", "Linear4bit"):
             layers.append(name)
@@ -169,9 +180,9 @@ def _matching(names: Iterable[str], ends: Collection[str]) -> list[str]:
     return matching
 
 
-def _targets(model: nn.Module, targets: str | Sequence[str]) -> list[str]:
+def _targets(model: nn.Module, targets: str | Sequence[str], head: str) -> list[str]:
     """Return the names of the layers with an adapter. Raise ValueError if a target has none."""
-    linear = _linear_layers(model)
+    linear = _linear_layers(model, head)
     if isinstance(targets, str):
         return linear
     known = ", ".join(_last_parts(linear))

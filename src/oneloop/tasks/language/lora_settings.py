@@ -163,6 +163,7 @@ _IGNORED_KEYS = [
 """peft keys that do not change the adapters"""
 _ALLOWED_VALUES: dict[str, tuple[Any, ...]] = {
     "bias": ("none",),
+    "modules_to_save": (["score"],),  # the head of a reward model, which is among the tensors
     "init_lora_weights": (True, "gaussian", "orthogonal"),
     "megatron_core": ("megatron.core",),
     "qalora_group_size": (16,),

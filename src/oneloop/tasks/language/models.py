@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -159,6 +160,19 @@ SCRATCH = {
 def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> nn.Module:
     """Build a GPT-2 or Llama with random weights.
 
+    The arguments, and the error, are those of :func:`scratch_config`.
+    """
+    import transformers
+
+    config = scratch_config(shape, entries=entries, begin=begin, end=end)
+    if shape.architecture == "gpt2":
+        return transformers.GPT2LMHeadModel(config)  # type: ignore[no-any-return]
+    return transformers.LlamaForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def scratch_config(shape: Shape, *, entries: int, begin: int | None, end: int) -> Any:
+    """Return the configuration of a GPT-2 or Llama from scratch.
+
     Args:
         shape: architecture and sizes. Without ``mlp`` Llama's MLP has the width 8/3 x ``width``,
             rounded up to a multiple of 32.
@@ -182,7 +196,7 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
     if tied is None:
         tied = shape.architecture == "gpt2"
     if shape.architecture == "gpt2":
-        gpt2 = transformers.GPT2Config(
+        return transformers.GPT2Config(
             vocab_size=shape.padded_vocab or entries,
             bos_token_id=begin,
             eos_token_id=end,
@@ -197,8 +211,7 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
             embd_pdrop=shape.dropout,
             attn_pdrop=shape.dropout,
         )
-        return transformers.GPT2LMHeadModel(gpt2)  # type: ignore[no-any-return]
-    llama = transformers.LlamaConfig(
+    return transformers.LlamaConfig(
         vocab_size=shape.padded_vocab or entries,
         bos_token_id=begin,
         eos_token_id=end,
@@ -211,7 +224,6 @@ def from_scratch(shape: Shape, *, entries: int, begin: int | None, end: int) -> 
         intermediate_size=shape.mlp or int(8 * shape.width / 3 / 32 + 1) * 32,
         max_position_embeddings=shape.length,
     )
-    return transformers.LlamaForCausalLM(llama)  # type: ignore[no-any-return]
 
 
 def load_model(
@@ -224,6 +236,7 @@ def load_model(
     trust_remote_code: bool = False,
     lora: LoRA | None = None,
     kind: str = "AutoModelForCausalLM",
+    classes: Sequence[str] | None = None,
 ) -> tuple[nn.Module, list[str]]:
     """Load a model of transformers; return it and lines for the log.
 
@@ -236,6 +249,7 @@ def load_model(
         trust_remote_code: run Python code stored with the weights.
         lora: settings of adapters; with them the model keeps its dtype, or is quantized.
         kind: name of its Auto class.
+        classes: names of the outputs; None: a language model.
 
     Raises:
         ValueError: the model cannot be loaded, or its sizes do not fit.
@@ -246,7 +260,7 @@ def load_model(
     model, notes = auto_model(
         kind,
         name,
-        None,
+        classes,
         pretrained=pretrained,
         trust_remote_code=trust_remote_code,
         **_loading_options(lora),

@@ -35,6 +35,7 @@ class TokenTargets(SplitSets):
     unit = "tokens"
     counts_whole_texts = False  # whether evaluations count fully correct samples
     adapted_for = "CAUSAL_LM"  # peft's name of the kind of task
+    head = ""  # name of a layer that adapters do not replace: it is trained as a whole
     needs_fast_tokenizer = True
     tokenizer: Any
 
@@ -83,7 +84,7 @@ class TokenTargets(SplitSets):
             before = file_stats(self.adapters.base)
             model = self.bare_model()
             self.origin, added = add_adapters(
-                model, self.adapters, task=self.adapted_for, stats=before
+                model, self.adapters, task=self.adapted_for, head=self.head, stats=before
             )
             self.notes = [*self.notes, added]
         return model

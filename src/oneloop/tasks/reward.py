@@ -1,0 +1,359 @@
+"""Reward models: a number for each answer, learned from pairs of a chosen and a rejected one."""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oneloop.basics.wide_sums import widest
+from oneloop.tasks.language.answer_rows import Encode
+from oneloop.tasks.language.attention import logits_of, near
+from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.conversations import column_choices, encoded, first_value
+from oneloop.tasks.language.models import load_model, scratch_config
+from oneloop.tasks.language.pair_rows import PairRows
+from oneloop.tasks.language.pair_samples import PaddedPairs
+from oneloop.tasks.language.pair_sums import PairSums
+from oneloop.tasks.language.pairs import encoded_pair, pair_choices
+from oneloop.tasks.language.sequences import token_ids
+from oneloop.tasks.model_limits import config_of, padding_token
+from oneloop.tasks.rows.cached_arrays import Ragged
+from oneloop.tasks.rows.rows import Row
+
+METRICS = {
+    "reward_accuracy": True,
+    "reward_margin": True,
+    "chosen_reward": None,
+    "rejected_reward": None,
+}
+"""metrics of a pair, and whether a larger value is better"""
+_LABEL = "reward"  # name of the model's output
+_SQUARE = "square"
+_SINGLE = {"messages": "messages", "completion": "completion"}
+"""columns of rows with one answer, which ``oneloop predict`` reads besides pairs"""
+_ANY_LENGTH = 1 << 30  # tokens
+
+
+class Reward(PairRows):
+    """A reward model: a larger number for the chosen than for the rejected answer of a prompt.
+
+    The loss of a pair is that of Bradley and Terry (1952; Ouyang et al. 2022): -log s(chosen reward
+    - rejected reward), where s is the logistic function. The weight of a sample is 1, its pair. The
+    model is one of transformers for sequence classification, with one output: the reward is read at
+    the last token of a text.
+
+    Args:
+        data: lessons (synthetic conversations with wrong answers); a file or folder of json lines,
+            parquet or arrow; hf:NAME[:CONFIG][@REVISION]; or several, [{data: PATH, weight: 0.7},
+            …]. See held_out.
+        prompt: optional column of the prompts, texts or messages; without it, both answers are
+            whole texts or conversations that begin equally.
+        chosen: column of the better answers.
+        rejected: column of the worse answers.
+        margin: column of numbers that the loss subtracts from the difference of the rewards: how
+            much better the chosen answer is (Touvron et al. 2023; empty: none).
+        centering: coefficient of (chosen reward + rejected reward)^2 in the loss of a pair, which
+            keeps rewards near 0 (Eisenstein et al. 2023; common: 0.01; 0: off).
+    """
+
+    needs = PairRows.needs | {"margin": "data!=lessons"}
+    adapted_for = "SEQ_CLS"
+    head = "score"
+    sample_weight = 1.0
+
+    def __init__(
+        self,
+        data: str | list[dict[str, Any]] = "lessons",
+        prompt: str = "prompt",
+        chosen: str = "chosen",
+        rejected: str = "rejected",
+        margin: str = "",
+        centering: float = 0.0,
+        **rows: Any,
+    ) -> None:
+        if not 0 <= centering < math.inf:
+            raise ValueError(
+                f"task.centering {centering} must be a number of at least 0 (common: 0.01; 0: off)"
+            )
+        self.centering = centering
+        columns = {"prompt": prompt, "chosen": chosen, "rejected": rejected, "margin": margin}
+        super().__init__(
+            data, columns, packed=False, fused_loss=False, router_loss="none", tied=None, **rows
+        )
+
+        # Choose the token that fills up shorter texts.
+        config = None
+        if self.name is not None:
+            config = config_of(self.name, trust_remote_code=self.trust_remote_code)
+        self.padding, note = _padding_of(self.tokenizer, config)
+        self._data_notes += note
+
+    def _new_tokenizer(self, vocab: int) -> Any:
+        tokenizer = super()._new_tokenizer(vocab)
+        tokenizer.add_special_tokens({"pad_token": "<|pad|>"})
+        return tokenizer
+
+    def _samples(self, pairs: Ragged, content: Any, split: str) -> "RewardPairs":
+        try:
+            return RewardPairs(pairs, self.length, content)
+        except ValueError as error:
+            raise ValueError(f"{split}: {error}") from error
+
+    def samples_of(self, data: str, *, labelled: bool) -> "RewardPairs":
+        pairs, content = self._new_rows(data, labelled=labelled)
+        samples = RewardPairs(pairs, self.length, content)
+        long = int((samples.documents.lengths > self.length).sum())
+        if long:
+            samples.warning = (
+                f"{long:,} answers are longer than {self.length:,} tokens with their prompts: only "
+                "the beginnings have rewards"
+            )
+        return samples
+
+    def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
+        if labelled:
+            return pair_choices(self.columns)
+        # A row to predict is a pair, or has one answer.
+        pairs = pair_choices({**self.columns, **dict.fromkeys(("margin", *_SINGLE), "")})
+        return [*pairs, *column_choices({**self.columns, **_SINGLE})]
+
+    def _encode(self, *, labelled: bool) -> Encode:
+        if not labelled:
+            return _pair_or_answer
+        # A pair is cut to ``length`` tokens and a last one, which here is an input, too.
+        assert self.overlong != "split"
+        return partial(encoded_pair, length=self.length - 1, overlong=self.overlong)
+
+    def _encode_key(self) -> Sequence[Any]:
+        return ["reward", self.length, self.overlong]
+
+    def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
+        if columns.get("messages"):
+            return None
+        return first_value(rows, columns["chosen"] or columns["completion"])
+
+    def bare_model(self) -> nn.Module:
+        """Build or load a model with one output, which knows the padding."""
+        if self.name is None:
+            from transformers import AutoModelForSequenceClassification
+
+            made = scratch_config(self.shape, entries=self.entries, begin=self.begin, end=self.end)
+            made.id2label = {0: _LABEL}
+            made.label2id = {_LABEL: 0}
+            model: nn.Module = AutoModelForSequenceClassification.from_config(made)
+        else:
+            model, added = load_model(
+                self.name,
+                entries=self.entries,
+                length=self.length,
+                length_key=self.length_key,
+                pretrained=self.pretrained,
+                trust_remote_code=self.trust_remote_code,
+                lora=None if self.adapters is None else self.adapters.settings,
+                kind="AutoModelForSequenceClassification",
+                classes=[_LABEL],
+            )
+            self.notes = [*self._data_notes, *added]
+        if not isinstance(getattr(model, self.head, None), nn.Linear):
+            raise ValueError(
+                f"task.model {self.name!r}: {type(model).__name__} has no linear layer {self.head} "
+                "that reads the last token; give a causal language model, such as a Llama"
+            )
+
+        # The model finds the last token of a text by its padding token.
+        config: Any = model.config
+        config.pad_token_id = self.padding
+        config.get_text_config().pad_token_id = self.padding
+        config.architectures = [type(model).__name__]
+        return model
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        # Adapters are in float32, and so is the head that is saved with them.
+        if self.adapters is not None:
+            model.get_submodule(self.head).register_forward_pre_hook(_in_dtype_of_weight)
+        if not self._masked:
+            self._check_causal(model)
+        return model
+
+    def _check_causal(self, model: nn.Module) -> None:
+        """Raise ValueError if padding after a text changes its reward."""
+        parameter = next(model.parameters())
+        if parameter.device.type == "meta":
+            return
+        text = [token for token in range(9) if token != self.padding][:8]
+        tokens = torch.tensor([text], device=parameter.device)
+        padded = F.pad(tokens, (0, 8), value=self.padding)
+        tolerance = 1e-3 if parameter.dtype.itemsize > 2 else 0.05
+        if not near(logits_of(model, padded), logits_of(model, tokens), tolerance):
+            raise ValueError(
+                f"task.model {self.name!r}: padding after a text changes its reward, so that "
+                f"{type(model).__name__} is not causal; give a causal language model"
+            )
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        """Return ``input``, (samples, 2 or 1, tokens), filled up on the right, and ``margin``."""
+        sides = 2 if len(samples[0][1]) else 1
+        texts = []
+        for sample in samples:
+            texts += [token_ids(side)[: self.length] for side in sample[:sides]]
+        longest = max(map(len, texts))
+        inputs = np.full((len(texts), longest), self.padding, dtype=np.int64)
+        for row, text in zip(inputs, texts, strict=True):
+            row[: len(text)] = text
+        return {
+            "input": torch.from_numpy(inputs.reshape(len(samples), sides, longest)),
+            "margin": torch.tensor([sample[2] for sample in samples], dtype=torch.float32),
+            "padding": torch.tensor(1 - sum(map(len, texts)) / inputs.size),
+        }
+
+    def weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return torch.tensor(float(len(batch["input"])))
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        # Both answers of all pairs in one forward. Of a single answer, both rewards are its own.
+        tokens = batch["input"]
+        logits = model(**self._model_inputs({"input": tokens.flatten(0, 1)})).logits
+        rewards = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        rewards = rewards.view(tokens.shape[:2])
+        chosen = rewards[:, 0]
+        rejected = rewards[:, -1]
+
+        apart = chosen - rejected
+        each = -F.logsigmoid(apart - batch["margin"].to(apart.dtype))
+        if self.centering:
+            each = each + self.centering * (chosen + rejected) ** 2
+        values = {
+            "reward_accuracy": accuracy(apart),
+            "reward_margin": apart,
+            "chosen_reward": chosen,
+            "rejected_reward": rejected,
+        }
+        mask = torch.ones_like(each, dtype=torch.bool)
+        return each.sum(), self._outputs(model, batch, values, each, mask)
+
+    def metrics(self) -> "RewardSums":  # type: ignore[override]
+        return RewardSums()
+
+    def predicted(
+        self, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> dict[str, list[Any]]:
+        """Return both rewards of each pair, or the reward of each answer."""
+        if batch["input"].shape[1] == 1:
+            return {"reward": outputs["chosen_reward"].tolist()}
+        names = ("chosen_reward", "rejected_reward", "reward_margin")
+        return {name: outputs[name].tolist() for name in names}
+
+    def save(self, model: nn.Module, folder: Path) -> None:
+        self.save_model(model, folder)
+        self.save_tokenizer(folder)
+
+
+class RewardPairs(PaddedPairs):
+    """Pairs with their margins. The rejected side of a single answer is empty."""
+
+    warning = ""
+
+    def __getitem__(self, index: int) -> Any:
+        return (*super().__getitem__(index), float(self.margins[index]))
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Number of input tokens of each sample, if its sides are filled up to one length."""
+        return np.asarray(2 * self.documents.lengths.reshape(-1, 2).max(1))
+
+
+class RewardSums(PairSums):
+    """Means of the metrics of pairs; mean and (population) standard deviation of all rewards."""
+
+    def __init__(self) -> None:
+        super().__init__({**METRICS, _SQUARE: None})
+        del self.higher_is_better[_SQUARE]
+        self.higher_is_better |= {"reward_mean": None, "reward_std": None}
+
+    def update(self, values: Mapping[str, Tensor]) -> None:
+        chosen = widest(values["chosen_reward"])
+        rejected = widest(values["rejected_reward"])
+        super().update({**values, _SQUARE: (chosen**2 + rejected**2) / 2})
+
+    def compute(self) -> dict[str, float]:
+        metrics = super().compute()
+        mean = (metrics["chosen_reward"] + metrics["rejected_reward"]) / 2
+        variance = metrics.pop(_SQUARE) - mean**2
+        return {**metrics, "reward_mean": mean, "reward_std": math.sqrt(max(variance, 0.0))}
+
+
+def accuracy(apart: Tensor) -> Tensor:
+    """Return 1 for each pair whose chosen reward is larger, 0.5 if both are equal, else 0.
+
+    Args:
+        apart: chosen minus rejected reward of each pair.
+    """
+    return (torch.sign(apart.detach()) + 1) / 2
+
+
+def _pair_or_answer(
+    row: Row,
+    columns: Mapping[str, str],
+    tokenizer: Any,
+    chat: Chat | None,
+    flags: Sequence[str] = (),
+) -> NDArray[np.int32]:
+    """Return a row as a pair of any length; one answer as a pair whose rejected side is empty.
+
+    The arguments, and the error, are those of :func:`encoded_pair`.
+    """
+    if columns["chosen"]:
+        return encoded_pair(row, columns, tokenizer, chat, length=_ANY_LENGTH)
+    tokens = encoded(row, columns, tokenizer, chat)
+    return np.concatenate([np.array([len(tokens), 0], np.int32), tokens])
+
+
+def _padding_of(tokenizer: Any, config: Any) -> tuple[int, list[str]]:
+    """Return a padding token, and lines for the log; make it the tokenizer's.
+
+    A text that ends with it has the reward of the tokens before, so it should not be the end token.
+
+    Args:
+        tokenizer: of transformers.
+        config: the model's configuration; None: there is none.
+
+    Raises:
+        ValueError: the tokenizer has neither a padding token nor an end token.
+    """
+    known = [tokenizer.pad_token_id]
+    if config is not None:
+        known.insert(0, padding_token(config, tokenizer))
+    special = tokenizer.added_tokens_decoder
+    known += [number for number, token in special.items() if "pad" in token.content.lower()]
+    known += [tokenizer.unk_token_id, tokenizer.eos_token_id]
+    numbers = [number for number in known if number is not None]
+    if not numbers:
+        raise ValueError(
+            "the tokenizer has no padding token and no end token; set pad_token in "
+            "tokenizer_config.json"
+        )
+
+    # Take the first one that ends no text, else the end token.
+    others = [number for number in numbers if number != tokenizer.eos_token_id]
+    padding = int([*others, *numbers][0])
+    if padding != tokenizer.pad_token_id and padding in special:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    if others:
+        return padding, []
+    line = (
+        f"the padding token {tokenizer.eos_token!r} is also the end token: rewards are read at the "
+        "last token before it, as in transformers"
+    )
+    return padding, [line]
+
+
+def _in_dtype_of_weight(module: Any, inputs: tuple[Tensor]) -> tuple[Tensor]:
+    return (inputs[0].to(module.weight.dtype),)
