@@ -154,6 +154,7 @@ PACKAGED = (
     "causal_lm",
     "masked_lm",
     "sft",
+    "reward",
     "text_classification",
     "text_regression",
     "token_classification",

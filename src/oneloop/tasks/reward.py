@@ -174,11 +174,15 @@ class Reward(PairRows):
         config.architectures = [type(model).__name__]
         return model
 
-    def model(self) -> nn.Module:
-        model = super().model()
+    def adapted_model(self) -> nn.Module:
+        model = super().adapted_model()
         # Adapters are in float32, and so is the head that is saved with them.
         if self.adapters is not None:
             model.get_submodule(self.head).register_forward_pre_hook(_in_dtype_of_weight)
+        return model
+
+    def model(self) -> nn.Module:
+        model = super().model()
         if not self._masked:
             self._check_causal(model)
         return model
