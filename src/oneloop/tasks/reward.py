@@ -63,7 +63,9 @@ class Reward(PairRows):
             keeps rewards near 0 (Eisenstein et al. 2023; common: 0.01; 0: off).
     """
 
+    # A model without an output layer over the vocabulary has no weights to tie.
     needs = PairRows.needs | {"margin": "data!=lessons"}
+    del needs["tied"]
     adapted_for = "SEQ_CLS"
     head = "score"
     sample_weight = 1.0
