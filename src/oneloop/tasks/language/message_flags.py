@@ -87,9 +87,7 @@ def keys_of(rows: Any, columns: Mapping[str, str], chat: Chat | None, flags: Seq
     since: dict[str, str] = {}
     if columns["system"]:
         since["system"] = f"the column {columns['system']!r} is read {_SINCE}"
-    column = ""
-    for key in ("messages", "completion", "chosen"):
-        column = column or columns.get(key, "")
+    column = columns.get("messages") or columns.get("completion")
     if chat is None or not column or isinstance(rows, SyntheticChats):
         return Keys((), since)
 

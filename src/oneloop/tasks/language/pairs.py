@@ -96,7 +96,7 @@ def _check_cut(
     """Raise ValueError if nothing can be learned from a pair as it is cut."""
     for side, whole, tokens in zip(SIDES, sides, cut, strict=True):
         if not (tokens[1:] >= 0).any():
-            before = int((whole < 0).sum())
+            before = int((whole >= 0).argmax())
             raise ValueError(
                 f"{side}: the answer is empty after the cut at {length:,} tokens, because its "
                 f"prompt has {before:,}; raise task.length, or set task.overlong drop"
@@ -119,7 +119,7 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
     # Both answers must be there, in one form.
     answers = {side: row[columns[side]] for side in SIDES}
     for side, answer in answers.items():
-        if answer is None or len(answer) == 0:
+        if not answer:
             raise ValueError(f"it has no {side} answer; fill {columns[side]!r}, or remove the row")
     texts = {side: is_text(answer) for side, answer in answers.items()}
     if texts["chosen"] != texts["rejected"]:
@@ -139,14 +139,30 @@ def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
             raise ValueError("the prompt is empty; fill it, or remove the row")
         return prompt, answers
 
-    # Messages: an answer alone, after a prompt of messages; else a whole conversation.
-    lists = {side: conversation(answer) for side, answer in answers.items()}
+    # Messages: answers alone after a prompt, which may be a text; else whole conversations.
+    lists = {side: _messages(side, answer) for side, answer in answers.items()}
+    given = None
+    if prompt and not is_text(prompt):
+        given = _messages("prompt", prompt)
     alone = all(messages[0]["role"] == "assistant" for messages in lists.values())
-    if prompt is not None and alone:
-        if is_text(prompt):
-            prompt = [{"role": "user", "content": prompt}]
-        return conversation(prompt), lists
-    return _common_messages(lists["chosen"], lists["rejected"])
+    if alone and prompt:
+        return given or [{"role": "user", "content": prompt}], lists
+    before, ends = _common_messages(lists["chosen"], lists["rejected"])
+    if given is not None and before != given:
+        raise ValueError(
+            f"the prompt has {len(given)} messages, and is not what both conversations have in "
+            f"common before the answers ({len(before)} messages); give the answers alone, or "
+            "ignore the column: task.prompt ''"
+        )
+    return before, ends
+
+
+def _messages(name: str, value: Any) -> list[dict[str, Any]]:
+    """Return the messages of a value. The name is for errors."""
+    try:
+        return conversation(value)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from error
 
 
 def _common_text(chosen: str, rejected: str) -> tuple[str, dict[str, str]]:

@@ -4,7 +4,7 @@ A later question may be short ("And july?"), so that its meaning depends on the 
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from oneloop.tasks.rows.cache import key_of
@@ -75,6 +75,42 @@ _RULES = [
 _FOLLOW_UPS = ("And {}?", "The same for {}.")
 LESSONS = {"train": 4000, "validation": 200, "test": 200}
 """number of conversations of each split"""
+
+
+def all_questions() -> Iterator[tuple[str, str]]:
+    """Yield each whole question with its answer."""
+    for rule in _RULES:
+        for template in rule.questions:
+            for subject in rule.subjects:
+                yield template.format(subject), rule.answer(subject)
+
+
+def whole_question(questions: Sequence[str]) -> str:
+    """Return the last of several questions as a whole one, if it is short.
+
+    Args:
+        questions: of one conversation, in order.
+    """
+    *before, last = questions
+    for template in _FOLLOW_UPS:
+        subject = _subject(template, last)
+        if subject is None:
+            continue
+        # The question before it may be short, too.
+        earlier = whole_question(before)
+        for rule in _RULES:
+            for whole in rule.questions:
+                if _subject(whole, earlier) in rule.subjects:
+                    return whole.format(subject)
+    return last
+
+
+def _subject(template: str, question: str) -> str | None:
+    """Return the subject of a question that follows a template; None if it does not."""
+    start, end = template.split("{}")
+    if not (question.startswith(start) and question.endswith(end)):
+        return None
+    return question[len(start) : len(question) - len(end)]
 
 
 class SyntheticChats:

@@ -8,7 +8,7 @@ import json
 from importlib.resources import files
 from typing import Any
 
-from oneloop.tasks.language.synthetic_chats import SyntheticChats
+from oneloop.tasks.language.synthetic_chats import SyntheticChats, whole_question
 from oneloop.tasks.rows.cache import key_of
 
 
@@ -25,8 +25,9 @@ class PairedChats:
         self.pairs = list[dict[str, Any]]()
         for messages in SyntheticChats(part).conversations:
             *prompt, answer = messages
-            question = _whole(prompt)
-            if wrong.get(question, answer["content"]) != answer["content"]:
+            asked = [message["content"] for message in prompt if message["role"] == "user"]
+            question = whole_question(asked)
+            if question in wrong:
                 rejected = {"role": "assistant", "content": wrong[question]}
                 self.pairs.append({"prompt": prompt, "chosen": [answer], "rejected": [rejected]})
 
@@ -43,15 +44,6 @@ class PairedChats:
     def fingerprint(self) -> dict[str, Any]:
         """Return a key of the content."""
         return {"pairs of lessons": key_of(self.pairs)}
-
-
-def _whole(prompt: list[dict[str, str]]) -> str:
-    """Return the questions since the last whole one: a later question may be short."""
-    questions = [message["content"] for message in prompt if message["role"] == "user"]
-    last = len(questions) - 1
-    while last and questions[last].startswith(("And ", "The same for ")):
-        last -= 1
-    return " ".join([questions[last], *questions[last + 1 :][-1:]])
 
 
 def _wrong_answers() -> dict[str, str]:

@@ -1,0 +1,46 @@
+"""Write the wrong answers of the packaged data of ``preference``: those of a young ``sft`` model.
+
+    python benchmarks/wrong_answers.py RUN
+
+RUN is a run of the packaged recipe sft that ended early:
+
+    python -m oneloop.train sft --duration 150 --run.dir RUN
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from oneloop.tasks.language import wrong_answers
+from oneloop.tasks.language.synthetic_chats import all_questions
+from oneloop.tasks.sft import SFT
+
+
+def main(run: Path) -> None:
+    task = SFT(layers=3, width=96, length=128)
+    model = task.model().eval()
+    model.load_state_dict(load_file(run / "final" / "model.safetensors"), strict=False)
+    assert task._chat is not None
+    wrong = {}
+    for question, right in all_questions():
+        tokens = task._chat.prompt([{"role": "user", "content": question}])
+        with torch.no_grad():
+            made = model.generate(
+                torch.tensor([tokens]),
+                max_new_tokens=12,
+                do_sample=False,
+                pad_token_id=0,
+                eos_token_id=task._ends,
+            )
+        answer = task._answer(made[0, len(tokens) :].tolist()).strip()
+        if answer and answer != right:
+            wrong[question] = answer
+    file = Path(wrong_answers.__file__).with_suffix(".json")
+    file.write_text(json.dumps(wrong, indent=0, sort_keys=True) + "\n")
+    print(f"{len(wrong)} of {len([*all_questions()])} questions have a wrong answer; {file}")
+
+
+main(Path(sys.argv[1]))

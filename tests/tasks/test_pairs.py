@@ -1,0 +1,450 @@
+"""Rows as pairs of answers: TRL's layouts, cuts, wrong rows, and samples that are packed or
+padded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from chats import CHATML, a_model, tokenizer_of, tokenizer_with, turns, written
+from oneloop.tasks.language.chat import Chat
+from oneloop.tasks.language.pair_samples import (
+    RECORD,
+    Documents,
+    PackedPairs,
+    PaddedPairs,
+    answer_sums,
+    collated_pairs,
+    pair_mask,
+)
+from oneloop.tasks.language.pairs import encoded_pair, pair_choices
+from oneloop.tasks.language.sequences import IGNORE, token_ids
+from oneloop.tasks.preference import Preference
+from oneloop.tasks.rows.cached_arrays import Ragged
+
+pytestmark = pytest.mark.covers(
+    "oneloop.tasks.language.pair_rows",
+    "oneloop.tasks.language.pair_samples",
+    "oneloop.tasks.language.pairs",
+)
+
+COLUMNS = {
+    "prompt": "prompt",
+    "chosen": "chosen",
+    "rejected": "rejected",
+    "tools": "",
+    "system": "",
+}
+ASK = [{"role": "user", "content": "what is it?"}]
+GOOD = [{"role": "assistant", "content": "the answer"}]
+BAD = [{"role": "assistant", "content": "no"}]
+
+
+def pair_of(row: dict[str, Any], *, length: int = 200, overlong: Any = "cut", **more: str) -> Any:
+    """Return the array of a row; a column that the row lacks is not used."""
+    tokenizer = tokenizer_of("ours")
+    columns = {key: name if name in row else "" for key, name in COLUMNS.items()} | more
+    return encoded_pair(row, columns, tokenizer, Chat(tokenizer), length=length, overlong=overlong)
+
+
+def sides_of(pair: Any) -> tuple[Any, Any]:
+    return pair[2 : 2 + pair[0]], pair[2 + pair[0] :]
+
+
+def texts_of(side: Any) -> tuple[str, str]:
+    """Return the prompt's text, and the trained text. (A line break may follow.)"""
+    tokenizer = tokenizer_of("ours")
+    trained = np.flatnonzero(side >= 0)
+    first, last = trained[0], trained[-1]
+    assert len(trained) == last - first + 1
+    ids = token_ids(side)
+    return tokenizer.decode(ids[:first]), tokenizer.decode(ids[first : last + 1])
+
+
+CHAT_PROMPT = "<|im_start|>user\nwhat is it?<|im_end|>\n<|im_start|>assistant\n"
+TEXT_END = "<|im_end|>"
+TEXT_ROW = {"prompt": "the word is", "chosen": " good", "rejected": " bad x"}
+MESSAGE_ROWS: dict[str, dict[str, Any]] = {
+    "prompt and answers": {"prompt": ASK, "chosen": GOOD, "rejected": BAD},
+    "whole conversations": {"chosen": ASK + GOOD, "rejected": ASK + BAD},
+    "an empty prompt beside them": {"prompt": "", "chosen": ASK + GOOD, "rejected": ASK + BAD},
+    "a text beside them": {"prompt": "x", "chosen": ASK + GOOD, "rejected": ASK + BAD},
+    "their prompt beside them": {"prompt": ASK, "chosen": ASK + GOOD, "rejected": ASK + BAD},
+    "a text and answers": {"prompt": "what is it?", "chosen": GOOD, "rejected": BAD},
+    "JSON": {"prompt": json.dumps(ASK), "chosen": json.dumps(GOOD), "rejected": json.dumps(BAD)},
+    "ShareGPT": {
+        "chosen": [
+            {"from": "human", "value": "what is it?"},
+            {"from": "gpt", "value": "the answer"},
+        ],
+        "rejected": [{"from": "human", "value": "what is it?"}, {"from": "gpt", "value": "no"}],
+    },
+}
+
+
+@pytest.mark.parametrize("name", MESSAGE_ROWS)
+def test_all_layouts_of_messages_are_one_pair(name):
+    chosen, rejected = sides_of(pair_of(MESSAGE_ROWS[name]))
+    assert texts_of(chosen) == (CHAT_PROMPT, f"the answer{TEXT_END}")
+    assert texts_of(rejected) == (CHAT_PROMPT, f"no{TEXT_END}")
+
+
+def test_texts_are_concatenated_and_end_with_the_end_token():
+    chosen, rejected = sides_of(pair_of(TEXT_ROW))
+    assert texts_of(chosen) == ("the word is", f" good{TEXT_END}")
+    assert texts_of(rejected) == ("the word is", f" bad x{TEXT_END}")
+
+
+def test_the_system_prompt_and_later_turns_belong_to_both_sides():
+    begin = turns("a", "b", "the word")
+    row = {"chosen": begin + GOOD, "rejected": begin + BAD, "system": "x"}
+    chosen, rejected = sides_of(pair_of(row, system="system"))
+    assert texts_of(chosen)[0] == texts_of(rejected)[0]
+    assert texts_of(chosen)[0].startswith("<|im_start|>system\nx<|im_end|>")
+    assert "assistant\nb<|im_end|>" in texts_of(chosen)[0]
+    assert texts_of(chosen)[1] == f"the answer{TEXT_END}"
+
+
+IMPLICIT: dict[str, dict[str, Any]] = {
+    "texts": {"chosen": "the word is good", "rejected": "the word is not"},
+    "a border inside of a word": {"chosen": "the word is it", "rejected": "the word is in it"},
+    "messages": {"chosen": ASK + GOOD, "rejected": ASK + BAD},
+    "later turns": {
+        "chosen": turns("a", "b", "c", "the answer", "x", "d"),
+        "rejected": turns("a", "b", "c", "no"),
+    },
+    "a text beside messages": MESSAGE_ROWS["a text beside them"],
+    "prompt and answers": MESSAGE_ROWS["prompt and answers"],
+    "prompt and texts": TEXT_ROW,
+}
+
+
+@pytest.mark.parametrize("name", IMPLICIT)
+def test_the_common_beginning_is_that_of_trl(name):
+    utils = pytest.importorskip("trl.data_utils")  # needs Python 3.11
+    from oneloop.tasks.language.pairs import _parts
+
+    row = IMPLICIT[name]
+    expected = utils.maybe_extract_prompt(row)
+    columns = {key: name if name in row else "" for key, name in COLUMNS.items()}
+    prompt, answers = _parts(row, columns)
+    assert {"prompt": prompt, **answers} == {key: expected[key] for key in ("prompt", *answers)}
+
+
+def test_answers_are_cut_at_their_ends_or_the_pair_is_dropped():
+    row = {"prompt": "the word is", "chosen": " good" * 30, "rejected": " bad"}
+    whole, short = sides_of(pair_of(row))
+    length = len(whole) - 5
+    chosen, rejected = sides_of(pair_of(row, length=length))
+    assert np.array_equal(chosen, whole[: length + 1]) and np.array_equal(rejected, short)
+    assert len(pair_of(row, length=length, overlong="drop")) == 0
+    assert len(pair_of(row, length=length - 1, overlong="drop")) == 0
+    fits = pair_of(row, length=len(whole) - 1, overlong="drop")
+    assert np.array_equal(fits, pair_of(row))
+
+
+def test_a_margin_is_kept_to_the_bit():
+    row = {**TEXT_ROW, "by": 0.1}
+    pair = pair_of(row, margin="by")
+    assert pair[1:2].view(np.float32)[0] == np.float32(0.1)
+    assert pair_of(TEXT_ROW)[1] == 0
+    lone = Ragged(pair, np.array([len(pair)]))
+    assert PaddedPairs(lone, 200, None).margins.tolist() == [np.float32(0.1)]
+
+
+ROWS: dict[str, tuple[dict[str, Any], str]] = {
+    "no chosen answer": ({**TEXT_ROW, "chosen": None}, "it has no chosen answer; fill 'chosen'"),
+    "an empty rejected answer": ({**TEXT_ROW, "rejected": ""}, "it has no rejected answer; fill"),
+    "no messages": ({**MESSAGE_ROWS["JSON"], "rejected": []}, "it has no rejected answer; fill"),
+    "equal texts": ({**TEXT_ROW, "chosen": " bad x"}, "both answers are equal, so nothing can"),
+    "equal messages": (
+        {"prompt": ASK, "chosen": GOOD, "rejected": GOOD},
+        "both answers are equal, so nothing can be learned from the pair; remove the row",
+    ),
+    "equal conversations": (
+        {"chosen": ASK + GOOD, "rejected": ASK + GOOD},
+        "both answers are equal, so nothing can be learned from the pair; remove the row",
+    ),
+    "equal whole texts": ({"chosen": "a b", "rejected": "a b"}, "both answers are equal"),
+    "a text and messages": (
+        {"prompt": ASK, "chosen": GOOD, "rejected": "no"},
+        "one of the answers is a text, and the other messages; both must be texts, or both",
+    ),
+    "messages before texts": (
+        {"prompt": ASK, "chosen": "yes", "rejected": "no"},
+        "the prompt is messages, and the answers are texts; use one form",
+    ),
+    "an empty prompt": ({**TEXT_ROW, "prompt": ""}, "the prompt is empty; fill it, or remove"),
+    "other prompts": (
+        {"chosen": turns("x", "y", "who?", "yes"), "rejected": turns("x", "y", "why?", "no")},
+        'the prompts of the pair differ: message 2 is from user ("who?") in chosen',
+    ),
+    "another prompt beside conversations": (
+        {"prompt": turns("x"), "chosen": ASK + GOOD, "rejected": ASK + BAD},
+        "the prompt has 1 messages, and is not what both conversations have in common before",
+    ),
+    "the beginning of the other": (
+        {"chosen": ASK + GOOD, "rejected": ASK},
+        "rejected: it is only the beginning of the other conversation, so its answer is empty",
+    ),
+    "answers without a prompt": (
+        {"chosen": GOOD, "rejected": BAD},
+        "the conversations begin with the answers; give their prompt in the column task.prompt",
+    ),
+    "an empty list as the prompt": (
+        {"prompt": [], "chosen": GOOD, "rejected": BAD},
+        "the conversations begin with the answers; give their prompt in the column task.prompt",
+    ),
+    "whole texts that begin differently": (
+        {"chosen": "a b", "rejected": "c b"},
+        "both texts begin differently, so the pair has two prompts; put the prompt into the",
+    ),
+    "a text that is the beginning": (
+        {"chosen": "a b", "rejected": "a"},
+        "one text is the beginning of the other, so its answer is empty; put the prompt",
+    ),
+    "an empty message": (
+        {"prompt": ASK, "chosen": GOOD, "rejected": turns("", first="assistant")},
+        "rejected: message 0: the assistant's answer is empty; fill it, or remove the row",
+    ),
+    "a number": ({**TEXT_ROW, "chosen": 5}, "one of the answers is a text, and the other"),
+    "two numbers": (
+        {**TEXT_ROW, "chosen": 5, "rejected": 6},
+        "chosen: expected a list of messages, got 5",
+    ),
+    "a user's answer": (
+        {"prompt": ASK, "chosen": turns("x"), "rejected": turns("y")},
+        "the prompts of the pair differ: message 0 is from user",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_wrong_row_is_rejected_with_advice(name):
+    row, expected = ROWS[name]
+    with pytest.raises(ValueError) as caught:
+        pair_of(row)
+    assert str(caught.value).startswith(expected), caught.value
+
+
+def test_a_cut_without_an_answer_or_a_difference_is_rejected():
+    chosen, _ = sides_of(pair_of(MESSAGE_ROWS["prompt and answers"]))
+    prompt = int((chosen >= 0).argmax())
+    with pytest.raises(ValueError) as caught:
+        pair_of(MESSAGE_ROWS["prompt and answers"], length=prompt - 1)
+    assert str(caught.value) == (
+        f"chosen: the answer is empty after the cut at {prompt - 1} tokens, because its prompt has "
+        f"{prompt}; raise task.length, or set task.overlong drop"
+    )
+    row = {"prompt": "the", "chosen": " word" * 20 + " a", "rejected": " word" * 20 + " x"}
+    with pytest.raises(ValueError, match="are equal after the cut at 10 tokens"):
+        pair_of(row, length=10)
+
+
+@pytest.mark.parametrize("value", [None, "much", float("nan"), True])
+def test_a_margin_must_be_a_number(value):
+    with pytest.raises(ValueError, match="a finite number is needed: how much better the chosen"):
+        pair_of({**TEXT_ROW, "by": value}, margin="by")
+
+
+def test_columns_are_chosen_with_a_prompt_if_there_is_one():
+    names = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": "t", "system": "s"}
+    found = [{key for key, name in one.items() if name} for one in pair_choices(names)]
+    assert found[0] == set(names) and found[-1] == {"chosen", "rejected"}
+    assert len(found) == 8 and found[3] == {"prompt", "chosen", "rejected"}
+    without = pair_choices({**names, "prompt": "", "tools": "", "system": ""})
+    assert without == [{**names, "prompt": "", "tools": "", "system": ""}]
+    assert all(one["margin"] == "m" for one in pair_choices({**names, "margin": "m"}))
+
+
+# --- samples
+
+
+def drawn(count: int, *, seed: int = 0, most: int = 20) -> tuple[Ragged, list[Any]]:
+    """Return random pairs as an array, with dropped ones between them; and their spans."""
+    rng = np.random.default_rng(seed)
+    arrays = []
+    pairs = []
+    for number in range(count):
+        sides = []
+        prompt = ~rng.integers(1, 90, rng.integers(1, 6))
+        for _ in range(2):
+            answer = rng.integers(1, 90, rng.integers(1, most - 6))
+            sides.append(np.concatenate([prompt, answer]).astype(np.int32))
+        head = np.array([len(sides[0]), np.float32(number).view(np.int32)], np.int32)
+        arrays.append(np.concatenate([head, *sides]))
+        pairs.append(sides)
+        if number % 3 == 0:
+            arrays.append(np.zeros(0, np.int32))
+    ends = np.cumsum([len(one) for one in arrays])
+    return Ragged(np.concatenate(arrays), ends), pairs
+
+
+def test_dropped_pairs_are_left_out_and_documents_are_numbered():
+    ragged, pairs = drawn(40)
+    for kind in (PaddedPairs, PackedPairs):
+        made = kind(ragged, 20, {"made by": "test"})
+        assert made.dropped == 14 and "14 are longer than 20 tokens" in made.about()
+        assert made.margins.tolist() == [*range(40)]
+        assert len(made.documents) == 80
+        for number, (chosen, rejected) in enumerate(pairs):
+            assert np.array_equal(made.documents[2 * number], chosen)
+            assert np.array_equal(made.documents[2 * number + 1], rejected)
+            lengths = len(chosen) + len(rejected) - 2
+            assert made.pair_lengths[number] == lengths
+        assert made.fingerprint() == {"samples": 40, "made by": "test"}
+
+    # Each pair is in one bin, and no bin has more than twice the length.
+    packed = PackedPairs(ragged, 20, None)
+    seen = []
+    for sample in (packed[index] for index in range(len(packed))):
+        assert sum(len(side) - 1 for pair in sample for side in pair) <= 40
+        assert len(sample) <= packed.most
+        seen += [pair[0].tobytes() for pair in sample]
+    assert sorted(seen) == sorted(chosen.tobytes() for chosen, _ in pairs)
+    assert packed.fingerprint() is None and packed.lengths.tolist() == [40] * len(packed)
+
+    empty = Ragged(np.zeros(0, np.int32), np.zeros(3, np.int64))
+    with pytest.raises(
+        ValueError, match="all 3 pairs are longer than 20 tokens; raise task.length"
+    ):
+        PaddedPairs(empty, 20, None)
+
+
+def test_the_digest_depends_on_tokens_and_ends_alone(monkeypatch):
+    ragged, pairs = drawn(40)
+    made = PaddedPairs(ragged, 20, None).documents
+    digest = made.digest(marks=False)
+
+    # Another mask is the same content; with marks it is another.
+    unmasked = Ragged(ragged.values.copy(), ragged.ends)
+    for number in range(80):
+        unmasked.values[made.starts[number] : made.stops[number]] = token_ids(made[number])
+    other = PaddedPairs(unmasked, 20, None).documents
+    assert other.digest(marks=False) == digest
+    assert other.digest(marks=True) != made.digest(marks=True)
+
+    # Where the documents are stored, and how many are read at once, changes nothing.
+    spans = [side for pair in pairs for side in pair]
+    stops = np.cumsum([len(span) for span in spans])
+    starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
+    assert Documents(np.concatenate(spans), starts, stops).digest(marks=False) == digest
+    for tokens in (1, 7, 100):
+        monkeypatch.setattr("oneloop.tasks.language.pair_samples._AT_ONCE", tokens)
+        assert made.digest(marks=False) == digest
+
+    # Another token, or another end, is another content.
+    changed = np.concatenate(spans)
+    changed[-1] += 1
+    assert Documents(changed, starts, stops).digest(marks=False) != digest
+    stops[3] += 1
+    starts[4] += 1
+    assert Documents(np.concatenate(spans), starts, stops).digest(marks=False) != digest
+
+
+class Filled:
+    """Outputs whose records are known: the document's number and the position."""
+
+    def __init__(self, pairs: Any) -> None:
+        self.lengths = pairs.documents.lengths
+
+    def __getitem__(self, document: int) -> Any:
+        records = np.zeros(self.lengths[document] - 1, RECORD)
+        records["logp"] = -document - np.arange(len(records)) / 3
+        return records
+
+
+def test_packed_pairs_have_the_sums_of_padded_ones():
+    ragged, pairs = drawn(40)
+    rng = np.random.default_rng(1)
+    values = {side.tobytes(): rng.normal(size=len(side) - 1) for pair in pairs for side in pair}
+    packed = PackedPairs(ragged, 20, None)
+    padded = PaddedPairs(ragged, 20, None)
+    for made in (packed, padded):
+        assert made.freeze().content == made.documents.digest(marks=False)
+        assert all((one["logp"] == 0).all() for one in made.pair(3)[2:])
+        made.outputs = Filled(made)  # type: ignore[assignment]
+
+    # The sums of a padded batch are those of each side.
+    batch = collated_pairs([padded[index] for index in range(40)])
+    assert batch["reference"].shape == (*batch["target"].shape, 2)
+    reference = batch["reference"].double().sum(-1)
+    token_values = torch.zeros(batch["target"].shape, dtype=torch.float64)
+    for row in range(80):
+        side = padded.documents[row]
+        token_values[row, : len(side) - 1] = torch.from_numpy(values[side.tobytes()])
+        expected = -row - torch.arange(len(side) - 1, dtype=torch.float64) / 3
+        assert torch.allclose(reference[row, : len(side) - 1], expected, rtol=1e-14, atol=0)
+        assert (reference[row, len(side) - 1 :] == 0).all()
+        assert (batch["target"][row] != IGNORE).sum() == (side[1:] >= 0).sum()
+    apart = answer_sums(token_values, batch)
+    assert pair_mask(batch).tolist() == [True] * 40
+    assert [float(one) for one in apart[0]] == pytest.approx(
+        [values[chosen.tobytes()].sum() for chosen, _ in pairs], rel=1e-13
+    )
+
+    # Rows of several pairs, whose empty places count nothing.
+    rows = [packed[index] for index in range(len(packed))]
+    batch = collated_pairs(rows, width=40, most=packed.most + 1)
+    assert batch["chosen"].shape == (len(rows), packed.most + 1)
+    token_values = torch.zeros(batch["target"].shape, dtype=torch.float64)
+    for number, row in enumerate(rows):
+        joined = [values[side.tobytes()] for pair in row for side in pair[:2]]
+        joined = np.concatenate(joined)
+        token_values[number, : len(joined)] = torch.from_numpy(joined)
+        token_values[number, len(joined) :] = 1e9  # of the padding
+    chosen, rejected = answer_sums(token_values, batch)
+    mask = pair_mask(batch)
+    members = np.concatenate([packed.bins[index] for index in range(len(packed))])
+    assert mask.sum() == 40 and len(mask) == len(rows) * (packed.most + 1)
+    assert (chosen[~mask] == 0).all() and (rejected[~mask] == 0).all()
+    assert torch.allclose(chosen[mask], apart[0][members], rtol=1e-13, atol=1e-13)
+    assert torch.allclose(rejected[mask], apart[1][members], rtol=1e-13, atol=1e-13)
+    reference = batch["reference"].double().sum(-1)
+    sums = answer_sums(reference, batch)[1][mask]
+    for at, number in enumerate(members):
+        records = packed.outputs[2 * int(number) + 1]["logp"]  # type: ignore[index]
+        assert float(sums[at]) == pytest.approx(records.sum(), rel=1e-12)
+
+
+# --- the task
+
+
+def task_of(folder: Path, rows: list[Any], **keys: Any) -> Preference:
+    plain = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    model = a_model(folder / "model", tokenizer_with(CHATML, plain))
+    data = written(folder / "data", rows)
+    return Preference(str(data), model=str(model), length=64, **keys)
+
+
+def test_the_task_reads_files_and_names_wrong_rows(tmp_path):
+    rows = [{"prompt": f"the word {at} is", "chosen": " it", "rejected": " x"} for at in range(9)]
+    task = task_of(tmp_path, rows)
+    assert len(task.pairs["train"].documents) == 18 and len(task.eval_sets()["validation"]) == 1
+    [line] = [line for line in task.notes if line.startswith("a pair: ")]
+    assert line == "a pair: 'the word 0 is', chosen ' it<|im_end|>', rejected ' x<|im_end|>'"
+    with pytest.raises(ValueError, match=r"train\.jsonl, row 4: both answers are equal"):
+        task_of(tmp_path, [*rows[:4], {**rows[4], "chosen": " x"}, *rows[5:]])
+    skipping = task_of(tmp_path, [*rows[:4], {**rows[4], "chosen": " x"}], unreadable="skip")
+    assert len(skipping.pairs["train"].documents) == 8 and len(skipping.skipped_rows) == 1
+
+    # Of a row with an unknown column, the message names the keys.
+    with pytest.raises(ValueError, match="cannot find 'chosen'.*task.chosen"):
+        task_of(tmp_path, [{"prompt": "a", "good": "b", "rejected": "c"}] * 3)
+    named = [{"prompt": "the", "good": f" word {at}", "rejected": " c"} for at in range(3)]
+    assert len(task_of(tmp_path, named, chosen="good").train_set()) == 1
+    with pytest.raises(ValueError, match="train: all 9 pairs are longer than 64 tokens"):
+        long = [{**row, "chosen": " word" * 80} for row in rows]
+        task_of(tmp_path, long, overlong="drop")
+    # This row is a conversation, but the first is a text.
+    mixed = [*rows, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}]
+    with pytest.raises(ValueError, match="row 9: chosen: this row is a conversation, but others"):
+        task_of(tmp_path, mixed)
