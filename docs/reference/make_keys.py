@@ -11,6 +11,7 @@ TASKS = (
     "causal_lm",
     "masked_lm",
     "sft",
+    "reward",
     "seq2seq",
     "text_classification",
     "text_regression",

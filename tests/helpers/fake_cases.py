@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import own_files
+import preference_rows
 from adapters import a_base
 from fake_steps import Prepared
 
@@ -34,6 +35,7 @@ RECIPES = {
 OTHERS = {
     "gpt packed": RECIPES["gpt"] + " --task.pack packed",
     "sft packed": "sft --task.pack packed",
+    "reward": "{reward.yaml}",
     "bert packed": "bert --task.data {texts} --task.block 32 --task.vocab 300 --task.pack packed",
     "lora": "sft --task.pack padded --task.length 96 --task.model {base} --task.lora.rank 4",
     "lora packed": "sft --task.pack packed --task.length 96 --task.model {base} --task.lora.rank 4",
@@ -99,6 +101,12 @@ def _pairs(folder: Path) -> None:
         out.writerows([f"question {number}", f"answer to {number}"] for number in range(60))
 
 
+def _rewards(file: Path) -> None:
+    data = preference_rows.write(file.with_name("pairs.jsonl"), preference_rows.rows(60))
+    sizes = "layers: 2, heads: 2, width: 32, length: 48, held_out: 0.2"
+    file.write_text(f"task: {{name: reward, data: {data}, {sizes}}}\n")
+
+
 def _recipe(task: str, file: Path) -> None:
     file.write_text(f"task: {task}\n")
 
@@ -111,4 +119,5 @@ _DATA: dict[str, Callable[[Path], object]] = {
     "base": a_base,
     "half.yaml": functools.partial(_recipe, "fake_steps.HalfParameters"),
     "contrast.yaml": functools.partial(_recipe, "whole_batches.Contrast"),
+    "reward.yaml": _rewards,
 }

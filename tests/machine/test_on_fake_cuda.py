@@ -77,6 +77,8 @@ FLOAT64_OF_EVALUATIONS = {
     "task_protocol/metric_states.py": "batch.grain keeps the metrics of each micro-batch apart",
     "tasks/language/token_targets.py": "losses of tokens are summed",
     "tasks/sft.py": "losses of tokens are summed",
+    "tasks/reward.py": "squares of rewards are summed",
+    "tasks/language/pair_sums.py": "metrics of pairs are summed",
 }
 """the same in an evaluation"""
 

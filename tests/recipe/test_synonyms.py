@@ -125,6 +125,8 @@ REJECTED = {
     "--optimizer.beta 3": "unknown key 'optimizer.beta'; did you mean 'optimizer.betas'?",
     "--optimizer sgd --optimizer.betas [1,2]": "unknown key 'optimizer.betas'",
     "--batch.size many": "batch.size must be a whole number",
+    "--sync_ref_model true": "is the model before the first step, and never follows it",
+    "--task.precompute_ref_log_probs true": "the reference once, before its first step",
     "--bf16 true": "oneloop launch --config_file ddp --mixed_precision bf16 RECIPE",
 }
 AT_ONCE = """
@@ -154,6 +156,7 @@ PACKAGED = (
     "causal_lm",
     "masked_lm",
     "sft",
+    "reward",
     "text_classification",
     "text_regression",
     "token_classification",

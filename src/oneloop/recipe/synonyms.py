@@ -13,6 +13,20 @@ for _line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").spli
     _key, _, _names = _line.partition(": ")
     for _name in _names.split():
         _KEYS.setdefault(_name, []).append(_key)
+_FIXED = "the reference is the model before the first step, and never follows it; remove the key"
+_ONCE = (
+    "a run computes the log-probabilities of the reference once, before its first step; remove the "
+    "key (task.store: where they are stored)"
+)
+_EXPLANATIONS = {
+    "sync_ref_model": _FIXED,
+    "ref_model_sync_steps": _FIXED,
+    "ref_model_mixup_alpha": _FIXED,
+    "ref_model": _FIXED,
+    "precompute_ref_log_probs": _ONCE,
+    "precompute_ref_batch_size": _ONCE,
+}
+"""what oneloop does instead of other trainers' settings that it has no key for"""
 OF_TASKS = set[str]()  # keys of oneloop
 _OPTIONS: dict[str, str] = {}  # options of the launcher
 for _name, _keys in _KEYS.items():
@@ -24,7 +38,7 @@ for _name, _keys in _KEYS.items():
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """Return "; did you mean …?" for an unknown key or name, or an empty text.
+    """Return "; did you mean …?" for an unknown key or name, an explanation, or an empty text.
 
     Synonyms go before a similar spelling. Of a key with a group (``run.output_dir``,
     ``task.seed``), only the part after the dot is looked up.
@@ -37,6 +51,8 @@ def suggestion(word: str, known: Iterable[str]) -> str:
     last = word.rpartition(".")[2].replace("-", "_").lower()
     if last in known:  # a top-level key inside a group
         return f"; did you mean {last!r}?"
+    if last in _EXPLANATIONS:
+        return f"; {_EXPLANATIONS[last]}"
     option = _OPTIONS.get(last)
     if option and "duration" in known:  # ``known`` are keys, and not names of a group
         return (

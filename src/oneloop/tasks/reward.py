@@ -63,7 +63,9 @@ class Reward(PairRows):
             keeps rewards near 0 (Eisenstein et al. 2023; common: 0.01; 0: off).
     """
 
+    # A model without an output layer over the vocabulary has no weights to tie.
     needs = PairRows.needs | {"margin": "data!=lessons"}
+    del needs["tied"]
     adapted_for = "SEQ_CLS"
     head = "score"
     sample_weight = 1.0
@@ -174,11 +176,15 @@ class Reward(PairRows):
         config.architectures = [type(model).__name__]
         return model
 
-    def model(self) -> nn.Module:
-        model = super().model()
+    def adapted_model(self) -> nn.Module:
+        model = super().adapted_model()
         # Adapters are in float32, and so is the head that is saved with them.
         if self.adapters is not None:
             model.get_submodule(self.head).register_forward_pre_hook(_in_dtype_of_weight)
+        return model
+
+    def model(self) -> nn.Module:
+        model = super().model()
         if not self._masked:
             self._check_causal(model)
         return model

@@ -20,6 +20,7 @@ _KINDS = {
     "causal_lm": "text-generation",
     "masked_lm": "fill-mask",
     "sft": "text-generation",
+    "reward": "text-classification",
     "seq2seq": "text2text-generation",
 }
 """the hub's task names (pipeline tags) by oneloop's"""
