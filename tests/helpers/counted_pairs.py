@@ -14,7 +14,20 @@ from oneloop.tasks.preference import Preference
 from worlds import apply, here, run
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
-WORDS = "one two three four five six seven eight monday friday may june".split()
+WORDS = [
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "monday",
+    "friday",
+    "may",
+    "june",
+]
 
 
 class Counted(Preference):
