@@ -20,6 +20,7 @@ from silent_cases import unfinished
 from worlds import after, run, timeless, train
 
 pytestmark = pytest.mark.covers(
+    "oneloop.tasks.language.answer_rows",
     "oneloop.tasks.language.lora",
     "oneloop.tasks.language.models",
     "oneloop.tasks.language.pair_rows",

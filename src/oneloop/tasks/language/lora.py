@@ -46,7 +46,7 @@ def add_adapters(
     """
     import_quietly()
     try:
-        from peft import LoraConfig, inject_adapter_in_model
+        from peft import inject_adapter_in_model
     except ImportError as error:
         raise ValueError(
             "task.lora needs peft, which is not installed (pip install peft)"
@@ -60,19 +60,9 @@ def add_adapters(
     commit = commit_of(wanted.base)
     if commit is None:
         path = str(Path(path).resolve())
-    # GPT-2's layers store the transposed weight.
-    transposed = all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers)
-    config = LoraConfig(
-        task_type=task,
-        base_model_name_or_path=path,
-        revision=commit or revision,
-        r=settings.rank,
-        lora_alpha=_whole(settings.alpha),
-        use_rslora=settings.rslora,
-        lora_dropout=settings.dropout,
-        target_modules=_target_names(layers, model),
-        fan_in_fan_out=transposed,
-    )
+    config = _peft_config(model, settings, layers, task)
+    config.base_model_name_or_path = path
+    config.revision = commit or revision
 
     # Add the adapters, in float32; peft also freezes all other parameters. Its files name the head
     # as it is.
@@ -108,6 +98,23 @@ def add_adapters(
     if wanted.given is not None:
         before = _load_adapters(model, wanted.given, origin)
     return origin, _log_line(model, settings, layers, before)
+
+
+def _peft_config(model: nn.Module, settings: LoRA, layers: Sequence[str], task: str) -> Any:
+    """Return peft's configuration of adapters for these layers."""
+    from peft import LoraConfig
+
+    # GPT-2's layers store the transposed weight.
+    transposed = all(type(model.get_submodule(layer)).__name__ == "Conv1D" for layer in layers)
+    return LoraConfig(
+        task_type=task,
+        r=settings.rank,
+        lora_alpha=_whole(settings.alpha),
+        use_rslora=settings.rslora,
+        lora_dropout=settings.dropout,
+        target_modules=_target_names(layers, model),
+        fan_in_fan_out=transposed,
+    )
 
 
 def _whole(alpha: float) -> Any:
