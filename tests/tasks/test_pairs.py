@@ -335,7 +335,7 @@ def test_the_digest_depends_on_tokens_and_ends_alone(monkeypatch):
     starts = np.concatenate([np.zeros(1, np.int64), stops[:-1]])
     assert Documents(np.concatenate(spans), starts, stops).digest(marks=False) == digest
     for tokens in (1, 7, 100):
-        monkeypatch.setattr("oneloop.tasks.language.pair_samples._AT_ONCE", tokens)
+        monkeypatch.setattr("oneloop.tasks.language.documents._AT_ONCE", tokens)
         assert made.digest(marks=False) == digest
 
     # Another token, or another end, is another content.

@@ -43,10 +43,10 @@ KINDS: dict[str, tuple[str, ...]] = {
     "hinge": ("--task.loss", "hinge", "--task.beta", "0.3"),
     "ipo": ("--task.loss", "ipo", "--task.beta", "0.5", "--optimizer.lr", "0.000005"),
     "ipo of means": (
-        *("--task.loss", "ipo", "--task.beta", "0.5", "--task.average", "true"),
+        *("--task.loss", "ipo_mean", "--task.beta", "0.5"),
         *("--optimizer.lr", "0.002"),
     ),
-    "simpo": ("--task.loss", "simpo", "--task.gamma", "0.4"),
+    "simpo": ("--task.loss", "simpo", "--task.margin", "0.4"),
     "fused": ("--task.fused_loss", "true"),
     "orpo": ("--task.loss", "orpo", "--task.beta", "0.2"),
 }
@@ -78,7 +78,7 @@ def test_the_losses_are_their_closed_forms():
         "hinge": (losses.hinge(apart, beta=0.3), (1 - 0.3 * apart).clamp(min=0)),
         "ipo": (losses.ipo(apart, beta=0.3), apart**2 - apart / 0.3 + 1 / 0.36),
         "simpo": (
-            losses.simpo(chosen, rejected, beta=2.0, gamma=0.5),
+            losses.simpo(chosen, rejected, beta=2.0, margin=0.5),
             (1 + torch.exp(0.5 - 2 * (chosen - rejected))).log(),
         ),
     }
@@ -527,9 +527,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("--task.loss", "ipo", "--task.label_smoothing", "0.1"),
         "task.label_smoothing",
     ),
-    "gamma": (("--task.gamma", "2"), "task.gamma"),
-    "gamma nan": (("--task.loss", "simpo", "--task.gamma", "nan"), "task.gamma"),
-    "average": (("--task.average", "true"), "task.average"),
+    "gamma": (("--task.margin", "2"), "task.margin"),
+    "gamma nan": (("--task.loss", "simpo", "--task.margin", "nan"), "task.margin"),
     "store": (("--task.loss", "orpo", "--task.store", "store"), "task.store"),
     "address": (("--task.store", "ftp://host/store"), "task.store"),
     "overlong": (("--task.overlong", "split"), "task.overlong"),

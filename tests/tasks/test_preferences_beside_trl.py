@@ -180,7 +180,7 @@ DPO = {
     # TRL's sigmoid loss ignores label_smoothing; ours does not (conservative DPO).
     "sigmoid": ("loss: dpo, beta: 0.5", {"beta": 0.5, "label_smoothing": 0.2}),
     # TRL's IPO compares means over the tokens of an answer; the paper's compares sums.
-    "ipo": ("loss: ipo, beta: 0.5, average: true", {"beta": 0.5}),
+    "ipo": ("loss: ipo_mean, beta: 0.5", {"beta": 0.5}),
     "robust": (
         "loss: robust, beta: 0.5, label_smoothing: 0.2",
         {"beta": 0.5, "label_smoothing": 0.2},
@@ -238,7 +238,7 @@ def test_log_probabilities_of_tokens_and_answers(made, monkeypatch):
 def test_simpo(made, monkeypatch):
     from trl.experimental.cpo import CPOConfig, CPOTrainer
 
-    found = preference(made, "loss: simpo, beta: 2.0, gamma: 0.5")
+    found = preference(made, "loss: simpo, beta: 2.0, margin: 0.5")
     monkeypatch.chdir(made)
     # Without its coefficient, TRL adds a loss on the chosen answers (CPO-SimPO).
     how = {"loss_type": "simpo", "cpo_alpha": 0.0, "simpo_gamma": 0.5, "beta": 2.0}

@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from logit_cases import ONE, RAGGED, SINGLE, capped, off, tensors, tiny
 from oneloop.tasks.language.chunked_loss import without_logits
 from oneloop.tasks.language.token_losses import token_losses
-from test_chunked_loss import ONE, RAGGED, SINGLE, capped, off, tensors, tiny
 
 pytestmark = [
     pytest.mark.covers("oneloop.tasks.language.token_losses"),

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,22 +28,21 @@ class Distil(SFT):
     (Hinton et al. 2015). The weight of a sample is its number of trained tokens, as in task sft.
 
     Args:
-        teacher: a folder saved by transformers (final/ of a run is one), or hf:ID[@REVISION]; its
-            tokenizer must have the student's vocabulary.
+        teacher: a folder saved by transformers (final/ of a run is one), or hf:ID[@REVISION], in
+            the dtype of its files; its tokenizer must have the student's vocabulary.
         text: column of whole texts, if the data has neither conversations nor completions; all
             their tokens are trained.
         top_k: entries of the teacher's distribution that are stored for each token; all others are
             one bucket, the tail (0: all entries).
         divergence: forward (KL from teacher to student), reverse, or js (Jensen-Shannon).
-        js_weight: weight of the teacher in js, between 0 and 1.
+        beta: weight of the teacher in js, between 0 and 1.
         temperature: of both distributions.
         share: share of the divergence in the loss; the rest is the cross-entropy of the data.
         store: folder or bucket (s3://, gs://) of the teacher's outputs (null: the cache of this
             host).
-        teacher_dtype: dtype of the teacher's weights; auto: that of its files.
     """
 
-    needs = SFT.needs | {"js_weight": "divergence=js"}
+    needs = SFT.needs | {"beta": "divergence=js"}
 
     def __init__(
         self,
@@ -52,11 +51,10 @@ class Distil(SFT):
         text: str = "text",
         top_k: int = 64,
         divergence: Divergence = "forward",
-        js_weight: float = 0.5,
+        beta: float = 0.5,
         temperature: float = 1.0,
         share: float = 0.5,
         store: str | None = None,
-        teacher_dtype: Literal["float32", "auto"] = "float32",
         **rows: Any,
     ) -> None:
         # Check the settings before the data and the teacher are read.
@@ -67,12 +65,12 @@ class Distil(SFT):
                 f"task.share {share} must be above 0 and at most 1; to train without the teacher, "
                 "use task sft"
             )
-        if not 0 < js_weight < 1:
-            raise ValueError(f"task.js_weight {js_weight} must be between 0 and 1")
+        if not 0 < beta < 1:
+            raise ValueError(f"task.beta {beta} must be between 0 and 1")
         if rows.get("fused_loss") is True:
             raise ValueError("task.fused_loss true: distillation needs logits; remove it")
         self.kind: Divergence = divergence
-        self.js_weight = js_weight
+        self.beta = beta
         self.temperature = temperature
         self.share = share
         self.teacher = teacher
@@ -99,13 +97,10 @@ class Distil(SFT):
                 "k": self.top_k,
                 "entries": self.entries,
                 "temperature": temperature,
-                "dtype": teacher_dtype,
                 "attention": "transformers' default",
             },
             address=store,
-            build=lambda: load_teacher(
-                teacher, entries=self.entries, length=self.length, dtype=teacher_dtype
-            ),
+            build=lambda: load_teacher(teacher, entries=self.entries, length=self.length),
             content=teacher_content(teacher),
         )
         self._taught: dict[str, Any] = {}
@@ -203,7 +198,7 @@ class Distil(SFT):
         # Compare the student with the teacher, at each target.
         student = merged(logits, batch["teacher_entry"], temperature=self.temperature)
         teacher = batch["teacher"].to(student.dtype)
-        apart = divergence(teacher, student, self.kind, weight=self.js_weight)
+        apart = divergence(teacher, student, self.kind, weight=self.beta)
         apart = apart * (target != IGNORE)
         scale = self.share * self.temperature**2
         each = scale * apart + (1 - self.share) * cross_entropy

@@ -23,7 +23,7 @@ from oneloop.tasks.language.pair_samples import (
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.sequences import IGNORE, collated
 
-PreferenceLoss = Literal["dpo", "robust", "hinge", "ipo", "simpo", "orpo"]
+PreferenceLoss = Literal["dpo", "robust", "hinge", "ipo", "ipo_mean", "simpo", "orpo"]
 _ALONE = ("simpo", "orpo")  # losses without a reference
 _BETA = {"simpo": 2.0}  # defaults other than 0.1
 METRICS = {
@@ -52,13 +52,12 @@ class Preference(PairRows):
             whole texts or conversations that begin equally.
         chosen: column of the better answers.
         rejected: column of the worse answers.
-        loss: dpo, robust, hinge or ipo, which compare with the reference; simpo or orpo, which need
-            none.
+        loss: dpo, robust, hinge, ipo or ipo_mean (of the tokens of an answer, as TRL), which
+            compare with the reference; simpo or orpo, which need none.
         beta: strength of the constraint to the reference (simpo, orpo: scale of the rewards); null:
             0.1, and 2 for simpo.
         label_smoothing: share of wrong labels (dpo, robust, simpo).
-        gamma: target margin of the rewards (simpo).
-        average: compare means over the tokens of an answer instead of sums (ipo, as TRL).
+        margin: target margin of the rewards (gamma of simpo).
         store: folder or bucket (s3://, gs://) of the reference's log-probabilities (null: the cache
             of this host).
         pack: packed (several pairs per row; none attends to another) or padded (one pair per two
@@ -67,8 +66,7 @@ class Preference(PairRows):
 
     needs = PairRows.needs | {
         "label_smoothing": "loss=dpo|robust|simpo",
-        "gamma": "loss=simpo",
-        "average": "loss=ipo",
+        "margin": "loss=simpo",
         "store": "loss!=simpo|orpo",
     }
 
@@ -81,8 +79,7 @@ class Preference(PairRows):
         loss: PreferenceLoss = "dpo",
         beta: float | None = None,
         label_smoothing: float = 0.0,
-        gamma: float = 1.0,
-        average: bool = False,
+        margin: float = 1.0,
         store: str | None = None,
         pack: Literal["packed", "padded"] = "packed",
         **rows: Any,
@@ -91,8 +88,8 @@ class Preference(PairRows):
         self.kind = loss
         self.beta = _BETA.get(loss, 0.1) if beta is None else beta
         self.label_smoothing = label_smoothing
-        self.gamma = gamma
-        self.average = average or loss in _ALONE
+        self.margin = margin
+        self.average = loss in (*_ALONE, "ipo_mean")
         if not 0 < self.beta < float("inf"):
             raise ValueError(f"task.beta {beta} must be a positive number (common: 0.1)")
         if not 0 <= label_smoothing < 0.5:
@@ -189,11 +186,11 @@ class Preference(PairRows):
             return losses.robust(apart, beta=beta, smoothing=smoothing)
         if self.kind == "hinge":
             return losses.hinge(apart, beta=beta)
-        if self.kind == "ipo":
+        if self.kind in ("ipo", "ipo_mean"):
             return losses.ipo(apart, beta=beta)
         if self.kind == "orpo":
             return losses.orpo(chosen, rejected, beta=beta)
-        return losses.simpo(chosen, rejected, beta=beta, gamma=self.gamma, smoothing=smoothing)
+        return losses.simpo(chosen, rejected, beta=beta, margin=self.margin, smoothing=smoothing)
 
     def metrics(self) -> PairSums:  # type: ignore[override]
         known = {name: up for name, up in METRICS.items() if name != "kl" or self._frozen}

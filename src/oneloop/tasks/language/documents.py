@@ -2,7 +2,6 @@
 
 import numpy as np
 from numpy.typing import NDArray
-from xxhash import xxh3_128
 
 _AT_ONCE = 1 << 22  # tokens
 
@@ -40,6 +39,8 @@ class Documents:
         Args:
             marks: whether it also depends on which tokens are targets.
         """
+        from xxhash import xxh3_128
+
         state = xxh3_128(self.lengths.astype("<i8").tobytes())
         first = 0
         ends = np.cumsum(self.lengths)

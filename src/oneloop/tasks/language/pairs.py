@@ -101,14 +101,16 @@ def _check_cut(
                 f"{side}: the answer is empty after the cut at {length:,} tokens, because its "
                 f"prompt has {before:,}; raise task.length, or set task.overlong drop"
             )
-    if np.array_equal(token_ids(cut[0]), token_ids(cut[1])):
-        why = "are equal"
-        if len(sides[0]) > len(cut[0]) or len(sides[1]) > len(cut[1]):
-            why = f"are equal after the cut at {length:,} tokens"
+    if not np.array_equal(token_ids(cut[0]), token_ids(cut[1])):
+        return
+    if np.array_equal(sides[0], sides[1]):
         raise ValueError(
-            f"both answers {why}, so nothing can be learned from the pair; remove the row, or "
-            "raise task.length if it was cut"
+            "both answers are equal, so nothing can be learned from the pair; remove the row"
         )
+    raise ValueError(
+        f"both answers are equal after the cut at {length:,} tokens, so nothing can be learned "
+        "from the pair; raise task.length, or set task.overlong drop"
+    )
 
 
 def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:

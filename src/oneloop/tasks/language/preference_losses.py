@@ -45,19 +45,20 @@ def ipo(apart: Tensor, *, beta: float) -> Tensor:
     """Return the loss of identity preference optimization (Azar et al. 2023, equation 17).
 
     ``(apart - 1 / (2 beta))^2``, where beta is the paper's tau. The paper uses sums over tokens;
-    TRL uses means, which ``task.average true`` does too.
+    TRL uses means (``ipo_mean``).
     """
     return (apart - 1 / (2 * beta)) ** 2
 
 
 def simpo(
-    chosen: Tensor, rejected: Tensor, *, beta: float, gamma: float, smoothing: float = 0.0
+    chosen: Tensor, rejected: Tensor, *, beta: float, margin: float, smoothing: float = 0.0
 ) -> Tensor:
     """Return the loss of SimPO (Meng et al. 2024, equation 6), which needs no reference.
 
-    ``-log s(beta (chosen - rejected) - gamma)``, with means over the tokens of each answer.
+    ``-log s(beta (chosen - rejected) - margin)``, with means over the tokens of each answer; margin
+    is the paper's gamma.
     """
-    return dpo(chosen - rejected - gamma / beta, beta=beta, smoothing=smoothing)
+    return dpo(chosen - rejected - margin / beta, beta=beta, smoothing=smoothing)
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from oneloop.basics.base_models import HUB, place_of
@@ -73,21 +72,19 @@ def _checked(name: str, entries: int, length: int) -> Any:
     return tokenizer_of(name)
 
 
-def load_teacher(name: str, *, entries: int, length: int, dtype: str) -> nn.Module:
-    """Load a teacher.
+def load_teacher(name: str, *, entries: int, length: int) -> nn.Module:
+    """Load a teacher, in the dtype of its files.
 
     Args:
         name: a folder, or hf:ID[@REVISION].
         entries: vocabulary size of the tokenizer.
         length: tokens per sample.
-        dtype: float32, or auto: that of its files.
 
     Raises:
         ValueError: it cannot be loaded.
     """
-    wanted: Any = torch.float32 if dtype == "float32" else dtype
     try:
-        model, notes = auto_model("AutoModelForCausalLM", name, None, dtype=wanted)
+        model, notes = auto_model("AutoModelForCausalLM", name, None, dtype="auto")
         check_sizes(model, name, entries=entries, length=length, key="length")
     except ValueError as error:
         raise ValueError(str(error).replace("task.model", "task.teacher", 1)) from error
