@@ -441,8 +441,8 @@ def test_the_task_reads_files_and_names_wrong_rows(tmp_path):
         task_of(tmp_path, [{"prompt": "a", "good": "b", "rejected": "c"}] * 3)
     named = [{"prompt": "the", "good": f" word {at}", "rejected": " c"} for at in range(3)]
     assert len(task_of(tmp_path, named, chosen="good").train_set()) == 1
+    long = [{**row, "chosen": " word" * 80} for row in rows]
     with pytest.raises(ValueError, match="train: all 9 pairs are longer than 64 tokens"):
-        long = [{**row, "chosen": " word" * 80} for row in rows]
         task_of(tmp_path, long, overlong="drop")
     # This row is a conversation, but the first is a text.
     mixed = [*rows, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}]

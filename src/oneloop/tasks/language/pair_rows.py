@@ -54,7 +54,9 @@ class PairRows(AnswerRows):
                 made[split] = self._samples(pairs, content, split)
                 name = split if len(self._sources) == 1 else f"{split}/{source.name}"
                 self.pairs[name] = made[split]
-                self._data_notes.append(f"{name}: {made[split].about()}")
+                # The log has a line about the training set of a single source anyway.
+                if name != "train":
+                    self._data_notes.append(f"{name}: {made[split].about()}")
             samples.append(made)
         self._use(self._sources, samples)
         self._data_notes.append(self._preview(samples[0]["train"]))
