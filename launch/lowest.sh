@@ -25,10 +25,12 @@ for number in range(200):
     folder.mkdir(parents=True, exist_ok=True)
     Image.fromarray((digits.images[number] * 15.9).astype("uint8")).save(folder / f"{number}.png")
 END
-for recipe in digits gpt llama bert sft numbers snippets images; do
+for recipe in digits gpt llama bert sft preference distil numbers snippets images; do
   case $recipe in
     gpt | llama | bert | snippets) own=(--task.layers 1 --task.heads 2 --task.width 32) ;;  # small: the last evaluation reads the whole validation split
     images) own=(--task.data images) ;;
+    preference) own=(--init.from runs/sft-single) ;;
+    distil) own=(--task.teacher runs/sft-single/final) ;;
     numbers) own=(--task.layers 1 --eval.generate 16) ;;
     *) own=() ;;
   esac

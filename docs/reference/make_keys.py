@@ -17,7 +17,7 @@ TASKS = (
     "text_regression",
     "token_classification",
 )
-TASKS += ("text_pairs",)
+TASKS += ("text_pairs", "preference", "distil")
 OPTIMIZERS = ("adamw", "sgd", "muon", "adafactor")
 SCHEDULES = ("cosine", "linear", "wsd", "step", "exponential", "onecycle", "constant", "plateau")
 HEAD = """# All keys

@@ -152,7 +152,7 @@ TASKS = (
     "text_regression",
     "token_classification",
 )
-TASKS += ("text_pairs",)
+TASKS += ("text_pairs", "preference", "distil")
 UNREAD = {"task.download": "a flag of torchvision's constructors"}
 
 

@@ -187,6 +187,7 @@ def test_the_packaged_recipes_read_and_print(capsys):
     assert packaged() == [
         "bert",
         "digits",
+        "distil",
         "docstrings",
         "gpt",
         "gpt2",
@@ -195,6 +196,7 @@ def test_the_packaged_recipes_read_and_print(capsys):
         "llama-1b",
         "llama-7b",
         "numbers",
+        "preference",
         "sft",
         "snippets",
     ]

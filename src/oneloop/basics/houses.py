@@ -13,6 +13,7 @@ TASKS = {
     "sft": "SFT",
     "preference": "Preference",
     "reward": "Reward",
+    "distil": "Distil",
     "seq2seq": "Seq2Seq",
     "text_classification": "TextClassification",
     "text_regression": "TextRegression",

@@ -14,8 +14,9 @@ from oneloop.basics.exit_codes import BadInput, at_least, within
 @dataclass(frozen=True)
 class TaskConfig:
     name: str = "image_classification"
-    """task to train: image_classification, causal_lm, masked_lm, sft, reward, seq2seq,
-    text_classification, text_regression, token_classification, text_pairs, or the class path of
+    """task to train: image_classification, causal_lm, masked_lm, sft, preference, reward,
+    distil, seq2seq, text_classification, text_regression, token_classification, text_pairs, or the
+    class path of
     your own task"""
     options: Mapping[str, Any] = field(default_factory=dict)
 

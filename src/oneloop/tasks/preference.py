@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from oneloop.frozen.outputs import FrozenModel
 from oneloop.tasks.language import preference_losses as losses
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.pair_rows import PairRows
 from oneloop.tasks.language.pair_samples import (
@@ -20,7 +21,7 @@ from oneloop.tasks.language.pair_samples import (
     pair_mask,
 )
 from oneloop.tasks.language.pair_sums import PairSums
-from oneloop.tasks.language.sequences import IGNORE, collated, token_ids
+from oneloop.tasks.language.sequences import IGNORE, collated
 
 PreferenceLoss = Literal["dpo", "robust", "hinge", "ipo", "simpo", "orpo"]
 _ALONE = ("simpo", "orpo")  # losses without a reference

@@ -17,12 +17,12 @@ from oneloop.tasks.language.answer_rows import Encode
 from oneloop.tasks.language.attention import logits_of, near
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import column_choices, encoded, first_value
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.models import load_model, scratch_config
 from oneloop.tasks.language.pair_rows import PairRows
 from oneloop.tasks.language.pair_samples import PaddedPairs
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import encoded_pair, pair_choices
-from oneloop.tasks.language.sequences import token_ids
 from oneloop.tasks.model_limits import config_of, padding_token
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.rows import Row

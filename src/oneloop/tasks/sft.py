@@ -1,5 +1,6 @@
 """Supervised fine-tuning of a language model on the assistant's messages, or on completions."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -10,10 +11,11 @@ from torch import Tensor, nn
 
 from oneloop.tasks.language.answer_rows import AnswerRows
 from oneloop.tasks.language.completions import end_token_notes, ends_in
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.generation import answered
 from oneloop.tasks.language.language_model import is_packed
 from oneloop.tasks.language.message_flags import FLAGS
-from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Prompts, token_ids
+from oneloop.tasks.language.sequences import IGNORE, Packed, Padded, Prompts
 from oneloop.tasks.language.text_metrics import (
     DEFAULT,
     check_text_metrics,
@@ -45,6 +47,7 @@ class SFT(AnswerRows):
             row; the samples of a step have similar lengths).
     """
 
+    more_columns: Mapping[str, str] = {}  # of a subclass, by key of the task
     writes = True
     counts_whole_texts = True
 
@@ -65,6 +68,7 @@ class SFT(AnswerRows):
             raise ValueError(f"task.answer {answer} must be at least 1 token (common: 64)")
         check_text_metrics(text_metrics)
         columns = {"messages": messages, "prompt": prompt, "completion": completion}
+        columns |= self.more_columns
         super().__init__(data, columns, packed=packed, **rows)
         self.answer = answer
         self.text_metrics = text_metrics
@@ -75,6 +79,7 @@ class SFT(AnswerRows):
         samples = []
         for splits in texts:
             samples.append({split: self._samples(*text, split) for split, text in splits.items()})
+        self.parts = samples
         self._use(self._sources, samples)
 
         # Generation stops at the tokens that end answers in the training data.

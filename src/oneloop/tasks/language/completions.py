@@ -28,6 +28,18 @@ def completed(tokenizer: Any, prompt: str, completion: str) -> NDArray[np.int32]
     return np.where(np.arange(len(array)) < border, ~array, array)
 
 
+def whole_text(tokenizer: Any, text: str) -> NDArray[np.int32]:
+    """Return the tokens of a text with the end token; all but the first are targets.
+
+    Raise ValueError if the text is empty, or the tokenizer has no end token.
+    """
+    end = end_of(tokenizer)
+    tokens = _without_ends(tokenizer, text)[0]
+    if not tokens:
+        raise ValueError("the text is empty; fill it, or remove the row")
+    return np.array([*tokens, end], dtype=np.int32)
+
+
 def end_of(tokenizer: Any) -> int:
     """Return the tokenizer's end token. Raise ValueError if it has none."""
     if tokenizer.eos_token_id is None:

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from oneloop.basics.tensors import Planned, on_gpu
 from oneloop.tasks.language.attention import borders, causal
 from oneloop.tasks.language.chunked_loss import without_logits
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.lora_settings import LoRA
 from oneloop.tasks.language.models import (
     Architecture,
@@ -26,7 +27,6 @@ from oneloop.tasks.language.sequences import (
     Padded,
     collated,
     spans,
-    token_ids,
 )
 from oneloop.tasks.language.token_targets import TokenTargets
 from oneloop.tasks.model_limits import shorter_length

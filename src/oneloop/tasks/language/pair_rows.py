@@ -10,10 +10,10 @@ from torch import Tensor, nn
 
 from oneloop.tasks.language.answer_rows import AnswerRows, Encode
 from oneloop.tasks.language.conversations import first_value
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.language.pair_samples import PackedPairs, PaddedPairs, Pairs
 from oneloop.tasks.language.pair_sums import PairSums
 from oneloop.tasks.language.pairs import SIDES, OverlongPair, encoded_pair, pair_choices
-from oneloop.tasks.language.sequences import token_ids
 from oneloop.tasks.language.synthetic_chats import LESSONS
 from oneloop.tasks.language.wrong_answers import PairedChats
 from oneloop.tasks.rows.cached_arrays import Ragged

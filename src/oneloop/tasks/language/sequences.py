@@ -15,6 +15,8 @@ from torch import Tensor
 
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
+from oneloop.frozen.outputs import FrozenOutputs
+from oneloop.tasks.language.documents import Documents, token_ids
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 IGNORE = -100  # ignored target
@@ -166,6 +168,22 @@ def _targets(
     return counts
 
 
+def frozen_targets(samples: "Pieces | Packed", record: np.dtype[Any]) -> FrozenOutputs:
+    """Add a record of a frozen model for each target of each span, and return the records.
+
+    A sample is then a span with its records, or a list of such pairs.
+    """
+    spans = samples.spans
+    documents = Documents(spans.tokens, spans.starts, spans.stops)
+    samples.outputs = FrozenOutputs(
+        record,
+        counts=_targets(spans.tokens, spans.starts, spans.stops),
+        lengths=documents.lengths,
+        content=documents.digest(marks=True),
+    )
+    return samples.outputs
+
+
 class Pieces:
     """Samples of one span each (tokens and complements)."""
 
@@ -173,6 +191,7 @@ class Pieces:
         """Use these samples; ``content`` is a key of the texts' content (None: unknown)."""
         self.spans = spans
         self.content = content
+        self.outputs: FrozenOutputs | None = None
 
     def __len__(self) -> int:
         return len(self.spans)
@@ -180,7 +199,9 @@ class Pieces:
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return self.spans[index]
+        return (
+            self.spans[index] if self.outputs is None else (self.spans[index], self.outputs[index])
+        )
 
     def fingerprint(self) -> dict[str, Any] | None:
         """Return a key of the texts' content; None if it is unknown."""
@@ -280,6 +301,7 @@ class Packed:
         """Pack these samples; ``content`` is a key of the texts' content (None: unknown)."""
         self.spans = spans
         self.content = content
+        self.outputs: FrozenOutputs | None = None
         self.bins = packed(spans.lengths, spans.length)
         # The maximum number of documents per row.
         self.most = int(np.diff(self.bins.ends, prepend=0).max())
@@ -290,7 +312,10 @@ class Packed:
     def __getitem__(self, index: int) -> list[Any]:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        return [self.spans[member] for member in self.bins[index].tolist()]
+        members = self.bins[index].tolist()
+        if self.outputs is None:
+            return [self.spans[member] for member in members]
+        return [(self.spans[member], self.outputs[member]) for member in members]
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -309,11 +334,6 @@ class Packed:
             f"{self.spans.length:,} tokens, {100 * full:.1f} % full, at most {self.most} per "
             "sample; none attends to another"
         )
-
-
-def token_ids(span: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Return the token ids of a span, also of tokens that are not targets."""
-    return np.where(span < 0, ~span, span)
 
 
 def collated(samples: Sequence[Any], *, width: int = 0, most: int = 1) -> dict[str, Tensor]:

@@ -20,6 +20,8 @@ _KINDS = {
     "causal_lm": "text-generation",
     "masked_lm": "fill-mask",
     "sft": "text-generation",
+    "preference": "text-generation",
+    "distil": "text-generation",
     "reward": "text-classification",
     "seq2seq": "text2text-generation",
 }

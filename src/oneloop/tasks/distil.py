@@ -1,0 +1,266 @@
+"""Distillation: a student learns from a teacher's stored distributions over the next tokens."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from oneloop.frozen.outputs import FrozenModel
+from oneloop.tasks.language.completions import whole_text
+from oneloop.tasks.language.conversations import encoded, encoded_prompt, first_value
+from oneloop.tasks.language.distil_sums import DistilSums
+from oneloop.tasks.language.divergences import Divergence, divergence, merged
+from oneloop.tasks.language.sequences import IGNORE, Padded, collated, frozen_targets
+from oneloop.tasks.language.teachers import checked_teacher, load_teacher, teacher_content
+from oneloop.tasks.language.top_logits import collated_records, record_of, records
+from oneloop.tasks.sft import SFT
+
+
+class Distil(SFT):
+    """Distillation from a teacher whose outputs are computed once, and stored.
+
+    The loss of a token is ``share x temperature^2 x divergence + (1 - share) x cross-entropy``
+    (Hinton et al. 2015). The weight of a sample is its number of trained tokens, as in task sft.
+
+    Args:
+        teacher: a folder saved by transformers (final/ of a run is one), or hf:ID[@REVISION]; its
+            tokenizer must have the student's vocabulary.
+        text: column of whole texts, if the data has neither conversations nor completions; all
+            their tokens are trained.
+        top_k: entries of the teacher's distribution that are stored for each token; all others are
+            one bucket, the tail (0: all entries).
+        divergence: forward (KL from teacher to student), reverse, or js (Jensen-Shannon).
+        js_weight: weight of the teacher in js, between 0 and 1.
+        temperature: of both distributions.
+        share: share of the divergence in the loss; the rest is the cross-entropy of the data.
+        store: folder or bucket (s3://, gs://) of the teacher's outputs (null: the cache of this
+            host).
+        teacher_dtype: dtype of the teacher's weights; auto: that of its files.
+    """
+
+    needs = SFT.needs | {"js_weight": "divergence=js"}
+
+    def __init__(
+        self,
+        data: str | list[dict[str, Any]] = "lessons",
+        teacher: str = "",
+        text: str = "text",
+        top_k: int = 64,
+        divergence: Divergence = "forward",
+        js_weight: float = 0.5,
+        temperature: float = 1.0,
+        share: float = 0.5,
+        store: str | None = None,
+        teacher_dtype: Literal["float32", "auto"] = "float32",
+        **rows: Any,
+    ) -> None:
+        # Check the settings before the data and the teacher are read.
+        if not 0 < temperature < math.inf:
+            raise ValueError(f"task.temperature {temperature} must be a positive number")
+        if not 0 < share <= 1:
+            raise ValueError(
+                f"task.share {share} must be above 0 and at most 1; to train without the teacher, "
+                "use task sft"
+            )
+        if not 0 < js_weight < 1:
+            raise ValueError(f"task.js_weight {js_weight} must be between 0 and 1")
+        if rows.get("fused_loss") is True:
+            raise ValueError("task.fused_loss true: distillation needs logits; remove it")
+        self.kind: Divergence = divergence
+        self.js_weight = js_weight
+        self.temperature = temperature
+        self.share = share
+        self.teacher = teacher
+        self.more_columns = {"text": text}
+        self._teacher_tokenizer = checked_teacher(teacher)
+        super().__init__(data, **rows)
+        self._check_same_tokens(rows)
+
+        # Let a run compute what the teacher says about each trained token.
+        if not 0 <= top_k <= self.entries:
+            raise ValueError(
+                f"task.top_k {top_k} must be from 1 to the {self.entries:,} entries of the "
+                "vocabulary, or 0 for all"
+            )
+        self.top_k = top_k or self.entries
+        self._record = record_of(self.top_k, self.entries)
+        self._frozen = FrozenModel(
+            "the teacher",
+            {},
+            batch=self._documents,
+            compute=self._distributions,
+            kind={
+                "records": "most likely entries",
+                "k": self.top_k,
+                "entries": self.entries,
+                "temperature": temperature,
+                "dtype": teacher_dtype,
+                "attention": "transformers' default",
+            },
+            address=store,
+            build=lambda: load_teacher(
+                teacher, entries=self.entries, length=self.length, dtype=teacher_dtype
+            ),
+            content=teacher_content(teacher),
+        )
+        self._taught: dict[str, Any] = {}
+        for source, splits in zip(self._sources, self.parts, strict=True):
+            for split, samples in splits.items():
+                name = split if len(self._sources) == 1 else f"{split}/{source.name}"
+                self._teach(name, samples)
+        if self.top_k < self.entries:
+            self._data_notes.append(
+                f"the {self.top_k:,} most likely of {self.entries:,} entries and the sum of the "
+                "others are compared: the divergence is a lower bound of that of all entries"
+            )
+        self.notes = self._data_notes
+
+    def _teach(self, name: str, samples: Any) -> None:
+        """Let the samples have records of the teacher."""
+        self._frozen.outputs[name] = frozen_targets(samples, self._record)
+        self._taught[name] = samples
+
+    def frozen(self) -> FrozenModel:
+        """Return what a run must compute before its first step."""
+        return self._frozen
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._frozen.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._frozen.load_state_dict(state)
+
+    def _new_tokenizer(self, vocab: int) -> Any:
+        # A student from scratch has the teacher's tokens.
+        return self._teacher_tokenizer
+
+    def _check_same_tokens(self, rows: Mapping[str, Any]) -> None:
+        """Raise ValueError if the teacher reads the student's tokens as others."""
+        mine = self.tokenizer.get_vocab()
+        theirs = self._teacher_tokenizer.get_vocab()
+        for token, number in mine.items():
+            if theirs.get(token) != number:
+                raise ValueError(
+                    f"task.teacher {self.teacher!r} has another tokenizer: the student's token "
+                    f"{token!r} is number {number}, and the teacher's "
+                    f"{theirs.get(token, 'does not exist')}; give a teacher and a student with one "
+                    "tokenizer"
+                )
+        other = self.tokenizer.chat_template != self._teacher_tokenizer.chat_template
+        if self._chat is not None and rows.get("chat_template") is None and other:
+            raise ValueError(
+                f"task.teacher {self.teacher!r} has another chat template than the student; name "
+                "the one that both should see with task.chat_template FILE"
+            )
+        checked_teacher(self.teacher, entries=self.entries, length=self.length)
+
+    def _choices(self, *, labelled: bool) -> Sequence[Mapping[str, str]]:
+        texts = dict.fromkeys(self.columns, "") | {"text": self.columns["text"]}
+        return [*super()._choices(labelled=labelled), texts]
+
+    def _encode(self, *, labelled: bool) -> Callable[..., Any]:
+        return _text_or_answer if labelled else _text_or_prompt
+
+    def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
+        if columns["text"]:
+            return first_value(rows, columns["text"])
+        return super()._first_prompt(rows, columns)
+
+    def samples_of(self, data: str, *, labelled: bool) -> Padded:
+        samples = super().samples_of(data, labelled=labelled)
+        if labelled:
+            self._teach("data", samples)
+        return samples
+
+    def collate(self, samples: list[Any]) -> dict[str, Tensor]:
+        # Divide the samples into spans and records. Rows of ``oneloop predict`` have no records.
+        is_packed = isinstance(samples[0], list)
+        rows = samples if is_packed else [[sample] for sample in samples]
+        if not isinstance(rows[0][0], tuple):
+            return super().collate(samples)
+        spans = [[span for span, _ in row] for row in rows]
+        batch = super().collate(spans if is_packed else [row[0] for row in spans])
+        return batch | collated_records(rows, batch["target"].shape, self.entries)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        if "teacher" not in batch:
+            return super().loss(model, batch)
+
+        # Half-precision logits are too coarse for the loss; rows that pad the vocabulary have no
+        # token.
+        target = batch["target"]
+        logits = model(**self._model_inputs(batch)).logits[..., : self.entries]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        cross_entropy = F.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
+        ).view_as(target)
+
+        # Compare the student with the teacher, at each target.
+        student = merged(logits, batch["teacher_entry"], temperature=self.temperature)
+        teacher = batch["teacher"].to(student.dtype)
+        apart = divergence(teacher, student, self.kind, weight=self.js_weight)
+        apart = apart * (target != IGNORE)
+        scale = self.share * self.temperature**2
+        each = scale * apart + (1 - self.share) * cross_entropy
+
+        outputs = {"loss": each.detach()}
+        if model.training:
+            count = (target != IGNORE).sum().clamp(min=1)
+            outputs["divergence"] = apart.detach().sum() / count
+            outputs["cross_entropy"] = cross_entropy.detach().sum() / count
+            if "padding" in batch:
+                outputs["padding"] = batch["padding"]
+        else:
+            outputs["apart"] = apart.detach()
+            outputs["cross_entropy"] = cross_entropy.detach()
+            outputs["right"] = logits.argmax(-1) == target
+        return each.sum(), outputs
+
+    def metrics(self) -> DistilSums:
+        return DistilSums(by_bytes=self.token_bytes is not None, whole=self.counts_whole_texts)
+
+    def update(  # type: ignore[override]
+        self, metrics: DistilSums, batch: dict[str, Tensor], outputs: dict[str, Tensor]
+    ) -> None:
+        # Perplexity is that of the data, not of the loss.
+        super().update(metrics, batch, {**outputs, "loss": outputs["cross_entropy"]})
+        metrics.add_divergence(outputs["apart"].sum(), (batch["target"] != IGNORE).sum())
+
+    def show(self, sample: Any, outputs: dict[str, Tensor]) -> dict[str, Any]:
+        return super().show(sample[0] if isinstance(sample, tuple) else sample, outputs)
+
+    def _documents(self, name: str, documents: Sequence[int]) -> dict[str, Tensor]:
+        spans = self._taught[name].spans
+        return collated([spans[number] for number in documents])
+
+    def _distributions(self, model: nn.Module, batch: dict[str, Tensor]) -> list[NDArray[Any]]:
+        """Return the records of the targets of each document."""
+        logits = model(input_ids=batch["input"], use_cache=False).logits
+        found = []
+        for row, target in zip(logits, batch["target"], strict=True):
+            of_targets = row[target != IGNORE][:, : self.entries]
+            found.append(records(of_targets, self._record, temperature=self.temperature))
+        return found
+
+
+def _text_or_answer(
+    row: Any, columns: Mapping[str, str], tokenizer: Any, chat: Any, flags: Sequence[str] = ()
+) -> NDArray[np.int32]:
+    """Return the tokens of a row: of its whole text, if it has no conversation."""
+    if columns["text"]:
+        return whole_text(tokenizer, row[columns["text"]])
+    return encoded(row, columns, tokenizer, chat, flags)
+
+
+def _text_or_prompt(
+    row: Any, columns: Mapping[str, str], tokenizer: Any, chat: Any, flags: Sequence[str] = ()
+) -> NDArray[np.int32]:
+    """Return the tokens of a row to predict."""
+    if columns["text"]:
+        return whole_text(tokenizer, row[columns["text"]])
+    return encoded_prompt(row, columns, tokenizer, chat, flags)

@@ -1,0 +1,101 @@
+"""Teachers: models of transformers that only compute outputs. Safetensors, without remote code."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from oneloop.basics.base_models import HUB, place_of
+from oneloop.tasks.model_limits import check_sizes, config_of, shorter_length
+from oneloop.tasks.transformers_models import (
+    auto_model,
+    commit_of,
+    content_of_model,
+    is_transformers,
+    tokenizer_of,
+)
+
+
+def checked_teacher(name: str, *, entries: int = 0, length: int = 0) -> Any:
+    """Return the tokenizer of a teacher, of which only the configuration is read.
+
+    Args:
+        name: a folder, or hf:ID[@REVISION].
+        entries: vocabulary size that it needs.
+        length: positions that it needs.
+
+    Raises:
+        ValueError: it is missing, quantized, not in safetensors, or too small.
+    """
+    if not name:
+        raise ValueError(
+            "task.teacher is missing; give a folder saved by transformers, such as final/ of a "
+            "run, or hf:ID"
+        )
+    try:
+        return _checked(name, entries, length)
+    except ValueError as error:
+        text = str(error).replace("task.model", "task.teacher", 1)
+        if not text.startswith("task.teacher"):
+            text = f"task.teacher {text}"
+        raise ValueError(text) from error
+
+
+def _checked(name: str, entries: int, length: int) -> Any:
+    if not is_transformers(name):
+        raise ValueError(
+            f"task.teacher {name!r} is not a folder saved by transformers; give one, such as "
+            "final/ of a run, or hf:ID"
+        )
+    folder = Path(place_of(name)[0])
+    if not name.startswith(HUB) and not any(folder.glob("*.safetensors")):
+        raise ValueError(
+            f"task.teacher {name!r} has no safetensors; save its weights with save_pretrained"
+        )
+
+    # Read the sizes from its configuration.
+    config = config_of(name, whole=True)
+    if getattr(config, "quantization_config", None):
+        raise ValueError(f"task.teacher {name!r} is quantized; give the unquantized model")
+    vocabulary = config.get_text_config().vocab_size
+    if entries > vocabulary:
+        raise ValueError(
+            f"task.teacher {name!r} has a vocabulary of {vocabulary:,} entries, and the student's "
+            f"tokenizer {entries:,}; give a teacher with the student's vocabulary"
+        )
+    if length:
+        positions, _ = shorter_length(name, length, key="length")
+        if positions < length:
+            raise ValueError(
+                f"task.teacher {name!r} has {positions:,} positions; set task.length {positions}"
+            )
+    return tokenizer_of(name)
+
+
+def load_teacher(name: str, *, entries: int, length: int, dtype: str) -> nn.Module:
+    """Load a teacher.
+
+    Args:
+        name: a folder, or hf:ID[@REVISION].
+        entries: vocabulary size of the tokenizer.
+        length: tokens per sample.
+        dtype: float32, or auto: that of its files.
+
+    Raises:
+        ValueError: it cannot be loaded.
+    """
+    wanted: Any = torch.float32 if dtype == "float32" else dtype
+    try:
+        model, notes = auto_model("AutoModelForCausalLM", name, None, dtype=wanted)
+        check_sizes(model, name, entries=entries, length=length, key="length")
+    except ValueError as error:
+        raise ValueError(str(error).replace("task.model", "task.teacher", 1)) from error
+    if notes:
+        raise ValueError(f"task.teacher {name!r} is not a whole language model: {notes[0]}")
+    return model
+
+
+def teacher_content(name: str) -> dict[str, Any]:
+    """Return what identifies a teacher: checksums of its files, or the commit on the hub."""
+    return content_of_model(name, commit_of(name))
