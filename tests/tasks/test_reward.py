@@ -252,7 +252,7 @@ def test_padding_and_the_end_token_do_not_change_rewards(tmp_path, pad):
         assert rewards == pytest.approx(alone(tmp_path / "saved", texts), abs=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_adapters_and_the_head_are_trained_and_load_in_peft(tmp_path, dtype):
     from peft import AutoPeftModelForSequenceClassification
 
