@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "ipo": ("--task.loss", "ipo", "--task.beta", "0.5", "--optimizer.lr", "0.000005"),
     "ipo of means": (
         *("--task.loss", "ipo", "--task.beta", "0.5", "--task.average", "true"),
-        *("--optimizer.lr", "0.002"),
+        *("--optimizer.lr", "0.01"),
     ),
     "simpo": ("--task.loss", "simpo", "--task.gamma", "0.4"),
     "fused": ("--task.fused_loss", "true"),
