@@ -361,6 +361,23 @@ def test_the_reference_is_computed_once_for_all_losses(base, first, tmp_path):
     before = bins(first / "store")
     start = logged(first)
 
+    # The store holds each next token of prompts and answers, for any mask.
+    plain = Plain(base, "dpo", (), "packed")
+    outputs = plain.task.frozen().outputs["train"]
+    (about,) = [
+        file
+        for file in (first / "store").glob("*/about.json")
+        if json.loads(file.read_text())["parts"]["inputs"]["content"] == outputs.content
+    ]
+    outputs.attach(about.parent)
+    documents = plain.task.pairs["train"].documents
+    assert len(outputs) == len(documents) == 2 * 60
+    for number in (0, 1, 77):
+        with torch.no_grad():
+            logp = plain.logp(plain.reference, token_ids(documents[number]))
+        assert len(logp) == len(documents[number]) - 1
+        assert np.allclose(outputs[number]["logp"], logp, rtol=0, atol=1e-12)
+
     # Another loss on two processes, with EMA and activation checkpointing: no forward.
     more = ("--task.loss", "ipo", "--task.beta", "0.5", "--ema.half_life", "4", "--eval.every", "4")
     more += ("--machine.recompute", "full", "--optimizer.lr", "0.00002")
