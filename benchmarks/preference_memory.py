@@ -2,10 +2,10 @@
 
     python benchmarks/preference_memory.py --rounds 3 --to benchmarks/DATE-preference-memory.md
 
-Both train the same Llama (float32, AdamW, padded pairs of the packaged lessons) for some steps, each in
-a new process. TRL runs twice: with its reference model in memory, and with log-probabilities that it
-computes before training (precompute_ref_log_probs). A process prints its largest resident size; the
-control is oneloop's loss simpo, which has no reference at all.
+Both train the same Llama (float32, AdamW, padded pairs of the packaged lessons) for some steps,
+each in a new process. TRL runs twice: with its reference model in memory, and with
+log-probabilities that it computes before training (precompute_ref_log_probs). A process writes its
+largest resident size; the control is oneloop's loss simpo, which has no reference at all.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 WAYS = ("oneloop dpo", "oneloop simpo", "trl reference", "trl precomputed")
-WIDTH, LAYERS, STEPS, BATCH, VOCABULARY = 768, 12, 6, 4, 4096
+WIDTH, LAYERS, STEPS, BATCH, VOCABULARY = 768, 8, 4, 4, 4096
 
 
 def shape(folder: Path) -> Path:
@@ -50,7 +50,7 @@ def shape(folder: Path) -> Path:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     with (folder / "pairs.jsonl").open("w") as file:
-        for pair in PairedChats("train").pairs[:200]:
+        for pair in PairedChats("train").pairs[:60]:
             file.write(json.dumps(pair) + "\n")
     return folder
 
@@ -82,7 +82,8 @@ def with_oneloop(folder: Path, loss: str) -> None:
     try:
         main(argv)
     except SystemExit as end:
-        assert not end.code, end.code
+        if end.code:
+            raise RuntimeError(f"exit code {end.code}") from end
 
 
 def with_trl(folder: Path, *, precomputed: bool) -> None:
@@ -150,17 +151,21 @@ def main() -> None:
             peak = folder / "peak"
             words = [sys.executable, __file__, "--one", way, str(folder)]
             variables = {**os.environ, "PEAK": str(peak), "ONELOOP_CACHE": str(folder / "cache")}
-            subprocess.run(words, env=variables, check=True, stdout=subprocess.DEVNULL)
+            quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+            subprocess.run(words, env=variables, check=True, **quiet)
             peaks[way].append(float(peak.read_text()) / 1e9)
             peak.unlink()
-    lines = [
-        f"# {date.today()}: peak memory of preference optimization",
-        "",
+    about = (
         f"`python benchmarks/preference_memory.py --rounds {given.rounds}`; {platform.machine()}, "
         f"{os.cpu_count()} cores, torch {version('torch')}, trl {version('trl')}, transformers "
         f"{version('transformers')}. A Llama of {weights / 4e6:.0f} M parameters in float32 "
-        f"({weights / 1e9:.2f} GB), AdamW, {BATCH} pairs per step, {STEPS} steps, one process on the "
-        "CPU. Largest resident size of the process (GB): median (smallest to largest).",
+        f"({weights / 1e9:.2f} GB), AdamW, {BATCH} pairs per step, {STEPS} steps, one process on "
+        "the CPU. Largest resident size of the process (GB): median (smallest to largest)."
+    )
+    lines = [
+        f"# {date.today()}: peak memory of preference optimization",
+        "",
+        about,
         "",
         "| way | GB |",
         "|---|---|",
