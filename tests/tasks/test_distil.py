@@ -185,7 +185,9 @@ def test_twenty_steps_are_those_of_a_plain_loop(
             given += ["--batch.micro", "1"]
         trained(folder, words(base, *given), layout.replace("accumulation", "single")).ok()
     counted = listed(folder, "pass")
-    assert len(counted) == len(set(counted)) == DOCUMENTS
+    assert len(set(counted)) == DOCUMENTS
+    # Under FSDP2, a process without a range repeats the forwards of another.
+    assert len(counted) == DOCUMENTS or layout == "fsdp2"
 
     # The teacher is not in memory while the student trains.
     assert listed(folder, "built") == ["LlamaForCausalLM"] * (1 + (layout in ("ddp", "fsdp2")))
@@ -364,6 +366,7 @@ def test_other_data_are_distilled(base, tmp_path, one_thread, kind):
         },
         "mixture": lambda one: {"messages": one},
     }[kind]
+    (tmp_path / "data").mkdir()
     for name, count, seed in (("train", 60, 0), ("validation", 9, 1)):
         made = [rows(row["messages"]) for row in chats(count, seed=seed)]
         write(tmp_path / "data" / f"{name}.jsonl", made)
