@@ -18,7 +18,13 @@ _ONCE = (
     "a run computes the log-probabilities of the reference once, before its first step; remove the "
     "key (task.store: where they are stored)"
 )
+_STORED = (
+    "the outputs of the teacher are computed before the first step, on the texts of the data; remove "
+    "the key. To train on texts of a model, write them with oneloop predict"
+)
 _EXPLANATIONS = {
+    "lmbda": _STORED,
+    "seq_kd": _STORED,
     "sync_ref_model": _FIXED,
     "ref_model_sync_steps": _FIXED,
     "ref_model_mixup_alpha": _FIXED,

@@ -62,4 +62,6 @@ def divergence(
 
 def _kl(of: Tensor, to: Tensor) -> Tensor:
     """Return the sum of ``p (log p - log q)`` over the buckets."""
-    return (of.exp() * (of - to)).sum(-1)
+    # A bucket without probability adds nothing, although its logarithm is infinite.
+    apart = torch.where(of.isneginf(), 0.0, of - to)
+    return (of.exp() * apart).sum(-1)
