@@ -28,6 +28,7 @@ from oneloop.tasks.preference import Preference
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 pytestmark = pytest.mark.covers(
+    "oneloop.tasks.language.answer_rows",
     "oneloop.tasks.language.pair_rows",
     "oneloop.tasks.language.pair_samples",
     "oneloop.tasks.language.pairs",
@@ -242,7 +243,7 @@ def test_a_cut_without_an_answer_or_a_difference_is_rejected():
         f"{prompt}; raise task.length, or set task.overlong drop"
     )
     row = {"prompt": "the", "chosen": " word" * 20 + " a", "rejected": " word" * 20 + " x"}
-    with pytest.raises(ValueError, match="are equal after the cut at 10 tokens"):
+    with pytest.raises(ValueError, match="after the cut at 10 tokens, both answers are equal"):
         pair_of(row, length=10)
 
 

@@ -11,7 +11,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from xxhash import xxh3_128
 
 from oneloop.data.order import Ordered, StoredOrder
 from oneloop.data.packing import Bucketed, packed
@@ -58,6 +57,8 @@ class Documents:
         Args:
             marks: whether it also depends on which tokens are targets.
         """
+        from xxhash import xxh3_128
+
         state = xxh3_128(self.lengths.astype("<i8").tobytes())
         first = 0
         ends = np.cumsum(self.lengths)

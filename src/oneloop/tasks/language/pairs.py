@@ -21,6 +21,7 @@ from oneloop.tasks.rows.rows import Row
 
 OverlongPair = Literal["cut", "drop"]
 SIDES = ("chosen", "rejected")
+_EQUAL = "both answers are equal, so nothing can be learned from the pair; remove the row"
 
 
 def encoded_pair(
@@ -102,12 +103,11 @@ def _check_cut(
                 f"prompt has {before:,}; raise task.length, or set task.overlong drop"
             )
     if np.array_equal(token_ids(cut[0]), token_ids(cut[1])):
-        why = "are equal"
-        if len(sides[0]) > len(cut[0]) or len(sides[1]) > len(cut[1]):
-            why = f"are equal after the cut at {length:,} tokens"
+        if max(map(len, sides)) <= length + 1:
+            raise ValueError(_EQUAL)
         raise ValueError(
-            f"both answers {why}, so nothing can be learned from the pair; remove the row, or "
-            "raise task.length if it was cut"
+            f"after the cut at {length:,} tokens, both answers are equal, so nothing can be "
+            "learned from the pair; raise task.length, or set task.overlong drop"
         )
 
 
@@ -180,9 +180,7 @@ def _common_text(chosen: str, rejected: str) -> tuple[str, dict[str, str]]:
         same -= 1
     answers = {"chosen": chosen[same:], "rejected": rejected[same:]}
     if chosen == rejected:
-        raise ValueError(
-            "both answers are equal, so nothing can be learned from the pair; remove the row"
-        )
+        raise ValueError(_EQUAL)
     if not same:
         raise ValueError(
             "both texts begin differently, so the pair has two prompts; put the prompt into the "
@@ -210,9 +208,7 @@ def _common_messages(
         same += 1
     ends = {"chosen": [*chosen[same:]], "rejected": [*rejected[same:]]}
     if not ends["chosen"] and not ends["rejected"]:
-        raise ValueError(
-            "both answers are equal, so nothing can be learned from the pair; remove the row"
-        )
+        raise ValueError(_EQUAL)
     for side, messages in ends.items():
         if not messages:
             raise ValueError(

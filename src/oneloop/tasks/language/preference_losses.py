@@ -44,9 +44,8 @@ def hinge(apart: Tensor, *, beta: float) -> Tensor:
 def ipo(apart: Tensor, *, beta: float) -> Tensor:
     """Return the loss of identity preference optimization (Azar et al. 2023, equation 17).
 
-    ``(apart - 1 / (2 beta))^2``, where beta is the paper's tau. The paper's formula has sums over
-    tokens. TRL uses means, with which the paper's results were found, as its authors told TRL;
-    ``task.average true`` does the same.
+    ``(apart - 1 / (2 beta))^2``, where beta is the paper's tau. The formula has sums over tokens.
+    TRL uses means, and notes that the paper's results do so, too: ``task.average true``.
     """
     return (apart - 1 / (2 * beta)) ** 2
 
