@@ -19,7 +19,13 @@ _LOGITS = 1 << 24  # that are sorted at once
 def record_of(k: int, vocabulary: int) -> np.dtype[Any]:
     """Return the type of a record with k entries."""
     entry = "<u2" if vocabulary <= _SMALL else "<i4"
-    return np.dtype([("entry", entry, (k,)), ("logp", "<f4", (k,)), ("tail", "<f4")])
+    return np.dtype(
+        [
+            ("entry", entry, (k,)),
+            ("logp", "<f4", (k,)),
+            ("tail", "<f4"),
+        ]
+    )
 
 
 @torch.no_grad()
