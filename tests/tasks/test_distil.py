@@ -451,7 +451,9 @@ def lay_wrong(base: Path, folder: Path) -> None:
     weights = load_file(folder / "PICKLE" / "model.safetensors")
     (folder / "PICKLE" / "model.safetensors").unlink()
     torch.save(weights, folder / "PICKLE" / "pytorch_model.bin")
-    change(folder / "QUANTIZED/config.json", quantization_config={"quant_method": "gptq", "bits": 4})
+    change(
+        folder / "QUANTIZED/config.json", quantization_config={"quant_method": "gptq", "bits": 4}
+    )
     (folder / "CODE" / "own.py").write_text("raise SystemExit('remote code ran')\n")
     own = {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}
     change(folder / "CODE/config.json", model_type="own", auto_map=own)

@@ -189,9 +189,7 @@ def test_records_are_at_the_positions_of_their_targets(k):
     stored = []
     for number, span in enumerate(spans):
         targets = span[1:] >= 0
-        made = records(
-            torch.randn(int(targets.sum()), ENTRIES) + number, record, temperature=1.0
-        )
+        made = records(torch.randn(int(targets.sum()), ENTRIES) + number, record, temperature=1.0)
         stored.append(made)
     rows = [list(zip(spans[:2], stored[:2], strict=True)), [(spans[2], stored[2])]]
     batch = collated_records(rows, (2, 6), ENTRIES)
