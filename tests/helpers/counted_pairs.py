@@ -14,20 +14,8 @@ from oneloop.tasks.preference import Preference
 from worlds import apply, here, run
 
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
-WORDS = [
-    "one",
-    "two",
-    "three",
-    "four",
-    "five",
-    "six",
-    "seven",
-    "eight",
-    "monday",
-    "friday",
-    "may",
-    "june",
-]
+GOOD = ["one", "two", "three", "four", "five", "six"]
+BAD = ["seven", "eight", "monday", "friday", "may", "june"]
 
 
 class Counted(Preference):
@@ -55,9 +43,9 @@ def rows(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
     draw = random.Random(seed)
     made = []
     for _ in range(count):
-        good = draw.choice(WORDS[:6])
-        bad = draw.choice(WORDS[6:])
-        question = " ".join(draw.choices(WORDS, k=draw.randint(1, 3)))
+        good = draw.choice(GOOD)
+        bad = draw.choice(BAD)
+        question = " ".join(draw.choices(GOOD + BAD, k=draw.randint(1, 3)))
         answers = ([good] * draw.randint(1, 4), [bad] * draw.randint(1, 5))
         texts = [" ".join(words) for words in answers]
         made.append(
@@ -71,8 +59,11 @@ def rows(count: int, *, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def lay(folder: Path) -> Path:
-    """Write the data and the base model."""
-    a_base(folder / "base")
+    """Write the data and the base model.
+
+    The norms of a Llama are computed in float32, which would round also in a float64 run.
+    """
+    a_base(folder / "base", kind="GPTNeoX")
     (folder / "data").mkdir()
     for name, count, seed in (("train", 60, 0), ("validation", 9, 1)):
         write(folder / "data" / f"{name}.jsonl", rows(count, seed=seed))

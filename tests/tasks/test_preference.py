@@ -44,7 +44,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "ipo": ("--task.loss", "ipo", "--task.beta", "0.5", "--optimizer.lr", "0.000005"),
     "ipo of means": (
         *("--task.loss", "ipo_mean", "--task.beta", "0.5"),
-        *("--optimizer.lr", "0.002"),
+        *("--optimizer.lr", "0.01"),
     ),
     "simpo": ("--task.loss", "simpo", "--task.margin", "0.4"),
     "fused": ("--task.fused_loss", "true"),
@@ -360,6 +360,23 @@ def test_the_reference_is_computed_once_for_all_losses(base, first, tmp_path):
     store = str(first / "store")
     before = bins(first / "store")
     start = logged(first)
+
+    # The store holds each next token of prompts and answers, for any mask.
+    plain = Plain(base, "dpo", (), "packed")
+    outputs = plain.task.frozen().outputs["train"]
+    (about,) = [
+        file
+        for file in (first / "store").glob("*/about.json")
+        if json.loads(file.read_text())["parts"]["inputs"]["content"] == outputs.content
+    ]
+    outputs.attach(about.parent)
+    documents = plain.task.pairs["train"].documents
+    assert len(outputs) == len(documents) == 2 * 60
+    for number in (0, 1, 77):
+        with torch.no_grad():
+            logp = plain.logp(plain.reference, token_ids(documents[number]))
+        assert len(logp) == len(documents[number]) - 1
+        assert np.allclose(outputs[number]["logp"], logp, rtol=0, atol=1e-12)
 
     # Another loss on two processes, with EMA and activation checkpointing: no forward.
     more = ("--task.loss", "ipo", "--task.beta", "0.5", "--ema.half_life", "4", "--eval.every", "4")

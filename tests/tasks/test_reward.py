@@ -252,7 +252,7 @@ def test_padding_and_the_end_token_do_not_change_rewards(tmp_path, pad):
         assert rewards == pytest.approx(alone(tmp_path / "saved", texts), abs=1e-6)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_adapters_and_the_head_are_trained_and_load_in_peft(tmp_path, dtype):
     from peft import AutoPeftModelForSequenceClassification
 
@@ -320,3 +320,25 @@ def test_an_encoder_is_rejected(tmp_path):
     task = Reward(str(the_data(tmp_path) / "data"), model=str(tmp_path / "model"), length=48)
     with pytest.raises(ValueError, match="has no linear layer score"):
         task.model()
+
+
+class MeanPooled(torch.nn.Module):
+    """A model whose reward depends on all tokens of a row, with the padding."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, input_ids: torch.Tensor, **_: Any) -> Any:
+        hidden = self.model.model(input_ids).last_hidden_state.mean(1)
+        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(
+            logits=self.model.score(hidden)
+        )
+
+
+def test_a_model_whose_rewards_depend_on_padding_is_rejected(tmp_path):
+    task = a_task(tmp_path)
+    model = task.bare_model()
+    task._check_causal(model)
+    with pytest.raises(ValueError, match="padding after a text changes its reward"):
+        task._check_causal(MeanPooled(model))

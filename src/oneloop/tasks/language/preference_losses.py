@@ -44,8 +44,9 @@ def hinge(apart: Tensor, *, beta: float) -> Tensor:
 def ipo(apart: Tensor, *, beta: float) -> Tensor:
     """Return the loss of identity preference optimization (Azar et al. 2023, equation 17).
 
-    ``(apart - 1 / (2 beta))^2``, where beta is the paper's tau. The paper uses sums over tokens;
-    TRL uses means (``ipo_mean``).
+    ``(apart - 1 / (2 beta))^2``, where beta is the paper's tau. The paper's formula has sums over
+    tokens. TRL uses means (``ipo_mean``), with which the paper's results were found, as its authors
+    have said to TRL.
     """
     return (apart - 1 / (2 * beta)) ** 2
 

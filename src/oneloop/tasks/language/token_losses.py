@@ -59,7 +59,8 @@ def token_losses(
             "logits underflow in fp16; use bf16, or task.fused_loss false"
         )
     size = tokens_of_a_chunk(hidden, len(weight), entries, change)
-    return _Each.apply(hidden, weight, bias, target, ignore, change, size, dtype)  # type: ignore[no-any-return]
+    each: Tensor = _Each.apply(hidden, weight, bias, target, ignore, change, size, dtype)
+    return each
 
 
 class _Each(torch.autograd.Function):
