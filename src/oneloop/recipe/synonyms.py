@@ -19,8 +19,8 @@ _ONCE = (
     "key (task.store: where they are stored)"
 )
 _STORED = (
-    "the outputs of the teacher are computed before the first step, on the texts of the data; remove "
-    "the key. To train on texts of a model, write them with oneloop predict"
+    "the outputs of the teacher are computed before the first step, on the texts of the data; "
+    "remove the key. To train on texts of a model, write them with oneloop predict"
 )
 _EXPLANATIONS = {
     "lmbda": _STORED,
