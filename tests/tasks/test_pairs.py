@@ -28,8 +28,11 @@ from oneloop.tasks.preference import Preference
 from oneloop.tasks.rows.cached_arrays import Ragged
 
 pytestmark = pytest.mark.covers(
+    "oneloop.tasks.language.answer_rows",
     "oneloop.tasks.language.pair_rows",
+    "oneloop.tasks.language.documents",
     "oneloop.tasks.language.pair_samples",
+    "oneloop.tasks.language.wrong_answers",
     "oneloop.tasks.language.pairs",
 )
 
@@ -242,7 +245,7 @@ def test_a_cut_without_an_answer_or_a_difference_is_rejected():
         f"{prompt}; raise task.length, or set task.overlong drop"
     )
     row = {"prompt": "the", "chosen": " word" * 20 + " a", "rejected": " word" * 20 + " x"}
-    with pytest.raises(ValueError, match="are equal after the cut at 10 tokens"):
+    with pytest.raises(ValueError, match="after the cut at 10 tokens, both answers are equal"):
         pair_of(row, length=10)
 
 
@@ -448,3 +451,17 @@ def test_the_task_reads_files_and_names_wrong_rows(tmp_path):
     mixed = [*rows, {"prompt": ASK, "chosen": GOOD, "rejected": BAD}]
     with pytest.raises(ValueError, match="row 9: chosen: this row is a conversation, but others"):
         task_of(tmp_path, mixed)
+
+
+def test_the_packaged_pairs_have_a_right_and_a_wrong_answer_of_the_last_question():
+    from oneloop.tasks.language.synthetic_chats import all_questions, whole_question
+    from oneloop.tasks.language.wrong_answers import PairedChats
+
+    right = dict(all_questions())
+    for part, least in (("train", 3000), ("validation", 150), ("test", 150)):
+        pairs = PairedChats(part)
+        assert len(pairs) > least and pairs.fingerprint() and part in pairs.where(0)
+        for pair in pairs.pairs:
+            asked = [one["content"] for one in pair["prompt"] if one["role"] == "user"]
+            answer = right[whole_question(asked)]
+            assert pair["chosen"][0]["content"] == answer != pair["rejected"][0]["content"]

@@ -21,7 +21,6 @@ from oneloop.data.order import order_of
 from oneloop.tasks.language import preference_losses as losses
 from oneloop.tasks.language.sequences import token_ids
 from oneloop.tasks.preference import Preference
-from slow_cases import with_slow
 from worlds import back_to, run, train
 
 pytestmark = pytest.mark.covers(
@@ -237,21 +236,30 @@ ALL += [("dpo", "packed", layout) for layout in ("ddp", "fsdp2")]
 ALL += [("orpo", "padded", "ddp"), ("ipo of means", "padded", "fsdp2")]
 
 
-@pytest.mark.parametrize(
-    ("kind", "pack", "layout"), with_slow(ALL, [one for one in ALL if one != ALL[0]])
-)
+def test_the_first_steps_are_those_of_a_plain_loop(base, tmp_path, one_thread):
+    compare_with_plain(base, tmp_path, "dpo", "packed", "single", steps=10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "pack", "layout"), ALL)
 def test_forty_steps_are_those_of_a_plain_loop(base, tmp_path, one_thread, kind, pack, layout):
-    given = ["--task.pack", pack, "--duration", str(STEPS), *KINDS[kind]]
+    compare_with_plain(base, tmp_path, kind, pack, layout, steps=STEPS)
+
+
+def compare_with_plain(
+    base: Path, folder: Path, kind: str, pack: str, layout: str, *, steps: int
+) -> None:
+    given = ["--task.pack", pack, "--duration", str(steps), *KINDS[kind]]
     has_reference = kind not in ("simpo", "orpo")
     if has_reference:
         given += ["--task.store", "store"]
     if layout != "single":
         given += ["--batch.micro", "1"]  # two micro-batches on each of two processes
-    trained(tmp_path, words(base, *given), layout).ok()
-    assert len(set(listed(tmp_path))) == has_reference * DOCUMENTS
-    found = logged(tmp_path)
+    trained(folder, words(base, *given), layout).ok()
+    assert len(set(listed(folder))) == has_reference * DOCUMENTS
+    found = logged(folder)
     assert ("train/kl" in found[0]) == has_reference
-    wanted = Plain(base, kind, KINDS[kind], pack).trained(STEPS)
+    wanted = Plain(base, kind, KINDS[kind], pack).trained(steps)
     worst = compared(found, wanted)
     print(f"{kind}, {pack}, {layout}: largest difference {worst:.1e}")
     assert wanted[-1]["loss"] < wanted[0]["loss"] and worst < 1e-10

@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 from oneloop.basics.untrusted import is_number
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import conversation, encoded, is_text
-from oneloop.tasks.language.documents import token_ids
+from oneloop.tasks.language.sequences import token_ids
 from oneloop.tasks.rows.rows import Row
 
 OverlongPair = Literal["cut", "drop"]
 SIDES = ("chosen", "rejected")
+_EQUAL = "both answers are equal, so nothing can be learned from the pair; remove the row"
 
 
 def encoded_pair(
@@ -101,16 +102,13 @@ def _check_cut(
                 f"{side}: the answer is empty after the cut at {length:,} tokens, because its "
                 f"prompt has {before:,}; raise task.length, or set task.overlong drop"
             )
-    if not np.array_equal(token_ids(cut[0]), token_ids(cut[1])):
-        return
-    if np.array_equal(sides[0], sides[1]):
+    if np.array_equal(token_ids(cut[0]), token_ids(cut[1])):
+        if max(map(len, sides)) <= length + 1:
+            raise ValueError(_EQUAL)
         raise ValueError(
-            "both answers are equal, so nothing can be learned from the pair; remove the row"
+            f"after the cut at {length:,} tokens, both answers are equal, so nothing can be "
+            "learned from the pair; raise task.length, or set task.overlong drop"
         )
-    raise ValueError(
-        f"both answers are equal after the cut at {length:,} tokens, so nothing can be learned "
-        "from the pair; raise task.length, or set task.overlong drop"
-    )
 
 
 def _parts(row: Row, columns: Mapping[str, str]) -> tuple[Any, dict[str, Any]]:
@@ -182,9 +180,7 @@ def _common_text(chosen: str, rejected: str) -> tuple[str, dict[str, str]]:
         same -= 1
     answers = {"chosen": chosen[same:], "rejected": rejected[same:]}
     if chosen == rejected:
-        raise ValueError(
-            "both answers are equal, so nothing can be learned from the pair; remove the row"
-        )
+        raise ValueError(_EQUAL)
     if not same:
         raise ValueError(
             "both texts begin differently, so the pair has two prompts; put the prompt into the "
@@ -212,9 +208,7 @@ def _common_messages(
         same += 1
     ends = {"chosen": [*chosen[same:]], "rejected": [*rejected[same:]]}
     if not ends["chosen"] and not ends["rejected"]:
-        raise ValueError(
-            "both answers are equal, so nothing can be learned from the pair; remove the row"
-        )
+        raise ValueError(_EQUAL)
     for side, messages in ends.items():
         if not messages:
             raise ValueError(
