@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from adapters import a_base
-from counted_pairs import LAYOUTS, WORDS, write
+from counted_pairs import BAD, GOOD, LAYOUTS, write
 from oneloop.tasks.distil import Distil
 from worlds import apply, here, run
 
@@ -70,8 +70,8 @@ def chats(count: int, *, seed: int) -> list[dict[str, Any]]:
     for _ in range(count):
         messages = []
         for _ in range(draw.choice([1, 1, 2])):
-            question = " ".join(draw.choices(WORDS, k=draw.randint(1, 3)))
-            answer = " ".join(draw.choices(WORDS, k=draw.randint(1, 5)))
+            question = " ".join(draw.choices(GOOD + BAD, k=draw.randint(1, 3)))
+            answer = " ".join(draw.choices(GOOD + BAD, k=draw.randint(1, 5)))
             messages += [
                 {"role": "user", "content": question},
                 {"role": "assistant", "content": answer},

@@ -373,7 +373,8 @@ def test_other_data_are_distilled(base, tmp_path, one_thread, kind):
     shutil.copytree(base / "teacher", tmp_path / "teacher")
     given = words(tmp_path, *keys("few"), "--eval.every", "20")
     if kind == "mixture":
-        data = [{"data": str(base / "data"), "weight": 3}, {"data": "data", "weight": 1}]
+        (tmp_path / "data").rename(tmp_path / "more")
+        data = [{"data": str(base / "data"), "weight": 3}, {"data": "more", "weight": 1}]
         given[given.index("--task.data") + 1] = json.dumps(data)
     trained(tmp_path, given, "ddp").ok()
     found = logged(tmp_path)

@@ -99,6 +99,10 @@ def compute_frozen(
         with run.setting_up(), _model_of(frozen, inner, task, run, rebuild) as computing:
             for one in passes:
                 one.run(computing, run)
+        # Free a model that is no longer needed. Sharded ones refer to themselves.
+        del computing
+        gc.collect()
+        release_cache()
     for one in passes:
         _check_shared(one.files, run)
         one.files.outputs.attach(one.files.folder)
@@ -337,9 +341,6 @@ def _model_of(
     finally:
         if build is not None:
             run.accelerator._models = [one for one in run.accelerator._models if one is not model]
-            del model
-            gc.collect()
-            release_cache()
 
 
 def _prepared(model: nn.Module, run: Run) -> nn.Module:
