@@ -437,7 +437,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "short": (("--task.teacher", "SHORT"), "has 64 positions; set task.length 64"),
     "tokenizer": (("--task.model", "OTHER"), "has another tokenizer"),
     "template": (("--task.model", "TEMPLATE"), "has another chat template"),
-    "remote code": (("--task.teacher", "CODE"), "task.teacher"),
+    "remote code": (("--task.teacher", "CODE"), "needs Python code stored with its weights"),
     "store": (("--task.store", "ftp://host/store"), "task.store"),
     "lmbda": (("--task.lmbda", "0.5"), "outputs of the teacher are computed before the first step"),
     "seq_kd": (("--task.seq_kd", "true"), "write them with oneloop predict"),

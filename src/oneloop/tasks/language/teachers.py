@@ -36,6 +36,11 @@ def checked_teacher(name: str, *, entries: int = 0, length: int = 0) -> Any:
         return _checked(name, entries, length)
     except ValueError as error:
         text = str(error).replace("task.model", "task.teacher", 1)
+        if "trust_remote_code" in text:
+            text = (
+                f"task.teacher {name!r} needs Python code stored with its weights, which is never "
+                "run; give a teacher whose class is in transformers"
+            )
         if not text.startswith("task.teacher"):
             text = f"task.teacher {text}"
         raise ValueError(text) from error
