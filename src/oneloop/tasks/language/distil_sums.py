@@ -30,11 +30,14 @@ class DistilSums(TextSums):
 
     def add_divergence(self, nats: Tensor, tokens: Tensor) -> None:
         """Add a micro-batch: the summed divergence, and the number of target tokens, 0-dim."""
-        self._apart.add(torch.stack([widest(nats), widest(tokens)]))
+        sums = [widest(nats), widest(tokens)]
+        self._apart.add(torch.stack(sums))
 
     def sums(self) -> Sequence[Tensor]:
         return [*super().sums(), self._apart.parts]
 
     def compute(self) -> dict[str, float]:
+        metrics = super().compute()
         nats, tokens = self._apart.value().tolist()
-        return {**super().compute(), "divergence": nats / tokens}
+        metrics["divergence"] = nats / tokens
+        return metrics

@@ -6,6 +6,7 @@ divergence of the merged distributions is at most that of the whole ones, so tha
 bound. It is exact if k is the size of the vocabulary.
 """
 
+import math
 from typing import Literal
 
 import torch
@@ -31,8 +32,10 @@ def merged(logits: Tensor, entries: Tensor, *, temperature: float) -> Tensor:
     if entries.shape[-1] == logits.shape[-1]:
         return chosen - whole
     # Sum the others directly: 1 minus the sum of the entries would cancel.
-    tail = logits.scatter(-1, entries, -torch.inf).logsumexp(-1, keepdim=True)
-    return torch.cat([chosen, tail], -1) - whole
+    others = logits.scatter(-1, entries, -torch.inf)
+    tail = others.logsumexp(-1, keepdim=True)
+    buckets = torch.cat([chosen, tail], -1)
+    return buckets - whole
 
 
 def divergence(
@@ -55,13 +58,20 @@ def divergence(
         return _kl(teacher, student)
     if kind == "reverse":
         return _kl(student, teacher)
-    logarithm = torch.tensor([weight, 1 - weight], dtype=student.dtype, device=student.device).log()
-    middle = torch.logaddexp(teacher + logarithm[0], student + logarithm[1])
-    return weight * _kl(teacher, middle) + (1 - weight) * _kl(student, middle)
+    rest = 1 - weight
+    middle = torch.logaddexp(
+        teacher + math.log(weight),
+        student + math.log(rest),
+    )
+    of_teacher = _kl(teacher, middle)
+    of_student = _kl(student, middle)
+    return weight * of_teacher + rest * of_student
 
 
 def _kl(of: Tensor, to: Tensor) -> Tensor:
     """Return the sum of ``p (log p - log q)`` over the buckets."""
     # A bucket without probability adds nothing, although its logarithm is infinite.
-    apart = torch.where(of.isneginf(), 0.0, of - to)
-    return (of.exp() * apart).sum(-1)
+    empty = of.isneginf()
+    apart = torch.where(empty, 0.0, of - to)
+    each = of.exp() * apart
+    return each.sum(-1)

@@ -31,8 +31,11 @@ class PairSums:
         Args:
             values: (pairs,), by name.
         """
-        sums = [widest(values[name]).sum() for name in self.names]
-        sums.append(torch.ones_like(widest(values[self.names[0]])).sum())
+        sums = []
+        for name in self.names:
+            value = widest(values[name])
+            sums.append(value.sum())
+        sums.append(torch.ones_like(value).sum())
         self._sums.add(torch.stack(sums))
 
     def sums(self) -> Sequence[Tensor]:
@@ -40,4 +43,7 @@ class PairSums:
 
     def compute(self) -> dict[str, float]:
         *totals, pairs = self._sums.value().tolist()
-        return {name: total / pairs for name, total in zip(self.names, totals, strict=True)}
+        means = {}
+        for name, total in zip(self.names, totals, strict=True):
+            means[name] = total / pairs
+        return means

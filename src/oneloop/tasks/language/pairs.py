@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from oneloop.basics.untrusted import is_number
 from oneloop.tasks.language.chat import Chat
 from oneloop.tasks.language.conversations import conversation, encoded, is_text
-from oneloop.tasks.language.sequences import token_ids
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.rows.rows import Row
 
 OverlongPair = Literal["cut", "drop"]

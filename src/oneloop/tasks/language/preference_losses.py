@@ -23,7 +23,8 @@ def dpo(apart: Tensor, *, beta: float, smoothing: float = 0.0) -> Tensor:
     right = F.logsigmoid(beta * apart)
     if not smoothing:
         return -right
-    return -(1 - smoothing) * right - smoothing * F.logsigmoid(-beta * apart)
+    wrong = F.logsigmoid(-beta * apart)
+    return -(1 - smoothing) * right - smoothing * wrong
 
 
 def robust(apart: Tensor, *, beta: float, smoothing: float) -> Tensor:
@@ -33,7 +34,8 @@ def robust(apart: Tensor, *, beta: float, smoothing: float) -> Tensor:
     """
     right = F.logsigmoid(beta * apart)
     wrong = F.logsigmoid(-beta * apart)
-    return (-(1 - smoothing) * right + smoothing * wrong) / (1 - 2 * smoothing)
+    biased = -(1 - smoothing) * right + smoothing * wrong
+    return biased / (1 - 2 * smoothing)
 
 
 def hinge(apart: Tensor, *, beta: float) -> Tensor:
@@ -48,7 +50,8 @@ def ipo(apart: Tensor, *, beta: float) -> Tensor:
     tokens. TRL uses means (``ipo_mean``), with which the paper's results were found, as its authors
     have said to TRL.
     """
-    return (apart - 1 / (2 * beta)) ** 2
+    target = 1 / (2 * beta)
+    return (apart - target) ** 2
 
 
 def simpo(
@@ -59,7 +62,12 @@ def simpo(
     ``-log s(beta (chosen - rejected) - margin)``, with means over the tokens of each answer; margin
     is the paper's gamma.
     """
-    return dpo(chosen - rejected - margin / beta, beta=beta, smoothing=smoothing)
+    apart = chosen - rejected
+    return dpo(
+        apart - margin / beta,
+        beta=beta,
+        smoothing=smoothing,
+    )
 
 
 def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
@@ -69,8 +77,10 @@ def orpo(chosen: Tensor, rejected: Tensor, *, beta: float) -> Tensor:
     with means over the tokens of each answer: of one pair, so that the loss is a sum over pairs.
     (TRL's first term also counts the tokens of the prompt, as a mean over all tokens of a batch.)
     """
-    odds = (chosen - _log_of_rest(chosen)) - (rejected - _log_of_rest(rejected))
-    return -chosen - beta * F.logsigmoid(odds)
+    odds = chosen - _log_of_rest(chosen)
+    other = rejected - _log_of_rest(rejected)
+    preference = F.logsigmoid(odds - other)
+    return -chosen - beta * preference
 
 
 def _log_of_rest(logarithm: Tensor) -> Tensor:

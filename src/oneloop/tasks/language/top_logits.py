@@ -19,7 +19,13 @@ _LOGITS = 1 << 24  # that are sorted at once
 def record_of(k: int, vocabulary: int) -> np.dtype[Any]:
     """Return the type of a record with k entries."""
     entry = "<u2" if vocabulary <= _SMALL else "<i4"
-    return np.dtype([("entry", entry, (k,)), ("logp", "<f4", (k,)), ("tail", "<f4")])
+    return np.dtype(
+        [
+            ("entry", entry, (k,)),
+            ("logp", "<f4", (k,)),
+            ("tail", "<f4"),
+        ]
+    )
 
 
 @torch.no_grad()
@@ -36,15 +42,22 @@ def records(logits: Tensor, record: np.dtype[Any], *, temperature: float) -> NDA
     size = max(1, _LOGITS // logits.shape[-1])
     for start in range(0, len(logits), size):
         part = logits[start : start + size]
-        part = part.to(torch.promote_types(part.dtype, torch.float32)) / temperature
+        wide = torch.promote_types(part.dtype, torch.float32)
+        part = part.to(wide) / temperature
         whole = part.logsumexp(-1, keepdim=True)
         chosen, entries = part.topk(k, -1)
         rows = made[start : start + size]
-        tail = part.scatter(-1, entries, -torch.inf).logsumexp(-1, keepdim=True) - whole
+        others = part.scatter(-1, entries, -torch.inf)
+        tail = others.logsumexp(-1, keepdim=True)
         rows["entry"] = entries.cpu().numpy()
-        rows["logp"] = (chosen - whole).float().cpu().numpy()
-        rows["tail"] = tail[:, 0].float().cpu().numpy()
+        rows["logp"] = _on_host(chosen - whole)
+        rows["tail"] = _on_host(tail - whole)[:, 0]
     return made
+
+
+def _on_host(values: Tensor) -> NDArray[np.float32]:
+    on_host: NDArray[np.float32] = values.float().cpu().numpy()
+    return on_host
 
 
 def collated_records(
@@ -76,4 +89,7 @@ def collated_records(
             if buckets > k:
                 values[number, places, k] = stored["tail"]
             start += len(span) - 1
-    return {"teacher_entry": torch.from_numpy(entries), "teacher": torch.from_numpy(values)}
+    return {
+        "teacher_entry": torch.from_numpy(entries),
+        "teacher": torch.from_numpy(values),
+    }
