@@ -1,6 +1,6 @@
 """Measure how much of a divergence remains if only the teacher's k most likely entries are stored.
 
-    oneloop launch --config_file single llama --task.vocab 8192 --duration 300 \
+    oneloop launch --config_file single llama --task.vocab 8192 --duration 200 \
         --run.dir runs/teacher
     oneloop launch --config_file single llama --task.vocab 8192 --task.layers 1 --task.width 64 \
         --duration 200 --run.dir runs/student
@@ -36,11 +36,9 @@ KINDS = ("forward", "reverse", "js")
 SIZES = (1, 4, 16, 64, 256, 0)  # 0: all entries
 
 
-def batches(tokenizer: Any, tokens: int) -> Iterator[Tensor]:
+def batches(vocabulary: int, tokens: int) -> Iterator[Tensor]:
     """Return samples of the validation files, until they have this many tokens."""
-    task = CausalLM(tokenizer="bpe", vocab=len(tokenizer), block=256)
-    if task.tokenizer.get_vocab() != tokenizer.get_vocab():
-        raise SystemExit("the models have another vocabulary than the data")
+    task = CausalLM(tokenizer="bpe", vocab=vocabulary, block=256)
     samples = task.eval_sets()["validation"]
     chosen = np.linspace(0, len(samples) - 1, max(1, tokens // 256)).astype(int)
     for start in range(0, len(chosen), 8):
@@ -52,9 +50,9 @@ def merged_pair(teacher: Tensor, student: Tensor, k: int, temperature: float) ->
     """Return log-probabilities of both, by way of records."""
     stored = records(teacher, record_of(k, teacher.shape[-1]), temperature=temperature)
     entries = torch.from_numpy(stored["entry"].astype(np.int64))
-    values = [torch.from_numpy(stored["logp"])]
+    values = [torch.from_numpy(stored["logp"].copy())]
     if k < teacher.shape[-1]:
-        values.append(torch.from_numpy(stored["tail"])[:, None])
+        values.append(torch.from_numpy(stored["tail"].copy())[:, None])
     of_teacher = torch.cat(values, -1).double()
     return [of_teacher, merged(student, entries, temperature=temperature)]
 
@@ -113,7 +111,11 @@ def main() -> None:
     teacher, student = (load(one).eval() for one in (options.teacher, options.student))
     torch.manual_seed(0)
     untrained = transformers.AutoModelForCausalLM.from_config(student.config).eval()
-    inputs = [*batches(transformers.AutoTokenizer.from_pretrained(options.teacher), options.tokens)]
+    of = transformers.AutoTokenizer.from_pretrained
+    vocabularies = [of(one).get_vocab() for one in (options.teacher, options.student)]
+    if vocabularies[0] != vocabularies[1]:
+        raise SystemExit("teacher and student must have one vocabulary")
+    inputs = [*batches(len(vocabularies[0]), options.tokens)]
 
     print(f"# {date.today()}  python {shlex.join(sys.argv)}")
     print(
