@@ -31,7 +31,7 @@ def is_address(text: object) -> bool:
 
 
 def check_address(address: str, key: str) -> None:
-    """Raise BadInput if a run cannot be mirrored to this address, without secrets in its message.
+    """Raise BadInput if files cannot be written to this address, without secrets in its message.
 
     ``key`` names the option for the message.
     """
@@ -44,7 +44,7 @@ def check_address(address: str, key: str) -> None:
         )
     if scheme not in _PACKAGES:
         raise BadInput(
-            f"{key} {address}: {scheme}:// cannot hold a mirror; use s3://, gs:// or file://"
+            f"{key} {address}: {scheme}:// cannot be used here; name s3://, gs:// or file://"
         )
     folders = path.strip("/").split("/")
     if not path.strip("/") or ".." in folders or (scheme == "file") == bool(netloc):

@@ -42,6 +42,7 @@ def compute_frozen(
     run: Run,
     *,
     rebuild: Callable[[], nn.Module] | None = None,
+    wanted: Callable[[str], bool] = lambda _: True,
 ) -> None:
     """Compute what is missing of a task's frozen outputs, and let the task read them.
 
@@ -51,8 +52,8 @@ def compute_frozen(
         task: has ``frozen``, or needs nothing.
         model: the policy, prepared; at the start of a run, with the initial weights.
         run: this process.
-        rebuild: returns the prepared policy before its first step, if ``model`` is a
-            trained one; the training sets are then left out.
+        rebuild: returns the policy before its first step, if ``model`` is a trained one.
+        wanted: whether the outputs of this name are needed.
 
     Raises:
         BadInput: a store cannot be written or is too small, or the frozen weights are others than
@@ -83,7 +84,7 @@ def compute_frozen(
     passes = []
     address = frozen.address if in_bucket(frozen.address) else None
     for name, outputs in frozen.outputs.items():
-        if rebuild is not None and name.partition("/")[0] == "train":
+        if not wanted(name):
             continue
         inputs = {
             "content": outputs.content,
@@ -92,6 +93,8 @@ def compute_frozen(
         }
         files = RangeFiles(root, {**parts, "inputs": inputs}, outputs, address)
         passes.append(_Pass(frozen, name, files, _missing(files, frozen.role, run)))
+    if not passes:
+        return
     _check_space(passes, frozen, run)
 
     # Compute it, with the policy, or with a model that exists only meanwhile.

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from oneloop.basics.wide_sums import on_host
 from oneloop.frozen.outputs import FrozenModel
 from oneloop.tasks.language import preference_losses as losses
 from oneloop.tasks.language.documents import token_ids
@@ -213,7 +214,7 @@ class Preference(PairRows):
 
     def _log_probabilities(self, model: nn.Module, batch: dict[str, Tensor]) -> list[NDArray[Any]]:
         """Return the records of each document of a batch."""
-        logp = -self.token_losses(model, batch).double().cpu().numpy()
+        logp = -on_host(self.token_losses(model, batch)).numpy()
         found = []
         for row, length in zip(logp, batch["length"].tolist(), strict=True):
             records = np.empty(length, RECORD)

@@ -69,7 +69,7 @@ def perform(command: str, given: Namespace) -> tuple[Run, Any]:
         sets = sets_of(of.task, given.data, labelled=evaluates)
 
     model = _prepared(of, run)
-    read_frozen(of, model, run)
+    read_frozen(of, model, run, own_data=given.data is None)
     options = of.options
     if given.micro:
         options["micro"] = given.micro

@@ -12,7 +12,7 @@ from oneloop.run.frozen_pass import compute_frozen
 from oneloop.tools.after_training.trained_model import Trained
 
 
-def read_frozen(of: Trained, model: nn.Module, run: Run) -> None:
+def read_frozen(of: Trained, model: nn.Module, run: Run, *, own_data: bool) -> None:
     """Let a task read the outputs of its reference or teacher; compute those that are missing.
 
     Collective: call on every rank.
@@ -21,11 +21,19 @@ def read_frozen(of: Trained, model: nn.Module, run: Run) -> None:
         of: the run.
         model: its trained model, prepared.
         run: this process.
+        own_data: whether the evaluation sets of the run are read, or other data.
 
     Raises:
         BadInput: the outputs cannot be stored, or the initial weights cannot be loaded.
     """
-    compute_frozen(of.task, model, run, rebuild=partial(initial_model, of, run))
+
+    def wanted(name: str) -> bool:
+        if not own_data:
+            return name == "data"
+        return name.partition("/")[0] != "train"
+
+    rebuild = partial(initial_model, of, run)
+    compute_frozen(of.task, model, run, rebuild=rebuild, wanted=wanted)
 
 
 def initial_model(of: Trained, run: Run) -> nn.Module:
