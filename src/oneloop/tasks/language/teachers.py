@@ -35,15 +35,13 @@ def checked_teacher(name: str, *, entries: int = 0, length: int = 0) -> Any:
     try:
         return _checked(name, entries, length)
     except ValueError as error:
-        text = str(error).replace("task.model", "task.teacher", 1)
-        if "trust_remote_code" in text:
+        if "trust_remote_code" in str(error):
             raise ValueError(
                 f"task.teacher {name!r} needs Python code stored with its weights, which is never "
                 "run; give a teacher whose class is in transformers"
             ) from error
-        if not text.startswith("task.teacher"):
-            text = f"task.teacher {text}"
-        raise ValueError(text) from error
+        why = str(error).removeprefix("task.model").removeprefix("task.teacher")
+        raise ValueError(f"task.teacher {why.strip()}") from error
 
 
 def _checked(name: str, entries: int, length: int) -> Any:
