@@ -167,7 +167,7 @@ ALL = [(kind, "packed", "single") for kind in KINDS]
 ALL += [("few", "padded", layout) for layout in ("single", "ddp", "fsdp2")]
 ALL += [("js", "packed", layout) for layout in ("ddp", "fsdp2")]
 ALL += [("js", "packed", "accumulation"), ("reverse", "padded", "ddp")]
-DEFAULT = [("forward", "packed", "single"), ("few", "padded", "ddp")]
+DEFAULT = [("forward", "packed", "single"), ("few", "padded", "fsdp2")]
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_teacher_is_computed_once_and_a_resume_continues_on_another_layout(
     before = bins(first / "store")
     back_to(tmp_path / "run", 10)
     more = ("--eval.every", "10", "--batch.micro", "1")
-    world = trained(tmp_path, words(base, *keys("forward"), *more), "fsdp2")
+    world = trained(tmp_path, words(base, *keys("forward"), *more), "ddp")
     world.ok()
     assert listed(tmp_path, "built") == [] and "nothing to compute" in world.output
     assert bins(tmp_path / "store") == before
