@@ -103,7 +103,7 @@ def test_each_document_is_computed_once_by_the_initial_weights(first):
     start = next((first / "run" / "checkpoints").glob("step-*"))
     assert start.name > "step-00000000"
     (large,) = [one for one in (first / "store").iterdir() if len([*one.glob("*.bin")]) > 1]
-    outputs = task.frozen().outputs["train"]
+    outputs = task.frozen_model().outputs["train"]
     outputs.attach(large)
     assert outputs.ranges == 2
     key = json.loads((large / "about.json").read_text())["parts"]
@@ -149,7 +149,7 @@ def test_a_kill_in_the_pass_repeats_at_most_one_range(first, tmp_path):
     before = Counter(listed(tmp_path / "log"))
     trained(tmp_path, given).ok()
     twice = [one for one, count in Counter(listed(tmp_path / "log")).items() if count > 1]
-    outputs = Frozen("").frozen().outputs["train"]
+    outputs = Frozen("").frozen_model().outputs["train"]
     assert 0 < len(twice) <= len(outputs.documents(1)) and before
     assert {at for _, at in twice} <= set(outputs.documents(1))
     assert bins(tmp_path / "store") == bins(first / "good")
@@ -176,7 +176,7 @@ def test_damage_is_found_and_computed_again(first, tmp_path, kind):
     lines = [line for line in world.output.splitlines() if "is computed again" in line]
     assert len(lines) == (kind != "missing"), world.output
     number = int(one.stem)
-    outputs = Frozen("").frozen().outputs["train"]
+    outputs = Frozen("").frozen_model().outputs["train"]
     assert sorted(at for _, at in listed(tmp_path / "log")) == [*outputs.documents(number)]
 
 
@@ -227,7 +227,7 @@ def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
     torch.manual_seed(5)
     model = Next(12).double()
     (large,) = [one for one in (tmp_path / "store").iterdir() if len([*one.glob("*.bin")]) > 1]
-    outputs = Frozen("").frozen().outputs["train"]
+    outputs = Frozen("").frozen_model().outputs["train"]
     outputs.attach(large)
     expected = log_probabilities(model, torch.from_numpy(documents(2000)[3])[None])[0]
     assert np.allclose(outputs[3]["logp"], expected.detach(), rtol=0, atol=1e-12)
@@ -303,7 +303,7 @@ def test_a_bucket_serves_another_host_which_computes_nothing(first, tmp_path):
             assert bins(cache) == bins(first / "good")
         large = hosts_key(tmp_path)
         assert [len(documents) for documents in hosts[:2]] == [2300, 0]
-        task = Frozen("").frozen().outputs["train"]
+        task = Frozen("").frozen_model().outputs["train"]
         assert hosts[2] == {("train", at) for at in task.documents(0)}
         fetched = s3.fetch(address, tmp_path / "fetched")
         assert bins(fetched) == bins(first / "good")

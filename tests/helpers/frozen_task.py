@@ -117,7 +117,7 @@ class Frozen:
             torch.manual_seed(seed)
             return Next(12).double()
 
-    def frozen(self) -> FrozenModel:
+    def frozen_model(self) -> FrozenModel:
         return self._frozen
 
     def state_dict(self):

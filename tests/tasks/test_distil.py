@@ -309,7 +309,7 @@ def test_packed_and_padded_have_the_same_gradients(base, one_thread, kind):
         plain = Plain(base, pack, **KINDS[kind])
         task, model = plain.task, plain.student
         samples = task.train_set()
-        frozen = task.frozen()
+        frozen = task.frozen_model()
         made = []
         for number in range(len(samples.spans)):
             batch = frozen.batch("train", [number])

@@ -371,7 +371,7 @@ def test_the_reference_is_computed_once_for_all_losses(base, first, tmp_path):
 
     # The store holds each next token of prompts and answers, for any mask.
     plain = Plain(base, "dpo", (), "packed")
-    outputs = plain.task.frozen().outputs["train"]
+    outputs = plain.task.frozen_model().outputs["train"]
     (about,) = [
         file
         for file in (first / "store").glob("*/about.json")

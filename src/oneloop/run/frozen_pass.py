@@ -49,7 +49,7 @@ def compute_frozen(
     Collective: call on every rank.
 
     Args:
-        task: has ``frozen``, or needs nothing.
+        task: has ``frozen_model``, or needs nothing.
         model: the policy, prepared; at the start of a run, with the initial weights.
         run: this process.
         rebuild: returns the policy before its first step, if ``model`` is a trained one.
@@ -59,7 +59,7 @@ def compute_frozen(
         BadInput: a store cannot be written or is too small, or the frozen weights are others than
             those of the checkpoint.
     """
-    frozen: FrozenModel | None = task.frozen() if hasattr(task, "frozen") else None
+    frozen: FrozenModel | None = task.frozen_model() if hasattr(task, "frozen_model") else None
     if frozen is None:
         return
     with run.setting_up():

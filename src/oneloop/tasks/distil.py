@@ -120,7 +120,7 @@ class Distil(SFT):
         self._frozen.outputs[name] = frozen_targets(samples, self._record)
         self._taught[name] = samples
 
-    def frozen(self) -> FrozenModel:
+    def frozen_model(self) -> FrozenModel:
         """Return what a run must compute before its first step."""
         return self._frozen
 

@@ -119,7 +119,7 @@ class Preference(PairRows):
             for name, pairs in self.pairs.items():
                 self._frozen.outputs[name] = pairs.freeze(RECORD)
 
-    def frozen(self) -> FrozenModel | None:
+    def frozen_model(self) -> FrozenModel | None:
         """Return what a run must compute before its first step; None: the loss needs nothing."""
         return self._frozen
 
