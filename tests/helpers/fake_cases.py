@@ -27,6 +27,8 @@ RECIPES = {
     "llama-7b": "llama-7b --task.data {texts} --task.block 32 --task.vocab 300 "
     "--task.padded_vocab 512 --task.mlp 64",
     "sft": "sft",
+    "preference": "preference",
+    "distil": "distil --task.teacher {base} --task.length 96 --task.top_k 8",
     "snippets": "snippets --task.data {rows} --task.length 64",
     "docstrings": "docstrings --task.data {pairs} --task.length 24",
     "bert": "bert --task.data {texts} --task.block 32 --task.vocab 300",
@@ -49,6 +51,8 @@ OTHERS = {
     "supcon": "{contrast.yaml} --task.loss supcon",
 }
 _OF_TRANSFORMERS = (
+    "preference",
+    "distil",
     "gpt",
     "gpt2",
     "llama",

@@ -1,0 +1,32 @@
+"""The ledger of a run with a reference or a teacher: no byte of a second model."""
+
+from __future__ import annotations
+
+import pytest
+
+from planning import one_step
+from small_models import llama
+from worlds import run
+
+pytestmark = pytest.mark.covers("oneloop.tools.plan.ledger")
+
+SHAPE = ["--task.length", "64", "--task.pack", "padded", "--batch.size", "8", "--batch.micro", "2"]
+
+
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("fsdp2", 2)])
+def test_the_weights_in_memory_are_those_of_the_policy_or_the_student(tmp_path, config, ranks):
+    llama(tmp_path / "model")
+    words = ["sft", *SHAPE, "--task.model", str(tmp_path / "model")]
+    tasks = {
+        "sft": [],
+        "distil": ["--task", "distil", "--task.teacher", str(tmp_path / "model")],
+        "preference": ["--task", "preference", "--task.overlong", "drop"],
+    }
+    held = {}
+    for name, more in tasks.items():
+        (found,) = run(one_step, [*words, *more], ranks, config=config).ok()
+        held[name] = found["kept"]
+    assert held["sft"]["parameters"] > 0
+    for name in ("distil", "preference"):
+        for kind in ("parameters", "optimizer", "buffers"):
+            assert held[name].get(kind) == held["sft"].get(kind), (name, kind)
