@@ -155,7 +155,14 @@ def test_a_kill_in_the_pass_repeats_at_most_one_range(first, tmp_path):
     assert bins(tmp_path / "store") == bins(first / "good")
 
 
-@pytest.mark.parametrize("kind", ["bit", "length", "missing", "swapped"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "bit",
+        "length",
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("missing", "swapped")),
+    ],
+)
 def test_damage_is_found_and_computed_again(first, tmp_path, kind):
     store = tmp_path / "store"
     shutil.copytree(first / "good", store)
@@ -219,7 +226,7 @@ def test_another_precision_is_another_store(first, tmp_path):
     assert len(set(listed(tmp_path / "log"))) == 2300
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
     given = words(tmp_path / "store", "--task.teacher", "5")
     trained(tmp_path, given, layout).ok()

@@ -128,7 +128,14 @@ def test_the_loss_its_gradient_and_the_metrics_in_closed_form(tmp_path):
     assert found.keys() == sums.higher_is_better.keys()
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [
+        pytest.param("single", 1, marks=pytest.mark.slow),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        ("fsdp2", 2),
+    ],
+)
 def test_the_same_run_on_every_layout(single, tmp_path, config, ranks):
     the_data(tmp_path)
     micro = ["--batch.micro", "4"]
@@ -141,6 +148,7 @@ def test_the_same_run_on_every_layout(single, tmp_path, config, ranks):
         assert (tensor - weights(tmp_path)[name]).abs().max() < 1e-6
 
 
+@pytest.mark.slow
 def test_with_a_grain_it_is_bit_identical_also_after_a_kill(tmp_path):
     found = []
     for number, (config, ranks) in enumerate([("single", 1), ("fsdp2", 2), ("ddp", 2)]):
@@ -230,7 +238,7 @@ def test_evaluate_repeats_the_evaluation_of_the_run(single):
             assert found[f"eval/{name}"] == pytest.approx(last[f"eval/{name}"], abs=1e-6)
 
 
-@pytest.mark.parametrize("pad", ["<|pad|>", "<|im_end|>"])
+@pytest.mark.parametrize("pad", [pytest.param("<|pad|>", marks=pytest.mark.slow), "<|im_end|>"])
 def test_padding_and_the_end_token_do_not_change_rewards(tmp_path, pad):
     """Texts end with the end token, which may also be the padding token."""
     some = rows(40, texts=True)
