@@ -7,7 +7,6 @@ RUN is a run of the packaged recipe sft that ended early:
     python -m oneloop.train sft --duration 150 --run.dir RUN
 """
 
-import json
 import sys
 from pathlib import Path
 
@@ -38,8 +37,8 @@ def main(run: Path) -> None:
         answer = task._answer(made[0, len(tokens) :].tolist()).strip()
         if answer and answer != right:
             wrong[question] = answer
-    file = Path(wrong_answers.__file__).with_suffix(".json")
-    file.write_text(json.dumps(wrong, indent=0, sort_keys=True) + "\n")
+    file = Path(wrong_answers.__file__).with_suffix(".txt")
+    file.write_text("".join(f"{question}\t{wrong[question]}\n" for question in sorted(wrong)))
     print(f"{len(wrong)} of {len([*all_questions()])} questions have a wrong answer; {file}")
 
 

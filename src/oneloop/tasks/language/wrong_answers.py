@@ -4,7 +4,6 @@ The wrong answers are those that the packaged recipe ``sft`` gave after 150 of i
 (benchmarks/wrong_answers.py wrote them).
 """
 
-import json
 from importlib.resources import files
 from typing import Any
 
@@ -47,6 +46,10 @@ class PairedChats:
 
 
 def _wrong_answers() -> dict[str, str]:
-    file = files("oneloop.tasks.language").joinpath("wrong_answers.json")
-    answers: dict[str, str] = json.loads(file.read_text(encoding="utf-8"))
+    """Return a wrong answer for each question that has one."""
+    file = files("oneloop.tasks.language").joinpath("wrong_answers.txt")
+    answers = {}
+    for line in file.read_text(encoding="utf-8").splitlines():
+        question, _, answer = line.partition("\t")
+        answers[question] = answer
     return answers
