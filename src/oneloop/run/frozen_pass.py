@@ -71,11 +71,16 @@ def compute_frozen(
         frozen.content = frozen.expected
         if rebuild is None:
             frozen.content = _content(frozen, task, inner, run)
+        elif frozen.expected is None:
+            raise BadInput(
+                f"the checkpoint does not name the weights of {frozen.role}, so its outputs for "
+                "this data are unknown; name a checkpoint of a run that this version trained"
+            )
     parts = {
         "role": frozen.role,
         "weights": frozen.content,
         "kind": dict(frozen.kind),
-        "precision": _precision(run, inner),
+        "precision": _precision(run, inner if frozen.build is None else None),
     }
     if frozen.build is None:
         parts["config"] = _config(inner)
@@ -133,17 +138,22 @@ def _content(frozen: FrozenModel, task: Any, model: nn.Module, run: Run) -> dict
     return content
 
 
-def _precision(run: Run, model: nn.Module) -> dict[str, Any]:
-    """Return the settings on which the rounding of the outputs depends, other than the device."""
+def _precision(run: Run, model: nn.Module | None) -> dict[str, Any]:
+    """Return the settings on which the rounding of the outputs depends, other than the device.
+
+    ``model``: the policy; None: a teacher, whose files identify its dtype.
+    """
     mixed = run.accelerator.mixed_precision
     if mixed != "no" and run.sharded:
         mixed += " (FSDP2)"
+    precision = {"mixed": mixed, "products": torch.get_float32_matmul_precision()}
+    if model is None:
+        return precision
     dtypes = {str(parameter.dtype) for parameter in model.parameters()}
     config: Any = getattr(model, "config", None)
     return {
-        "mixed": mixed,
+        **precision,
         "weights": sorted(dtypes),
-        "products": torch.get_float32_matmul_precision(),
         "attention": getattr(config, "_attn_implementation", None),
     }
 
