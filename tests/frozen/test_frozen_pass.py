@@ -122,8 +122,10 @@ def test_each_document_is_computed_once_by_the_initial_weights(first):
 
 @pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
 def test_another_layout_computes_nothing_and_trains_the_same(first, tmp_path, layout):
+    written = {file: file.stat().st_mtime_ns for file in (first / "store").rglob("*")}
     trained(tmp_path, words(first / "store"), layout).ok()
     assert not listed(tmp_path / "log")
+    assert written == {file: file.stat().st_mtime_ns for file in written}
     found = losses(tmp_path / "run")
     assert np.allclose(found, losses(first / "run"), rtol=1e-12, atol=0)
 

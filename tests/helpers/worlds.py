@@ -199,6 +199,24 @@ def train(argv: Sequence[str]) -> None:
     main(list(argv))
 
 
+def each_message(several: list[list[str]]) -> list[tuple[Any, str]]:
+    """Return exit code and output of each of these commands."""
+    import contextlib
+    import io
+
+    found = []
+    for given in several:
+        output = io.StringIO()
+        code: Any = 0
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+            try:
+                train(given)
+            except SystemExit as end:
+                code = end.code
+        found.append((code, output.getvalue()))
+    return found
+
+
 def fresh(argv: Sequence[str]) -> None:
     """As :func:`train`, with numpy and Python seeded by the system, as in a new interpreter."""
     import numpy as np

@@ -22,9 +22,9 @@ from counted_teacher import a_teacher, applied, chats, lay, listed, trained, wor
 from oneloop.basics.seeds import key
 from oneloop.data.order import order_of
 from oneloop.tasks.distil import Distil
-from oneloop.tasks.language.sequences import token_ids
+from oneloop.tasks.language.documents import token_ids
 from slow_cases import with_slow
-from worlds import back_to, run, train
+from worlds import back_to, each_message, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.distil",
@@ -268,6 +268,17 @@ def test_a_store_serves_other_losses_and_not_other_records(base, first, tmp_path
         assert len(listed(tmp_path, "pass")) == forwards, name
 
 
+def test_a_teacher_that_changes_before_it_is_loaded_is_rejected(base, tmp_path):
+    shutil.copytree(base, tmp_path / "base")
+    given = str(next((tmp_path / "base").rglob("model.safetensors")).parent)
+    task = Distil(teacher=given, layers=1, width=32, length=96, top_k=4)
+    assert task.frozen_model().build() is not None
+    config = Path(given, "config.json")
+    config.write_text(config.read_text() + "\n")
+    with pytest.raises(ValueError, match="has changed since the start"):
+        task.frozen_model().build()
+
+
 @pytest.mark.slow
 def test_another_teacher_is_rejected_at_a_resume(base, first, tmp_path):
     for name in ("data", "teacher"):
@@ -474,24 +485,6 @@ def lay_wrong(base: Path, folder: Path) -> None:
 
 def change(file: Path, **values: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | values))
-
-
-def each_message(several: list[list[str]]) -> list[tuple[Any, str]]:
-    """Return exit code and output of each of these commands."""
-    import contextlib
-    import io
-
-    found = []
-    for given in several:
-        output = io.StringIO()
-        code: Any = 0
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            try:
-                train(given)
-            except SystemExit as end:
-                code = end.code
-        found.append((code, output.getvalue()))
-    return found
 
 
 def test_wrong_settings_are_rejected_with_one_message(base, tmp_path):

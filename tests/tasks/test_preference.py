@@ -19,9 +19,9 @@ from torch.nn import functional as F
 from counted_pairs import applied, bins, lay, listed, logged, rows, trained, words, write
 from oneloop.data.order import order_of
 from oneloop.tasks.language import preference_losses as losses
-from oneloop.tasks.language.sequences import token_ids
+from oneloop.tasks.language.documents import token_ids
 from oneloop.tasks.preference import Preference
-from worlds import back_to, run, train
+from worlds import back_to, each_message, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.pair_rows",
@@ -561,24 +561,6 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "loss": (("--task.loss", "kto"), "task.loss"),
     "chosen": (("--task.chosen", "good"), "cannot find 'good'"),
 }
-
-
-def each_message(several: list[list[str]]) -> list[tuple[Any, str]]:
-    """Return exit code and output of each of these commands."""
-    import contextlib
-    import io
-
-    found = []
-    for given in several:
-        output = io.StringIO()
-        code: Any = 0
-        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
-            try:
-                train(given)
-            except SystemExit as end:
-                code = end.code
-        found.append((code, output.getvalue()))
-    return found
 
 
 def test_wrong_settings_are_rejected_with_one_message(base, tmp_path):

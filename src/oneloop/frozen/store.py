@@ -72,26 +72,35 @@ class RangeFiles:
             return Bucket(self.address)
 
     def begin(self) -> None:
-        """Make the folder, and describe the store. Raise BadInput if that is impossible."""
+        """Make the folder on this host, and describe the store there, unless both exist.
+
+        Raise BadInput if that is impossible.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            if not (self.folder / ABOUT).exists():
+                with replacing(self.folder / ABOUT, shared=True) as draft:
+                    draft.write_text(self._about())
+        except OSError as error:
+            raise BadInput(
+                f"{self.folder} cannot be written ({error.strerror}); name another folder with "
+                "task.store"
+            ) from error
+
+    def announce(self) -> None:
+        """Describe the store in the bucket, if there is one, before its files are written."""
+        if self.bucket:
+            with _errors():
+                self.bucket.put(f"{self.key}/{ABOUT}", self._about().encode())
+
+    def _about(self) -> str:
         about = {
             "parts": dict(self.parts),
             "documents": len(self.outputs),
             "bytes": self.outputs.bytes,
             "ranges": self.outputs.ranges,
         }
-        text = dumps(vouched(about), indent=1)
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(self.folder / ABOUT, shared=True) as draft:
-                draft.write_text(text)
-        except OSError as error:
-            raise BadInput(
-                f"{self.folder} cannot be written ({error.strerror}); name another folder with "
-                "task.store"
-            ) from error
-        if self.bucket:
-            with _errors():
-                self.bucket.put(f"{self.key}/{ABOUT}", text.encode())
+        return dumps(vouched(about), indent=1)
 
     def fault(self, number: int) -> str | None:
         """Return what is wrong with the file of a range: empty if it is missing; None: nothing."""
@@ -108,6 +117,10 @@ class RangeFiles:
             return "its checksum differs"
         return None
 
+    def drop(self, number: int) -> None:
+        """Delete the file of a range, so that no process of this host reads it."""
+        (self.folder / range_name(number)).unlink(missing_ok=True)
+
     def fetch(self, number: int) -> bool:
         """Copy the file of a range from the bucket; return whether it is there, and is good."""
         if self.bucket is None:
@@ -120,7 +133,7 @@ class RangeFiles:
             return False
         if self.fault(number) is None:
             return True
-        (self.folder / name).unlink(missing_ok=True)
+        self.drop(number)
         return False
 
     def write(self, number: int, records: NDArray[Any]) -> None:

@@ -106,8 +106,10 @@ def compute_frozen(
     if any(one.missing for one in passes):
         with run.setting_up(), _model_of(frozen, inner, task, run, rebuild) as computing:
             for one in passes:
+                if run.main and one.missing:
+                    one.files.announce()
                 one.run(computing, run)
-        # Free a model that is no longer needed. Sharded ones refer to themselves.
+        # Free a model that is no longer needed. A sharded model refers to itself.
         del computing
         gc.collect()
         release_cache()
@@ -188,6 +190,8 @@ def _missing(files: RangeFiles, role: str, run: Run) -> list[int]:
             if fault is None:
                 continue
             if fault:
+                # Another host may compute it, which does not replace the file here.
+                files.drop(number)
                 faults.append(f"range {number} in {files.folder} is computed again: {fault}")
             if not files.fetch(number):
                 missing.append(number)

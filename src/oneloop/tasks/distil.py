@@ -8,13 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from oneloop.frozen.outputs import FrozenModel
 from oneloop.tasks.language.completions import whole_text
 from oneloop.tasks.language.conversations import encoded, encoded_prompt, first_value
 from oneloop.tasks.language.distil_sums import DistilSums
 from oneloop.tasks.language.divergences import Divergence, divergence, merged
+from oneloop.tasks.language.language_model import cross_entropy
 from oneloop.tasks.language.sequences import IGNORE, Padded, collated, frozen_targets
 from oneloop.tasks.language.teachers import checked_teacher, load_teacher, teacher_content
 from oneloop.tasks.language.top_logits import collated_records, record_of, records
@@ -100,7 +100,7 @@ class Distil(SFT):
                 "attention": "transformers' default",
             },
             address=store,
-            build=lambda: load_teacher(teacher, entries=self.entries, length=self.length),
+            build=self._load_teacher,
             content=teacher_content(teacher),
         )
         self._taught: dict[str, Any] = {}
@@ -129,6 +129,16 @@ class Distil(SFT):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._frozen.load_state_dict(state)
+
+    def _load_teacher(self) -> nn.Module:
+        """Load the teacher. Raise ValueError if its files are others than at the start."""
+        model = load_teacher(self.teacher, entries=self.entries, length=self.length)
+        if teacher_content(self.teacher) != self._frozen.content:
+            raise ValueError(
+                f"task.teacher {self.teacher!r} has changed since the start, so its outputs would "
+                "be stored as those of other weights; start again"
+            )
+        return model
 
     def _new_tokenizer(self, vocab: int) -> Any:
         # A student from scratch has the teacher's tokens.
@@ -191,9 +201,7 @@ class Distil(SFT):
         target = batch["target"]
         logits = model(**self._model_inputs(batch)).logits[..., : self.entries]
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        cross_entropy = F.cross_entropy(
-            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
-        ).view_as(target)
+        of_data = cross_entropy(logits, target)
 
         # Compare the student with the teacher, at each target.
         student = merged(logits, batch["teacher_entry"], temperature=self.temperature)
@@ -201,18 +209,18 @@ class Distil(SFT):
         apart = divergence(teacher, student, self.kind, weight=self.beta)
         apart = apart * (target != IGNORE)
         scale = self.share * self.temperature**2
-        each = scale * apart + (1 - self.share) * cross_entropy
+        each = scale * apart + (1 - self.share) * of_data
 
         outputs = {"loss": each.detach()}
         if model.training:
             count = (target != IGNORE).sum().clamp(min=1)
             outputs["divergence"] = apart.detach().sum() / count
-            outputs["cross_entropy"] = cross_entropy.detach().sum() / count
+            outputs["cross_entropy"] = of_data.detach().sum() / count
             if "padding" in batch:
                 outputs["padding"] = batch["padding"]
         else:
             outputs["apart"] = apart.detach()
-            outputs["cross_entropy"] = cross_entropy.detach()
+            outputs["cross_entropy"] = of_data.detach()
             outputs["right"] = logits.argmax(-1) == target
         return each.sum(), outputs
 

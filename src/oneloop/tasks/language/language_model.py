@@ -46,6 +46,25 @@ def is_packed(pack: str, *known: str) -> bool:
     return pack == "packed"
 
 
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    """Return the loss of each token, 0 where it is not a target, at least in float32.
+
+    Half-precision logits are too coarse for a loss.
+
+    Args:
+        logits: (rows, width, vocabulary).
+        target: int64, (rows, width).
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    each = F.cross_entropy(
+        logits.to(wide).flatten(0, 1),
+        target.flatten(),
+        reduction="none",
+        ignore_index=IGNORE,
+    )
+    return each.view_as(target)
+
+
 class LanguageModel(TokenTargets):
     """Language modelling. The weight of a sample is its number of target tokens.
 
@@ -225,12 +244,9 @@ class LanguageModel(TokenTargets):
         if self._uses_fused_loss(target, self.shape.padded_vocab or self.entries):
             losses: Tensor = model(**inputs, target=target, apart=True).each
             return losses
-        logits = model(**inputs).logits
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        each = F.cross_entropy(
-            logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
-        )
-        return each.view_as(target)
+
+        output = model(**inputs)
+        return cross_entropy(output.logits, target)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         target = batch["target"]
@@ -241,14 +257,10 @@ class LanguageModel(TokenTargets):
             if right is not None:
                 outputs["right"] = right
         else:
-            # Half-precision logits are too coarse for the loss.
             logits = model(**self._model_inputs(batch)).logits
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            each = F.cross_entropy(
-                logits.flatten(0, 1), target.flatten(), reduction="none", ignore_index=IGNORE
-            )
+            each = cross_entropy(logits, target)
             total = each.sum()
-            outputs = {"loss": each.detach().view_as(target)}
+            outputs = {"loss": each.detach()}
             # Only evaluations read them.
             if not torch.is_grad_enabled():
                 likeliest = logits.argmax(-1)

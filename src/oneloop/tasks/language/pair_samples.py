@@ -231,7 +231,7 @@ def answer_sums(values: Tensor, batch: dict[str, Tensor]) -> tuple[Tensor, Tenso
         batch: of :func:`collated_pairs`.
 
     Returns:
-        Two tensors (pairs,); of packed rows (rows x most,), with 0 where there is no pair.
+        Two tensors (pairs,). Packed rows give (rows x most,), and 0 for an empty place.
     """
     if "chosen" not in batch:
         sums = values.sum(1)
