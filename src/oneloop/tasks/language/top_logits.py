@@ -12,6 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from oneloop.basics.wide_sums import on_host
+
 _SMALL = 1 << 16  # entries that two bytes can number
 _LOGITS = 1 << 24  # that are sorted at once
 
@@ -50,14 +52,9 @@ def records(logits: Tensor, record: np.dtype[Any], *, temperature: float) -> NDA
         others = part.scatter(-1, entries, -torch.inf)
         tail = others.logsumexp(-1, keepdim=True)
         rows["entry"] = entries.cpu().numpy()
-        rows["logp"] = _on_host(chosen - whole)
-        rows["tail"] = _on_host(tail - whole)[:, 0]
+        rows["logp"] = on_host(chosen - whole).numpy()
+        rows["tail"] = on_host(tail - whole).numpy()[:, 0]
     return made
-
-
-def _on_host(values: Tensor) -> NDArray[np.float32]:
-    on_host: NDArray[np.float32] = values.float().cpu().numpy()
-    return on_host
 
 
 def collated_records(
