@@ -124,9 +124,7 @@ class SFT(AnswerRows):
 
     def save(self, model: nn.Module, folder: Path) -> None:
         self.save_model(model, folder, ends=self._ends)
-        if self._template is not None:
-            self.tokenizer.chat_template = self._template
-        self.tokenizer.save_pretrained(folder)
+        self.save_tokenizer(folder)
 
     def generate(self, model: nn.Module, batch: dict[str, Tensor]) -> dict[str, Any]:
         """Return the greedy answer to the tokens before each sample's first target.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from oneloop.data.fingerprint import of_shuffled
@@ -232,6 +233,12 @@ class AnswerRows(LanguageModel):
         open_ = partial(whole, window=self.window)
         source = first_columns(Source(data, self.columns), self._choices(labelled=labelled), open_)
         return self._encoded(source, source.parts["all"], labelled=labelled)
+
+    def save_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer, with the chat template of the run."""
+        if self._template is not None:
+            self.tokenizer.chat_template = self._template
+        self.tokenizer.save_pretrained(folder)
 
     @property
     def entries(self) -> int:

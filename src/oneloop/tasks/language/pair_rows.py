@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -153,9 +152,3 @@ class PairRows(AnswerRows):
             "right": float(margin) > 0,
             "confidence": float(torch.sigmoid(margin.abs())),
         }
-
-    def save_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer, with the chat template of the run."""
-        if self._template is not None:
-            self.tokenizer.chat_template = self._template
-        self.tokenizer.save_pretrained(folder)
