@@ -1,7 +1,8 @@
 """oneloop: one training loop on one page, the same model on a laptop, on one GPU or on a cluster.
 
-``from oneloop import fit`` trains from Python; evaluate, predict, export and report follow. Every
-other part is imported from its own file and works alone: ``from oneloop.data.order import Order``.
+``from oneloop import fit`` trains from Python; evaluate, predict, export and report follow. For your
+own loop there is ``from oneloop import Loader``. Every other part is imported from its own file and
+works alone: ``from oneloop.data.order import Order``.
 """
 
 import sys
@@ -11,15 +12,21 @@ from oneloop.old_names import OldNames
 
 if TYPE_CHECKING:
     from oneloop.api import evaluate, export, fit, predict, report
+    from oneloop.data.loader import Loader
 
 __version__ = "0.1.0"
-__all__ = ["evaluate", "export", "fit", "predict", "report"]
+__all__ = ["Loader", "evaluate", "export", "fit", "predict", "report"]
 
 sys.meta_path.append(OldNames())
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:  # imports torch and accelerate
+    # These imports also import torch and accelerate.
+    if name == "Loader":
+        from oneloop.data.loader import Loader
+
+        return Loader
+    if name in __all__:
         from oneloop import api
 
         return getattr(api, name)

@@ -1,6 +1,8 @@
 """Seeds: every random number is a function of a few integers."""
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -74,3 +76,25 @@ def set_other_states(states: tuple[Any, ...]) -> None:
     python, kind, numbers, *rest = states
     random.setstate(python)
     np.random.set_state((kind, np.frombuffer(numbers, np.uint32), *rest))
+
+
+_OTHER = np.random.MT19937(0)  # numpy's global generator in :func:`own_generators`
+
+
+@contextmanager
+def own_generators(needed: bool = True) -> Iterator[None]:
+    """Restore the global generators of torch, Python and numpy at the end of this context."""
+    if not needed:
+        yield
+        return
+    state = torch.default_generator.get_state()
+    python = random.getstate()
+    # numpy's can be replaced, which is faster than to save its state
+    numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    np.random.set_bit_generator(_OTHER)  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        np.random.set_bit_generator(numpy)  # type: ignore[attr-defined]
+        random.setstate(python)
+        torch.default_generator.set_state(state)

@@ -135,7 +135,7 @@ class SeededSamples(Dataset[Any]):
                 samples = self._one_by_one(places, self._seed_torch)
             if samples is not None:
                 collated = collate(samples)
-                if _next_draws() == _UNTOUCHED:
+                if next_draws() == UNTOUCHED:
                     return collated
             self._draws = True
 
@@ -233,12 +233,12 @@ class Batches(Dataset[Any]):
         return collated
 
 
-def _next_draws(python: Any = random, numpy: Any = np.random) -> tuple[int, float, float]:
+def next_draws(python: Any = random, numpy: Any = np.random) -> tuple[int, float, float]:
     """Return the next draws of Python's and numpy's generators."""
     return python.getrandbits(128), numpy.random_sample(), numpy.random_sample()
 
 
-_UNTOUCHED = _next_draws(random.Random(0), np.random.RandomState(0))
+UNTOUCHED = next_draws(random.Random(0), np.random.RandomState(0))
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate.utils import recursively_apply
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -44,11 +45,37 @@ class Group:
     total: float = math.nan  # weight of the global batch, after the all-reduce
     stop: bool = False  # whether any rank was requested to stop after this step
     save: bool = False  # whether the time for a save after this step has come, by rank 0's clock
+    _used: bool = False  # whether a loop over the group has begun
 
     @property
     def weight(self) -> float:
         """Return the summed weight of this process's samples."""
         return sum(self.weights)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._used:
+            raise RuntimeError(
+                "the batches of this group were used already; to use them again, keep them: "
+                "batches = list(group)"
+            )
+        self._used = True
+        return self.batches
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def addends(self, rank: int, ranks: int) -> list[float]:
+        """Return the values whose sums over the ranks, added by ``rounded_sum``, are the total.
+
+        This is the weight of this rank, or with ``apart`` a slot for each micro-batch of all ranks.
+        """
+        if not self.apart:
+            return [self.weight]
+        number = len(self.weights)
+        slots = [0.0] * (number * ranks)
+        first = number * rank
+        slots[first : first + number] = self.weights
+        return slots
 
 
 class CollateWithWeight:
@@ -306,29 +333,36 @@ def transferred(
             yield current
 
         # The caller's stream waits for the copy; the host does not.
-        torch.cuda.current_stream(device).wait_stream(copies)
-        for value in upcoming.values():
-            if torch.is_tensor(value):
-                # keeps its memory from being reused too early
-                value.record_stream(torch.cuda.current_stream(device))
+        stream = torch.cuda.current_stream(device)
+        stream.wait_stream(copies)
+        # keeps their memory from being reused too early
+        recursively_apply(partial(_in_use, stream), upcoming)
         current = upcoming
     if current is not None:
         yield current
 
 
+def _in_use(stream: torch.cuda.Stream, tensor: Tensor) -> Tensor:
+    tensor.record_stream(stream)
+    return tensor
+
+
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Return the batch with its tensors on the device, and other values as they are."""
-    # An Apple GPU would read host memory that is free already (pytorch #189690).
-    at_once = device.type == "mps"
+    """Return the batch with its tensors on the device, and other values as they are.
+
+    Its tensors are those in dicts, lists and tuples, at any depth.
+    """
     moved = {}
     for name, value in batch.items():
-        moved[name] = value
-        if not torch.is_tensor(value):
-            continue
-        if value.dtype in DOUBLE and wide_dtype(device) not in DOUBLE:
-            raise BadInput(
-                f"the batch has {name!r} in {str(value.dtype)[6:]}, which the device {device.type} "
-                "does not have; convert it in collate (.float()), or set machine.device cpu"
-            )
-        moved[name] = value.to(device, non_blocking=not at_once)
+        moved[name] = recursively_apply(partial(_moved, device, name), value)
     return moved
+
+
+def _moved(device: torch.device, name: str, value: Tensor) -> Tensor:
+    if value.dtype in DOUBLE and wide_dtype(device) not in DOUBLE:
+        raise BadInput(
+            f"the batch has {name!r} in {str(value.dtype)[6:]}, which the device {device.type} "
+            "does not have; convert it in collate (.float()), or set machine.device cpu"
+        )
+    # An Apple GPU would read host memory that is free already (pytorch #189690).
+    return value.to(device, non_blocking=device.type != "mps")

@@ -220,7 +220,7 @@ class Steps:
         # One rank agrees with itself.
         if self._run.host is None:
             for group in groups:
-                total = rounded_sum(group.weights) if group.apart else group.weight
+                total = rounded_sum(group.addends(0, 1))
                 yield _Agreed(group, total, requested(), due(), poll() is not None)
                 if self._restart:
                     break
@@ -231,7 +231,7 @@ class Steps:
         self._next = None
         for group in groups:
             hashes = self._checks.layout.hashes() if self._run.sharded else []
-            weights = self._weights(group)
+            weights = group.addends(self._run.rank, self._run.ranks)
             mine = torch.tensor(
                 [requested(), due(), poll() is not None, *weights, *hashes], dtype=torch.float64
             )
@@ -252,16 +252,3 @@ class Steps:
             if self._restart:
                 self._next.work.wait()
                 return
-
-    def _weights(self, group: Group) -> list[float]:
-        """Return the values to all-reduce: the total weight of this rank.
-
-        With ``batch.grain``, there is one slot for each micro-batch of all ranks.
-        """
-        if not group.apart:
-            return [group.weight]
-        number = len(group.weights)
-        slots = [0.0] * (number * self._run.ranks)
-        first = number * self._run.rank
-        slots[first : first + number] = group.weights
-        return slots

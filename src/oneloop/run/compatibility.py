@@ -4,16 +4,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-import numpy as np
-import torch
 from torch.optim import Optimizer
-from xxhash import xxh3_64, xxh3_64_hexdigest
+from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.untrusted import as_expected
 from oneloop.data.fingerprint import changes, fingerprint_of
+from oneloop.data.sample_checksums import SAMPLES, first_checksum, spread_checksum
 from oneloop.data.sample_reader import read_once
-from oneloop.data.seeded_samples import SeededSamples
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Preflight
 from oneloop.launch.processes import Run
@@ -23,10 +21,6 @@ from oneloop.run.environment import computed_by
 from oneloop.run.source_code import source_of
 from oneloop.task_protocol.protocol_checks import theirs
 from oneloop.task_protocol.whole_batch import is_whole_batch
-
-SAMPLES = 16  # samples of each data set that a resume compares, evenly spaced
-FIRST = 2  # first samples of each data set that all ranks compare
-
 
 _COMPARED = {
     "trained": "trained parameters",
@@ -269,7 +263,7 @@ def data_of(
             unknown[name] = dataset
     if unknown:
         checksums = read_once(
-            partial(_checksums, task, unknown, partial(_spread, seed)), workers=workers
+            partial(_checksums, task, unknown, partial(spread_checksum, seed)), workers=workers
         )
         for name, value in checksums.items():
             found[name] = {"length": found[name]["length"], "checksum": value}
@@ -283,7 +277,9 @@ def first_samples(
 
     The checksum is None if the samples are random. With data workers, one of them reads them.
     """
-    checksums = read_once(partial(_checksums, task, sets, partial(_first, seed)), workers=workers)
+    checksums = read_once(
+        partial(_checksums, task, sets, partial(first_checksum, seed)), workers=workers
+    )
     return {
         name: {"length": len(dataset), "content": checksums[name]} for name, dataset in sets.items()
     }
@@ -301,72 +297,3 @@ def _checksums(
 def _member(name: str) -> str:
     """Return the method of the task that returned the data set of this name."""
     return "train_set()" if name == "train" else "eval_sets()"
-
-
-def _spread(seed: int, dataset: Any) -> str | None:
-    """Return a checksum of evenly spaced samples; None if they differ each time."""
-    keyed = SeededSamples(dataset, seed=seed)
-    indices = sorted({k * len(dataset) // SAMPLES for k in range(SAMPLES)})
-    samples = keyed.good([(0, index) for index in indices])
-    whole = checksum(samples)
-    first = checksum(samples[:1])
-    again = [checksum([keyed[0, samples[0][0]]]) for _ in range(2)]
-    return whole if again == [first, first] else None
-
-
-def _first(seed: int, dataset: Any) -> str | None:
-    """Return a checksum of the first samples; None if they differ each time."""
-    keyed = SeededSamples(dataset, seed=seed)
-    places = [(0, index) for index in range(min(FIRST, len(dataset)))]
-    first = checksum(keyed.good(places))
-    second = checksum(keyed.good(places))
-    return first if first == second else None
-
-
-def checksum(values: Any) -> str:
-    """Return the xxh3-64 of tensors, arrays, strings, numbers, containers and attributes.
-
-    Other objects count by the name of their class.
-    """
-    state = xxh3_64()
-
-    def take(value: Any, depth: int = 0) -> None:
-        state.update(type(value).__name__.encode())
-        if depth > 8:  # objects may refer to each other
-            return
-
-        # Tensors, arrays, texts and numbers.
-        if isinstance(value, torch.Tensor):
-            if value.layout is not torch.strided or value.is_nested:
-                return
-            state.update(f"{value.dtype}{tuple(value.shape)}".encode())
-            flat = value.detach().cpu().contiguous().flatten()
-            state.update(flat.view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, np.ndarray) and value.dtype != object:
-            state.update(f"{value.dtype}{value.shape}".encode())
-            state.update(np.ascontiguousarray(value).tobytes())
-        elif isinstance(value, str):
-            state.update(value.encode(errors="surrogatepass"))
-        elif isinstance(value, bytes):
-            state.update(value)
-        elif isinstance(value, int | float | complex | np.generic) or value is None:
-            state.update(repr(value).encode())
-
-        # Containers and objects.
-        elif isinstance(value, Mapping):
-            for name in sorted(value, key=str):
-                take(str(name), depth + 1)
-                take(value[name], depth + 1)
-        elif hasattr(value, "tobytes") and hasattr(value, "size"):  # a PIL image
-            state.update(repr(value.size).encode() + value.tobytes())
-        elif isinstance(value, set | frozenset):
-            take(sorted(checksum([inside]) for inside in value), depth + 1)
-        elif isinstance(value, list | tuple):
-            for inside in value:
-                take(inside, depth + 1)
-        elif hasattr(value, "__dict__"):
-            take(vars(value), depth + 1)
-
-    for value in values:
-        take(value)
-    return state.hexdigest()

@@ -1,0 +1,391 @@
+"""A loader of training data for your own loop: the same samples in each step on any layout.
+
+>>> loader = Loader(dataset, batch_size=256, accelerator=accelerator)
+>>> for group in loader:                        # the micro-batches of one optimizer step
+...     for batch in group:
+...         with accelerator.accumulate(model):
+...             loss = loss_function(model(batch["x"]), batch["y"]).sum()
+...             accelerator.backward(loss * loader.factor / group.total)
+...             optimizer.step()
+...             optimizer.zero_grad()
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, default_collate
+
+from oneloop.basics.exact_sums import rounded_sum
+from oneloop.basics.seeds import own_generators
+from oneloop.basics.system.processes import usable_cores
+from oneloop.data.data_workers import workers_here
+from oneloop.data.fingerprint import changes, fingerprint_of
+from oneloop.data.fixed_collate import BATCH, FixedCollate
+from oneloop.data.loader_arguments import (
+    check_dataset,
+    device_of,
+    host_group,
+    layout_of,
+    micro_of,
+    place,
+    place_of,
+    reject_unknown,
+    set_accumulation,
+)
+from oneloop.data.order import order_of
+from oneloop.data.sample_checksums import spread_checksum
+from oneloop.data.sample_reader import read_once
+from oneloop.data.step_batches import Group, groups
+
+_MOST = 1 << 62  # samples: positions are 64-bit integers
+
+
+class Loader:
+    """The samples of a data set in an endless, seeded order, by optimizer step.
+
+    ``for group in loader`` yields the micro-batches of this process for one step, and
+    ``for batch in group`` the batches, on the device. ``len(group)`` is their number, and
+    ``group.total`` the weight of the global batch: of all micro-batches of all processes.
+    Each step has the same samples on any number of processes, with any micro-batch size and any
+    number of data workers. Data is loaded ahead. A sample's random numbers depend on ``seed``, the
+    epoch and the sample; the generators of this process stay as they are.
+
+    The state is :attr:`position`. Save it with ``accelerator.register_for_checkpointing(loader)``,
+    or with :meth:`state_dict`, on which torch.distributed.checkpoint relies, too.
+    Do not prepare a loader with Accelerate or Fabric: it already gives each process its part.
+
+    >>> loader = Loader(dataset, batch_size=256, accelerator=accelerator)
+    >>> accelerator.register_for_checkpointing(loader)
+
+    With Fabric, or torch's DDP:
+
+    >>> Loader(dataset, 256, rank=fabric.global_rank, ranks=fabric.world_size, device=fabric.device)
+
+    Args:
+        dataset: map-style (``__len__`` and ``__getitem__``), for example of torch or ``datasets``,
+            or a :class:`oneloop.data.mixture.Mixture`. A set may have its own ``order(seed=…,
+            batch=…)``.
+        batch_size: samples of one optimizer step, on all processes.
+        seed: of the order, and of the samples' random numbers.
+        accelerator: its processes divide each step. Its ``gradient_accumulation_steps`` are set to
+            the number of micro-batches, so that ``accumulate()`` updates once per group.
+        micro: samples of a micro-batch; None: as many as the accelerator's
+            ``gradient_accumulation_steps`` need, else all of this process.
+        collate: makes a batch of a list of samples; None: torch's ``default_collate``. Tensors in
+            dicts, lists and tuples are moved to the device. It must not draw random numbers, except
+            with ``grain``.
+        weight: returns the weight of a batch, such as its number of target tokens; None: its
+            samples. On several processes, each step then makes one small all-reduce on the host,
+            while the step before it trains.
+        workers: processes that load data for this process; ``auto``: none on a CPU.
+        grain: samples of a micro-batch that has the same samples on every layout.
+        rank: of this process, in place of an accelerator.
+        ranks: number of processes, in place of an accelerator.
+        device: where batches go, in place of an accelerator; None: torch's current accelerator, or
+            the CPU.
+
+    Raises:
+        ValueError: an argument is wrong, or the batch cannot be divided.
+        TypeError: the data set has no ``__len__`` and ``__getitem__``, or an argument is unknown.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        accelerator: Accelerator | None = None,
+        micro: int | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        weight: Callable[[Any], Tensor | float] | None = None,
+        workers: int | str = "auto",
+        grain: int | None = None,
+        rank: int | None = None,
+        ranks: int | None = None,
+        device: torch.device | str | None = None,
+        **unknown: Any,
+    ) -> None:
+        reject_unknown(unknown)
+        check_dataset(dataset, (DataLoader, Loader))
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.seed = seed
+        self._accelerator = accelerator
+
+        # Which part of a step is this process's?
+        sharded = False
+        if accelerator is None:
+            self._rank, ranks = place(rank, ranks)
+            self._device = device_of(device)
+        elif (rank, ranks, device) != (None, None, None):
+            raise ValueError(
+                "Loader got an accelerator, and also rank, ranks or device; the accelerator knows "
+                "them: remove them"
+            )
+        else:
+            self._rank, ranks, sharded = place_of(accelerator)
+            on_device = accelerator.device_placement
+            self._device = accelerator.device if on_device else torch.device("cpu")
+
+        # Divide the step.
+        if accelerator is not None and micro is None and grain is None:
+            micro = micro_of(accelerator, batch_size, ranks)
+        self.layout = layout_of(batch_size, ranks, micro, grain, sharded=sharded)
+        if accelerator is not None:
+            set_accumulation(accelerator, self.layout.accumulate)
+        self._order = order_of(dataset, seed=seed, batch=batch_size)
+        cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        self._workers = workers_here(workers, device=self._device, cores=cores)
+        self._collate = FixedCollate(collate or default_collate, weight, may_draw=grain is not None)
+
+        # A weight that only the ranks together know is summed on the host.
+        self._group: Any = None
+        varies = weight is not None or bool(getattr(dataset, "skips", False))
+        if varies and ranks > 1:
+            self._group = host_group(ranks)
+
+        # Where the loop is.
+        self._updates = _count_updates()
+        self._finished = 0  # groups
+        self._taken = 0  # batches of the group that was handed out
+        self._begun = 0  # updates of optimizers, when it was handed out
+        self._inside = False  # whether batches of it are left, or the last one is in use
+        self._loops = 0  # loops over this loader that began
+        self._moved = False  # whether the position was set in a loop
+        self._identity: dict[str, Any] | None = None
+
+    @property
+    def factor(self) -> int:
+        """Return the factor of a micro-batch's summed loss, which is divided by ``group.total``.
+
+        It undoes the mean over the processes, which DDP and FSDP2 compute, and Accelerate's mean
+        over the micro-batches. The gradient is then that of the whole batch.
+        """
+        return self.layout.ranks * (1 if self._accelerator is None else self.layout.accumulate)
+
+    @property
+    def accumulate(self) -> int:
+        """Return the number of micro-batches of a group."""
+        return self.layout.accumulate
+
+    @property
+    def position(self) -> int:
+        """Return the number of groups that were handed out and finished.
+
+        A group is finished when the loop over its batches has ended, or when an optimizer has
+        stepped with its last batch. Groups that were only loaded ahead do not count.
+
+        Setting it selects the next group: before the loop any one, later only an earlier one.
+        """
+        updated = self._inside and self._updates[0] > self._begun
+        return self._finished + (updated and self._taken == self.accumulate)
+
+    @position.setter
+    def position(self, position: int) -> None:
+        if self._loops and position > self.position:
+            raise ValueError(
+                f"position {position} is beyond the {self.position} groups that were trained, so "
+                "samples would be left out; set it before the loop, or load a saved state"
+            )
+        self._go_to(position)
+
+    def _go_to(self, position: Any) -> None:
+        most = _MOST // self.batch_size
+        if isinstance(position, bool) or not isinstance(position, int):
+            raise ValueError(f"the position of a Loader is a number of groups, got {position!r}")
+        if not 0 <= position <= most:
+            raise ValueError(f"the position of a Loader is from 0 to {most:,}, got {position}")
+        self._finished = position
+        self._inside = False
+        self._moved = True
+
+    def __iter__(self) -> Iterator[Group]:
+        # A group that the loop before has left is finished, or repeated: as for a state.
+        self._finished = self.position
+        self._inside = False
+        self._loops += 1
+        loop = self._loops
+        while True:
+            self._moved = False
+            for group in self._summed(self._loaded()):
+                # Hand the group out.
+                self._taken = 0
+                self._begun = self._updates[0]
+                self._inside = True
+                if self._accelerator is not None:
+                    # accumulate() counts the batches of a group, also after one was left early
+                    self._accelerator.step = 0
+                batches = self._counted(group, loop)
+                yield Group(batches, group.weights, group.apart, group.total)
+
+                # It is finished, unless the state was set meanwhile.
+                if loop != self._loops:
+                    raise RuntimeError(
+                        "another loop over this Loader has begun; only the newest can go on: make "
+                        "one Loader for each loop"
+                    )
+                if self._moved:
+                    break
+                for _ in batches:  # those that the loop has left out
+                    pass
+                self._finish()
+
+    def __len__(self) -> int:
+        raise TypeError(
+            "a Loader is endless and has no length: an epoch has len(dataset) / batch_size steps; "
+            "end the loop when loader.position reaches your number of steps"
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        # Accelerate looks for these members of a DataLoader.
+        if name in ("sampler", "batch_sampler"):
+            raise AttributeError(
+                f"a Loader is not a DataLoader and has no {name}; use it as it is, without "
+                "prepare_data_loader or setup_dataloaders: it gives each process its part"
+            )
+        raise AttributeError(f"'Loader' object has no attribute {name!r}")
+
+    def _finish(self) -> None:
+        if self._inside and not self._moved:
+            self._finished += 1
+            self._inside = False
+
+    def _counted(self, group: Group, loop: int) -> Iterator[Any]:
+        """Yield the user's batches of a group, and finish it at the end."""
+        for loaded in group.batches:
+            self._taken += 1
+            yield loaded[BATCH]
+        if loop == self._loops:
+            self._finish()
+
+    def _loaded(self) -> Iterator[Group]:
+        """Yield the groups of this process, from the position on."""
+        stream = groups(
+            self.dataset,
+            self._collate,  # type: ignore[arg-type]
+            self._order,
+            self.layout,
+            rank=self._rank,
+            seed=self.seed,
+            start=self._finished * self.batch_size,
+            device=self._device,
+            workers=self._workers,
+        )
+        return _apart(stream, self._workers)
+
+    def _summed(self, stream: Iterator[Group]) -> Iterator[Group]:
+        """Yield the groups with the weights of their global batches.
+
+        The all-reduce of a group takes place while the group before it trains.
+        """
+        ranks = self.layout.ranks
+        upcoming: tuple[Group, Tensor, Any] | None = None
+        for group in stream:
+            if self._group is None:
+                # All ranks have as many samples, or there is one rank.
+                each = 1 if self._collate.weight else ranks
+                group.total = each * rounded_sum(group.addends(0, 1))
+                yield group
+                continue
+            sums = torch.tensor(group.addends(self._rank, ranks), dtype=torch.float64)
+            work = dist.all_reduce(sums, group=self._group, async_op=True)
+            current = upcoming
+            upcoming = (group, sums, work)
+            if current is not None:
+                yield _with_total(*current)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position, and what a state must agree with: seed, batch size and data.
+
+        Inside a group, it is the position of this group, which is then repeated: call it after the
+        loop over its batches.
+
+        Raises:
+            RuntimeError: an optimizer has stepped before the last batch of the group, so that it
+                can neither be repeated nor continued.
+        """
+        if self._inside and self._taken < self.accumulate and self._updates[0] > self._begun:
+            raise RuntimeError(
+                f"an optimizer has stepped after batch {self._taken} of the {self.accumulate} of "
+                "this group, so the group can neither be repeated nor continued; save after the "
+                "loop over the group, and step once per group (accelerator.accumulate)"
+            )
+        return {"position": self.position, **self._about()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the groups that this state counts; in a loop, from its next group on.
+
+        Raises:
+            ValueError: the state is damaged, or has another seed, batch size or data set.
+        """
+        about = self._about()
+        missing = [name for name in ("position", *about) if name not in state]
+        if missing:
+            raise ValueError(
+                f"the state of a Loader lacks {', '.join(missing)}; it has "
+                f"{', '.join(map(str, state))}: load what state_dict() returned"
+            )
+        for name in ("seed", "batch_size"):
+            if state[name] != about[name]:
+                raise ValueError(
+                    f"the state is of a Loader with {name} {state[name]}, and this one has "
+                    f"{about[name]}: its steps have other samples; use {name}={state[name]}"
+                )
+        different = changes(state["data"], about["data"])
+        if different:
+            raise ValueError(
+                f"the state is of a Loader with another data set ({'; '.join(different)}): its "
+                "steps have other samples; use that data set, or begin anew without this state"
+            )
+        self._go_to(state["position"])
+
+    def _about(self) -> dict[str, Any]:
+        """Return what a state must agree with. The first call reads some samples."""
+        if self._identity is None:
+            data: dict[str, Any] = {"length": len(self.dataset)}
+            content = fingerprint_of(self.dataset)
+            if content is None:
+                read = partial(spread_checksum, self.seed, self.dataset)
+                with own_generators(self._workers == 0):
+                    data["checksum"] = read_once(read, workers=self._workers)
+            self._identity = {"seed": self.seed, "batch_size": self.batch_size, "data": data}
+            data |= content or {}
+        return self._identity
+
+
+def _with_total(group: Group, sums: Tensor, work: Any) -> Group:
+    work.wait()
+    group.total = rounded_sum(sums.tolist())
+    return group
+
+
+def _apart(loading: Iterable[Any], workers: int) -> Iterator[Any]:
+    """Yield what is loaded; without workers, this process's generators stay as they are."""
+    iterator = iter(loading)
+    while True:
+        with own_generators(not workers):
+            try:
+                value = next(iterator)
+            except StopIteration:
+                return
+        yield value
+
+
+@cache
+def _count_updates() -> list[int]:
+    """Return a list with the number of optimizer steps in this process since the first call."""
+    count = [0]
+
+    def add(*_: object) -> None:
+        count[0] += 1
+
+    register_optimizer_step_post_hook(add)
+    return count

@@ -1,0 +1,169 @@
+"""Check the arguments of a :class:`oneloop.data.loader.Loader`, and find its part of a step."""
+
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch.utils.data import IterableDataset, Sampler
+
+from oneloop.basics.launcher import ranks as launched_ranks
+from oneloop.data.batch_layout import BatchLayout
+
+_LONG = timedelta(days=1)  # another rank may evaluate, or read data, for long
+
+_INSTEAD = {
+    "sampler": "the order is seeded; for your own, give the data set a method order(seed, batch)",
+    "batch_sampler": "the order is seeded; for your own, give the data set a method order(seed, "
+    "batch)",
+    "shuffle": "samples are shuffled anew in each epoch; remove it",
+    "drop_last": "every step is full, and may cross the end of an epoch; remove it",
+    "collate_fn": "write collate=",
+    "num_workers": "write workers=",
+    "generator": "write seed=",
+    "worker_init_fn": "random numbers are seeded for each sample; remove it",
+    "pin_memory": "batches are pinned where that helps; remove it",
+    "prefetch_factor": "two groups are loaded ahead; remove it",
+    "persistent_workers": "data workers last as long as the loop; remove it",
+    "num_replicas": "write ranks=",
+}
+"""what to do instead of giving these arguments of torch's DataLoader and samplers"""
+
+
+def reject_unknown(given: Mapping[str, Any]) -> None:
+    """Raise TypeError if there are other arguments, with what to do in their place."""
+    for name in given:
+        if name in _INSTEAD:
+            raise TypeError(f"Loader takes no {name}: {_INSTEAD[name]}")
+        raise TypeError(f"Loader got an unexpected keyword argument {name!r}")
+
+
+def check_dataset(dataset: Any, loaders: tuple[type, ...]) -> None:
+    """Raise TypeError, unless it is a map-style data set.
+
+    Args:
+        dataset: the argument.
+        loaders: classes of loaders, which have a data set.
+    """
+    if isinstance(dataset, loaders):
+        raise TypeError(
+            f"Loader needs a data set, got a {type(dataset).__name__}; give it that loader's data "
+            "set (its attribute dataset)"
+        )
+    if isinstance(dataset, Sampler):
+        raise TypeError(
+            f"Loader needs a data set, got the sampler {type(dataset).__name__}; give it the data "
+            "set: the order is seeded"
+        )
+    parts = all(hasattr(dataset, name) for name in ("__len__", "__getitem__"))
+    if isinstance(dataset, IterableDataset) or not parts:
+        raise TypeError(
+            f"Loader needs a data set with __len__ and __getitem__, got {type(dataset).__name__}: "
+            "a stream has no position to resume from; see docs/how-to/from-streams.md"
+        )
+
+
+def place(rank: int | None, ranks: int | None) -> tuple[int, int]:
+    """Return rank and number of processes of a script without an accelerator."""
+    if rank is None and ranks is None:
+        world = dist.get_world_size() if dist.is_initialized() else launched_ranks()
+        if world > 1:
+            raise ValueError(
+                f"Loader runs on {world} processes, and each would load all samples; give it the "
+                "accelerator, or rank and ranks"
+            )
+        return 0, 1
+    if rank is None or ranks is None or not 0 <= rank < ranks:
+        raise ValueError(f"Loader needs both 0 <= rank < ranks, got rank {rank} and ranks {ranks}")
+    return rank, ranks
+
+
+def place_of(accelerator: Accelerator) -> tuple[int, int, bool]:
+    """Return rank, number of processes, and whether FSDP2 shards the model."""
+    if not isinstance(accelerator, Accelerator):
+        raise TypeError(
+            f"accelerator must be an Accelerator of accelerate, got {type(accelerator).__name__}; "
+            "with Fabric or torch's DDP, give rank and ranks"
+        )
+    kind = accelerator.distributed_type.value
+    parallel = getattr(accelerator, "parallelism_config", None)
+    whole = parallel is None or parallel.non_data_parallel_size == 1
+    if kind in ("DEEPSPEED", "MEGATRON_LM", "XLA") or not whole:
+        raise ValueError(
+            f"Loader divides a step among all processes of DDP and FSDP, and not with {kind} or "
+            "tensor, context or sequence parallelism; give rank and ranks of the data-parallel "
+            "group in place of the accelerator"
+        )
+    sharded = bool(getattr(accelerator, "is_fsdp2", False))
+    return accelerator.process_index, accelerator.num_processes, sharded
+
+
+def device_of(device: torch.device | str | None) -> torch.device:
+    """Return the device; None: torch's current accelerator, or the CPU."""
+    if device is not None:
+        return torch.device(device)
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.accelerator.current_device_index())
+
+
+def micro_of(accelerator: Accelerator, batch_size: int, ranks: int) -> int | None:
+    """Return the micro-batch size that the accelerator's accumulation requests, if any."""
+    steps: int = accelerator.gradient_accumulation_steps
+    if steps == 1:
+        return None
+    parts = ranks * steps
+    if batch_size % parts:
+        raise ValueError(
+            f"batch_size {batch_size} cannot be divided over {ranks} processes x "
+            f"gradient_accumulation_steps {steps}; nearest batch_size: "
+            f"{max(1, round(batch_size / parts)) * parts}"
+        )
+    return batch_size // parts
+
+
+def layout_of(
+    batch_size: int, ranks: int, micro: int | None, grain: int | None, *, sharded: bool
+) -> BatchLayout:
+    """Return the layout. Raise ValueError in the words of a Loader."""
+    for name, value in {"batch_size": batch_size, "micro": micro, "grain": grain}.items():
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not (whole and value > 0):
+            raise ValueError(f"{name} of a Loader must be a positive integer, got {value!r}")
+    if micro and grain and micro != grain:
+        raise ValueError(
+            f"micro {micro} and grain {grain} of a Loader are both sizes of a micro-batch; give one"
+        )
+    try:
+        return BatchLayout(batch_size, ranks, micro, grain=grain, sharded=sharded)
+    except ValueError as error:
+        message = str(error)
+        for name, own in {"batch.size": "batch_size", "batch.": ""}.items():
+            message = message.replace(name, own)
+        raise ValueError(message) from None
+
+
+def set_accumulation(accelerator: Accelerator, accumulate: int) -> None:
+    """Let ``accumulate()`` update once per group. Raise ValueError if it shall do otherwise."""
+    steps = accelerator.gradient_accumulation_steps
+    if steps not in (1, accumulate):
+        raise ValueError(
+            f"a group has {accumulate} micro-batches, but the accelerator's "
+            f"gradient_accumulation_steps are {steps}; leave out micro, or that setting"
+        )
+    accelerator.gradient_accumulation_steps = accumulate
+
+
+def host_group(ranks: int) -> Any:
+    """Return a group of all processes on the host. Collective."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    if world != ranks:
+        raise ValueError(
+            f"the weights of {ranks} processes are summed over all processes of torch.distributed, "
+            f"which has {world}; call init_process_group first, or leave out weight"
+        )
+    return dist.new_group(backend="gloo", timeout=_LONG)
