@@ -1,0 +1,673 @@
+"""oneloop.Loader: the same samples in each step on any layout, and a state of one number."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import namedtuple
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+)
+
+from oneloop import Loader
+from oneloop.data.order import Order
+from oneloop.data.seeded_samples import SeededSamples
+from remote_data import counted_s3
+from worlds import run
+
+pytestmark = pytest.mark.covers(
+    "oneloop.data.loader",
+    "oneloop.data.loader_arguments",
+    "oneloop.data.fixed_collate",
+    "oneloop.data.sample_checksums",
+)
+
+BATCH = 24
+STEPS = 5  # of 24 samples: one crosses the end of the first epoch
+SEED = 3
+
+
+class Augmented:
+    """70 samples with noise, a flip, a crop and dropout, from all three generators."""
+
+    def __len__(self) -> int:
+        return 70
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x = torch.arange(4.0) + 10 * index
+        if random.random() < 0.5:
+            x = x.flip(0)
+        x = nn.functional.dropout(x + torch.randn(4), 0.3)
+        return {"index": index, "x": x, "crop": np.random.randint(1000)}
+
+
+def expected() -> list[list[tuple[int, list[float], int]]]:
+    """Return the samples of each step, from the order and the seeds alone."""
+    samples = SeededSamples(Augmented(), seed=SEED)
+    steps = []
+    for step in range(STEPS):
+        epochs, indices = Order(70, seed=SEED)[step * BATCH : (step + 1) * BATCH]
+        places = zip(epochs.tolist(), indices.tolist())
+        found = [sample for _, sample in samples.good([*places])]
+        steps.append([(one["index"], one["x"].tolist(), int(one["crop"])) for one in found])
+    return [sorted(step) for step in steps]
+
+
+def seen(group: Any) -> list[tuple[int, list[float], int]]:
+    rows = []
+    for batch in group:
+        rows += zip(batch["index"].tolist(), batch["x"].tolist(), batch["crop"].tolist())
+    return rows
+
+
+def here(kind: str) -> dict[str, Any]:
+    """Return the arguments of a Loader for this process of a plain script of a kind."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if kind == "accelerate":
+        return {"accelerator": Accelerator(cpu=True)}
+    if kind == "fabric":
+        from lightning.fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto")
+        fabric.launch()
+        return {"rank": fabric.global_rank, "ranks": fabric.world_size, "device": fabric.device}
+    if ranks == 1:
+        return {}
+    torch.distributed.init_process_group("gloo")
+    return {"rank": torch.distributed.get_rank(), "ranks": torch.distributed.get_world_size()}
+
+
+def loader(arguments: dict[str, Any], dataset: Any = None, **options: Any) -> Loader:
+    if "accelerator" in arguments:
+        arguments["accelerator"].gradient_accumulation_steps = 1
+    return Loader(dataset or Augmented(), BATCH, seed=SEED, **arguments, **options)
+
+
+def steps_of(made: Loader, until: int) -> list[Any]:
+    """Return the samples of this process in each step, until a position."""
+    found = []
+    for group in made:
+        found.append(seen(group))
+        if made.position == until:
+            return found
+    raise AssertionError("the loop ended")
+
+
+def all_steps(kind: str, settings: list[dict[str, Any]], state: Any = None) -> list[Any]:
+    """Return the samples of this process, for each of these settings of a Loader."""
+    arguments = here(kind)
+    found = []
+    for options in settings:
+        made = loader(arguments, **options)
+        if state is not None:
+            made.load_state_dict(state)
+        found.append(steps_of(made, STEPS))
+    return found
+
+
+def joined(ranks: list[list[Any]]) -> list[Any]:
+    """Return the samples of each step on all processes, sorted."""
+    return [sorted(chain(*step)) for step in zip(*ranks, strict=True)]
+
+
+def same_as_expected(kind: str, ranks: int, settings: list[dict[str, Any]], state: Any) -> None:
+    found = run(all_steps, kind, settings, state, ranks=ranks).ok()
+    begins = 0 if state is None else state["position"]
+    for number, options in enumerate(settings):
+        steps = joined([mine[number] for mine in found])
+        assert steps == expected()[begins:], (kind, ranks, options)
+
+
+def saved_at(position: int) -> dict[str, Any]:
+    """Return the state of a Loader on one process, as it is in a JSON file."""
+    made = Loader(Augmented(), BATCH, seed=SEED)
+    steps_of(made, position)
+    return json.loads(json.dumps(made.state_dict()))
+
+
+def micro(*sizes: int | None, workers: tuple[int, ...] = (0,)) -> list[dict[str, Any]]:
+    return [{"micro": size, "workers": number} for size in sizes for number in workers]
+
+
+CASES = [
+    ("accelerate", 1, micro(None, 6, workers=(0, 2))),
+    ("accelerate", 2, micro(None, 3, workers=(0, 2))),
+    ("accelerate", 3, micro(4)),
+    pytest.param("accelerate", 4, micro(2, workers=(0, 2)), marks=pytest.mark.slow),
+    ("fabric", 2, micro(4)),
+    ("torch", 2, micro(4)),
+    *(
+        pytest.param(kind, ranks, micro(None, 2, workers=(0, 2)), marks=pytest.mark.slow)
+        for kind in ("fabric", "torch")
+        for ranks in (1, 2, 3, 4)
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "ranks", "settings"), CASES)
+def test_steps_have_equal_samples_on_any_layout(kind, ranks, settings):
+    same_as_expected(kind, ranks, settings, None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks", "settings"),
+    [
+        ("accelerate", 2, micro(4)),
+        pytest.param("accelerate", 3, micro(4, workers=(0, 2)), marks=pytest.mark.slow),
+        pytest.param("accelerate", 4, micro(None, workers=(0, 2)), marks=pytest.mark.slow),
+        pytest.param("fabric", 3, micro(4), marks=pytest.mark.slow),
+        pytest.param("torch", 4, micro(6), marks=pytest.mark.slow),
+    ],
+)
+def test_a_resume_on_another_layout_has_the_same_samples(kind, ranks, settings):
+    same_as_expected(kind, ranks, settings, saved_at(2))
+
+
+# The position.
+
+
+def test_the_position_counts_groups_that_were_finished():
+    made = Loader(Augmented(), BATCH, micro=6)
+    found = []
+    for group in made:
+        for _ in group:
+            found.append(made.state_dict()["position"])
+        found.append(made.position)
+        if made.position == 2:
+            break
+    assert found == [0, 0, 0, 0, 1, 1, 1, 1, 1, 2]
+    assert len(group) == 4 and group.total == BATCH == group.weight
+
+
+def test_a_group_whose_update_was_made_is_finished_and_another_one_cannot_be_saved():
+    """The usual Accelerate script saves inside the loop over batches, after the update."""
+    accelerator = Accelerator(cpu=True)
+    made = loader({"accelerator": accelerator}, micro=12)
+    model = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    found = []
+    for group in made:
+        for batch in group:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch["x"]).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append((accelerator.sync_gradients, made.state_dict()["position"]))
+        if made.position == 2:
+            break
+    assert found == [(False, 0), (True, 1), (False, 1), (True, 2)]
+
+    # A step after each micro-batch: half of the group is trained.
+    for group in made:
+        for _ in group:
+            optimizer.optimizer.step()
+            with pytest.raises(RuntimeError, match="after batch 1 of the 2 of this group"):
+                made.state_dict()
+            break
+        break
+
+
+def test_a_group_that_was_left_is_repeated_by_a_new_loop_unless_it_was_updated():
+    made = Loader(Augmented(), BATCH, seed=SEED)
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    for group in made:
+        next(iter(group))
+        break
+    assert steps_of(made, 1) == [sorted_back(0)]
+    for group in made:
+        next(iter(group))
+        optimizer.step()
+        break
+    assert steps_of(made, 3) == [sorted_back(2)]
+
+
+def sorted_back(step: int) -> list[Any]:
+    """Return the samples of a step in their order."""
+    made = Loader(Augmented(), BATCH, seed=SEED)
+    made.position = step
+    return next(iter(steps_of(made, step + 1)))
+
+
+def test_a_group_that_is_left_early_does_not_shift_the_next():
+    made = Loader(Augmented(), BATCH, seed=SEED, micro=4)
+    for group in made:
+        if made.position == 1:
+            assert seen(group) == sorted_back(1)
+            break
+        next(iter(group))
+
+
+def test_a_state_can_be_loaded_inside_a_loop():
+    made = Loader(Augmented(), BATCH, seed=SEED, micro=8)
+    begin = made.state_dict()
+    found = []
+    for group in made:
+        found.append(seen(group))
+        if len(found) == 3:
+            made.load_state_dict(begin)
+        if len(found) == 5:
+            break
+    assert found == [sorted_back(step) for step in (0, 1, 2, 0, 1)]
+    assert made.position == 2
+
+
+def test_a_state_inside_a_group_repeats_it_with_accelerate(tmp_path):
+    """accelerate saves how many micro-batches have passed: a resume must not update earlier."""
+    (first,) = run(_interrupted, tmp_path, False).ok()
+    (second,) = run(_interrupted, tmp_path, True).ok()
+    (whole,) = run(_interrupted, tmp_path / "none", None).ok()
+    assert len(first) == len(second) == 2
+    assert first + second == whole
+
+
+def _interrupted(folder: Path, resumes: bool | None) -> list[Any]:
+    """Train; in group 2, save inside it and stop, or resume from there."""
+    accelerator = Accelerator(cpu=True)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 1), nn.Dropout(0.5))
+    made = loader({"accelerator": accelerator}, micro=8)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-5))
+    accelerator.register_for_checkpointing(made)
+    if resumes:
+        accelerator.load_state(folder)
+    found = []
+    for group in made:
+        if not resumes and resumes is not None and made.position == 2:
+            next(iter(group))
+            with accelerator.accumulate(model):
+                pass
+            accelerator.save_state(folder)
+            return found
+        for batch in group:
+            with accelerator.accumulate(model):
+                loss = model(batch["x"]).sum()
+                accelerator.backward(loss * made.factor / group.total)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append(accelerator.unwrap_model(model)[0].weight.tolist())
+        if made.position == 4:
+            return found
+    raise AssertionError("the loop ended")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"seed": 4}, "with seed 4, and this one has 3"),
+        ({"batch_size": 12}, "with batch_size 12"),
+        ({"data": {"length": 71, "checksum": "0"}}, "another data set"),
+        ({"data": {"length": 70, "checksum": "0"}}, "the content of a file has changed"),
+        ({"position": -1}, "is from 0 to"),
+        ({"position": 1 << 62}, "is from 0 to"),
+        ({"position": True}, "is a number of groups, got True"),
+        ({"position": 1.5}, "is a number of groups, got 1.5"),
+    ],
+)
+def test_a_state_of_another_loader_is_rejected(change, match):
+    made = Loader(Augmented(), BATCH, seed=SEED)
+    state = {**made.state_dict(), **change}
+    with pytest.raises(ValueError, match=match):
+        made.load_state_dict(state)
+    assert made.position == 0
+
+
+def test_a_damaged_state_is_rejected():
+    made = Loader(Augmented(), BATCH)
+    with pytest.raises(ValueError, match="lacks position, data; it has seed, batch_size"):
+        made.load_state_dict({"seed": 0, "batch_size": 24})
+
+
+def test_a_position_beyond_the_trained_ones_is_rejected_in_a_loop():
+    made = Loader(Augmented(), BATCH)
+    made.position = 2
+    for group in made:
+        list(group)
+        with pytest.raises(ValueError, match="position 4 is beyond the 3 groups"):
+            made.position = 4
+        break
+
+
+def test_torch_saves_and_loads_it_as_a_part_of_a_distributed_checkpoint(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    made = Loader(Augmented(), BATCH, seed=SEED)
+    steps_of(made, 3)
+    dcp.save({"loader": made}, checkpoint_id=tmp_path)
+    again = Loader(Augmented(), BATCH, seed=SEED)
+    dcp.load({"loader": again}, checkpoint_id=tmp_path)
+    assert again.position == 3
+
+
+# Random numbers.
+
+
+def test_the_generators_of_the_process_stay_as_they_are():
+    for generators in (torch.rand, lambda _: random.random(), lambda _: np.random.rand()):
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        alone = [generators(1) for _ in range(4)]
+        torch.manual_seed(0), random.seed(0), np.random.seed(0)
+        beside = []
+        made = Loader(Augmented(), BATCH, micro=12)
+        for group in made:
+            for _ in group:
+                beside.append(generators(1))
+            made.state_dict()
+            if made.position == 2:
+                break
+        assert alone == beside
+
+
+@pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand])
+@pytest.mark.parametrize("dataset", [[1.0] * 70, Augmented()])
+def test_a_collate_function_that_draws_is_rejected(draw, dataset):
+    def collate(samples):
+        draw()
+        return torch.zeros(len(samples))
+
+    with pytest.raises(ValueError, match="collate draws random numbers"):
+        next(iter(Loader(dataset, BATCH, collate=collate)))
+    group = next(iter(Loader(dataset, BATCH, collate=collate, grain=3)))
+    assert len(group) == 8
+
+
+def _drawn_in_collate() -> list[Any]:
+    accelerator = Accelerator(cpu=True)
+
+    def collate(samples):
+        return [
+            (one["index"], one["crop"] + random.random() + float(torch.rand(()))) for one in samples
+        ]
+
+    made = loader({"accelerator": accelerator}, grain=6, collate=collate)
+    found = []
+    for group in made:
+        found.append([pair for batch in group for pair in batch])
+        if made.position == 2:
+            return found
+    raise AssertionError("the loop ended")
+
+
+def test_with_a_grain_a_collate_function_may_draw():
+    (one,) = run(_drawn_in_collate).ok()
+    two = run(_drawn_in_collate, ranks=2).ok()
+    assert joined(two) == [sorted(step) for step in one]
+
+
+# Weights, batches and data sets.
+
+
+class Texts:
+    """Samples of different lengths."""
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((index % 7 + 1,), index)
+
+
+def _totals() -> list[tuple[float, float]]:
+    made = loader(
+        {"accelerator": Accelerator(cpu=True)},
+        Texts(),
+        micro=4,
+        collate=lambda samples: torch.cat(samples),
+        weight=len,
+    )
+    found = []
+    for group in made:
+        own = sum(len(batch) for batch in group)
+        assert own == group.weight
+        found.append((group.total, own))
+        if made.position == 4:
+            return found
+    raise AssertionError("the loop ended")
+
+
+@pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+def test_the_total_is_the_weight_of_the_global_batch(ranks):
+    found = run(_totals, ranks=ranks).ok()
+    indices = [Order(50, seed=SEED)[step * 24 : (step + 1) * 24][1] for step in range(4)]
+    lengths = [float((step % 7 + 1).sum()) for step in indices]
+    for rank in found:
+        assert [total for total, _ in rank] == lengths
+    assert [sum(own for _, own in step) for step in zip(*found)] == lengths
+
+
+Pair = namedtuple("Pair", ["x", "y"])
+
+
+def test_batches_of_any_form():
+    data = TensorDataset(torch.arange(8.0), torch.arange(8))
+    x, y = next(iter(next(iter(Loader(data, 4)))))
+    assert x.shape == y.shape == (4,)
+    named = [Pair(torch.tensor(1.0), 2)] * 4
+    assert next(iter(next(iter(Loader(named, 2))))).y.tolist() == [2, 2]
+    assert next(iter(next(iter(Loader(torch.arange(3), 3))))).sum() == 3
+    texts = next(iter(next(iter(Loader(["a", "b"], 2, collate=sorted)))))
+    assert texts == ["a", "b"]
+
+
+def test_nested_batches_go_to_the_device():
+    """Meta tensors stand for those of another device."""
+    from transformers import BatchEncoding
+
+    def collate(samples):
+        return {
+            "encoded": BatchEncoding({"ids": torch.zeros(2)}),
+            "pairs": [Pair(torch.zeros(2), "text"), {"deep": (torch.zeros(1), 3)}],
+        }
+
+    batch = next(iter(next(iter(Loader([1, 2], 2, collate=collate, device="meta")))))
+    assert isinstance(batch["encoded"], BatchEncoding) and batch["encoded"]["ids"].is_meta
+    assert batch["pairs"][0].x.is_meta and batch["pairs"][0].y == "text"
+    assert batch["pairs"][1]["deep"][0].is_meta and batch["pairs"][1]["deep"][1] == 3
+
+
+def _data_sets(folder: Path) -> list[Any]:
+    """Return the samples of the first steps of this process, of several kinds of data sets."""
+    import datasets
+
+    from oneloop.data.mixture import Mixture
+
+    table = datasets.Dataset.from_dict({"n": list(range(70))})
+    parts = {"a": list(range(50)), "b": list(range(100, 130))}
+    accelerator = Accelerator(cpu=True)
+    found = []
+    for dataset in (
+        table.with_format("torch"),
+        Mixture(parts, [0.75, 0.25]),
+        Subset([*range(100)], [*range(30, 70)]),
+    ):
+        made = loader({"accelerator": accelerator}, dataset, micro=4)
+        steps = []
+        for group in made:
+            rows = []
+            for batch in group:
+                rows += (batch["n"] if isinstance(batch, dict) else batch).tolist()
+            steps.append(rows)
+            if made.position == 4:
+                break
+        found.append(steps)
+    return found
+
+
+def test_data_sets_of_datasets_and_torch_and_mixtures(tmp_path):
+    (one,) = run(_data_sets, tmp_path).ok()
+    two = run(_data_sets, tmp_path, ranks=2).ok()
+    for number, alone in enumerate(one):
+        assert joined([rank[number] for rank in two]) == [sorted(step) for step in alone]
+    for step in one[1]:  # the mixture
+        assert sum(index >= 100 for index in step) == 6
+
+
+def _packed_chats() -> list[Any]:
+    """Return tokens and totals of the first steps, of a packed data set of a task."""
+    from oneloop.tasks.sft import SFT
+
+    task = SFT(length=64)
+    made = loader(
+        {"accelerator": Accelerator(cpu=True)},
+        task.train_set(),
+        micro=4,
+        collate=task.collate,
+        weight=task.weight,
+    )
+    found = []
+    for group in made:
+        rows = []
+        for batch in group:
+            rows += batch["input"].tolist()
+        found.append((group.total, rows))
+        if made.position == 3:
+            return found
+    raise AssertionError("the loop ended")
+
+
+def _rows(address: str) -> list[Any]:
+    """Return the rows of the first steps, of Parquet files on a disk or in a bucket."""
+    from oneloop.tasks.rows.open_data import whole
+    from oneloop.tasks.rows.sources import Source
+
+    rows = whole(Source(address, {"number": "n"}), window=4).parts["all"]
+    made = loader({"accelerator": Accelerator(cpu=True)}, rows, micro=4, workers=0)
+    found = []
+    for group in made:
+        found.append([number for batch in group for number in batch["n"].tolist()])
+        if made.position == 6:
+            return found
+    raise AssertionError("the loop ended")
+
+
+@pytest.mark.slow
+def test_packed_conversations_and_the_weight_of_their_tokens():
+    (one,) = run(_packed_chats).ok()
+    two = run(_packed_chats, ranks=2).ok()
+    assert [[total for total, _ in rank] for rank in two] == [[total for total, _ in one]] * 2
+    rows = [[rows for _, rows in rank] for rank in (one, *two)]
+    assert joined(rows[1:]) == [sorted(step) for step in rows[0]]
+
+
+@pytest.mark.slow
+def test_parquet_on_a_disk_and_in_a_bucket(tmp_path):
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"n": [*range(100)]})
+    parquet.write_table(table, tmp_path / "rows.parquet", row_group_size=10)
+    (one,) = run(_rows, str(tmp_path)).ok()
+    assert sorted(chain(*one[:4]))[:90] != [*range(90)] and len({*chain(*one)}) == 100
+    with counted_s3() as s3:
+        s3.copy(tmp_path, "s3://bucket/data")
+        for ranks in (1, 2):
+            found = run(_rows, "s3://bucket/data", ranks=ranks, variables=s3.variables).ok()
+            assert joined(found) == [sorted(step) for step in one]
+
+
+# Wrong inputs.
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+DATA = TensorDataset(torch.arange(8))
+WRONG = [
+    (lambda: Loader(DATA, 4, sampler=RandomSampler(DATA)), "takes no sampler: the order is seeded"),
+    (lambda: Loader(DATA, 4, shuffle=True), "takes no shuffle: samples are shuffled"),
+    (lambda: Loader(DATA, 4, collate_fn=list), "takes no collate_fn: write collate="),
+    (lambda: Loader(DATA, 4, num_workers=2), "takes no num_workers: write workers="),
+    (lambda: Loader(DATA, 4, wrokers=2), "unexpected keyword argument 'wrokers'"),
+    (lambda: Loader(RandomSampler(DATA), 4), "got the sampler RandomSampler"),
+    (lambda: Loader(DataLoader(DATA), 4), "got a DataLoader; give it that loader's data set"),
+    (lambda: Loader(Loader(DATA, 4), 4), "got a Loader; give it that loader's data set"),
+    (lambda: Loader(Stream(), 4), "got Stream: a stream has no position"),
+    (lambda: Loader(iter([1]), 4), "got list_iterator: a stream has no position"),
+    (lambda: Loader([], 4), "an order needs at least one sample, got 0"),
+    (lambda: Loader(DATA, 0), "batch_size of a Loader must be a positive integer, got 0"),
+    (lambda: Loader(DATA, 2.5), "batch_size of a Loader must be a positive integer, got 2.5"),
+    (lambda: Loader(DATA, 4, micro=-1), "micro of a Loader must be a positive integer, got -1"),
+    (lambda: Loader(DATA, 4, micro=2, grain=4), "micro 2 and grain 4 of a Loader"),
+    (lambda: Loader(DATA, 5, micro=2), "micro 2 does not divide this number; nearest: 1"),
+    (lambda: Loader(DATA, 5, rank=0, ranks=2), "batch_size 5 cannot be split over 2 ranks"),
+    (lambda: Loader(DATA, 12, grain=4, rank=0, ranks=3), "batch_size 12 / grain 4 gives 3 micro"),
+    (lambda: Loader(DATA, 4, ranks=2), "needs both 0 <= rank < ranks, got rank None and ranks 2"),
+    (lambda: Loader(DATA, 4, rank=2, ranks=2), "needs both 0 <= rank < ranks, got rank 2"),
+    (lambda: Loader(DATA, 4, rank=0, ranks=2, weight=len), "the weights of 2 processes are summed"),
+    (lambda: Loader(DATA, 4, accelerator=object()), "must be an Accelerator of accelerate"),
+    (
+        lambda: Loader(DATA, 4, accelerator=Accelerator(cpu=True), rank=0, ranks=1),
+        "got an accelerator, and also rank, ranks or device",
+    ),
+    (
+        lambda: Loader(DATA, 6, accelerator=Accelerator(cpu=True, gradient_accumulation_steps=4)),
+        "over 1 processes x gradient_accumulation_steps 4; nearest batch_size: 8",
+    ),
+    (
+        lambda: Loader(
+            DATA, 8, micro=1, accelerator=Accelerator(cpu=True, gradient_accumulation_steps=4)
+        ),
+        "a group has 8 micro-batches, but the accelerator's gradient_accumulation_steps are 4",
+    ),
+    (lambda: len(Loader(DATA, 4)), "a Loader is endless and has no length"),
+    (
+        lambda: Accelerator(cpu=True).prepare_data_loader(Loader(DATA, 4)),
+        "a Loader is not a DataLoader and has no",
+    ),
+]
+
+
+@pytest.mark.parametrize(("make", "match"), WRONG)
+def test_wrong_arguments_are_rejected_with_what_to_do(make, match):
+    with pytest.raises((TypeError, ValueError, AttributeError), match=match):
+        make()
+
+
+def test_the_accelerators_accumulation_divides_a_group():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    made = Loader(Augmented(), BATCH, accelerator=accelerator)
+    assert len(next(iter(made))) == made.accumulate == made.factor == 4
+
+
+def test_prepare_returns_it_unchanged():
+    made = Loader(Augmented(), BATCH)
+    assert Accelerator(cpu=True).prepare(made) is made
+
+
+def _without_a_place() -> None:
+    Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="Loader runs on 2 processes, and each would load all"):
+        Loader(Augmented(), BATCH)
+
+
+def test_several_processes_need_a_rank():
+    run(_without_a_place, ranks=2).ok()
+
+
+def test_a_group_is_used_once_and_the_newest_loop_counts():
+    made = Loader(Augmented(), BATCH)
+    group = next(iter(made))
+    list(group)
+    with pytest.raises(RuntimeError, match="batches = list"):
+        list(group)
+    older = iter(made)
+    next(older)
+    next(iter(made))
+    with pytest.raises(RuntimeError, match="another loop over this Loader has begun"):
+        next(older)
