@@ -99,6 +99,22 @@ def test_norm_clip_and_guard_in_a_plain_loop():
     assert step.fault is Fault.NONFINITE and torch.isfinite(model.weight).all()
 
 
+def test_the_guard_of_a_prepared_optimizer_keeps_bad_gradients_out():
+    """accelerate wraps an optimizer: a flag that is set on the wrapper has no effect."""
+    from oneloop.optim.bad_step_guard import Guard
+    from oneloop.optim.bad_step_policy import Fault, Policy
+    from oneloop.optim.clip import global_norm
+
+    accelerator = Accelerator()
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    guard = Guard(optimizer, device=accelerator.device, policy=Policy(nonfinite="skip"))
+    accelerator.backward(model(torch.full((4, 3), torch.nan)).sum())
+    guard.step(global_norm(model.parameters()))
+    assert guard.resolve().fault is Fault.NONFINITE and torch.isfinite(model.weight).all()
+
+
 def test_evaluate_in_a_plain_script():
     from oneloop.evaluation import evaluate
 

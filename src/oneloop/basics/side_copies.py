@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from oneloop.basics.tensors import plain_optimizer
+
 
 class SideCopy:
     """A copy on a separate stream.
@@ -112,6 +114,7 @@ class HostCopies:
         # The end of the last step: the copy waits for it only, not for work queued since.
         self._stepped = torch.Event(weights[0].device)
         self._stepped.record()
+        optimizer = plain_optimizer(optimizer)
         optimizer.register_step_post_hook(lambda *_: self._stepped.record())
         # No copy may read weights while a step writes them.
         optimizer.register_step_pre_hook(lambda *_: before_change())

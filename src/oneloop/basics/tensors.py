@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -257,3 +258,13 @@ def of_shape(target: Tensor, shape: Sequence[int]) -> Tensor:
         return target
     own = local(target)
     return own.reshape(tuple(shape)) if own.numel() else own.new_zeros(tuple(shape))
+
+
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that accelerate's ``prepare`` has wrapped; any other unchanged.
+
+    Hooks and attributes of the wrapper would have no effect on the update.
+    """
+    if isinstance(optimizer, AcceleratedOptimizer):
+        return plain_optimizer(optimizer.optimizer)
+    return optimizer

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from oneloop.basics.device_flag import DeviceFlag
 from oneloop.basics.side_copies import before_change
+from oneloop.basics.tensors import plain_optimizer
 from oneloop.basics.wide_sums import wide_dtype
 from oneloop.optim.bad_step_policy import Fault, Policy
 from oneloop.optim.elementwise import ignores_flag
@@ -57,7 +58,7 @@ class Guard:
     The step is bad only if the scale falls below 2^-10. This needs no further host read.
 
     Args:
-        optimizer: of the sharded or whole parameters.
+        optimizer: of the sharded or whole parameters; accelerate may have prepared it.
         device: device of the parameters.
         scaler: GradScaler of fp16, or None.
         policy: defines bad steps.
@@ -74,6 +75,7 @@ class Guard:
         policy: Policy = Policy(),
         total: Callable[[Tensor], Tensor] = lambda x: x,
     ) -> None:
+        optimizer = plain_optimizer(optimizer)
         self.optimizer = optimizer
         self.scaler = scaler
         groups = optimizer.param_groups
