@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from oneloop.basics.seeds import seed_others
-from oneloop.data.seeded_samples import UNTOUCHED, next_draws
+from oneloop.data.seeded_samples import UNTOUCHED, UNTOUCHED_AGAIN, next_draws
 
 BATCH = "batch"  # the user's batch, among what travels with it
 
@@ -44,10 +44,13 @@ class FixedCollate:
         """Return the batch. Raise ValueError if that drew random numbers."""
         # The caller finds out itself whether the samples drew: leave that visible to it.
         untouched = next_draws() == UNTOUCHED
-        seed_others(0)
+        expected = UNTOUCHED_AGAIN
+        if not untouched:
+            seed_others(0)
+            expected = UNTOUCHED
         state = torch.default_generator.get_state()
         batch = self.collate(values)
-        drew = next_draws() != UNTOUCHED
+        drew = next_draws() != expected
         if drew or not torch.equal(torch.default_generator.get_state(), state):
             raise ValueError(
                 "collate draws random numbers, which depend on how a step is divided; draw them in "

@@ -238,7 +238,11 @@ def next_draws(python: Any = random, numpy: Any = np.random) -> tuple[int, float
     return python.getrandbits(128), numpy.random_sample(), numpy.random_sample()
 
 
-UNTOUCHED = next_draws(random.Random(0), np.random.RandomState(0))
+_SEEDED = (random.Random(0), np.random.RandomState(0))
+UNTOUCHED = next_draws(*_SEEDED)
+"""the next draws after ``seed_others(0)``"""
+UNTOUCHED_AGAIN = next_draws(*_SEEDED)
+"""the draws after these"""
 
 
 def _equal(a: Any, b: Any) -> bool:
