@@ -1,7 +1,7 @@
 """oneloop: one training loop on one page, the same model on a laptop, on one GPU or on a cluster.
 
-``from oneloop import fit`` trains from Python; evaluate, predict, export and report follow. For your
-own loop there is ``from oneloop import Loader``. Every other part is imported from its own file and
+``from oneloop import fit`` trains from Python; evaluate, predict, export and report follow. Your
+own loop takes ``from oneloop import Loader``. Every other part is imported from its own file and
 works alone: ``from oneloop.data.order import Order``.
 """
 
