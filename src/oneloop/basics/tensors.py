@@ -205,7 +205,7 @@ def named(model: nn.Module, optimizer: Optimizers | None) -> list[str]:
             names[id(one)] = name
             # accelerate wraps the optimizer
             kind = type(getattr(one, "optimizer", one)).__name__
-            lines.append(f"optimizer {name}: {kind} with {len(one.param_groups)} parameter groups")
+            lines.append(f"optimizer {name}: {kind}, parameter groups: {len(one.param_groups)}")
         for parameter, _, _, one in optimized(model, optimizer):
             lines.append(f"optimizer {names[id(one)]}: {parameter}")
     return lines
