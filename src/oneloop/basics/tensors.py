@@ -1,9 +1,9 @@
 """Shards of tensors and their names under DDP and FSDP2, and buffers that all ranks share."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from oneloop.basics.exit_codes import Inexact
@@ -19,6 +20,12 @@ from oneloop.basics.parameter_names import bare_name
 
 # class attribute: names of parameters that are stored with the shape (1,)
 _SCALARS = "_oneloop_scalars"
+
+Models = nn.Module | Mapping[str, nn.Module]
+"""a model, or several by name, such as the networks of a GAN"""
+Optimizers = Optimizer | Mapping[str, Optimizer]
+"""an optimizer, or several by name"""
+_Named = TypeVar("_Named")
 
 
 class Planned:
@@ -79,32 +86,137 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-def optimized(model: nn.Module, optimizer: Optimizer) -> list[tuple[str, Tensor, dict[str, Any]]]:
-    """Return the optimizer's parameters in its order: bare name, parameter, parameter group.
+class Together(nn.Module):
+    """Several models by name, as the modules of one model; see :func:`together`."""
 
-    Raise Inexact if the model no longer has one of them.
+
+def together(models: Models) -> nn.Module:
+    """Return one model that has the tensors of several, in the order of their names.
+
+    Wrappers of DDP and torch.compile are left out, so that a parameter is called
+    ``<model>.<parameter>``. Modules and tensors are not copied. One model is returned unchanged.
+
+    Raise ValueError if a name cannot be used.
     """
+    if isinstance(models, nn.Module):
+        return models
+    holder = Together()
+    for name, model in by_name(models):
+        holder.add_module(name, _unwrapped(model))
+    return holder
+
+
+def _unwrapped(model: nn.Module) -> nn.Module:
+    """Return the model without the wrappers of DDP and torch.compile, in any order."""
+    inner: Any = model._modules.get("_orig_mod", model)
+    if isinstance(inner, DistributedDataParallel):
+        inner = inner.module
+    return inner if inner is model else _unwrapped(inner)
+
+
+def by_name(several: Mapping[str, _Named]) -> list[tuple[str, _Named]]:
+    """Return named models or optimizers, sorted by name.
+
+    Raise ValueError unless each name is an identifier that neither torch nor a wrapper uses.
+    """
+    for name in several:
+        path = f"{name}."
+        used = hasattr(nn.Module(), str(name)) or bare_name(path) != path
+        if used or not str(name).isidentifier():
+            raise ValueError(
+                f"a model or an optimizer has the name {name!r}, which cannot be part of the names "
+                "in a checkpoint; use an identifier that is not an attribute of "
+                "torch.nn.Module, such as 'generator'"
+            )
+    return sorted(several.items())
+
+
+def optimizers_of(optimizer: Optimizers) -> list[tuple[str, Optimizer]]:
+    """Return the names and optimizers, in the order of the names; one optimizer has the name ''."""
+    return by_name(optimizer) if isinstance(optimizer, Mapping) else [("", optimizer)]
+
+
+def optimized(
+    model: nn.Module, optimizer: Optimizers
+) -> list[tuple[str, Tensor, dict[str, Any], Optimizer]]:
+    """Return the parameters of one or several optimizers, in their order.
+
+    Returns:
+        For each parameter: its bare name, itself, its parameter group, its optimizer.
+
+    Raises:
+        Inexact: the model no longer has one of them.
+        ValueError: none of several models has one of them, or two optimizers have the same.
+    """
+    # Find each parameter's name and optimizer.
     names = {parameter: bare_name(name) for name, parameter in model.named_parameters()}
-    known = {one for group in optimizer.param_groups for one in group["params"]}
     found = []
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter not in names:
-                new = [names[one] for one in names if one.requires_grad and one not in known]
-                raise Inexact(
-                    "the model has lost a parameter of the optimizer, because the task or the "
-                    f"model has replaced or tied it (new parameters: {', '.join(new) or 'none'}); "
-                    "assign new values to it in place"
-                )
-            found.append((names[parameter], parameter, group))
+    owners: dict[Tensor, str] = {}
+    for owner, one in optimizers_of(optimizer):
+        for group in one.param_groups:
+            for parameter in group["params"]:
+                name = names.get(parameter, "")
+                other = owners.setdefault(parameter, owner)
+                if other != owner:
+                    raise ValueError(
+                        f"the optimizers {other} and {owner} both have the parameter {name}, but a "
+                        "checkpoint holds one state for each parameter; give it to one of them"
+                    )
+                found.append((name, parameter, group, one))
+
+    # Reject parameters that the model does not have.
+    lost = owners.keys() - names.keys()
+    if lost and isinstance(model, Together):
+        raise ValueError(
+            f"an optimizer has {len(lost)} parameters that none of the models "
+            f"{', '.join(model._modules)} has; give all models of its parameters by name, and "
+            "assign new values to parameters in place"
+        )
+    if lost:
+        new = [names[one] for one in names if one.requires_grad and one not in owners]
+        raise Inexact(
+            "the model has lost a parameter of the optimizer, because the task or the "
+            f"model has replaced or tied it (new parameters: {', '.join(new) or 'none'}); "
+            "assign new values to it in place"
+        )
     return found
 
 
-def optimizer_tensors(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """Return the optimizer's tensors (not copies) by ``optimizer.<parameter>.<key>``."""
+def groups_of(optimizer: Optimizers) -> list[tuple[Optimizer, dict[str, Any]]]:
+    """Return the parameter groups of all optimizers, each with its optimizer."""
+    found = []
+    for _, one in optimizers_of(optimizer):
+        found += [(one, group) for group in one.param_groups]
+    return found
+
+
+def named(model: nn.Module, optimizer: Optimizers | None) -> list[str]:
+    """Describe the models and the optimizers that have names, for a manifest.
+
+    Returns:
+        The names of models; name, class and parameters of optimizers.
+    """
+    lines = []
+    if isinstance(model, Together):
+        lines += [f"model {name}" for name in model._modules]
+    if isinstance(optimizer, Mapping):
+        reshard(model)  # after a forward, the root of FSDP2 may have other parameters
+        names = {}
+        for name, one in optimizers_of(optimizer):
+            names[id(one)] = name
+            # accelerate wraps the optimizer
+            kind = type(getattr(one, "optimizer", one)).__name__
+            lines.append(f"optimizer {name}: {kind}, parameter groups: {len(one.param_groups)}")
+        for parameter, _, _, one in optimized(model, optimizer):
+            lines.append(f"optimizer {names[id(one)]}: {parameter}")
+    return lines
+
+
+def optimizer_tensors(model: nn.Module, optimizer: Optimizers) -> dict[str, Tensor]:
+    """Return the tensors (not copies) of optimizers by ``optimizer.<parameter>.<key>``."""
     tensors = {}
-    for name, parameter, _ in optimized(model, optimizer):
-        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+    for name, parameter, _, one in optimized(model, optimizer):
+        for key, value in sorted(one.state.get(parameter, {}).items()):
             if isinstance(value, Tensor):
                 tensors[f"optimizer.{name}.{key}"] = as_real(value.detach())
     return tensors

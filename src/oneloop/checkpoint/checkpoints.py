@@ -16,12 +16,11 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
-from oneloop.basics.tensors import optimizer_tensors
+from oneloop.basics.tensors import Models, Optimizers, named, optimizer_tensors, together
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
@@ -38,6 +37,8 @@ from oneloop.checkpoint.state_dict import (
     load_tensors,
     load_values,
     optimizer_values,
+    reject_other_groups,
+    reject_others,
 )
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
 
@@ -108,8 +109,8 @@ class Checkpoints:
     def save(
         self,
         step: int,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         state: Mapping[str, Any],
         *,
         extra: Mapping[str, Tensor] | None = None,
@@ -118,14 +119,14 @@ class Checkpoints:
         keep: Keep | None = None,
         flush: Sequence[Path] = (),
     ) -> str | None:
-        """Start to save the prepared model and its optimizer, after the previous save has finished.
+        """Start to save models and optimizers, after the previous save has finished.
 
         If that takes too long, start nothing. Collective: call on every rank.
 
         Args:
             step: the number of the checkpoint.
-            model: the prepared model.
-            optimizer: the optimizer of its parameters.
+            model: the prepared model, or several by name; a name is an identifier.
+            optimizer: of its parameters, or several by name; a parameter may have only one.
             state: other JSON-serializable state; rank 0's is written.
             extra: more tensors, named ``ema.…``; sharded like the model, or equal on all ranks.
             moved: finds buffers that each rank saves.
@@ -136,7 +137,11 @@ class Checkpoints:
 
         Returns:
             The error of the previous save, equal on all ranks; None if it succeeded.
+
+        Raises:
+            ValueError: models and optimizers cannot be saved by these names.
         """
+        model = together(model)
         problem = self.saving.finish(or_go_on=True)
         if self.saving.stuck:
             return problem
@@ -159,6 +164,8 @@ class Checkpoints:
         header, size = header_of(mine)
 
         # Describe this rank's shard to its writing process.
+        lines = named(model, optimizer)
+        names = {"named": lines} if lines else {}
         self._attempt += 1
         request = SaveRequest(
             root=str(self.store.root.absolute()),
@@ -169,7 +176,7 @@ class Checkpoints:
             header=header,
             size=size,
             state={**state, "optimizer": optimizer_values(model, optimizer)},
-            about={"ranks": self.ranks, **self._base.kept(model), **(about or {})},
+            about={"ranks": self.ranks, **names, **self._base.kept(model), **(about or {})},
             bad=self.fetcher.damaged if self.fetcher is not None else [],
             keep=keep or Keep(),
             tensors=listed if self.rank == 0 else {},
@@ -345,20 +352,20 @@ class Checkpoints:
     def load(
         self,
         folder: Path,
-        model: nn.Module,
-        optimizer: Optimizer | None = None,
+        model: Models,
+        optimizer: Optimizers | None = None,
         *,
         extra: Mapping[str, Tensor] | None = None,
         check: Callable[[Mapping[str, Any]], None] | None = None,
     ) -> dict[str, Any]:
-        """Load the prepared model, its optimizer and the extra tensors of :meth:`save` in place.
+        """Load models, optimizers and the extra tensors of :meth:`save` in place.
 
         Collective: call on every rank.
 
         Args:
             folder: the checkpoint.
-            model: the prepared model.
-            optimizer: the optimizer of its parameters; None: leave its state unread.
+            model: the prepared model, or several by name.
+            optimizer: of its parameters, or several by name; None: leave the state unread.
             extra: the tensors that were saved as ``extra``.
             check: receives the other state before, and may reject it by ValueError.
 
@@ -366,8 +373,8 @@ class Checkpoints:
             The other state.
 
         Raises:
-            ValueError: the checkpoint is damaged or of another model, or its frozen parameters are
-                damaged and differ from those of the current model.
+            ValueError: the checkpoint is damaged, or of another model or optimizer, or of others by
+                name; or its frozen parameters are damaged and differ from those of the model.
         """
         # Verify all files, except of a copy: its blocks were verified, and the rest is empty.
         fetched = folder.name.endswith(".fetched")
@@ -379,6 +386,10 @@ class Checkpoints:
         state = read_state(folder, self._forms)
         if check is not None:
             check(state)
+        model = together(model)
+        reject_others(folder, model, optimizer)
+        if optimizer is not None:
+            reject_other_groups(folder, state["optimizer"], optimizer)
         self._base.check(folder, model)
         load_tensors(folder, model, optimizer, extra=extra)
         if optimizer is not None:

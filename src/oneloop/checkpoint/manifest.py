@@ -41,7 +41,7 @@ _FROZEN = {  # in a checkpoint: the folder with the frozen parameters
     "xxh3": HEX32,
 }
 _BASE_MODEL = {"place": str, "settings?": dict, "files?": dict}  # next to trained weights
-_ABOUT = {"ranks?": COUNT, "step?": STEP, "end?": STEP}
+_ABOUT = {"ranks?": COUNT, "step?": STEP, "end?": STEP, "named?": [str]}
 
 
 def _is_shape(value: object) -> bool:

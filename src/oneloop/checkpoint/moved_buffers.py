@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.tensor_hash import tensor_hashes
-from oneloop.basics.tensors import as_real
+from oneloop.basics.tensors import Models, as_real, together
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.pieces import NAMES
 
@@ -46,11 +46,11 @@ class MovedBuffers:
     does not read them, so those of rank 0 suffice.
 
     Args:
-        model: as prepared.
+        model: as prepared, or several by name.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: Models) -> None:
+        self._model = together(model)
         several = dist.is_initialized()
         self._rank = dist.get_rank() if several else 0
         self._ranks = dist.get_world_size() if several else 1

@@ -3,29 +3,41 @@
 >>> state = RunState(model, optimizer, emas=[ema], parts={"counters": count, "ema": ema})
 >>> saved = state.resume(checkpoints, "auto")              # {} at first
 >>> state.save(checkpoints, step)
+
+Several models and optimizers, such as those of a GAN, have names:
+
+>>> models = {"generator": generator, "discriminator": discriminator}
+>>> optimizers = {"generator": optimizer_g, "discriminator": optimizer_d}
+>>> state = RunState(models, optimizers, emas=[EMA(generator, 64, name="generator")], parts={})
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import Tensor
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.heartbeats import BEATS, LOADING, SAVING
-from oneloop.basics.tensors import optimizer_tensors
+from oneloop.basics.tensors import Models, Optimizers, named, optimizer_tensors, together
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.manifest import read_manifest
 from oneloop.checkpoint.mirror import local_checkpoint
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
-from oneloop.checkpoint.state_dict import buffers_of, load_tensors, model_tensors
+from oneloop.checkpoint.state_dict import (
+    buffers_of,
+    load_tensors,
+    model_tensors,
+    reject_others,
+)
 
 
 class Average(Protocol):
     """An EMA: its tensors, saved in addition to its ``state_dict``."""
+
+    name: str
 
     def tensors(self) -> dict[str, Tensor]:
         """Return its tensors by their names in a checkpoint."""
@@ -38,9 +50,11 @@ class RunState:
     """The model, the optimizer, EMAs, and all other state that a resumed run continues.
 
     Args:
-        model: the prepared model.
-        optimizer: the optimizer of its parameters.
-        emas: EMAs of its parameters.
+        model: the prepared model, or several by name. A name is an identifier. A module that
+            several models use is saved once.
+        optimizer: the optimizer of its parameters, or several by name. A parameter may have only
+            one optimizer.
+        emas: EMAs of its parameters, with different names. Each is of one model.
         parts: components by name. Each has a ``state_dict`` of plain values and may have
             ``load_state_dict``. Its ``files``, if any, are flushed to disk before a checkpoint that
             refers to them is complete.
@@ -50,12 +64,15 @@ class RunState:
             ValueError.
         moved: finds the buffers that each rank saves; None: only persistent ones of rank 0 are
             saved.
+
+    Raises:
+        ValueError: two EMAs have one name, or models and optimizers cannot be saved by these names.
     """
 
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: Optimizer,
+        model: Models,
+        optimizer: Optimizers,
         *,
         emas: Sequence[Average] = (),
         parts: Mapping[str, Any],
@@ -63,8 +80,15 @@ class RunState:
         check: Callable[[Mapping[str, Any]], None] | None = None,
         moved: MovedBuffers | None = None,
     ) -> None:
-        self.model = model
+        names = [ema.name for ema in emas]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"the EMAs have the names {', '.join(names)}, but a checkpoint cannot hold two of "
+                "one name; give each EMA another name"
+            )
+        self.model = together(model)
         self.optimizer = optimizer
+        named(self.model, optimizer)  # raises if two optimizers have the same parameter
         self.emas = emas
         self.parts = dict(parts)
         self._own = own
@@ -206,6 +230,7 @@ class RunState:
             )
 
         # Load the tensors, and all other state.
+        reject_others(path, self.model, self.optimizer)
         if self._moved is not None:
             self._moved.go_back(path)
         buffers = self._targets(path, say)

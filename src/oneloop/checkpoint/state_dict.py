@@ -2,7 +2,8 @@
 
 The files have the format of torch.distributed.checkpoint's safetensors storage, and its readers
 load them. Names are of the unwrapped model: ``model.<name>``, ``optimizer.<parameter>.<key>``,
-``ema.<name>.<parameter>``, ``rank.<number>.<buffer>`` (buffers that each rank saves). No pickle.
+``ema.<name>.<parameter>``, ``rank.<number>.<buffer>`` (buffers that each rank saves). No pickle. If
+there are several models, a parameter or buffer is called ``<model>.<name>`` (not in an EMA).
 """
 
 import warnings
@@ -16,13 +17,20 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.side_copies import before_change
-from oneloop.basics.tensors import as_real, of_shape, optimized
+from oneloop.basics.tensors import (
+    Optimizers,
+    Together,
+    as_real,
+    groups_of,
+    named,
+    of_shape,
+    optimized,
+)
 from oneloop.basics.untrusted import check_kind
-from oneloop.checkpoint.manifest import header
+from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
 from oneloop.checkpoint.pieces import NAMES, Tensors
 
@@ -75,23 +83,64 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
     return tensors
 
 
-def optimizer_values(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Return the optimizer state that is not tensors.
+def optimizer_values(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+    """Return the state of optimizers that is not tensors.
 
-    It has entries by parameter, and the entries of groups that the constructor did not get.
+    It has entries by parameter, and the entries of groups that the constructor did not get. Raise
+    ValueError if one of several models or optimizers has updated a parameter that is frozen now:
+    a checkpoint would refer to earlier values.
     """
+    several = bool(named(model, optimizer))
     parameters = {}
-    for name, parameter, _ in optimized(model, optimizer):
-        state = optimizer.state.get(parameter, {})
+    for name, parameter, _, one in optimized(model, optimizer):
+        state = one.state.get(parameter, {})
+        if several and state and not parameter.requires_grad:
+            raise ValueError(
+                f"an optimizer has updated {name}, which now has requires_grad False; a checkpoint "
+                "stores such parameters only once, so set requires_grad to True before each save"
+            )
         values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
         if values:
             parameters[name] = values
 
-    known = ("params", *optimizer.defaults)
     groups = []
-    for group in optimizer.param_groups:
+    for one, group in groups_of(optimizer):
+        known = ("params", *one.defaults)
         groups.append({key: value for key, value in group.items() if key not in known})
     return {"parameters": parameters, "groups": groups}
+
+
+def reject_others(folder: Path, model: nn.Module, optimizer: Optimizers | None) -> None:
+    """Raise ValueError if a checkpoint is of other named models or optimizers.
+
+    Args:
+        folder: the checkpoint.
+        model: bare or wrapped, or several as one (:func:`oneloop.basics.tensors.together`).
+        optimizer: of its parameters, or several by name; None: compare only the models.
+    """
+    there = read_manifest(folder)["about"].get("named", [])
+    if optimizer is None:
+        there = [line for line in there if line.startswith("model ")]
+    here = named(model, optimizer)
+    missing = [line for line in there if line not in set(here)]
+    unknown = [line for line in here if line not in set(there)]
+    if missing or unknown:
+        raise ValueError(
+            f"{folder} has other named models or optimizers (only the checkpoint has "
+            f"{missing[:4] or 'nothing'}; only given: {unknown[:4] or 'nothing'}); give those of "
+            "the checkpoint, by the same names"
+        )
+
+
+def reject_other_groups(folder: Path, values: Mapping[str, Any], optimizer: Optimizers) -> None:
+    """Raise ValueError unless the result of :func:`optimizer_values` has as many groups."""
+    saved = len(values["groups"])
+    own = len(groups_of(optimizer))
+    if saved != own:
+        raise ValueError(
+            f"{folder} has {saved} parameter groups of optimizers, but {own} are given; create the "
+            "optimizers with the groups that they had"
+        )
 
 
 def described(tensors: Tensors) -> dict[str, tuple[str, list[int]]]:
@@ -105,20 +154,28 @@ def buffers_of(model: nn.Module, averages: Mapping[str, Tensor]) -> set[str]:
     Each rank updates them separately (BatchNorm statistics).
     """
     # A buffer that modules share may be saved by any of its names.
-    named = [bare_name(name) for name, _ in model.named_buffers(remove_duplicate=False)]
-    found = {f"model.{name}" for name in named}
-    tails = tuple(f".{name}" for name in named)
+    found = {f"model.{name}" for name in _buffer_names(model)}
+
+    # An EMA has the names within its model, which may be one of several.
+    models = model.children() if isinstance(model, Together) else [model]
+    tails: tuple[str, ...] = ()
+    for one in models:
+        tails += tuple(f".{name}" for name in _buffer_names(one))
     for name, tensor in averages.items():
         if tails and name.endswith(tails) and not isinstance(tensor, DTensor):
             found.add(name)
     return found
 
 
+def _buffer_names(model: nn.Module) -> list[str]:
+    return [bare_name(name) for name, _ in model.named_buffers(remove_duplicate=False)]
+
+
 @torch.no_grad()
 def load_tensors(
     folder: Path,
     model: nn.Module,
-    optimizer: Optimizer | None = None,
+    optimizer: Optimizers | None = None,
     *,
     extra: Mapping[str, Tensor] | None = None,
     weights: str = "raw",
@@ -131,8 +188,8 @@ def load_tensors(
 
     Args:
         folder: the checkpoint.
-        model: bare or wrapped.
-        optimizer: the optimizer of its parameters; None: leave its state unread.
+        model: bare or wrapped, or several as one (:func:`oneloop.basics.tensors.together`).
+        optimizer: of its parameters, or several by name; None: leave the state unread.
         extra: other tensors, by their names in the checkpoint.
         weights: ``raw``, or the name of an EMA to load instead.
         cast: convert dtypes.
@@ -142,6 +199,8 @@ def load_tensors(
     Raises:
         ValueError: if the model does not match.
     """
+    reject_others(folder, model, optimizer)
+
     # Read the headers.
     folders, elsewhere = _folders(folder)
     readers = []
@@ -230,16 +289,16 @@ def _averaged(
 
 
 def _optimizer_targets(
-    model: nn.Module, optimizer: Optimizer, saved: Mapping[str, Any]
+    model: nn.Module, optimizer: Optimizers, saved: Mapping[str, Any]
 ) -> dict[str, Tensor]:
-    """Return the tensors of the optimizer's state by their saved names.
+    """Return the tensors of the state of optimizers by their saved names.
 
     Create those that only the checkpoint has; delete those that it does not have.
     """
     targets = {}
-    for name, parameter, group in optimized(model, optimizer):
+    for name, parameter, group, one in optimized(model, optimizer):
         prefix = f"optimizer.{name}."
-        known = optimizer.state[parameter]
+        known = one.state[parameter]
         for key, value in list(known.items()):
             if isinstance(value, Tensor) and f"{prefix}{key}" not in saved:
                 del known[key]
@@ -309,13 +368,13 @@ def averages_in(saved: Mapping[str, Any]) -> list[str]:
     return list(names)
 
 
-def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizer) -> None:
+def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizers) -> None:
     """Restore the result of :func:`optimizer_values`."""
-    for name, parameter, _ in optimized(model, optimizer):
-        optimizer.state[parameter].update(values["parameters"].get(name, {}))
-        if not optimizer.state[parameter]:
-            del optimizer.state[parameter]
-    for group, given in zip(optimizer.param_groups, values["groups"], strict=True):
+    for name, parameter, _, one in optimized(model, optimizer):
+        one.state[parameter].update(values["parameters"].get(name, {}))
+        if not one.state[parameter]:
+            del one.state[parameter]
+    for (_, group), given in zip(groups_of(optimizer), values["groups"], strict=True):
         for name, value in given.items():
             check_kind(value, group.get(name), f"the optimizer's {name}")
         group.update(given)

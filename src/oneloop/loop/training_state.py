@@ -43,6 +43,7 @@ class State(RunState):
     """
 
     emas: Sequence[EMA]
+    optimizer: Optimizer
 
     def __init__(
         self,
