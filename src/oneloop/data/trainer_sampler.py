@@ -7,6 +7,8 @@ from torch.utils.data import IterableDataset, Sampler
 
 from oneloop.data.order import order_of
 
+_AT_ONCE = 4096  # samples
+
 
 class TrainerSampler(Sampler[int]):
     """The samples of a whole run, for ``Trainer._get_train_sampler``.
@@ -95,9 +97,10 @@ class TrainerSampler(Sampler[int]):
                     f"TrainerSampler has start {self.start}, but Trainer requires {expected} with "
                     f"ignore_data_skip={ignored}; set start={expected}"
                 )
-        for step in range(self.start, self.steps):
-            first = step * self.batch_size
-            _, indices = self.order[first : first + self.batch_size]
+
+        # Many samples at once: a resumed Trainer reads all indices before its step.
+        for first in range(self.start * self.batch_size, len(self), _AT_ONCE):
+            _, indices = self.order[first : min(first + _AT_ONCE, len(self))]
             yield from indices.tolist()
 
     def set_epoch(self, epoch: int) -> None:
@@ -138,7 +141,8 @@ def _check(trainer: Any, batch_size: int, steps: int) -> None:
         )
 
     config = args.accelerator_config
-    if config.split_batches or config.dispatch_batches or not args.dataloader_in_order:
+    in_order = getattr(args, "dataloader_in_order", True)  # older versions lack it
+    if config.split_batches or config.dispatch_batches or not in_order:
         raise ValueError(
             "TrainerSampler does not work with split_batches, dispatch_batches or "
             "dataloader_in_order=False, because steps would have other samples; remove them"
