@@ -3,8 +3,9 @@ resume."""
 
 from __future__ import annotations
 
+import gc
 import os
-from collections import Counter
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +51,11 @@ def trainer_of(folder: Path, accumulate: int, **settings: Any):
     Args:
         settings: those of the sampler (batch_size, start, checked), the others of Trainer.
     """
+    gc.disable()
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
+    gc.freeze()  # Trainer collects garbage: half a second with all imported modules
+    gc.enable()
     steps: Steps = {}
     model = Recorder()
     sampler = {name: settings.pop(name) for name in ("batch_size", "start") if name in settings}
@@ -93,30 +97,42 @@ def trained(folder: Path, accumulate: int, *, resume: Path | None = None, **sett
     return steps
 
 
-SAVES = {"save_strategy": "steps", "save_steps": STOP, "save_total_limit": None}
+SAVES = {"save_strategy": "steps", "save_steps": STOP}
+DISPATCH = {"accelerator_config": {"dispatch_batches": True}}
+SPLIT = {"accelerator_config": {"split_batches": True}}
 
 
-def one_and_two(folder: Path) -> dict[str, Steps]:
-    """Train in one process, in two, and in one again, and return the samples of each run."""
+def all_runs(folder: Path) -> dict[str, Any]:
+    """Train in one process, in two, and in one again: one world, which imports Trainer once.
+
+    Returns:
+        The samples of each step of each run on this process, and the errors of wrong settings.
+    """
     one, two = folder / "one", folder / "two"
-    variables = {name: os.environ.pop(name) for name in list(os.environ) if "RANK" in name}
-    variables["WORLD_SIZE"] = os.environ.pop("WORLD_SIZE")
-    first = variables["RANK"] == "0"
-    found = {}
+    launched = {name: os.environ.pop(name) for name in list(os.environ) if "RANK" in name}
+    launched["WORLD_SIZE"] = os.environ.pop("WORLD_SIZE")
+    first = launched["RANK"] == "0"
+    found: dict[str, Any] = {}
 
     # The first process alone, while the other one waits for it.
     if first:
         found["one"] = trained(one, 1, **SAVES)
         found["one, accumulated"] = trained(one, 4)
         found["one, resumed"] = trained(one, 4, resume=one)
+        found |= starts(one) | rejected(one)
 
-    os.environ.update(variables)
+    os.environ.update(launched)
     found["two"] = trained(two, 2, **SAVES)
     found["two, resumed"] = trained(two, 2, resume=two)
     found["two, resumed from one"] = trained(two, 2, resume=one)
+
+    # Settings that the sampler rejects if it knows the Trainer.
+    found["dispatched"] = trained(two, 2, checked=False, **DISPATCH)
+    found["dispatched, resumed"] = trained(two, 2, resume=two, checked=False, **DISPATCH)
+    found["split"] = trained(two, 2, checked=False, **SPLIT)
     torch.distributed.destroy_process_group()
 
-    for name in variables:
+    for name in launched:
         del os.environ[name]
     if first:
         found["one, resumed from two"] = trained(one, 1, resume=two)
@@ -126,12 +142,12 @@ def one_and_two(folder: Path) -> dict[str, Steps]:
 def of_all(ranks: list[dict[str, Steps]], name: str) -> Steps:
     """Return the sorted samples of each step of all processes."""
     each = [found[name] for found in ranks if name in found]
-    return {step: sorted(sum((steps[step] for steps in each), [])) for step in each[0]}
+    return {step: sorted(chain(*(steps[step] for steps in each))) for step in each[0]}
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    return run(one_and_two, tmp_path_factory.mktemp("runs"), ranks=2).ok()
+    return run(all_runs, tmp_path_factory.mktemp("runs"), ranks=2).ok()
 
 
 @pytest.mark.parametrize("name", ["one", "one, accumulated", "two"])
@@ -150,114 +166,104 @@ def test_two_processes_share_each_step(ranks):
     assert [len(found["two"][4]) for found in ranks] == [BATCH // 2, BATCH // 2]
 
 
-def lost_and_repeated(steps: Steps) -> tuple[int, int]:
-    """Return how many positions of the order a resumed run left out and trained again."""
-    kept = Counter(sum(EACH[:STOP], [])) + Counter(sum(steps.values(), []))
-    wanted = Counter(ORDER)
-    return (wanted - kept).total(), (kept - wanted).total()
+def never_and_twice(steps: Steps) -> tuple[int, int]:
+    """Return how many steps of the order a resumed run never trained, and how many twice."""
+    trained = EACH[:STOP] + [sorted(of) for of in steps.values()]
+    counts = [trained.count(of) for of in EACH]
+    assert set(counts) <= {0, 1, 2}
+    return counts.count(0), counts.count(2)
 
 
-def skipped(folder: Path) -> dict[str, Any]:
-    """Resume with right and wrong settings, and return the samples of each run."""
-    trained(folder, 1, **SAVES)
-    cases = {
-        "right": {},
-        "start": {"start": STOP, "ignore_data_skip": True},
-        "no start": {"ignore_data_skip": True, "checked": False},
-        "both": {"start": STOP, "checked": False},
-    }
+STARTS: dict[str, dict[str, Any]] = {
+    "start": {"start": STOP, "ignore_data_skip": True},
+    "no start": {"ignore_data_skip": True, "checked": False},
+    "both": {"start": STOP, "checked": False},
+}
+
+
+def starts(folder: Path) -> dict[str, Any]:
+    """Resume with right and wrong starts, and return the samples or the error of each run."""
     found: dict[str, Any] = {
-        name: trained(folder, 1, resume=folder, **settings) for name, settings in cases.items()
+        name: trained(folder, 1, resume=folder, **settings) for name, settings in STARTS.items()
     }
 
     # The same wrong settings, with a sampler that knows its Trainer.
     for name in ("no start", "both"):
         with pytest.raises(ValueError) as error:
-            trained(folder, 1, resume=folder, **(cases[name] | {"checked": True}))
+            trained(folder, 1, resume=folder, **(STARTS[name] | {"checked": True}))
         found[f"{name}, checked"] = str(error.value)
 
     # Three epochs, with a sampler that does not know its Trainer.
     with pytest.raises(ValueError) as error:
         trained(folder, 1, max_steps=-1, num_train_epochs=3, checked=False)
-    found["epochs"] = str(error.value)
+    found["epochs, not checked"] = str(error.value)
     return found
 
 
-@pytest.mark.slow
-def test_a_start_requires_ignore_data_skip_and_the_reverse(tmp_path):
-    (found,) = run(skipped, tmp_path).ok()
-    remaining = STEPS - STOP
-    assert lost_and_repeated(found["right"]) == (0, 0)
-    assert {step: sorted(of) for step, of in found["start"].items()} == dict(
-        list(enumerate(EACH))[STOP:]
+def test_a_start_is_for_runs_that_skip_nothing(ranks):
+    assert of_all(ranks, "start") == dict(list(enumerate(EACH))[STOP:])
+
+
+def test_a_run_that_skips_nothing_and_has_no_start_trains_samples_twice(ranks):
+    found = ranks[0]["no start"]
+    assert [sorted(of) for of in found.values()] == EACH[: STEPS - STOP]
+    assert never_and_twice(found) == (STOP, STOP)
+    assert (
+        "start 0, but Trainer requires 5 with ignore_data_skip=True"
+        in (ranks[0]["no start, checked"])
     )
 
-    # Without start, the run begins at sample 0 again: as many samples as remain are trained twice,
-    # and as many never.
-    assert [sorted(of) for of in found["no start"].values()] == EACH[:remaining]
-    lost, repeated = lost_and_repeated(found["no start"])
-    assert lost == repeated > 0
 
-    # With start, Trainer skips as many steps again, which are never trained.
-    assert [sorted(of) for of in found["both"].values()] == EACH[2 * STOP :]
-    assert lost_and_repeated(found["both"]) == (STOP * BATCH, 0)
-
-    assert "start 0, but Trainer requires 5 with ignore_data_skip=True" in found["no start, checked"]
-    assert "start 5, but Trainer requires 0 with ignore_data_skip=False" in found["both, checked"]
-    assert "Trainer begins its epoch 1, but the 12 steps" in found["epochs"]
+def test_a_start_in_a_run_that_skips_loses_samples(ranks):
+    """Trainer skips as many steps again, and ends two steps later without an error."""
+    found = ranks[0]["both"]
+    assert [sorted(of) for of in found.values()] == EACH[2 * STOP :]
+    assert never_and_twice(found) == (STOP, 0)
+    assert (
+        "start 5, but Trainer requires 0 with ignore_data_skip=False" in (ranks[0]["both, checked"])
+    )
 
 
-UNFIT = {  # settings of Trainer, and of the sampler: the error
+def test_a_second_epoch_of_trainer_is_rejected(ranks):
+    assert "Trainer begins its epoch 1, but the 12 steps" in ranks[0]["epochs, not checked"]
+
+
+UNFIT: dict[str, tuple[dict[str, Any], str]] = {  # settings, and the error
     "batch": ({"batch_size": 16}, "batch_size 16, but a step of Trainer has 8 samples"),
     "steps": ({"max_steps": 13}, "has 12 steps, but Trainer would train 13; set max_steps=12"),
     "epochs": ({"max_steps": -1}, "has 12 steps, but Trainer would train 36; set max_steps=12"),
-    "split": ({"accelerator_config": {"split_batches": True}}, "does not work with split_batches"),
-    "dispatch": (
-        {"accelerator_config": {"dispatch_batches": True}},
-        "does not work with split_batches, dispatch_batches",
-    ),
     "order": ({"dataloader_in_order": False}, "dataloader_in_order=False, because steps"),
+    "dispatched batches": (DISPATCH, "does not work with split_batches, dispatch_batches"),
+    "split batches": (SPLIT, "does not work with split_batches, dispatch_batches"),
 }
 
 
-def messages(folder: Path) -> dict[str, str]:
-    """Return the errors of Trainers with other samples than oneloop's."""
+def rejected(folder: Path) -> dict[str, str]:
+    """Return the errors of Trainers that would train other samples."""
     found = {}
     for name, (settings, _) in UNFIT.items():
         trainer, _ = trainer_of(folder, 1, **settings)
         with pytest.raises(ValueError) as error:
             trainer.get_train_dataloader()
         found[name] = str(error.value)
+
+    # One epoch is as good as max_steps.
     trainer, _ = trainer_of(folder, 1, max_steps=-1, num_train_epochs=1)
-    trainer.get_train_dataloader()
+    assert len(trainer.get_train_dataloader()) == STEPS
     return found
 
 
-@pytest.mark.slow
-def test_settings_with_other_samples_are_rejected(tmp_path):
-    (found,) = run(messages, tmp_path).ok()
-    for name, (_, message) in UNFIT.items():
-        assert message in found[name]
+@pytest.mark.parametrize("name", UNFIT)
+def test_settings_with_other_samples_are_rejected(ranks, name):
+    assert UNFIT[name][1] in ranks[0][name]
 
 
-def dispatched(folder: Path) -> dict[str, Steps]:
-    """Train and resume with settings that the sampler would reject."""
-    unchecked = {"checked": False, **SAVES}
-    config = {"accelerator_config": {"dispatch_batches": True}}
-    return {
-        "whole": trained(folder, 2, **unchecked, **config),
-        "resumed": trained(folder, 2, resume=folder, **unchecked, **config),
-        "split": trained(folder, 2, **unchecked, accelerator_config={"split_batches": True}),
-    }
-
-
-@pytest.mark.slow
-def test_the_rejected_settings_do_give_other_samples(tmp_path):
+def test_rejected_settings_do_train_other_samples(ranks):
     """If this fails, accelerate has changed, and the sampler may allow these settings."""
-    found = run(dispatched, tmp_path, ranks=2).ok()
-    assert of_all(found, "whole") == dict(enumerate(EACH))
-    assert of_all(found, "resumed") != dict(list(enumerate(EACH))[STOP:])
-    assert of_all(found, "split") != dict(enumerate(EACH))
+    assert of_all(ranks, "dispatched") == dict(enumerate(EACH))
+    resumed = of_all(ranks, "dispatched, resumed")  # each process skips as much as one needs
+    assert resumed[STOP] == sorted(ORDER[STOP * BATCH // 2 :][:BATCH])
+    assert of_all(ranks, "split")[0] == sorted(ORDER[: BATCH // 2])
 
 
 def test_the_order_of_a_data_set_is_used():

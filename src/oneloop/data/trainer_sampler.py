@@ -18,8 +18,9 @@ class TrainerSampler(Sampler[int]):
 
     >>> class MyTrainer(Trainer):
     ...     def _get_train_sampler(self, train_dataset=None):
-    ...         steps = self.args.max_steps
-    ...         return TrainerSampler(train_dataset, batch_size=64, seed=0, steps=steps, trainer=self)
+    ...         return TrainerSampler(
+    ...             train_dataset, batch_size=64, seed=0, steps=self.args.max_steps, trainer=self
+    ...         )
 
     Trainer takes the whole run for one epoch of full steps, and a step may cross the end of an
     epoch of the data. (With its own sampler, each epoch would end with a smaller step.) It follows:
