@@ -35,8 +35,8 @@ class TrainerSampler(Sampler[int]):
     give the step of the checkpoint as ``start``. (``epoch`` is then logged as the share since the
     resume.)
 
-    The random numbers of an augmentation come from the generators of the process or data worker
-    that loads the sample: they depend on the layout, and differ after a resume.
+    The random numbers of an augmentation come from the generator of the process or data worker
+    that loads the sample, so that they depend on the layout and change with a resume.
 
     Args:
         dataset: a map-style data set; :func:`oneloop.data.order.order_of` decides its order.
