@@ -53,7 +53,7 @@ class Count:
 
 
 class Gan:
-    """A loop of one's own: two models, two optimizers, two EMAs.
+    """What a loop has: two models, two optimizers, two EMAs.
 
     Args:
         seed: of the initial weights.
@@ -375,7 +375,7 @@ def test_another_number_of_groups_is_rejected_before_a_tensor_changes(tmp_path):
     made.step()
     before = made.everything()
     other = ADAMW([{"params": [one]} for one in generator.parameters()])
-    with pytest.raises(ValueError, match="has 1 parameter groups .*, but 2 are given"):
+    with pytest.raises(ValueError, match="has 1 parameter groups, but 2 are given"):
         checkpoints.load(checkpoints.newest(), generator, other)
     same(made.everything(), before)
     assert not other.state
@@ -414,7 +414,7 @@ def test_a_parameter_with_two_optimizers_is_rejected(tmp_path):
 def test_an_optimizer_of_another_model_is_rejected():
     made = pair(1)
     del made.models["discriminator"]
-    with pytest.raises(ValueError, match="2 parameters that none of the models generator has"):
+    with pytest.raises(ValueError, match="2 parameters that are not in the given models"):
         RunState(made.models, made.optimizers, parts={})
 
 

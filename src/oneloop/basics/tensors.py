@@ -86,7 +86,7 @@ def as_real(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
-class Together(nn.Module):
+class NamedModels(nn.Module):
     """Several models by name, as the modules of one model; see :func:`together`."""
 
 
@@ -100,7 +100,7 @@ def together(models: Models) -> nn.Module:
     """
     if isinstance(models, nn.Module):
         return models
-    holder = Together()
+    holder = NamedModels()
     for name, model in by_name(models):
         holder.add_module(name, _unwrapped(model))
     return holder
@@ -166,10 +166,10 @@ def optimized(
 
     # Reject parameters that the model does not have.
     lost = owners.keys() - names.keys()
-    if lost and isinstance(model, Together):
+    if lost and isinstance(model, NamedModels):
         raise ValueError(
-            f"an optimizer has {len(lost)} parameters that none of the models "
-            f"{', '.join(model._modules)} has; give all models of its parameters by name, and "
+            f"an optimizer has {len(lost)} parameters that are not in the given models "
+            f"({', '.join(model._modules)}); give all models of its parameters by name, and "
             "assign new values to parameters in place"
         )
     if lost:
@@ -197,7 +197,7 @@ def named(model: nn.Module, optimizer: Optimizers | None) -> list[str]:
         The names of models; name, class and parameters of optimizers.
     """
     lines = []
-    if isinstance(model, Together):
+    if isinstance(model, NamedModels):
         lines += [f"model {name}" for name in model._modules]
     if isinstance(optimizer, Mapping):
         reshard(model)  # after a forward, the root of FSDP2 may have other parameters

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
@@ -37,7 +37,6 @@ from oneloop.checkpoint.state_dict import (
     load_tensors,
     load_values,
     optimizer_values,
-    reject_other_groups,
     reject_others,
 )
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
@@ -132,8 +131,7 @@ class Checkpoints:
             moved: finds buffers that each rank saves.
             about: entries of the manifest, such as the metric that selects the best checkpoint.
             keep: which older checkpoints to keep.
-            flush: files that must be on disk before the checkpoint is complete, because its state
-                refers to them.
+            flush: files that its state refers to, so that they must be on disk first.
 
         Returns:
             The error of the previous save, equal on all ranks; None if it succeeded.
@@ -164,8 +162,6 @@ class Checkpoints:
         header, size = header_of(mine)
 
         # Describe this rank's shard to its writing process.
-        lines = named(model, optimizer)
-        names = {"named": lines} if lines else {}
         self._attempt += 1
         request = SaveRequest(
             root=str(self.store.root.absolute()),
@@ -176,7 +172,7 @@ class Checkpoints:
             header=header,
             size=size,
             state={**state, "optimizer": optimizer_values(model, optimizer)},
-            about={"ranks": self.ranks, **names, **self._base.kept(model), **(about or {})},
+            about={**self._about(model, optimizer), **(about or {})},
             bad=self.fetcher.damaged if self.fetcher is not None else [],
             keep=keep or Keep(),
             tensors=listed if self.rank == 0 else {},
@@ -189,6 +185,12 @@ class Checkpoints:
             return self.saving.finish() or problem
         self.saving.begin(request, mine)
         return problem
+
+    def _about(self, model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
+        """Return the entries that each manifest of this run has. Collective."""
+        lines = named(model, optimizer)
+        names = {"named": lines} if lines else {}
+        return {"ranks": self.ranks, **names, **self._base.kept(model)}
 
     def poll(self) -> str | None:
         """Return this rank's error of the save in progress if it is known by now.
@@ -387,9 +389,7 @@ class Checkpoints:
         if check is not None:
             check(state)
         model = together(model)
-        reject_others(folder, model, optimizer)
-        if optimizer is not None:
-            reject_other_groups(folder, state["optimizer"], optimizer)
+        reject_others(folder, model, optimizer, state.get("optimizer"))
         self._base.check(folder, model)
         load_tensors(folder, model, optimizer, extra=extra)
         if optimizer is not None:

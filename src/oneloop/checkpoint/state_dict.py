@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from oneloop.basics.parameter_names import bare_name
 from oneloop.basics.side_copies import before_change
 from oneloop.basics.tensors import (
+    NamedModels,
     Optimizers,
-    Together,
     as_real,
     groups_of,
     named,
@@ -110,20 +110,28 @@ def optimizer_values(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     return {"parameters": parameters, "groups": groups}
 
 
-def reject_others(folder: Path, model: nn.Module, optimizer: Optimizers | None) -> None:
-    """Raise ValueError if a checkpoint is of other named models or optimizers.
+def reject_others(
+    folder: Path,
+    model: nn.Module,
+    optimizer: Optimizers | None,
+    values: Mapping[str, Any] | None = None,
+) -> None:
+    """Raise ValueError if a checkpoint is of other named models, or of other optimizers.
 
     Args:
         folder: the checkpoint.
         model: bare or wrapped, or several as one (:func:`oneloop.basics.tensors.together`).
         optimizer: of its parameters, or several by name; None: compare only the models.
+        values: the saved result of :func:`optimizer_values`, to also compare the number of groups.
     """
+    # Compare the names.
     there = read_manifest(folder)["about"].get("named", [])
     if optimizer is None:
         there = [line for line in there if line.startswith("model ")]
     here = named(model, optimizer)
-    missing = [line for line in there if line not in set(here)]
-    unknown = [line for line in here if line not in set(there)]
+    both = {*there} & {*here}
+    missing = [line for line in there if line not in both]
+    unknown = [line for line in here if line not in both]
     if missing or unknown:
         raise ValueError(
             f"{folder} has other named models or optimizers (only the checkpoint has "
@@ -131,15 +139,14 @@ def reject_others(folder: Path, model: nn.Module, optimizer: Optimizers | None) 
             "the checkpoint, by the same names"
         )
 
-
-def reject_other_groups(folder: Path, values: Mapping[str, Any], optimizer: Optimizers) -> None:
-    """Raise ValueError unless the result of :func:`optimizer_values` has as many groups."""
+    # Compare the number of groups.
+    if optimizer is None or values is None:
+        return
     saved = len(values["groups"])
     own = len(groups_of(optimizer))
     if saved != own:
         raise ValueError(
-            f"{folder} has {saved} parameter groups of optimizers, but {own} are given; create the "
-            "optimizers with the groups that they had"
+            f"{folder} has {saved} parameter groups, but {own} are given; create the same groups"
         )
 
 
@@ -157,7 +164,7 @@ def buffers_of(model: nn.Module, averages: Mapping[str, Tensor]) -> set[str]:
     found = {f"model.{name}" for name in _buffer_names(model)}
 
     # An EMA has the names within its model, which may be one of several.
-    models = model.children() if isinstance(model, Together) else [model]
+    models = model.children() if isinstance(model, NamedModels) else [model]
     tails: tuple[str, ...] = ()
     for one in models:
         tails += tuple(f".{name}" for name in _buffer_names(one))
