@@ -23,7 +23,7 @@ class TrainerSampler(Sampler[int]):
     ...         )
 
     Trainer takes the whole run for one epoch of full steps, and a step may cross the end of an
-    epoch of the data. (With its own sampler, each epoch would end with a smaller step.) It follows:
+    epoch of the data. (With its own sampler, an epoch may end with a smaller step.) It follows:
 
     - Set ``max_steps=steps``. With ``num_train_epochs=1``, Trainer trains the same steps, but logs
       a wrong ``train_samples_per_second``. A second epoch is an error.
