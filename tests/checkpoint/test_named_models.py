@@ -114,6 +114,8 @@ class Gan:
             self.optimizer_g.zero_grad()
         for ema in self.emas:
             ema.update(4)
+        with torch.no_grad():  # a sample: FSDP2 keeps gathered weights
+            self.g(x)
         self.count.step += 1
 
     def everything(self) -> dict[str, torch.Tensor]:
@@ -354,6 +356,20 @@ def test_other_names_are_rejected_before_a_tensor_changes(saved_pair, change, th
     assert CHANGES[change] in str(caught.value)
     made.models, made.optimizers = models, optimizers
     same(made.everything(), before)
+
+
+def test_other_names_are_rejected_before_a_buffer_goes_back(tmp_path):
+    first = Gan(1)
+    checkpoints = Checkpoints(tmp_path, first.accelerator, sync=True)
+    first.state.save(checkpoints, 1)  # before a buffer has moved
+    gan = Gan(2)
+    gan.step()
+    before = gan.everything()
+    assert before[OWN] != 0
+    gan.state.optimizer = {"generator": gan.optimizer_d, "discriminator": gan.optimizer_g}
+    with pytest.raises(ValueError, match="has other named models or optimizers"):
+        gan.state.resume(checkpoints, "auto", say=lambda line: None)
+    same(gan.everything(), before)
 
 
 def test_a_checkpoint_without_names_is_not_of_named_models(tmp_path):
