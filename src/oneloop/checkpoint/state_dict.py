@@ -87,14 +87,13 @@ def optimizer_values(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
     """Return the state of optimizers that is not tensors.
 
     It has entries by parameter, and the entries of groups that the constructor did not get. Raise
-    ValueError if one of several models or optimizers has updated a parameter that is frozen now:
-    a checkpoint would refer to earlier values.
+    ValueError if an optimizer has updated a parameter that is frozen now: a checkpoint would refer
+    to earlier values.
     """
-    several = bool(named(model, optimizer))
     parameters = {}
     for name, parameter, _, one in optimized(model, optimizer):
         state = one.state.get(parameter, {})
-        if several and state and not parameter.requires_grad:
+        if state and not parameter.requires_grad:
             raise ValueError(
                 f"an optimizer has updated {name}, which now has requires_grad False; a checkpoint "
                 "stores such parameters only once, so set requires_grad to True before each save"

@@ -229,8 +229,8 @@ class Loader:
                 # It is finished, unless the state was set meanwhile.
                 if loop != self._loops:
                     raise RuntimeError(
-                        "another loop over this Loader has begun; only the newest can go on: make "
-                        "one Loader for each loop"
+                        "another loop over this Loader has begun, and only the newest can "
+                        "continue; make one Loader for each loop"
                     )
                 if self._moved:
                     break
@@ -315,8 +315,8 @@ class Loader:
         if self._inside and self._taken < self.accumulate and self._updates[0] > self._begun:
             raise RuntimeError(
                 f"an optimizer has stepped after batch {self._taken} of the {self.accumulate} of "
-                "this group, so the group can neither be repeated nor continued; save after the "
-                "loop over the group, and step once per group (accelerator.accumulate)"
+                "this group, so a resume could not repeat the group exactly; save after the loop "
+                "over the group, and step once per group (accelerator.accumulate)"
             )
         return {"position": self.position, **self._about()}
 
@@ -343,7 +343,7 @@ class Loader:
         if different:
             raise ValueError(
                 f"the state is of a Loader with another data set ({'; '.join(different)}): its "
-                "steps have other samples; use that data set, or begin anew without this state"
+                "steps have other samples; use that data set, or begin without this state"
             )
         self._go_to(state["position"])
 
