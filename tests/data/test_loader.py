@@ -593,7 +593,7 @@ WRONG = [
     (lambda: Loader(DATA, 4, shuffle=True), "takes no shuffle: samples are shuffled"),
     (lambda: Loader(DATA, 4, collate_fn=list), "takes no collate_fn: write collate="),
     (lambda: Loader(DATA, 4, num_workers=2), "takes no num_workers: write workers="),
-    (lambda: Loader(DATA, 4, wrokers=2), "unexpected keyword argument 'wrokers'"),
+    (lambda: Loader(DATA, 4, cache=2), "unexpected keyword argument 'cache'"),
     (lambda: Loader(RandomSampler(DATA), 4), "got the sampler RandomSampler"),
     (lambda: Loader(DataLoader(DATA), 4), "got a DataLoader; give it that loader's data set"),
     (lambda: Loader(Loader(DATA, 4), 4), "got a Loader; give it that loader's data set"),

@@ -33,6 +33,7 @@ PROGRAMS = blocks(PAGE, "python")
 LINE = "y = 2.00 x + 1.00"
 SLOW = pytest.mark.slow
 LAYOUTS = [("single", 1), ("ddp", 2), ("fsdp2", 2)]
+ONE, DDP, FSDP2 = LAYOUTS
 
 
 def test_all_programs_of_the_page_are_run():
@@ -102,7 +103,8 @@ def test_the_loader_with_accelerate_is_resumed_on_another_layout(tmp_path):
     torch.testing.assert_close(resumed, whole, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=SLOW), 2])
+@SLOW
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_the_loader_with_fabric(tmp_path, ranks):
     """The second start resumes from step 200, and ends with the same weights."""
     config = "single" if ranks == 1 else "ddp"
@@ -207,10 +209,10 @@ def own_run(tmp_path_factory) -> tuple[list[torch.Tensor], list[dict[str, float]
     return tensors, [line for line in lines if "train/loss" in line]
 
 
-KILLED = [("single", 1), *(pytest.param(*one, marks=SLOW) for one in LAYOUTS[1:])]
+KILLED = [ONE, *(pytest.param(*one, marks=SLOW) for one in (DDP, FSDP2))]
 
 
-@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
+@pytest.mark.parametrize(("config", "ranks"), [ONE, pytest.param(*DDP, marks=SLOW), FSDP2])
 def test_the_parts_train_what_oneloop_trains(tmp_path, own_run, config, ranks):
     tensors, logged = own_run
     for final, lines in parts(tmp_path, config, ranks).ok():
@@ -304,7 +306,7 @@ def plain_gan() -> list[list[float]]:
     return losses
 
 
-@pytest.mark.parametrize(("config", "ranks"), LAYOUTS)
+@pytest.mark.parametrize(("config", "ranks"), [ONE, DDP, pytest.param(*FSDP2, marks=SLOW)])
 def test_the_gan_has_the_losses_of_a_plain_loop(tmp_path, config, ranks):
     for losses, _ in gan(tmp_path, config, ranks).ok():
         assert losses == [pytest.approx(step, rel=1e-5) for step in plain_gan()]
