@@ -53,6 +53,12 @@ def main(*words: str) -> str:
     )
 
 
+def test_the_loader_is_imported_when_it_is_used(tmp_path):
+    assert loaded("import oneloop", ("torch", "accelerate"), tmp_path) == []
+    used = loaded("from oneloop import Loader", ("torch", *SLOW), tmp_path)
+    assert used == ["torch"]
+
+
 @pytest.mark.parametrize(
     "words",
     [
