@@ -449,6 +449,12 @@ def test_the_total_is_the_weight_of_the_global_batch(ranks):
     assert [sum(own for _, own in step) for step in zip(*found)] == lengths
 
 
+@pytest.mark.parametrize("weight", [0, -1, float("nan"), torch.tensor(float("inf"))])
+def test_a_step_without_weight_is_an_error(weight):
+    with pytest.raises(ValueError, match="the weight of step 1 is"):
+        next(iter(Loader(DATA, 4, weight=lambda batch: weight)))
+
+
 Pair = namedtuple("Pair", ["x", "y"])
 
 
@@ -642,7 +648,7 @@ def test_wrong_arguments_are_rejected_with_what_to_do(make, match):
 def test_the_accelerators_accumulation_divides_a_group():
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
     made = Loader(Augmented(), BATCH, accelerator=accelerator)
-    assert len(next(iter(made))) == made.accumulate == made.factor == 4
+    assert len(next(iter(made))) == made.factor == 4
 
 
 def test_prepare_returns_it_unchanged():

@@ -10,6 +10,7 @@
 ...             optimizer.zero_grad()
 """
 
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache, partial
@@ -172,11 +173,6 @@ class Loader:
         return self.layout.ranks * (1 if self._accelerator is None else self.layout.accumulate)
 
     @property
-    def accumulate(self) -> int:
-        """Return the number of micro-batches of a group."""
-        return self.layout.accumulate
-
-    @property
     def position(self) -> int:
         """Return the number of groups that were handed out and finished.
 
@@ -186,7 +182,7 @@ class Loader:
         Setting it selects the next group: before the loop any one, later only an earlier one.
         """
         updated = self._inside and self._updates[0] > self._begun
-        return self._finished + (updated and self._taken == self.accumulate)
+        return self._finished + (updated and self._taken == self.layout.accumulate)
 
     @position.setter
     def position(self, position: int) -> None:
@@ -217,6 +213,11 @@ class Loader:
             self._moved = False
             for group in self._summed(self._loaded()):
                 # Hand the group out.
+                if not 0 < group.total < math.inf:
+                    raise ValueError(
+                        f"the weight of step {self._finished + 1} is {group.total}, so its mean "
+                        "loss is not defined; remove samples without weight, or correct weight"
+                    )
                 self._taken = 0
                 self._begun = self._updates[0]
                 self._inside = True
@@ -312,9 +313,10 @@ class Loader:
             RuntimeError: an optimizer has stepped before the last batch of the group, so that it
                 can neither be repeated nor continued.
         """
-        if self._inside and self._taken < self.accumulate and self._updates[0] > self._begun:
+        number = self.layout.accumulate
+        if self._inside and self._taken < number and self._updates[0] > self._begun:
             raise RuntimeError(
-                f"an optimizer has stepped after batch {self._taken} of the {self.accumulate} of "
+                f"an optimizer has stepped after batch {self._taken} of the {number} of "
                 "this group, so a resume could not repeat the group exactly; save after the loop "
                 "over the group, and step once per group (accelerator.accumulate)"
             )
