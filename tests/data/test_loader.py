@@ -25,6 +25,8 @@ from torch.utils.data import (
 )
 
 from oneloop import Loader
+from oneloop.checkpoint.checkpoints import Checkpoints
+from oneloop.checkpoint.resume import RunState
 from oneloop.data.order import Order
 from oneloop.data.seeded_samples import SeededSamples
 from remote_data import counted_s3
@@ -324,6 +326,22 @@ def test_a_state_of_another_loader_is_rejected(change, match):
     with pytest.raises(ValueError, match=match):
         made.load_state_dict(state)
     assert made.position == 0
+
+
+def test_a_checkpoint_of_another_loader_is_rejected_before_weights_are_loaded(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = Checkpoints(tmp_path, accelerator)
+    parts = {"loader": Loader(Augmented(), BATCH, seed=1)}
+    RunState(model, optimizer, parts=parts).save(checkpoints, 1)
+    checkpoints.finish()
+    checkpoints.close()
+    nn.init.zeros_(model.weight)
+    other = RunState(model, optimizer, parts={"loader": Loader(Augmented(), BATCH, seed=2)})
+    with pytest.raises(ValueError, match="with seed 1, and this one has 2"):
+        other.resume(checkpoints, "auto")
+    assert not model.weight.any()
 
 
 def test_a_damaged_state_is_rejected():

@@ -1,13 +1,14 @@
 """Seeds: every random number is a function of a few integers."""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 
+Value = TypeVar("Value")
 GOLDEN = 0x9E3779B97F4A7C15  # splitmix64's increment
 _MASK = (1 << 64) - 1
 
@@ -81,12 +82,21 @@ def set_other_states(states: tuple[Any, ...]) -> None:
 _OTHER = np.random.MT19937(0)  # numpy's global generator in :func:`own_generators`
 
 
+def with_own_generators(values: Iterable[Value]) -> Iterator[Value]:
+    """Yield the values, each computed with :func:`own_generators`."""
+    iterator = iter(values)
+    while True:
+        with own_generators():
+            try:
+                value = next(iterator)
+            except StopIteration:
+                return
+        yield value
+
+
 @contextmanager
-def own_generators(needed: bool = True) -> Iterator[None]:
+def own_generators() -> Iterator[None]:
     """Restore the global generators of torch, Python and numpy at the end of this context."""
-    if not needed:
-        yield
-        return
     state = torch.default_generator.get_state()
     python = random.getstate()
     # numpy's can be replaced, which is faster than to save its state

@@ -56,8 +56,9 @@ class RunState:
             one optimizer.
         emas: EMAs of its parameters, with different names. Each is of one model.
         parts: components by name. Each has a ``state_dict`` of plain values and may have
-            ``load_state_dict``. Its ``files``, if any, are flushed to disk before a checkpoint that
-            refers to them is complete.
+            ``load_state_dict``, and ``check_state_dict``, which rejects a saved state by ValueError
+            before anything is loaded. Its ``files``, if any, are flushed to disk before a
+            checkpoint that refers to them is complete.
         own: names of components that belong to the run folder; they restart with another folder's
             checkpoint.
         check: receives a checkpoint's state other than tensors before it is loaded, and may raise
@@ -195,6 +196,14 @@ class RunState:
         load_tensors(folder, self.model, self.optimizer, extra=extra, needed=needed)
         return needed
 
+    def _check_state(self, saved: Mapping[str, Any]) -> None:
+        """Let the components reject their saved state before tensors are loaded."""
+        if self._check is not None:
+            self._check(saved)
+        for name, part in self.parts.items():
+            if name in saved and hasattr(part, "check_state_dict"):
+                part.check_state_dict(saved[name])
+
     @BEATS.phase(LOADING)
     def resume(
         self, checkpoints: Checkpoints, asked: str, *, say: Callable[[str], None] = print
@@ -235,7 +244,7 @@ class RunState:
             self._moved.go_back(path)
         buffers = self._targets(path, say)
         saved = checkpoints.load(
-            path, self.model, self.optimizer, extra=self._extra() | buffers, check=self._check
+            path, self.model, self.optimizer, extra=self._extra() | buffers, check=self._check_state
         )
         if self._moved is not None:
             self._moved.install(path, buffers)

@@ -12,7 +12,7 @@
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, default_collate
 
 from oneloop.basics.exact_sums import rounded_sum
-from oneloop.basics.seeds import own_generators
+from oneloop.basics.seeds import own_generators, with_own_generators
 from oneloop.basics.system.processes import usable_cores
 from oneloop.data.data_workers import workers_here
 from oneloop.data.fingerprint import changes, fingerprint_of
@@ -186,6 +186,7 @@ class Loader:
 
     @position.setter
     def position(self, position: int) -> None:
+        self._check_position(position)
         if self._loops and position > self.position:
             raise ValueError(
                 f"position {position} is beyond the {self.position} groups that were trained, so "
@@ -193,12 +194,14 @@ class Loader:
             )
         self._go_to(position)
 
-    def _go_to(self, position: Any) -> None:
+    def _check_position(self, position: Any) -> None:
         most = _MOST // self.batch_size
         if isinstance(position, bool) or not isinstance(position, int):
             raise ValueError(f"the position of a Loader is a number of groups, got {position!r}")
         if not 0 <= position <= most:
             raise ValueError(f"the position of a Loader is from 0 to {most:,}, got {position}")
+
+    def _go_to(self, position: int) -> None:
         self._finished = position
         self._inside = False
         self._moved = True
@@ -280,7 +283,7 @@ class Loader:
             device=self._device,
             workers=self._workers,
         )
-        return _apart(stream, self._workers)
+        return stream if self._workers else with_own_generators(stream)
 
     def _summed(self, stream: Iterator[Group]) -> Iterator[Group]:
         """Yield the groups with the weights of their global batches.
@@ -326,6 +329,15 @@ class Loader:
         """Continue after the groups that this state counts; in a loop, from its next group on.
 
         Raises:
+            ValueError: as :meth:`check_state_dict`.
+        """
+        self.check_state_dict(state)
+        self._go_to(state["position"])
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Reject the state of another loader, before anything is loaded.
+
+        Raises:
             ValueError: the state is damaged, or has another seed, batch size or data set.
         """
         about = self._about()
@@ -347,7 +359,7 @@ class Loader:
                 f"the state is of a Loader with another data set ({'; '.join(different)}): its "
                 "steps have other samples; use that data set, or begin without this state"
             )
-        self._go_to(state["position"])
+        self._check_position(state["position"])
 
     def _about(self) -> dict[str, Any]:
         """Return what a state must agree with. The first call reads some samples."""
@@ -356,7 +368,7 @@ class Loader:
             content = fingerprint_of(self.dataset)
             if content is None:
                 read = partial(spread_checksum, self.seed, self.dataset)
-                with own_generators(self._workers == 0):
+                with own_generators():
                     data["checksum"] = read_once(read, workers=self._workers)
             self._identity = {"seed": self.seed, "batch_size": self.batch_size, "data": data}
             data |= content or {}
@@ -367,18 +379,6 @@ def _with_total(group: Group, sums: Tensor, work: Any) -> Group:
     work.wait()
     group.total = rounded_sum(sums.tolist())
     return group
-
-
-def _apart(loading: Iterable[Any], workers: int) -> Iterator[Any]:
-    """Yield what is loaded; without workers, this process's generators stay as they are."""
-    iterator = iter(loading)
-    while True:
-        with own_generators(not workers):
-            try:
-                value = next(iterator)
-            except StopIteration:
-                return
-        yield value
 
 
 @cache
