@@ -437,7 +437,7 @@ def test_an_optimizer_of_another_model_is_rejected():
 def test_two_emas_of_one_name_are_rejected():
     made = pair(1)
     emas = [EMA(model, 64) for model in made.models.values()]
-    with pytest.raises(ValueError, match="the EMAs have the names ema, ema"):
+    with pytest.raises(ValueError, match="the EMA ema has the name of another part"):
         RunState(made.models, made.optimizers, emas=emas, parts={})
 
 

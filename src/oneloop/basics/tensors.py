@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from functools import partial
 from typing import Any, TypeVar
 
@@ -190,6 +191,11 @@ def groups_of(optimizer: Optimizers) -> list[tuple[Optimizer, dict[str, Any]]]:
     return found
 
 
+def kinds_of(optimizer: Optimizers) -> list[str]:
+    """Return the names of the optimizers' classes, in the order of their names."""
+    return [type(plain_optimizer(one)).__name__ for _, one in optimizers_of(optimizer)]
+
+
 def named(model: nn.Module, optimizer: Optimizers | None) -> list[str]:
     """Describe the models and the optimizers that have names, for a manifest.
 
@@ -204,8 +210,7 @@ def named(model: nn.Module, optimizer: Optimizers | None) -> list[str]:
         names = {}
         for name, one in optimizers_of(optimizer):
             names[id(one)] = name
-            # accelerate wraps the optimizer
-            kind = type(getattr(one, "optimizer", one)).__name__
+            kind = type(plain_optimizer(one)).__name__
             lines.append(f"optimizer {name}: {kind}, parameter groups: {len(one.param_groups)}")
         for parameter, _, _, one in optimized(model, optimizer):
             lines.append(f"optimizer {names[id(one)]}: {parameter}")
@@ -255,6 +260,11 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def is_alone() -> bool:
     """Return whether the run has only one rank."""
     return not dist.is_initialized() or dist.get_world_size() == 1
+
+
+def host_group() -> Any:
+    """Return a group of all ranks on the host, whose collectives may wait for a day. Collective."""
+    return dist.new_group(backend="gloo", timeout=timedelta(days=1))
 
 
 @torch.no_grad()

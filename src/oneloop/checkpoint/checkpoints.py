@@ -10,7 +10,6 @@ Usable alone in a plain Accelerate script.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,29 +19,32 @@ from torch import Tensor, nn
 
 from oneloop.basics.base_models import BaseModel
 from oneloop.basics.exit_codes import Unavailable
-from oneloop.basics.tensors import Models, Optimizers, named, optimizer_tensors, together
+from oneloop.basics.tensors import (
+    Models,
+    Optimizers,
+    host_group,
+    named,
+    optimizer_tensors,
+    together,
+)
 from oneloop.checkpoint.background_save import SaveInProgress
 from oneloop.checkpoint.fetcher import Fetcher
 from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
+from oneloop.checkpoint.optimizer_values import load_values, optimizer_values
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
-from oneloop.checkpoint.saved_state import Forms, read_state, state_problems
+from oneloop.checkpoint.saved_state import Forms, newest_intact, read_state, state_problems
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
     load_tensors,
-    load_values,
-    optimizer_values,
     reject_others,
 )
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
-
-_LONG = timedelta(days=1)
-"""time-out of collectives: one rank may read or write for hours"""
 
 
 class Checkpoints:
@@ -53,6 +55,8 @@ class Checkpoints:
         accelerator: its ranks write together.
         origin: the base model of the frozen parameters, if a checkpoint should name it instead of
             storing them.
+        complete: save all that a script may change. False: frozen parameters are written once, to
+            a folder beside ``root``; settings of parameter groups (learning rates) are not saved.
         sync: write in the training process instead of a separate one.
         max_failures: consecutive failed saves that do not end the run.
         patience: factor of a save's time limit: the largest of 10 s, 3 x the slowest save, and
@@ -69,6 +73,7 @@ class Checkpoints:
         accelerator: Accelerator,
         *,
         origin: BaseModel | None = None,
+        complete: bool = True,
         sync: bool = False,
         max_failures: int = 3,
         patience: float = 1.0,
@@ -83,12 +88,20 @@ class Checkpoints:
         self._leader = self.rank - accelerator.local_process_index
         self._gloo_group: Any = None
         if self.ranks > 1:
-            self._gloo_group = dist.new_group(backend="gloo", timeout=_LONG)
+            self._gloo_group = host_group()
         self._say = say
 
         # What saves.
         self._sync = sync
-        self._base = Base(self.store, origin=origin, rank=self.rank, agree=self._gather, say=say)
+        self.complete = complete
+        self._base = Base(
+            self.store,
+            origin=origin,
+            once=not complete,
+            rank=self.rank,
+            agree=self._gather,
+            say=say,
+        )
         self._attempt = 0  # number of saves so far
         self.saving = SaveInProgress(
             self.store,
@@ -162,6 +175,7 @@ class Checkpoints:
         header, size = header_of(mine)
 
         # Describe this rank's shard to its writing process.
+        values = optimizer_values(model, optimizer, complete=self.complete)
         self._attempt += 1
         request = SaveRequest(
             root=str(self.store.root.absolute()),
@@ -171,7 +185,7 @@ class Checkpoints:
             ranks=self.ranks,
             header=header,
             size=size,
-            state={**state, "optimizer": optimizer_values(model, optimizer)},
+            state={**state, "optimizer": values},
             about={**self._about(model, optimizer), **(about or {})},
             bad=self.fetcher.damaged if self.fetcher is not None else [],
             keep=keep or Keep(),
@@ -296,7 +310,7 @@ class Checkpoints:
             needs: returns the bytes that this rank reads; with a mirror, they are fetched.
 
         Returns:
-            None if there is no checkpoint.
+            None if there is none.
 
         Raises:
             ValueError: there are checkpoints, and none is intact; or the mirror cannot be read.
@@ -312,28 +326,10 @@ class Checkpoints:
 
     def _newest_here(self) -> tuple[Path | None, str | None]:
         """Return the newest intact checkpoint in the folder, and an error if all are damaged."""
-        chosen: str | None = None
-        error: str | None = None
+        found: tuple[str | None, str | None] = (None, None)
         if self.rank == 0 and not self._counts:
-            # Find it.
-            self.store.sweep(".draft")
-            damaged = []
-            for path, found in self.store.newest_good():
-                wrong = found or state_problems(path, self._forms)
-                if not wrong:
-                    chosen = str(path)
-                    break
-                report = f"checkpoint {path} is damaged and was skipped: {'; '.join(wrong)}"
-                damaged.append((path, report))
-
-            # Set the damaged ones aside, unless nothing would be left.
-            if damaged and chosen is None:
-                reports = "; ".join(report for _, report in damaged)
-                error = f"{reports}; no good one is left: restore one, or choose another run.dir"
-            else:
-                for path, report in damaged:
-                    self._say(f"{report}; kept as {self.store.set_aside(path)}")
-        chosen, error = self._gather((chosen, error))[0]
+            found = newest_intact(self.store, self._forms, self._say)
+        chosen, error = self._gather(found)[0]
         return Path(chosen) if chosen else None, error
 
     def later(self, path: Path) -> list[str]:
@@ -393,5 +389,5 @@ class Checkpoints:
         self._base.check(folder, model)
         load_tensors(folder, model, optimizer, extra=extra)
         if optimizer is not None:
-            load_values(state["optimizer"], model, optimizer)
+            load_values(state["optimizer"], model, optimizer, complete=self.complete)
         return state

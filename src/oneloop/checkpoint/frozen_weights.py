@@ -157,6 +157,7 @@ class Base:
     Args:
         store: the checkpoints folder; the parameters are stored next to it.
         origin: the base model that has them; None: store them.
+        once: whether they are stored once; False: in each checkpoint, like other parameters.
         rank: of this process.
         agree: returns a value of all ranks, as a list.
         say: reports repairs, on rank 0.
@@ -167,12 +168,14 @@ class Base:
         store: Store,
         *,
         origin: BaseModel | None = None,
+        once: bool = True,
         rank: int,
         agree: Callable[[Any], list[Any]],
         say: Callable[[str], None],
     ) -> None:
         self._store = store
         self._origin = origin
+        self._once = once
         self._rank = rank
         self._agree = agree
         self._say = say
@@ -181,7 +184,7 @@ class Base:
     def others(self, model: nn.Module) -> dict[str, Tensor]:
         """Return the model's tensors that each checkpoint stores, by their names there."""
         if self._origin is None:
-            return model_tensors(model, frozen=False)
+            return model_tensors(model, frozen=False if self._once else None)
         elsewhere = self._names(model)
         tensors = model_tensors(model)
         return {name: tensor for name, tensor in tensors.items() if name not in elsewhere}
@@ -189,7 +192,7 @@ class Base:
     def _names(self, model: nn.Module) -> set[str]:
         if self._origin is not None:
             return {f"model.{name}" for name in self._origin.names}
-        return set(frozen_tensors(model))
+        return set(frozen_tensors(model)) if self._once else set()
 
     def kept(self, model: nn.Module) -> dict[str, Any]:
         """Return the manifest's entry of the frozen parameters. Collective.

@@ -54,7 +54,8 @@ class RunState:
             several models use is saved once.
         optimizer: the optimizer of its parameters, or several by name. A parameter may have only
             one optimizer.
-        emas: EMAs of its parameters, with different names. Each is of one model.
+        emas: EMAs of its parameters, with different names. Each is of one model. Those in ``parts``
+            need not be given here, and the others become parts by their names.
         parts: components by name. Each has a ``state_dict`` of plain values and may have
             ``load_state_dict``, and ``check_state_dict``, which rejects a saved state by ValueError
             before anything is loaded. Its ``files``, if any, are flushed to disk before a
@@ -81,17 +82,36 @@ class RunState:
         check: Callable[[Mapping[str, Any]], None] | None = None,
         moved: MovedBuffers | None = None,
     ) -> None:
-        names = [ema.name for ema in emas]
-        if len(set(names)) < len(names):
-            raise ValueError(
-                f"the EMAs have the names {', '.join(names)}, but a checkpoint cannot hold two of "
-                "one name; give each EMA another name"
-            )
         self.model = together(model)
         self.optimizer = optimizer
         named(self.model, optimizer)  # raises if two optimizers have the same parameter
-        self.emas = emas
+
+        # The counters of an EMA are a part, and its tensors are saved, too.
         self.parts = dict(parts)
+        averages: list[Any] = []
+        for part in self.parts.values():
+            if hasattr(part, "tensors") and hasattr(part, "begin"):
+                averages.append(part)
+        averages += [ema for ema in emas if all(ema is not one for one in averages)]
+        for ema in averages:
+            if all(ema is not one for one in self.parts.values()):
+                if ema.name in self.parts:
+                    raise ValueError(
+                        f"the EMA {ema.name} has the name of another part; give it another name"
+                    )
+                self.parts[ema.name] = ema
+        self.emas: Sequence[Average] = averages
+        count = sum(len(ema.tensors()) for ema in averages)
+        if len(self._extra()) < count:
+            raise ValueError(
+                f"the EMAs have the names {', '.join(ema.name for ema in averages)}, with which "
+                "tensors of two EMAs have one name in a checkpoint; give them other names"
+            )
+        if "optimizer" in self.parts:
+            raise ValueError(
+                "a part has the name optimizer, which the state of the optimizer has; give it "
+                "another name"
+            )
         self._own = own
         self._check = check
         self._moved = moved
@@ -263,6 +283,20 @@ class RunState:
                 part.load_state_dict(saved[name])
             elif hasattr(part, "restart"):
                 part.restart()
+        if checkpoints.complete:
+            _report_others(saved.keys() - {"optimizer"}, self.parts.keys(), say)
         source = checkpoints.fetcher.source(path) if checkpoints.fetcher is not None else path
         say(f"resuming from {source}")
         return saved
+
+
+def _report_others(
+    saved: Collection[str], parts: Collection[str], say: Callable[[str], None]
+) -> None:
+    """Report parts that only the checkpoint has, or that it lacks."""
+    lost = sorted(set(saved) - set(parts))
+    new = sorted(set(parts) - set(saved))
+    if lost:
+        say(f"of the checkpoint, the state of {', '.join(lost)} is not used: no part has the name")
+    if new:
+        say(f"the checkpoint has no state of {', '.join(new)}, which begins without one")

@@ -1,10 +1,11 @@
 """Read the state in a checkpoint that is not tensors, after checking its form. Needs no torch."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from oneloop.basics.untrusted import Form, check_form, read_json
+from oneloop.checkpoint.store import Store
 
 STATE = "state.json"
 MOST_STATE = 1 << 28  # bytes; a task may save much
@@ -41,3 +42,31 @@ def state_problems(folder: Path, forms: Forms) -> list[str]:
     except ValueError as error:
         return [str(error)]
     return []
+
+
+def newest_intact(
+    store: Store, forms: Forms, say: Callable[[str], None]
+) -> tuple[str | None, str | None]:
+    """Return the newest intact checkpoint of a store, and an error if all are damaged.
+
+    Delete drafts. Report damaged checkpoints and set them aside, unless nothing would be left.
+    """
+    # Find it.
+    store.sweep(".draft")
+    chosen: str | None = None
+    damaged = []
+    for path, found in store.newest_good():
+        wrong = found or state_problems(path, forms)
+        if not wrong:
+            chosen = str(path)
+            break
+        report = f"checkpoint {path} is damaged and was skipped: {'; '.join(wrong)}"
+        damaged.append((path, report))
+
+    # Set the damaged ones aside.
+    if damaged and chosen is None:
+        reports = "; ".join(report for _, report in damaged)
+        return None, f"{reports}; no good one is left: restore one, or choose another run.dir"
+    for path, report in damaged:
+        say(f"{report}; kept as {store.set_aside(path)}")
+    return chosen, None

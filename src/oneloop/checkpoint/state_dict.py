@@ -25,11 +25,11 @@ from oneloop.basics.tensors import (
     Optimizers,
     as_real,
     groups_of,
+    kinds_of,
     named,
     of_shape,
     optimized,
 )
-from oneloop.basics.untrusted import check_kind
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
 from oneloop.checkpoint.pieces import NAMES, Tensors
@@ -77,36 +77,16 @@ def model_tensors(model: nn.Module, *, frozen: bool | None = None) -> dict[str, 
         if id(tensor) in seen:
             continue
         seen.add(id(tensor))
+        bare = f"model.{bare_name(name)}"
         is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
         if frozen is None or frozen == is_frozen:
-            tensors[f"model.{bare_name(name)}"] = as_real(tensor.detach())
+            if bare in tensors:
+                raise ValueError(
+                    f"two tensors of the model have the name {bare} in a checkpoint, because a "
+                    "module has the name of a wrapper (module); give it another name"
+                )
+            tensors[bare] = as_real(tensor.detach())
     return tensors
-
-
-def optimizer_values(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
-    """Return the state of optimizers that is not tensors.
-
-    It has entries by parameter, and the entries of groups that the constructor did not get. Raise
-    ValueError if an optimizer has updated a parameter that is frozen now: a checkpoint would refer
-    to earlier values.
-    """
-    parameters = {}
-    for name, parameter, _, one in optimized(model, optimizer):
-        state = one.state.get(parameter, {})
-        if state and not parameter.requires_grad:
-            raise ValueError(
-                f"an optimizer has updated {name}, which now has requires_grad False; a checkpoint "
-                "stores such parameters only once, so set requires_grad to True before each save"
-            )
-        values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
-        if values:
-            parameters[name] = values
-
-    groups = []
-    for one, group in groups_of(optimizer):
-        known = ("params", *one.defaults)
-        groups.append({key: value for key, value in group.items() if key not in known})
-    return {"parameters": parameters, "groups": groups}
 
 
 def reject_others(
@@ -121,7 +101,8 @@ def reject_others(
         folder: the checkpoint.
         model: bare or wrapped, or several as one (:func:`oneloop.basics.tensors.together`).
         optimizer: of its parameters, or several by name; None: compare only the models.
-        values: the saved result of :func:`optimizer_values`, to also compare the number of groups.
+        values: the saved result of :func:`oneloop.checkpoint.optimizer_values.optimizer_values`,
+            to also compare classes and the number of groups.
     """
     # Compare the names.
     there = read_manifest(folder)["about"].get("named", [])
@@ -146,6 +127,12 @@ def reject_others(
     if saved != own:
         raise ValueError(
             f"{folder} has {saved} parameter groups, but {own} are given; create the same groups"
+        )
+    kinds = kinds_of(optimizer)
+    if values.get("kinds", kinds) != kinds:
+        raise ValueError(
+            f"{folder} has the state of {', '.join(values['kinds'])}, but {', '.join(kinds)} is "
+            "given; create the optimizer that was saved"
         )
 
 
@@ -372,18 +359,6 @@ def averages_in(saved: Mapping[str, Any]) -> list[str]:
             if name.endswith(tail):
                 names[name.removeprefix("ema.").removesuffix(tail)] = None
     return list(names)
-
-
-def load_values(values: Mapping[str, Any], model: nn.Module, optimizer: Optimizers) -> None:
-    """Restore the result of :func:`optimizer_values`."""
-    for name, parameter, _, one in optimized(model, optimizer):
-        one.state[parameter].update(values["parameters"].get(name, {}))
-        if not one.state[parameter]:
-            del one.state[parameter]
-    for (_, group), given in zip(groups_of(optimizer), values["groups"], strict=True):
-        for name, value in given.items():
-            check_kind(value, group.get(name), f"the optimizer's {name}")
-        group.update(given)
 
 
 def _empty_entry(saved: Any, parameter: Tensor, key: str, group: Mapping[str, Any]) -> Tensor:

@@ -32,7 +32,7 @@ from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
     check_dataset,
     device_of,
-    host_group,
+    group_of,
     layout_of,
     micro_of,
     place,
@@ -151,7 +151,7 @@ class Loader:
         self._group: Any = None
         varies = weight is not None or bool(getattr(dataset, "skips", False))
         if varies and ranks > 1:
-            self._group = host_group(ranks)
+            self._group = group_of(ranks)
 
         # Where the loop is.
         self._updates = _count_updates()

@@ -1,7 +1,6 @@
 """Check the arguments of a :class:`oneloop.data.loader.Loader`, and find its part of a step."""
 
 from collections.abc import Mapping
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -10,9 +9,8 @@ from accelerate import Accelerator
 from torch.utils.data import IterableDataset, Sampler
 
 from oneloop.basics.launcher import ranks as launched_ranks
+from oneloop.basics.tensors import host_group
 from oneloop.data.batch_layout import BatchLayout
-
-_LONG = timedelta(days=1)  # another rank may evaluate, or read data, for long
 
 _INSTEAD = {
     "sampler": "the order is seeded; for your own, give the data set a method order(seed, batch)",
@@ -158,7 +156,7 @@ def set_accumulation(accelerator: Accelerator, accumulate: int) -> None:
     accelerator.gradient_accumulation_steps = accumulate
 
 
-def host_group(ranks: int) -> Any:
+def group_of(ranks: int) -> Any:
     """Return a group of all processes on the host. Collective."""
     world = dist.get_world_size() if dist.is_initialized() else 1
     if world != ranks:
@@ -166,4 +164,4 @@ def host_group(ranks: int) -> Any:
             f"the weights of {ranks} processes are summed over all processes of torch.distributed, "
             f"which has {world}; call init_process_group first, or leave out weight"
         )
-    return dist.new_group(backend="gloo", timeout=_LONG)
+    return host_group()

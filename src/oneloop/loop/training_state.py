@@ -66,6 +66,7 @@ class State(RunState):
             folder / "checkpoints",
             run.accelerator,
             origin=getattr(task, "origin", None),
+            complete=False,
             sync=recipe.save.sync,
             max_failures=recipe.save.max_failures,
             patience=recipe.machine.patience,

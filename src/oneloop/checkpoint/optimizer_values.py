@@ -1,0 +1,90 @@
+"""The state of optimizers that is not tensors: by parameter, and by parameter group."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from oneloop.basics.tensors import Optimizers, groups_of, kinds_of, optimized, optimizers_of
+from oneloop.basics.untrusted import check_kind
+
+_COMPUTED = ("fused", "foreach", "capturable", "differentiable")
+"""settings of a group that only say how an update is computed; they may change with the machine"""
+
+
+def optimizer_values(
+    model: nn.Module, optimizer: Optimizers, *, complete: bool = True
+) -> dict[str, Any]:
+    """Return the state of optimizers that is not tensors.
+
+    It has entries by parameter, and those of groups.
+
+    Args:
+        model: bare or wrapped, or several as one (:func:`oneloop.basics.tensors.together`).
+        optimizer: of its parameters, or several by name.
+        complete: with the settings of the groups, such as the learning rate; False: only with
+            entries that the constructor did not get.
+
+    Raises:
+        ValueError: an optimizer has state that cannot be saved. Or without ``complete``, it has
+            updated a parameter that is frozen now: a checkpoint would refer to earlier values.
+    """
+    parameters = {}
+    known = set()
+    for name, parameter, _, one in optimized(model, optimizer):
+        known.add(parameter)
+        state = one.state.get(parameter, {})
+        if state and not complete and not parameter.requires_grad:
+            raise ValueError(
+                f"an optimizer has updated {name}, which now has requires_grad False; a checkpoint "
+                "stores such parameters only once, so set requires_grad to True before each save"
+            )
+        values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        if values:
+            parameters[name] = values
+    for _, one in optimizers_of(optimizer):
+        for key in one.state:
+            if key not in known:
+                raise ValueError(
+                    f"the state of {type(one).__name__} has the entry {key!r:.40}, which is not a "
+                    "parameter, so a checkpoint cannot store it; use another optimizer"
+                )
+
+    groups = []
+    for one, group in groups_of(optimizer):
+        without = {"params", *(_COMPUTED if complete else one.defaults)}
+        groups.append({key: _plain(value) for key, value in group.items() if key not in without})
+    values = {"parameters": parameters, "groups": groups}
+    return {**values, "kinds": kinds_of(optimizer)} if complete else values
+
+
+def _plain(value: Any) -> Any:
+    """Return the number of a learning rate that is a tensor; any other value unchanged."""
+    return value.item() if isinstance(value, Tensor) else value
+
+
+def load_values(
+    values: Mapping[str, Any], model: nn.Module, optimizer: Optimizers, *, complete: bool = True
+) -> None:
+    """Restore the result of :func:`optimizer_values`.
+
+    Args:
+        values: the result.
+        model: as there.
+        optimizer: as there.
+        complete: also restore the settings of the groups, if they were saved.
+    """
+    for name, parameter, _, one in optimized(model, optimizer):
+        one.state[parameter].update(values["parameters"].get(name, {}))
+        if not one.state[parameter]:
+            del one.state[parameter]
+    for (one, group), given in zip(groups_of(optimizer), values["groups"], strict=True):
+        for name, value in given.items():
+            if name in one.defaults and not complete:
+                continue
+            known = group.get(name)
+            check_kind(value, known, f"the optimizer's {name}")
+            if isinstance(known, Tensor):
+                known.fill_(value)
+            else:
+                group[name] = tuple(value) if isinstance(known, tuple) else value
