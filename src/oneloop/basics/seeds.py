@@ -96,7 +96,11 @@ def with_own_generators(values: Iterable[Value]) -> Iterator[Value]:
 
 @contextmanager
 def own_generators() -> Iterator[None]:
-    """Restore the global generators of torch, Python and numpy at the end of this context."""
+    """Restore the global generators of torch, Python and numpy at the end of this context.
+
+    One thread at a time. Of numpy's, the second normal number of a pair that ``numpy.random.randn``
+    keeps is lost.
+    """
     state = torch.default_generator.get_state()
     python = random.getstate()
     # numpy's can be replaced, which is faster than to save its state

@@ -37,7 +37,14 @@ from oneloop.checkpoint.optimizer_values import load_values, optimizer_values
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
-from oneloop.checkpoint.saved_state import Forms, newest_intact, read_state, state_problems
+from oneloop.checkpoint.saved_state import (
+    Forms,
+    decoded,
+    encoded,
+    newest_intact,
+    read_state,
+    state_problems,
+)
 from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
@@ -176,6 +183,8 @@ class Checkpoints:
 
         # Describe this rank's shard to its writing process.
         values = optimizer_values(model, optimizer, complete=self.complete)
+        if self.complete:
+            state = encoded(state)
         self._attempt += 1
         request = SaveRequest(
             root=str(self.store.root.absolute()),
@@ -302,15 +311,12 @@ class Checkpoints:
         return None if self._gather(wrong)[0] else path
 
     def newest(self, needs: Needs = no_needs) -> Path | None:
-        """Return the newest intact checkpoint, equal on all ranks. Collective.
+        """Return the newest intact checkpoint, equal on all ranks; None if none exists. Collective.
 
         Log damaged ones, and rename those in the folder.
 
         Args:
             needs: returns the bytes that this rank reads; with a mirror, they are fetched.
-
-        Returns:
-            None if there is none.
 
         Raises:
             ValueError: there are checkpoints, and none is intact; or the mirror cannot be read.
@@ -381,7 +387,7 @@ class Checkpoints:
             raise ValueError(
                 f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint"
             )
-        state = read_state(folder, self._forms)
+        state = decoded(read_state(folder, self._forms))
         if check is not None:
             check(state)
         model = together(model)

@@ -11,6 +11,7 @@ STATE = "state.json"
 MOST_STATE = 1 << 28  # bytes; a task may save much
 _OPTIMIZER = {"parameters": {None: dict}, "groups": [dict]}
 
+_PAIRS = "keys that are not texts"
 Forms = Mapping[str, Form]
 """what each component of a state looks like, by name"""
 
@@ -70,3 +71,25 @@ def newest_intact(
     for path, report in damaged:
         say(f"{report}; kept as {store.set_aside(path)}")
     return chosen, None
+
+
+def encoded(value: Any) -> Any:
+    """Return plain values in a form that keeps keys that are not texts in a JSON file."""
+    if isinstance(value, Mapping):
+        if all(isinstance(key, str) for key in value):
+            return {key: encoded(inside) for key, inside in value.items()}
+        return {_PAIRS: [[key, encoded(inside)] for key, inside in value.items()]}
+    if isinstance(value, list | tuple):
+        return [encoded(inside) for inside in value]
+    return value
+
+
+def decoded(value: Any) -> Any:
+    """Return the values that :func:`encoded` got; tuples are lists."""
+    if isinstance(value, Mapping):
+        if value.keys() == {_PAIRS}:
+            return {key: decoded(inside) for key, inside in value[_PAIRS]}
+        return {key: decoded(inside) for key, inside in value.items()}
+    if isinstance(value, list):
+        return [decoded(inside) for inside in value]
+    return value

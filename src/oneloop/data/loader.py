@@ -10,17 +10,17 @@
 ...             optimizer.zero_grad()
 """
 
+import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader, default_collate
 
 from oneloop.basics.exact_sums import rounded_sum
@@ -30,7 +30,11 @@ from oneloop.data.data_workers import workers_here
 from oneloop.data.fingerprint import changes, fingerprint_of
 from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
+    begin_group,
     check_dataset,
+    check_position,
+    check_ranks,
+    count_updates,
     device_of,
     group_of,
     layout_of,
@@ -44,8 +48,6 @@ from oneloop.data.order import order_of
 from oneloop.data.sample_checksums import spread_checksum
 from oneloop.data.sample_reader import read_once
 from oneloop.data.step_batches import Group, groups
-
-_MOST = 1 << 62  # samples: positions are 64-bit integers
 
 
 class Loader:
@@ -117,6 +119,7 @@ class Loader:
         reject_unknown(unknown)
         check_dataset(dataset, (DataLoader, Loader))
         self.dataset = dataset
+        self._length = len(dataset)
         self.batch_size = batch_size
         self.seed = seed
         self._accelerator = accelerator
@@ -153,8 +156,10 @@ class Loader:
         if varies and ranks > 1:
             self._group = group_of(ranks)
 
+        check_ranks(ranks, (seed, batch_size, self._length))
+
         # Where the loop is.
-        self._updates = _count_updates()
+        self._updates = count_updates()
         self._finished = 0  # groups
         self._taken = 0  # batches of the group that was handed out
         self._begun = 0  # updates of optimizers, when it was handed out
@@ -186,20 +191,13 @@ class Loader:
 
     @position.setter
     def position(self, position: int) -> None:
-        self._check_position(position)
+        check_position(position, self.batch_size)
         if self._loops and position > self.position:
             raise ValueError(
                 f"position {position} is beyond the {self.position} groups that were trained, so "
                 "samples would be left out; set it before the loop, or load a saved state"
             )
         self._go_to(position)
-
-    def _check_position(self, position: Any) -> None:
-        most = _MOST // self.batch_size
-        if isinstance(position, bool) or not isinstance(position, int):
-            raise ValueError(f"the position of a Loader is a number of groups, got {position!r}")
-        if not 0 <= position <= most:
-            raise ValueError(f"the position of a Loader is from 0 to {most:,}, got {position}")
 
     def _go_to(self, position: int) -> None:
         self._finished = position
@@ -225,10 +223,10 @@ class Loader:
                 self._begun = self._updates[0]
                 self._inside = True
                 if self._accelerator is not None:
-                    # accumulate() counts the batches of a group, also after one was left early
-                    self._accelerator.step = 0
+                    begin_group(self._accelerator, self.layout.accumulate)
                 batches = self._counted(group, loop)
-                yield Group(batches, group.weights, group.apart, group.total)
+                handed = Group(batches, group.weights, group.apart, group.total)
+                yield handed
 
                 # It is finished, unless the state was set meanwhile.
                 if loop != self._loops:
@@ -238,8 +236,10 @@ class Loader:
                     )
                 if self._moved:
                     break
+                self._begun = self._updates[0]
                 for _ in batches:  # those that the loop has left out
                     pass
+                handed.used = True
                 self._finish()
 
     def __len__(self) -> int:
@@ -265,6 +265,9 @@ class Loader:
     def _counted(self, group: Group, loop: int) -> Iterator[Any]:
         """Yield the user's batches of a group, and finish it at the end."""
         for loaded in group.batches:
+            if self._moved:  # the state was set inside the group
+                return
+            self._reject_early_update()
             self._taken += 1
             yield loaded[BATCH]
         if loop == self._loops:
@@ -316,14 +319,18 @@ class Loader:
             RuntimeError: an optimizer has stepped before the last batch of the group, so that it
                 can neither be repeated nor continued.
         """
+        self._reject_early_update()
+        return {"position": self.position, **self._about()}
+
+    def _reject_early_update(self) -> None:
+        """Raise RuntimeError if an optimizer has stepped before the last batch of the group."""
         number = self.layout.accumulate
         if self._inside and self._taken < number and self._updates[0] > self._begun:
             raise RuntimeError(
-                f"an optimizer has stepped after batch {self._taken} of the {number} of "
-                "this group, so a resume could not repeat the group exactly; save after the loop "
-                "over the group, and step once per group (accelerator.accumulate)"
+                f"an optimizer has stepped after batch {self._taken} of the {number} of this "
+                "group; step once per group (inside accelerator.accumulate, or after the loop over "
+                "its batches). For other updates in between, keep them: batches = list(group)"
             )
-        return {"position": self.position, **self._about()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue after the groups that this state counts; in a loop, from its next group on.
@@ -353,25 +360,33 @@ class Loader:
                     f"the state is of a Loader with {name} {state[name]}, and this one has "
                     f"{about[name]}: its steps have other samples; use {name}={state[name]}"
                 )
+        if not isinstance(state["data"], Mapping):
+            raise ValueError(f"the state of a Loader is damaged: its data is {state['data']!r:.40}")
+        if len(self.dataset) != self._length:
+            raise ValueError(
+                f"the data set had {self._length:,} samples when the Loader was made, and now has "
+                f"{len(self.dataset):,}; make the Loader after the data set is complete"
+            )
         different = changes(state["data"], about["data"])
         if different:
             raise ValueError(
                 f"the state is of a Loader with another data set ({'; '.join(different)}): its "
                 "steps have other samples; use that data set, or begin without this state"
             )
-        self._check_position(state["position"])
+        check_position(state["position"], self.batch_size)
 
     def _about(self) -> dict[str, Any]:
         """Return what a state must agree with. The first call reads some samples."""
         if self._identity is None:
-            data: dict[str, Any] = {"length": len(self.dataset)}
+            data: dict[str, Any] = {"length": self._length}
             content = fingerprint_of(self.dataset)
             if content is None:
                 read = partial(spread_checksum, self.seed, self.dataset)
                 with own_generators():
                     data["checksum"] = read_once(read, workers=self._workers)
-            self._identity = {"seed": self.seed, "batch_size": self.batch_size, "data": data}
             data |= content or {}
+            data = json.loads(json.dumps(data))  # as it is after a JSON file
+            self._identity = {"seed": self.seed, "batch_size": self.batch_size, "data": data}
         return self._identity
 
 
@@ -379,15 +394,3 @@ def _with_total(group: Group, sums: Tensor, work: Any) -> Group:
     work.wait()
     group.total = rounded_sum(sums.tolist())
     return group
-
-
-@cache
-def _count_updates() -> list[int]:
-    """Return a list with the number of optimizer steps in this process since the first call."""
-    count = [0]
-
-    def add(*_: object) -> None:
-        count[0] += 1
-
-    register_optimizer_step_post_hook(add)
-    return count

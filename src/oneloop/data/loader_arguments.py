@@ -1,17 +1,20 @@
-"""Check the arguments of a :class:`oneloop.data.loader.Loader`, and find its part of a step."""
+"""Arguments and surroundings of a :class:`oneloop.data.loader.Loader`."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset, Sampler
 
 from oneloop.basics.launcher import ranks as launched_ranks
 from oneloop.basics.tensors import host_group
 from oneloop.data.batch_layout import BatchLayout
 
+_MOST = 1 << 62  # samples: positions are 64-bit integers
 _INSTEAD = {
     "sampler": "the order is seeded; for your own, give the data set a method order(seed, batch)",
     "batch_sampler": "the order is seeded; for your own, give the data set a method order(seed, "
@@ -156,6 +159,34 @@ def set_accumulation(accelerator: Accelerator, accumulate: int) -> None:
     accelerator.gradient_accumulation_steps = accumulate
 
 
+def begin_group(accelerator: Accelerator, accumulate: int) -> None:
+    """Let ``accumulate()`` count the batches of a group, whatever happened before.
+
+    A group may have been left early, a state loaded, the setting changed by another Accelerator or
+    Loader, or a prepared DataLoader left at its last batch.
+    """
+    accelerator.step = 0
+    accelerator.gradient_accumulation_steps = accumulate
+    accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
+
+
+def check_ranks(ranks: int, own: tuple[int, ...]) -> None:
+    """Raise ValueError on all ranks if they have different seeds, batch sizes or data sets.
+
+    Collective, if these are all processes of torch.distributed.
+    """
+    if ranks == 1 or not dist.is_initialized() or dist.get_world_size() != ranks:
+        return
+    found: list[Any] = [None] * ranks
+    dist.all_gather_object(found, own)
+    other = next((number for number in range(ranks) if found[number] != found[0]), None)
+    if other is not None:
+        raise ValueError(
+            "the ranks have Loaders with different seeds, batch sizes or lengths of data sets: "
+            f"{found[0]} on rank 0, {found[other]} on rank {other}; give all ranks the same"
+        )
+
+
 def group_of(ranks: int) -> Any:
     """Return a group of all processes on the host. Collective."""
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -165,3 +196,24 @@ def group_of(ranks: int) -> Any:
             f"which has {world}; call init_process_group first, or leave out weight"
         )
     return host_group()
+
+
+def check_position(position: Any, batch_size: int) -> None:
+    """Raise ValueError unless this is a number of groups whose samples can be counted."""
+    most = _MOST // batch_size
+    if isinstance(position, bool) or not isinstance(position, int):
+        raise ValueError(f"the position of a Loader is a number of groups, got {position!r}")
+    if not 0 <= position <= most:
+        raise ValueError(f"the position of a Loader is from 0 to {most:,}, got {position}")
+
+
+@cache
+def count_updates() -> list[int]:
+    """Return a list with the number of optimizer steps in this process since the first call."""
+    count = [0]
+
+    def add(*_: object) -> None:
+        count[0] += 1
+
+    register_optimizer_step_post_hook(add)
+    return count

@@ -45,7 +45,7 @@ class Group:
     total: float = math.nan  # weight of the global batch, after the all-reduce
     stop: bool = False  # whether any rank was requested to stop after this step
     save: bool = False  # whether the time for a save after this step has come, by rank 0's clock
-    _used: bool = False  # whether a loop over the group has begun
+    used: bool = False  # whether a loop over the group has begun, or the next group
 
     @property
     def weight(self) -> float:
@@ -53,12 +53,12 @@ class Group:
         return sum(self.weights)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._used:
+        if self.used:
             raise RuntimeError(
-                "the batches of this group were used already; to use them again, keep them: "
-                "batches = list(group)"
+                "the batches of this group were used already, or the next group was taken; keep "
+                "them before that: batches = list(group)"
             )
-        self._used = True
+        self.used = True
         return self.batches
 
     def __len__(self) -> int:
