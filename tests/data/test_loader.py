@@ -312,8 +312,8 @@ def _interrupted(folder: Path, resumes: bool | None) -> list[Any]:
     [
         ({"seed": 4}, "with seed 4, and this one has 3"),
         ({"batch_size": 12}, "with batch_size 12"),
-        ({"data": {"length": 71, "checksum": "0"}}, "another data set"),
-        ({"data": {"length": 70, "checksum": "0"}}, "the content of a file has changed"),
+        ({"data": {"length": 71, "checksum of 16 samples": "0"}}, "another data set"),
+        ({"data": {"length": 70, "checksum of 16 samples": "0"}}, "checksum of 16 samples 0 -> "),
         ({"position": -1}, "is from 0 to"),
         ({"position": 1 << 62}, "is from 0 to"),
         ({"position": True}, "is a number of groups, got True"),

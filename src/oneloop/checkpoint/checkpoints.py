@@ -33,7 +33,6 @@ from oneloop.checkpoint.frozen_weights import Base
 from oneloop.checkpoint.mirror import Needs, no_needs
 from oneloop.checkpoint.moved_buffers import MovedBuffers
 from oneloop.checkpoint.named_checkpoint import base_problems
-from oneloop.checkpoint.optimizer_values import load_values, optimizer_values
 from oneloop.checkpoint.pieces import header_of, pieces
 from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.save_request import SaveRequest
@@ -49,6 +48,8 @@ from oneloop.checkpoint.state_dict import (
     buffers_of,
     described,
     load_tensors,
+    load_values,
+    optimizer_values,
     reject_others,
 )
 from oneloop.checkpoint.store import Store, name_of, problems, step_in, step_of
@@ -172,13 +173,8 @@ class Checkpoints:
             own = moved.tensors(self._gather, self._say)
             for others in self._gather(described(own)):
                 listed |= others
-        mine = pieces(
-            tensors,
-            rank=self.rank,
-            ranks=self.ranks,
-            of_rank_0=buffers_of(model, extra or {}),
-            only_here=own,
-        )
+        shared = buffers_of(model, extra or {})
+        mine = pieces(tensors, rank=self.rank, ranks=self.ranks, of_rank_0=shared, only_here=own)
         header, size = header_of(mine)
 
         # Describe this rank's shard to its writing process.
@@ -387,7 +383,7 @@ class Checkpoints:
             raise ValueError(
                 f"checkpoint {folder} is damaged: {'; '.join(wrong)}; use another checkpoint"
             )
-        state = decoded(read_state(folder, self._forms))
+        state: dict[str, Any] = decoded(read_state(folder, self._forms))
         if check is not None:
             check(state)
         model = together(model)

@@ -32,7 +32,19 @@ from oneloop.basics.tensors import (
 )
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
+from oneloop.checkpoint.optimizer_values import load_values, optimizer_values
 from oneloop.checkpoint.pieces import NAMES, Tensors
+
+__all__ = [
+    "buffers_of",
+    "described",
+    "load_tensors",
+    "load_values",
+    "model_tensors",
+    "optimizer_values",
+    "reject_others",
+    "unsavable",
+]
 
 
 def unsavable(model: nn.Module) -> str:

@@ -34,6 +34,7 @@ from oneloop.data.loader_arguments import (
     check_dataset,
     check_position,
     check_ranks,
+    check_workers,
     count_updates,
     device_of,
     group_of,
@@ -45,7 +46,7 @@ from oneloop.data.loader_arguments import (
     set_accumulation,
 )
 from oneloop.data.order import order_of
-from oneloop.data.sample_checksums import spread_checksum
+from oneloop.data.sample_checksums import SAMPLES, spread_checksum
 from oneloop.data.sample_reader import read_once
 from oneloop.data.step_batches import Group, groups
 
@@ -147,6 +148,7 @@ class Loader:
             set_accumulation(accelerator, self.layout.accumulate)
         self._order = order_of(dataset, seed=seed, batch=batch_size)
         cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        check_workers(workers)
         self._workers = workers_here(workers, device=self._device, cores=cores)
         self._collate = FixedCollate(collate or default_collate, weight, may_draw=grain is not None)
 
@@ -172,8 +174,7 @@ class Loader:
     def factor(self) -> int:
         """Return the factor of a micro-batch's summed loss, which is divided by ``group.total``.
 
-        It undoes the mean over the processes, which DDP and FSDP2 compute, and Accelerate's mean
-        over the micro-batches. The gradient is then that of the whole batch.
+        It undoes the means of DDP and FSDP2 over processes, and of Accelerate over micro-batches.
         """
         return self.layout.ranks * (1 if self._accelerator is None else self.layout.accumulate)
 
@@ -181,8 +182,8 @@ class Loader:
     def position(self) -> int:
         """Return the number of groups that were handed out and finished.
 
-        A group is finished when the loop over its batches has ended, or when an optimizer has
-        stepped with its last batch. Groups that were only loaded ahead do not count.
+        A group is finished when the loop over its batches has ended, or an optimizer has stepped
+        with its last batch. Groups that were only loaded ahead do not count.
 
         Setting it selects the next group: before the loop any one, later only an earlier one.
         """
@@ -212,6 +213,7 @@ class Loader:
         loop = self._loops
         while True:
             self._moved = False
+            handed: Group | None = None
             for group in self._summed(self._loaded()):
                 # Hand the group out.
                 if not 0 < group.total < math.inf:
@@ -223,7 +225,8 @@ class Loader:
                 self._begun = self._updates[0]
                 self._inside = True
                 if self._accelerator is not None:
-                    begin_group(self._accelerator, self.layout.accumulate)
+                    number = self.layout.accumulate
+                    begin_group(self._accelerator, number, continues=handed is not None)
                 batches = self._counted(group, loop)
                 handed = Group(batches, group.weights, group.apart, group.total)
                 yield handed
@@ -250,7 +253,7 @@ class Loader:
 
     def __getattr__(self, name: str) -> Any:
         # Accelerate looks for these members of a DataLoader.
-        if name in ("sampler", "batch_sampler"):
+        if name in ("sampler", "batch_sampler", "set_epoch"):
             raise AttributeError(
                 f"a Loader is not a DataLoader and has no {name}; use it as it is, without "
                 "prepare_data_loader or setup_dataloaders: it gives each process its part"
@@ -316,8 +319,7 @@ class Loader:
         loop over its batches.
 
         Raises:
-            RuntimeError: an optimizer has stepped before the last batch of the group, so that it
-                can neither be repeated nor continued.
+            RuntimeError: an optimizer has stepped before the last batch of the group.
         """
         self._reject_early_update()
         return {"position": self.position, **self._about()}
@@ -352,7 +354,7 @@ class Loader:
         if missing:
             raise ValueError(
                 f"the state of a Loader lacks {', '.join(missing)}; it has "
-                f"{', '.join(map(str, state))}: load what state_dict() returned"
+                f"{', '.join(map(str, state)) or 'nothing'}: load what state_dict() returned"
             )
         for name in ("seed", "batch_size"):
             if state[name] != about[name]:
@@ -383,7 +385,9 @@ class Loader:
             if content is None:
                 read = partial(spread_checksum, self.seed, self.dataset)
                 with own_generators():
-                    data["checksum"] = read_once(read, workers=self._workers)
+                    checksum = read_once(read, workers=self._workers)
+                if checksum is not None:  # else the samples differ each time
+                    data[f"checksum of {SAMPLES} samples"] = checksum
             data |= content or {}
             data = json.loads(json.dumps(data))  # as it is after a JSON file
             self._identity = {"seed": self.seed, "batch_size": self.batch_size, "data": data}

@@ -159,12 +159,28 @@ def set_accumulation(accelerator: Accelerator, accumulate: int) -> None:
     accelerator.gradient_accumulation_steps = accumulate
 
 
-def begin_group(accelerator: Accelerator, accumulate: int) -> None:
+def begin_group(accelerator: Accelerator, accumulate: int, *, continues: bool) -> None:
     """Let ``accumulate()`` count the batches of a group, whatever happened before.
 
-    A group may have been left early, a state loaded, the setting changed by another Accelerator or
-    Loader, or a prepared DataLoader left at its last batch.
+    A state may have been loaded, the setting changed by another Accelerator or Loader, or a
+    prepared DataLoader left at its last batch.
+
+    Args:
+        accelerator: is changed.
+        accumulate: micro-batches of the group.
+        continues: whether another group of the same loop was before.
+
+    Raises:
+        RuntimeError: batches of the group before were accumulated, but not all.
     """
+    entered = accelerator.step % accumulate
+    if continues and entered:
+        accelerator.step = 0
+        raise RuntimeError(
+            f"accumulate() was entered for {entered} of the {accumulate} batches of a group, so "
+            "their gradients would be added to those of the next; use all batches of a group. To "
+            "leave a group, call model.zero_grad() and set accelerator.step = 0"
+        )
     accelerator.step = 0
     accelerator.gradient_accumulation_steps = accumulate
     accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
@@ -196,6 +212,12 @@ def group_of(ranks: int) -> Any:
             f"which has {world}; call init_process_group first, or leave out weight"
         )
     return host_group()
+
+
+def check_workers(workers: int | str) -> None:
+    """Raise ValueError unless this is a number of processes, or ``auto``."""
+    if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
+        raise ValueError(f"workers of a Loader must be auto, 0 or more, got {workers!r}")
 
 
 def check_position(position: Any, batch_size: int) -> None:
