@@ -216,12 +216,60 @@ def test_a_group_whose_update_was_made_is_finished_and_another_one_cannot_be_sav
 
     # A step after each micro-batch: half of the group is trained.
     for group in made:
-        for _ in group:
-            optimizer.optimizer.step()
-            with pytest.raises(RuntimeError, match="after batch 1 of the 2 of this group"):
-                made.state_dict()
-            break
+        batches = iter(group)
+        next(batches)
+        optimizer.optimizer.step()
+        with pytest.raises(RuntimeError, match="after batch 1 of the 2 of this group"):
+            next(batches)
+        with pytest.raises(RuntimeError, match="after batch 1 of the 2 of this group"):
+            made.state_dict()
         break
+
+
+def trained(accelerator: Accelerator, made: Loader, groups: int, left_out: int = 0) -> int:
+    """Train; return the number of updates."""
+    model = nn.Linear(4, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    count = 0
+    for group in made:
+        for number, batch in enumerate(group):
+            if number < left_out:
+                continue
+            with accelerator.accumulate(model):
+                accelerator.backward(model(batch["x"]).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+            count += accelerator.sync_gradients
+        if made.position == groups:
+            break
+    return count
+
+
+def test_two_loaders_on_one_accelerator_update_once_per_group():
+    accelerator = Accelerator(cpu=True)
+    one = loader({"accelerator": accelerator})
+    two = Loader(Augmented(), BATCH, accelerator=accelerator, micro=6)
+    assert [trained(accelerator, one, 3), trained(accelerator, two, 3)] == [3, 3]
+    Accelerator(cpu=True)  # resets the setting, which all accelerators share
+    assert trained(accelerator, two, 5) == 2
+
+
+def test_an_evaluation_that_is_left_early_does_not_add_updates():
+    """accelerate would believe that the end of the training data is near."""
+    accelerator = Accelerator(cpu=True)
+    made = loader({"accelerator": accelerator}, micro=6)
+    evaluation = accelerator.prepare(DataLoader([1, 2], 2))
+    for _ in evaluation:
+        assert trained(accelerator, made, 3) == 3
+        break
+
+
+def test_a_micro_batch_that_is_left_out_is_an_error():
+    """Its group would make no update, and the next would get its gradients."""
+    accelerator = Accelerator(cpu=True)
+    made = loader({"accelerator": accelerator}, micro=6)
+    with pytest.raises(RuntimeError, match="was entered for 3 of the 4 batches of a group"):
+        trained(accelerator, made, 2, left_out=1)
 
 
 def test_a_group_that_was_left_is_repeated_by_a_new_loop_unless_it_was_updated():
@@ -315,6 +363,7 @@ def _interrupted(folder: Path, resumes: bool | None) -> list[Any]:
         ({"data": {"length": 71, "checksum of 16 samples": "0"}}, "another data set"),
         ({"data": {"length": 70, "checksum of 16 samples": "0"}}, "checksum of 16 samples 0 -> "),
         ({"position": -1}, "is from 0 to"),
+        ({"data": None}, "the state of a Loader is damaged: its data is None"),
         ({"position": 1 << 62}, "is from 0 to"),
         ({"position": True}, "is a number of groups, got True"),
         ({"position": 1.5}, "is a number of groups, got 1.5"),
@@ -634,6 +683,8 @@ WRONG = [
     (lambda: Loader(DATA, 4, ranks=2), "needs both 0 <= rank < ranks, got rank None and ranks 2"),
     (lambda: Loader(DATA, 4, rank=2, ranks=2), "needs both 0 <= rank < ranks, got rank 2"),
     (lambda: Loader(DATA, 4, rank=0, ranks=2, weight=len), "the weights of 2 processes are summed"),
+    (lambda: Loader(DATA, 4, workers=-1), "workers of a Loader must be auto, 0 or more, got -1"),
+    (lambda: Loader(DATA, 4).set_epoch(1), "has no set_epoch; use it as it is"),
     (lambda: Loader(DATA, 4, accelerator=object()), "must be an Accelerator of accelerate"),
     (
         lambda: Loader(DATA, 4, accelerator=Accelerator(cpu=True), rank=0, ranks=1),
@@ -682,6 +733,47 @@ def _without_a_place() -> None:
 
 def test_several_processes_need_a_rank():
     run(_without_a_place, ranks=2).ok()
+
+
+def _with_other_seeds() -> None:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ValueError, match="the ranks have Loaders with different seeds"):
+        Loader(Augmented(), BATCH, accelerator=accelerator, seed=accelerator.process_index)
+
+
+def test_ranks_need_one_seed():
+    run(_with_other_seeds, ranks=2).ok()
+
+
+def test_groups_that_are_collected_are_not_silently_empty():
+    made = iter(Loader(Augmented(), BATCH))
+    first = next(made)
+    second = next(made)
+    with pytest.raises(RuntimeError, match="or the next group was taken"):
+        list(first)
+    assert len(list(second)) == 1
+    with pytest.raises(TypeError, match="a Group is not a batch; loop over its batches"):
+        second["x"]
+
+
+def test_a_data_set_that_has_grown_is_rejected():
+    data = [*range(50)]
+    made = Loader(data, 4)
+    state = made.state_dict()
+    data += range(50)
+    with pytest.raises(
+        ValueError, match="had 50 samples when the Loader was made, and now has 100"
+    ):
+        made.load_state_dict(state)
+
+
+def test_a_fingerprint_is_compared_as_json_keeps_it():
+    class Versioned(Augmented):
+        def fingerprint(self):
+            return {"version": (1, 2), "parts": {1: "a"}}
+
+    state = json.loads(json.dumps(Loader(Versioned(), 4).state_dict()))
+    Loader(Versioned(), 4).load_state_dict(state)
 
 
 def test_a_group_is_used_once_and_the_newest_loop_counts():
