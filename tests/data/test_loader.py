@@ -226,21 +226,28 @@ def test_a_group_whose_update_was_made_is_finished_and_another_one_cannot_be_sav
         break
 
 
-def trained(accelerator: Accelerator, made: Loader, groups: int, left_out: int = 0) -> int:
-    """Train; return the number of updates."""
+def updates(accelerator: Accelerator, group: Any, left_out: int = 0) -> int:
+    """Train on a group, without its first batches; return the number of updates."""
     model = nn.Linear(4, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     count = 0
+    for number, batch in enumerate(group):
+        if number < left_out:
+            continue
+        with accelerator.accumulate(model):
+            accelerator.backward(model(batch["x"]).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        count += accelerator.sync_gradients
+    return count
+
+
+def trained(accelerator: Accelerator, made: Loader, until: int, left_out: int = 0) -> int:
+    """Train until a position; return the number of updates."""
+    count = 0
     for group in made:
-        for number, batch in enumerate(group):
-            if number < left_out:
-                continue
-            with accelerator.accumulate(model):
-                accelerator.backward(model(batch["x"]).sum())
-                optimizer.step()
-                optimizer.zero_grad()
-            count += accelerator.sync_gradients
-        if made.position == groups:
+        count += updates(accelerator, group, left_out)
+        if made.position == until:
             break
     return count
 
@@ -252,6 +259,21 @@ def test_two_loaders_on_one_accelerator_update_once_per_group():
     assert [trained(accelerator, one, 3), trained(accelerator, two, 3)] == [3, 3]
     Accelerator(cpu=True)  # resets the setting, which all accelerators share
     assert trained(accelerator, two, 5) == 2
+
+
+def test_a_loader_trains_inside_a_group_of_another():
+    """As in a WGAN, whose discriminator has five updates before one of the generator."""
+    accelerator = Accelerator(cpu=True)
+    outer = loader({"accelerator": accelerator})
+    inner = Loader(Augmented(), BATCH, accelerator=accelerator, micro=6)
+    found = []
+    for group in outer:
+        found.append(trained(accelerator, inner, inner.position + 2))
+        assert outer.state_dict()["position"] == len(found) // 2
+        found.append(updates(accelerator, group))
+        if outer.position == 3:
+            break
+    assert found == [2, 1] * 3
 
 
 def test_an_evaluation_that_is_left_early_does_not_add_updates():

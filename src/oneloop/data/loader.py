@@ -12,7 +12,6 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -25,8 +24,6 @@ from torch.utils.data import DataLoader, default_collate
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.seeds import own_generators, with_own_generators
-from oneloop.basics.system.processes import usable_cores
-from oneloop.data.data_workers import workers_here
 from oneloop.data.fingerprint import changes, fingerprint_of
 from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
@@ -34,7 +31,6 @@ from oneloop.data.loader_arguments import (
     check_dataset,
     check_position,
     check_ranks,
-    check_workers,
     count_updates,
     device_of,
     group_of,
@@ -42,8 +38,10 @@ from oneloop.data.loader_arguments import (
     micro_of,
     place,
     place_of,
+    reject_incomplete,
     reject_unknown,
     set_accumulation,
+    workers_of,
 )
 from oneloop.data.order import order_of
 from oneloop.data.sample_checksums import SAMPLES, spread_checksum
@@ -147,9 +145,7 @@ class Loader:
         if accelerator is not None:
             set_accumulation(accelerator, self.layout.accumulate)
         self._order = order_of(dataset, seed=seed, batch=batch_size)
-        cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        check_workers(workers)
-        self._workers = workers_here(workers, device=self._device, cores=cores)
+        self._workers = workers_of(workers, self._device)
         self._collate = FixedCollate(collate or default_collate, weight, may_draw=grain is not None)
 
         # A weight that only the ranks together know is summed on the host.
@@ -187,8 +183,8 @@ class Loader:
 
         Setting it selects the next group: before the loop any one, later only an earlier one.
         """
-        updated = self._inside and self._updates[0] > self._begun
-        return self._finished + (updated and self._taken == self.layout.accumulate)
+        taken = self._inside and self._taken == self.layout.accumulate
+        return self._finished + (taken and self._updates[0] > self._begun)
 
     @position.setter
     def position(self, position: int) -> None:
@@ -213,7 +209,6 @@ class Loader:
         loop = self._loops
         while True:
             self._moved = False
-            handed: Group | None = None
             for group in self._summed(self._loaded()):
                 # Hand the group out.
                 if not 0 < group.total < math.inf:
@@ -222,11 +217,7 @@ class Loader:
                         "loss is not defined; remove samples without weight, or correct weight"
                     )
                 self._taken = 0
-                self._begun = self._updates[0]
                 self._inside = True
-                if self._accelerator is not None:
-                    number = self.layout.accumulate
-                    begin_group(self._accelerator, number, continues=handed is not None)
                 batches = self._counted(group, loop)
                 handed = Group(batches, group.weights, group.apart, group.total)
                 yield handed
@@ -267,12 +258,20 @@ class Loader:
 
     def _counted(self, group: Group, loop: int) -> Iterator[Any]:
         """Yield the user's batches of a group, and finish it at the end."""
+        accelerator = self._accelerator
+        number = self.layout.accumulate
         for loaded in group.batches:
             if self._moved:  # the state was set inside the group
                 return
+            if not self._taken:  # training with another Loader may have come before
+                self._begun = self._updates[0]
+                if accelerator is not None:
+                    begin_group(accelerator, number)
             self._reject_early_update()
             self._taken += 1
             yield loaded[BATCH]
+        if accelerator is not None:
+            reject_incomplete(accelerator, number)
         if loop == self._loops:
             self._finish()
 
@@ -327,7 +326,7 @@ class Loader:
     def _reject_early_update(self) -> None:
         """Raise RuntimeError if an optimizer has stepped before the last batch of the group."""
         number = self.layout.accumulate
-        if self._inside and self._taken < number and self._updates[0] > self._begun:
+        if self._inside and 0 < self._taken < number and self._updates[0] > self._begun:
             raise RuntimeError(
                 f"an optimizer has stepped after batch {self._taken} of the {number} of this "
                 "group; step once per group (inside accelerator.accumulate, or after the loop over "

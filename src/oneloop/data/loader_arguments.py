@@ -1,5 +1,6 @@
 """Arguments and surroundings of a :class:`oneloop.data.loader.Loader`."""
 
+import os
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -11,8 +12,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset, Sampler
 
 from oneloop.basics.launcher import ranks as launched_ranks
+from oneloop.basics.system.processes import usable_cores
 from oneloop.basics.tensors import host_group
 from oneloop.data.batch_layout import BatchLayout
+from oneloop.data.data_workers import workers_here
 
 _MOST = 1 << 62  # samples: positions are 64-bit integers
 _INSTEAD = {
@@ -159,31 +162,26 @@ def set_accumulation(accelerator: Accelerator, accumulate: int) -> None:
     accelerator.gradient_accumulation_steps = accumulate
 
 
-def begin_group(accelerator: Accelerator, accumulate: int, *, continues: bool) -> None:
+def begin_group(accelerator: Accelerator, accumulate: int) -> None:
     """Let ``accumulate()`` count the batches of a group, whatever happened before.
 
     A state may have been loaded, the setting changed by another Accelerator or Loader, or a
     prepared DataLoader left at its last batch.
-
-    Args:
-        accelerator: is changed.
-        accumulate: micro-batches of the group.
-        continues: whether another group of the same loop was before.
-
-    Raises:
-        RuntimeError: batches of the group before were accumulated, but not all.
     """
+    accelerator.step = 0
+    accelerator.gradient_accumulation_steps = accumulate
+    accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
+
+
+def reject_incomplete(accelerator: Accelerator, accumulate: int) -> None:
+    """Raise RuntimeError if ``accumulate()`` was entered for some batches of a group only."""
     entered = accelerator.step % accumulate
-    if continues and entered:
-        accelerator.step = 0
+    if entered:
         raise RuntimeError(
             f"accumulate() was entered for {entered} of the {accumulate} batches of a group, so "
             "their gradients would be added to those of the next; use all batches of a group. To "
             "leave a group, call model.zero_grad() and set accelerator.step = 0"
         )
-    accelerator.step = 0
-    accelerator.gradient_accumulation_steps = accumulate
-    accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
 
 
 def check_ranks(ranks: int, own: tuple[int, ...]) -> None:
@@ -214,10 +212,12 @@ def group_of(ranks: int) -> Any:
     return host_group()
 
 
-def check_workers(workers: int | str) -> None:
-    """Raise ValueError unless this is a number of processes, or ``auto``."""
+def workers_of(workers: int | str, device: torch.device) -> int:
+    """Return the number of data workers of this process; raise ValueError if it is wrong."""
     if workers != "auto" and not (isinstance(workers, int) and workers >= 0):
         raise ValueError(f"workers of a Loader must be auto, 0 or more, got {workers!r}")
+    cores = usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return workers_here(workers, device=device, cores=cores)
 
 
 def check_position(position: Any, batch_size: int) -> None:
