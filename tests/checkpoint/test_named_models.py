@@ -520,7 +520,7 @@ def test_a_module_of_two_models_is_saved_once(tmp_path):
 
 def test_a_frozen_model_is_saved_once(tmp_path):
     root = tmp_path / "checkpoints"
-    checkpoints = Checkpoints(root, Accelerator(), sync=True)
+    checkpoints = Checkpoints(root, Accelerator(), sync=True, complete=False)
     made = pair(1)
     made.models["generator"].requires_grad_(False)
     mine = {"discriminator": made.optimizers["discriminator"]}
@@ -535,7 +535,8 @@ def test_a_frozen_model_is_saved_once(tmp_path):
 
 
 def test_a_model_that_is_frozen_between_steps_is_not_taken_as_frozen(tmp_path):
-    checkpoints = Checkpoints(tmp_path / "checkpoints", Accelerator(), sync=True)
+    root = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(root, Accelerator(), sync=True, complete=False)
     made = pair(1).step()
     made.models["discriminator"].requires_grad_(False)  # for the step of the generator
     with pytest.raises(ValueError, match="set requires_grad to True before each save"):
