@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from torch import nn
 from torch.utils.data import (
     DataLoader,
@@ -38,6 +39,14 @@ pytestmark = pytest.mark.covers(
     "oneloop.data.fixed_collate",
     "oneloop.data.sample_checksums",
 )
+
+
+@pytest.fixture(autouse=True)
+def state_of_accelerate() -> Iterator[None]:
+    """Forget what all accelerators of a process share, for the tests that follow."""
+    yield
+    GradientState._reset_state()
+
 
 BATCH = 24
 STEPS = 5  # of 24 samples: one crosses the end of the first epoch
