@@ -22,7 +22,7 @@ _INSTEAD = {
     "sampler": "the order is seeded; for your own, give the data set a method order(seed, batch)",
     "batch_sampler": "the order is seeded; for your own, give the data set a method order(seed, "
     "batch)",
-    "shuffle": "samples are shuffled anew in each epoch; remove it",
+    "shuffle": "samples are shuffled in each epoch; remove it",
     "drop_last": "every step is full, and may cross the end of an epoch; remove it",
     "collate_fn": "write collate=",
     "num_workers": "write workers=",
