@@ -812,7 +812,7 @@ def test_a_paused_owner_writes_nothing_afterwards(tmp_path):
         done.ok()
         before = {path: path.stat().st_mtime_ns for path in (tmp_path / "store").rglob("*")}
         os.killpg(paused.pid, signal.SIGCONT)
-        output, _ = paused.communicate(timeout=60)
+        output, _ = paused.communicate(timeout=120)
     finally:
         paused.kill()
     assert paused.returncode == 1 and "was taken over by process" in output, output

@@ -451,7 +451,7 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     # the first run is undisturbed

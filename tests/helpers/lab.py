@@ -129,7 +129,7 @@ class Node:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def ended(self, seconds: float = 60.0) -> int:
+    def ended(self, seconds: float = 120.0) -> int:
         """Wait for the end; return the exit code. No process may be left."""
         code = self.process.wait(seconds)
         until = time.monotonic() + 5
@@ -139,7 +139,7 @@ class Node:
         return code
 
 
-def when(nodes: Sequence[Node], *words: str, since: float = 0.0, seconds: float = 90.0) -> float:
+def when(nodes: Sequence[Node], *words: str, since: float = 0.0, seconds: float = 120.0) -> float:
     """Wait for a line of any node that contains one of the words, printed after ``since``; return
     its time."""
     until = time.monotonic() + seconds
@@ -158,7 +158,7 @@ def when(nodes: Sequence[Node], *words: str, since: float = 0.0, seconds: float 
     )
 
 
-def until(file: Path, seconds: float = 90.0) -> None:
+def until(file: Path, seconds: float = 120.0) -> None:
     """Wait until the file or folder exists."""
     end = time.monotonic() + seconds
     while not file.exists():
@@ -166,7 +166,7 @@ def until(file: Path, seconds: float = 90.0) -> None:
         time.sleep(0.05)
 
 
-def until_true(condition: Callable[[], object], seconds: float = 60.0) -> None:
+def until_true(condition: Callable[[], object], seconds: float = 120.0) -> None:
     """Wait until the condition holds."""
     end = time.monotonic() + seconds
     while not condition():
@@ -180,7 +180,7 @@ def written_task(folder: Path, seconds: float = 0.05) -> str:
     return "slow.py:Slow"
 
 
-def gone(pids: Sequence[int], seconds: float = 60.0) -> float:
+def gone(pids: Sequence[int], seconds: float = 120.0) -> float:
     """Wait until these processes have ended; return the time."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:

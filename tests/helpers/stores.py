@@ -88,7 +88,7 @@ def s3_server() -> Iterator[dict[str, str]]:
     with open(os.devnull, "w") as nowhere:
         process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere)
     try:
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while socket.socket().connect_ex(("127.0.0.1", port)):
             assert process.poll() is None and time.monotonic() < until, (
                 "moto's server did not start"

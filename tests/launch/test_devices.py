@@ -148,7 +148,7 @@ def on_one_gpu(argv: list[str]) -> None:
 
 def test_all_ranks_end_with_one_message_before_they_connect(tmp_path):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
-    world = run(on_one_gpu, ["r.yaml", "--run.dir", "a"], ranks=2, folder=tmp_path, timeout=60)
+    world = run(on_one_gpu, ["r.yaml", "--run.dir", "a"], ranks=2, folder=tmp_path, timeout=120)
     assert world.codes == [2, 2], world.output
     assert world.output.count("oneloop: NCCL requires one GPU per process") == 1
     assert not (tmp_path / "a").exists()

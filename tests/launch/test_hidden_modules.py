@@ -51,7 +51,7 @@ def test_a_task_file_that_hides_a_module_of_python_is_named(tmp_path, words):
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=120,
         check=False,
     )
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr

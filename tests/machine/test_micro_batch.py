@@ -233,7 +233,7 @@ def as_under_an_agent() -> tuple[str | None, float]:
 
 
 def test_trial_processes_connect_without_the_agents_store(tmp_path):
-    found = run(as_under_an_agent, ranks=2, config="fsdp2", folder=tmp_path, timeout=30).ok()
+    found = run(as_under_an_agent, ranks=2, config="fsdp2", folder=tmp_path, timeout=120).ok()
     assert found == [(None, 4.0)] * 2
 
 

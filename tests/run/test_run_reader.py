@@ -264,7 +264,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_step(tmp_path, config, name)
             assert launcher.poll() is None and time.monotonic() - began < 90
             time.sleep(0.1)
         os.kill(_trainers(launcher.pid)[-1], getattr(signal, name))
-        output, _ = launcher.communicate(timeout=60)
+        output, _ = launcher.communicate(timeout=120)
     finally:
         if launcher.poll() is None:
             os.killpg(launcher.pid, signal.SIGKILL)

@@ -230,14 +230,14 @@ def test_data_workers_go_with_their_trainer(folder):
         "100",
     ]
     trainer = _started(folder, *words)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 120
     while not (family := psutil.Process(trainer.pid).children(recursive=True)) or len(family) < 2:
         assert time.monotonic() < deadline and trainer.poll() is None
         time.sleep(0.1)
     time.sleep(0.5)
     family = psutil.Process(trainer.pid).children(recursive=True)
     family[0].kill()
-    assert trainer.wait(20) == 1
+    assert trainer.wait(120) == 1
     _, alive = psutil.wait_procs(family, 5)
     assert not alive
 
@@ -411,7 +411,7 @@ def _environment() -> dict[str, str]:
     return {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-def _until(true, seconds: float = 90.0) -> None:
+def _until(true, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -422,6 +422,15 @@ def _spent(pid: int) -> float:
     """Return the CPU time of a process and its descendants in seconds."""
     family = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
     return sum(times.user + times.system for times in (process.cpu_times() for process in family))
+
+
+def _handles_sigterm(pid: int) -> bool:
+    """Return whether a process catches SIGTERM already; Python itself does not."""
+    status = Path("/proc", str(pid), "status")
+    if not status.exists():  # another system than Linux does not say
+        return True
+    caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+    return bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
 @pytest.mark.slow
@@ -449,7 +458,7 @@ def test_a_signal_to_the_launcher_saves(folder, launcher, config, name, repeat):
     _until(lambda: (folder / "run" / "checkpoints" / "step-00000010").exists())
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(getattr(signal, name))
-    code = process.wait(60)
+    code = process.wait(120)
     assert code == 75 if launcher == "oneloop" else code != 0
     _, alive = psutil.wait_procs(family, 15)
     assert not alive
@@ -461,11 +470,12 @@ def test_a_signal_to_the_launcher_saves(folder, launcher, config, name, repeat):
 def test_a_signal_before_the_run_has_begun_leaves_nothing(folder, after):
     """``after`` is in seconds of CPU time, so that a busy machine has no effect."""
     process = _started(folder)
-    _until(lambda: _spent(process.pid) >= after)
+    early = after < 0.5  # before oneloop is imported; the others wait for its handler
+    _until(lambda: _spent(process.pid) >= after and (early or _handles_sigterm(process.pid)))
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[1]
+    output = process.communicate(timeout=120)[1]
     if not (folder / "run").exists():
-        assert process.returncode == 75 or after < 0.5, output  # Python itself had not started yet
+        assert process.returncode == 75 or early, output
         assert "Traceback" not in output
     else:
         assert summary(folder)["exit_code"] == 75
@@ -489,7 +499,7 @@ def test_a_stop_is_heard_where_a_sample_blocks(folder):
     time.sleep(1.0)
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[1]
+    output = process.communicate(timeout=120)[1]
     assert process.returncode == 1 and time.monotonic() - began < 30, output
     assert "it reads sample" in summary(folder)["exit_reason"]
 
@@ -604,7 +614,7 @@ def test_a_killed_supervisor_is_reported(folder):
         one for one in family if "oneloop.train" in one.cmdline() and "launch" not in one.cmdline()
     )
     supervisor.kill()
-    output = process.communicate(timeout=60)[1]
+    output = process.communicate(timeout=120)[1]
     assert (
         process.returncode == 1
         and "oneloop: error: a training process and its supervisor were killed" in output

@@ -42,7 +42,7 @@ def started(folder: Path, *words: str, **more) -> subprocess.Popen:
     return subprocess.Popen([*TRAIN, *words], cwd=folder, env=variables, **given)
 
 
-def until(true, seconds: float = 90.0) -> None:
+def until(true, seconds: float = 120.0) -> None:
     deadline = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < deadline
@@ -89,7 +89,7 @@ def test_a_thread_that_stays_holds_nobody(folder, told):
         if told:
             time.sleep(1)
             process.send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=30)[1]
+        said = process.communicate(timeout=120)[1]
     assert process.returncode == 0 and "has finished but does not exit" in said
     assert summary(folder)["exit_reason"] == "done" and not psutil.wait_procs(family, 5)[1]
 
@@ -104,7 +104,7 @@ def test_a_slow_exit_after_a_stop_is_left_alone(folder, patience, seconds):
         until((folder / "once").exists)
         time.sleep(0.5)
         process.send_signal(signal.SIGINT)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=120)[1]
     assert process.returncode == 75 and "does not exit" not in said, said
 
 
@@ -158,7 +158,7 @@ def test_a_signal_to_the_trainer_alone_in_its_imports(folder):
     with started(folder) as process:
         until(lambda: psutil.Process(process.pid).children())
         psutil.Process(process.pid).children()[0].send_signal(signal.SIGTERM)
-        said = process.communicate(timeout=30)[1]
+        said = process.communicate(timeout=120)[1]
     assert process.returncode == 75 and "stopped by SIGTERM before the run started" in said, said
     assert not (folder / "run").exists()
 
@@ -171,7 +171,7 @@ def test_nobody_reads(folder):
         os.close(writing)
         os.read(reading, 1)
         os.close(reading)
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=120)[1]
     assert process.returncode == 0, said
     assert summary(folder)["exit_reason"] == "done"
 
@@ -180,7 +180,7 @@ def test_nobody_reads(folder):
 @pytest.mark.parametrize("closed", ["0<&- 1>&- 2>&-"])
 def test_without_standard_streams(folder, closed):
     line = f"exec {' '.join(TRAIN)} --duration 20 {closed}"
-    assert subprocess.run(["sh", "-c", line], cwd=folder, timeout=60, check=False).returncode == 0
+    assert subprocess.run(["sh", "-c", line], cwd=folder, timeout=120, check=False).returncode == 0
     assert summary(folder)["exit_reason"] == "done"
 
 
@@ -189,10 +189,10 @@ def test_variables_that_others_have_left(folder):
     """A rank without a world size, and an exit-code file whose folder is gone."""
     left = {"RANK": "1", "ONELOOP_EXIT_FILE": str(folder / "gone" / "exit_code")}
     with started(folder, "--duration", "many", variables=left) as process:
-        said = process.communicate(timeout=30)[1]
+        said = process.communicate(timeout=120)[1]
     assert process.returncode == 2 and "duration" in said and "Traceback" not in said, said
     with started(folder, "--duration", "20", variables=left) as process:
-        said = process.communicate(timeout=60)[1]
+        said = process.communicate(timeout=120)[1]
     assert process.returncode == 0 and summary(folder)["exit_reason"] == "done", said
 
 
@@ -218,7 +218,7 @@ def test_a_watching_process_is_killed(folder, rank):
     pids = {one.pid for one in ours}
     watchers = [one for one in ours if one.ppid() not in pids]
     next(one for one in watchers if one.environ()["RANK"] == str(rank)).kill()
-    assert process.wait(60) == 1
+    assert process.wait(120) == 1
     assert not psutil.wait_procs(family, 15)[1]
     assert f"rank {rank} and its supervisor process were killed" in summary(folder)["exit_reason"]
 
@@ -243,7 +243,7 @@ def test_a_long_step_under_the_launcher_is_saved(folder, name, group):
     family = psutil.Process(process.pid).children(recursive=True)
     time.sleep(8)
     (os.killpg if group else os.kill)(process.pid, getattr(signal, name))
-    assert process.wait(90) == 75
+    assert process.wait(120) == 75
     assert not psutil.wait_procs(family, 5)[1]
     assert summary(folder)["exit_code"] == 75 and summary(folder)["step"] >= 1
 

@@ -108,7 +108,7 @@ def cached() -> int:
     return sum(sizes)
 
 
-def gone(cache: Path, seconds: float = 8.0) -> bool:
+def gone(cache: Path, seconds: float = 30.0) -> bool:
     """Return whether the fetcher and its folder go."""
     until = time.monotonic() + seconds
     while time.monotonic() < until:
@@ -138,7 +138,14 @@ def test_each_group_is_fetched_once(store, tmp_path, ranks, workers):
     steps = GROUPS * ROWS // BATCH
     store.proxy.seen.clear()
     world = run(
-        read, workers, 0, steps, 0.01, ranks=ranks, variables=variables(store, tmp_path), timeout=60
+        read,
+        workers,
+        0,
+        steps,
+        0.01,
+        ranks=ranks,
+        variables=variables(store, tmp_path),
+        timeout=120,
     )
     results = world.ok()
 

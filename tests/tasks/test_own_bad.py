@@ -450,7 +450,7 @@ def made_often(times: int) -> int:
 
 
 def test_processes_that_prepare_rows_always_end():
-    assert run(made_often, 25, timeout=60).ok() == [25]
+    assert run(made_often, 25, timeout=120).ok() == [25]
 
 
 def test_tokens_of_rows_are_those_of_the_same_texts_in_memory(tmp_path):

@@ -227,7 +227,7 @@ def test_twenty_kills_with_changing_layouts(s3, disk, tmp_path):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        until = time.monotonic() + 60
+        until = time.monotonic() + 120
         while process.poll() is None and _last_step(folder) == before and time.monotonic() < until:
             time.sleep(0.02)
         if process.poll() is not None:

@@ -52,14 +52,14 @@ def until_step(folder: Path, step: int, launcher: str) -> Iterator[subprocess.Po
         process = subprocess.Popen(
             command, cwd=folder, env=variables(folder, PAUSE), stdout=output, stderr=output
         )
-        late = time.monotonic() + 90
+        late = time.monotonic() + 120
         try:
             while not any(newest >= step for newest in steps_saved(folder)):
                 assert process.poll() is None, (folder / "output").read_text()
                 assert time.monotonic() < late, (folder / "output").read_text()
                 time.sleep(0.02)
             yield process
-            process.wait(60)
+            process.wait(120)
         finally:
             process.kill()  # has ended, unless the test fails
 

@@ -55,7 +55,7 @@ class Digits(Immortal):
         if model.training and self.progress.step == 30 and not mark.exists():
             mark.touch()
             saved = Path("run", "checkpoints", "step-00000021")
-            end = time.monotonic() + 20
+            end = time.monotonic() + 120
             while not saved.exists() and time.monotonic() < end:
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)

@@ -394,7 +394,7 @@ def test_a_run_resumes_after_a_kill(tmp_path, victim):
     given = ["digits", "--duration", "1500", "--save.every", "50", "--batch.size", "16"]
     process = launched(tmp_path, *given)
     checkpoints = tmp_path / "emulated" / "checkpoints"
-    until = time.monotonic() + 90
+    until = time.monotonic() + 120
     while not [*checkpoints.glob("step-????????")] and time.monotonic() < until:
         time.sleep(0.02)
 
@@ -405,7 +405,7 @@ def test_a_run_resumes_after_a_kill(tmp_path, victim):
         [child] = [one for one in parent.children() if "oneloop.train" in " ".join(one.cmdline())]
         pids[name] = child.pid
     os.kill(pids[victim], signal.SIGKILL)
-    process.communicate(timeout=60)
+    process.communicate(timeout=120)
     gone(list(pids.values()))
 
     newest = max(checkpoints.glob("step-????????")).name
