@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -476,8 +477,29 @@ def test_a_damaged_newest_checkpoint_is_skipped_reported_and_written_again(tmp_p
     assert intact(address, tmp_path, but=newest)[-1] == 60
 
 
+KEPT: list[tuple[Lease, threading.Thread]] = []
+
+
 def keep(lease: Lease, taken=lambda error: None) -> None:
-    threading.Thread(target=lease.keep, args=[taken], daemon=True).start()
+    thread = threading.Thread(target=lease.keep, args=[taken], daemon=True)
+    KEPT.append((lease, thread))
+    thread.start()
+
+
+@pytest.fixture(autouse=True)
+def leases_end() -> Iterator[None]:
+    """End the threads that keep leases: their retries would draw from Python's generator, which
+    later tests of this process compare."""
+    yield
+
+    def ended() -> None:
+        raise Taken("the test has ended")
+
+    while KEPT:
+        lease, thread = KEPT.pop()
+        lease.renew = ended
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def owner(bucket: Bucket, seconds: float, **more) -> Lease:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
-from torch.optim import SGD, Adam, AdamW, lr_scheduler
+from torch.optim import LBFGS, SGD, Adam, AdamW, lr_scheduler
 
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
@@ -142,6 +142,36 @@ def test_state_of_no_parameter_is_rejected(tmp_path):
     optimizer = SGD(model.parameters(), lr=0.1)
     optimizer.state["global"]["k"] = 3
     with pytest.raises(ValueError, match="the state of SGD has the entry 'global'"):
+        saved(tmp_path, model, optimizer)
+
+
+def test_groups_in_another_order_are_rejected_before_the_load(tmp_path):
+    """Else the weights would get the decay of the biases."""
+    model = nn.Linear(1, 1)
+    groups = [
+        {"params": [model.weight], "weight_decay": 0.1},
+        {"params": [model.bias], "weight_decay": 0.0},
+    ]
+    checkpoints = saved(tmp_path, model, AdamW(groups))
+    nn.init.zeros_(model.weight)
+    with pytest.raises(ValueError, match="with other parameters, or in another order"):
+        RunState(model, AdamW(groups[::-1]), parts={}).resume(checkpoints, "auto")
+    assert not model.weight.any()
+    RunState(model, AdamW(groups), parts={}).resume(checkpoints, "auto")
+    assert model.weight.all()
+
+
+def test_an_optimizer_whose_state_a_file_cannot_hold_is_named(tmp_path):
+    model = nn.Linear(1, 1)
+    optimizer = LBFGS(model.parameters())
+
+    def closure() -> torch.Tensor:
+        loss = model(torch.ones(1, 1)).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(ValueError, match="LBFGS keeps .*, which contains a Tensor; .* use another"):
         saved(tmp_path, model, optimizer)
 
 

@@ -766,14 +766,86 @@ def test_several_processes_need_a_rank():
     run(_without_a_place, ranks=2).ok()
 
 
-def _with_other_seeds() -> None:
+class Shuffled:
+    """The same 50 samples in the order of a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.order = torch.randperm(50, generator=torch.Generator().manual_seed(seed))
+
+    def __len__(self) -> int:
+        return 50
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.order[index]
+
+
+def _with_other_settings() -> None:
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(ValueError, match="the ranks have Loaders with different seeds"):
-        Loader(Augmented(), BATCH, accelerator=accelerator, seed=accelerator.process_index)
+    rank = accelerator.process_index
+    with pytest.raises(ValueError, match="the seed is 0 on rank 0, and 1 on rank 1; give all"):
+        Loader(Augmented(), BATCH, accelerator=accelerator, seed=rank)
+    with pytest.raises(ValueError, match="the content of the data set is .* on rank 0, and "):
+        Loader(Shuffled(seed=rank), 10, accelerator=accelerator)
+    Loader(Shuffled(seed=0), 10, accelerator=accelerator)
 
 
-def test_ranks_need_one_seed():
-    run(_with_other_seeds, ranks=2).ok()
+def test_ranks_need_one_seed_and_the_same_data():
+    run(_with_other_settings, ranks=2).ok()
+
+
+class OwnGenerator(Augmented):
+    """Noise from a generator that nothing seeds again."""
+
+    def __init__(self) -> None:
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": self.generator.normal(size=2)}
+
+
+class Reseeded(OwnGenerator):
+    """The same, and each sample seeds the generator from torch's."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        self.generator = np.random.default_rng(int(torch.randint(2**31, ())))
+        return super().__getitem__(index)
+
+
+class InPlace(Augmented):
+    """Normalizes what it stores."""
+
+    def __init__(self) -> None:
+        self.stored = torch.ones(70, 2)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self.stored[index].mul_(0.5)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "match"),
+    [
+        (OwnGenerator, "the data set returns other content for the same sample and seeds"),
+        (InPlace, "the data set changes what it stores when a sample is read"),
+    ],
+)
+def test_samples_that_cannot_be_repeated_are_rejected(kind, match, workers):
+    with pytest.raises(ValueError, match=match):
+        Loader(kind(), BATCH, workers=workers)
+
+
+def test_a_generator_that_each_sample_seeds_repeats():
+    first, second = (next(iter(Loader(Reseeded(), BATCH))) for _ in range(2))
+    assert torch.equal(*(next(iter(group))["x"] for group in (first, second)))
+
+
+def test_an_accelerator_that_accumulates_must_be_given():
+    """backward() divides by 4, and factor would not undo it."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    with pytest.raises(RuntimeError, match="gradient_accumulation_steps 4, by which its backward"):
+        seen(next(iter(Loader(Augmented(), BATCH, micro=6))))
+    accelerator.gradient_accumulation_steps = 1
+    assert len(seen(next(iter(Loader(Augmented(), BATCH, micro=6))))) == BATCH
 
 
 def test_groups_that_are_collected_are_not_silently_empty():

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from oneloop.basics.tensors import local
-from oneloop.job.sample_contents import copied, same
+from oneloop.data.sample_contents import copied, same
 from oneloop.job.trial_passes import projections
 from oneloop.tools.prove.prove import _Proof
 from worlds import run
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.job.check_training",
     "oneloop.job.float64",
     "oneloop.job.preflight",
-    "oneloop.job.sample_contents",
+    "oneloop.data.sample_contents",
     "oneloop.job.sample_sums",
     "oneloop.job.trial_passes",
     "oneloop.loop.start_lines",

@@ -52,6 +52,12 @@ def test_a_non_finite_step_changes_nothing(make, bad):
     assert all(torch.equal(a, b) for a, b in zip(weights, net.parameters(), strict=True))
     assert all(torch.equal(a, b) for a, b in zip(state, after, strict=True))
 
+    # A later step without the guard is not skipped.
+    net.zero_grad()
+    backward(net)
+    optimizer.step()
+    assert not torch.equal(weights[0], next(net.parameters()))
+
 
 @pytest.mark.parametrize("make", [adamw, sgd, muon])
 def test_fp16_loss_scaling_skips_and_shrinks(make):

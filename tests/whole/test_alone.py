@@ -143,6 +143,8 @@ def test_meter_in_a_plain_loop():
     from oneloop.measure.meter import Meter
 
     meter = Meter(Accelerator())
+    with pytest.raises(RuntimeError, match="there is nothing to read: call step"):
+        meter.read()
     for value in (1.0, 2.0, 3.0):
         meter.step(loss=torch.tensor(value), weight=2.0, samples=2, norm=torch.tensor(value))
     metrics = meter.read()

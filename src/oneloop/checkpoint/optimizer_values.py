@@ -1,9 +1,11 @@
 """The state of optimizers that is not tensors: by parameter, and by parameter group."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from xxhash import xxh3_64_hexdigest
 
 from oneloop.basics.tensors import Optimizers, groups_of, kinds_of, optimized, optimizers_of
 from oneloop.basics.untrusted import check_kind
@@ -40,6 +42,8 @@ def optimizer_values(
                 "stores such parameters only once, so set requires_grad to True before each save"
             )
         values = {key: value for key, value in state.items() if not isinstance(value, Tensor)}
+        for key, value in values.items():
+            _check_plain(value, key, one)
         if values:
             parameters[name] = values
     for _, one in optimizers_of(optimizer):
@@ -53,9 +57,43 @@ def optimizer_values(
     groups = []
     for one, group in groups_of(optimizer):
         without = {"params", *(_COMPUTED if complete else one.defaults)}
-        groups.append({key: _plain(value) for key, value in group.items() if key not in without})
+        own = {key: _plain(value) for key, value in group.items() if key not in without}
+        for key, value in own.items():
+            _check_plain(value, key, one)
+        groups.append(own)
     values = {"parameters": parameters, "groups": groups}
-    return {**values, "kinds": kinds_of(optimizer)} if complete else values
+    if complete:
+        values |= {"kinds": kinds_of(optimizer), "members": members_of(model, optimizer)}
+    return values
+
+
+def members_of(model: nn.Module, optimizer: Optimizers) -> list[str]:
+    """Return for each parameter group a hash of its parameters' names, in any order."""
+    names: dict[int, list[str]] = {}
+    for name, _, group, _ in optimized(model, optimizer):
+        names.setdefault(id(group), []).append(name)
+    hashes = []
+    for _, group in groups_of(optimizer):
+        own = sorted(names.get(id(group), []))
+        hashes.append(xxh3_64_hexdigest("\n".join(own).encode()))
+    return hashes
+
+
+def _check_plain(value: Any, key: str, optimizer: Optimizer) -> None:
+    """Raise ValueError unless this consists of numbers and texts, which a JSON file holds."""
+    inside: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        inside = [*value.keys(), *value.values()]
+    elif isinstance(value, list | tuple):
+        inside = value
+    elif value is not None and not isinstance(value, int | float | str):
+        raise ValueError(
+            f"{type(optimizer).__name__} keeps {key}, which contains a {type(value).__name__}; "
+            "outside of tensors of one parameter, a checkpoint can store only numbers and texts; "
+            "use another optimizer"
+        )
+    for one in inside:
+        _check_plain(one, key, optimizer)
 
 
 def _plain(value: Any) -> Any:

@@ -32,7 +32,7 @@ from oneloop.basics.tensors import (
 )
 from oneloop.checkpoint.manifest import header, read_manifest
 from oneloop.checkpoint.named_checkpoint import base_model_of, base_of
-from oneloop.checkpoint.optimizer_values import load_values, optimizer_values
+from oneloop.checkpoint.optimizer_values import load_values, members_of, optimizer_values
 from oneloop.checkpoint.pieces import NAMES, Tensors
 
 __all__ = [
@@ -114,7 +114,7 @@ def reject_others(
         model: bare or wrapped, or several as one (:func:`oneloop.basics.tensors.together`).
         optimizer: of its parameters, or several by name; None: compare only the models.
         values: the saved result of :func:`oneloop.checkpoint.optimizer_values.optimizer_values`,
-            to also compare classes and the number of groups.
+            to also compare classes and groups.
     """
     # Compare the names.
     there = read_manifest(folder)["about"].get("named", [])
@@ -145,6 +145,12 @@ def reject_others(
         raise ValueError(
             f"{folder} has the state of {', '.join(values['kinds'])}, but {', '.join(kinds)} is "
             "given; create the optimizer that was saved"
+        )
+    members = members_of(model, optimizer)
+    if values.get("members", members) != members:
+        raise ValueError(
+            f"{folder} has {saved} parameter groups with other parameters, or in another order, "
+            "so each would get the settings of another; create the same groups"
         )
 
 

@@ -75,7 +75,8 @@ def from_workers(loading: Iterable[Loaded]) -> Iterator[Loaded]:
             raise
         raise RuntimeError(
             "a data worker cannot send a batch, because shared memory (/dev/shm) is full; make it "
-            "larger (docker run --shm-size 8g), or set a smaller machine.workers or batch.micro"
+            "larger (docker run --shm-size 8g), or use fewer data workers (machine.workers) or "
+            "smaller micro-batches (batch.micro)"
         ) from error
 
 
@@ -93,7 +94,7 @@ def _started(loading: Iterable[Loaded]) -> Iterator[Loaded]:
         raise BadInput(
             f"the task or its data cannot be sent to data workers: {error}; define its classes and "
             "functions at the top level of a file, open files at the first sample, "
-            "or set --machine.workers 0 (docs/how-to/data-workers.md)"
+            "or use no data workers (machine.workers 0; see docs/how-to/data-workers.md)"
         ) from error
 
 

@@ -18,7 +18,8 @@ _OLDER_ORDER = (
 
 def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
     """Return the result of a data set's ``fingerprint()`` as a dict; None if it has none."""
-    fingerprint = dataset.fingerprint() if hasattr(dataset, "fingerprint") else None
+    method = getattr(dataset, "fingerprint", None)
+    fingerprint = method() if callable(method) else None
     if fingerprint is None:
         return None
     if isinstance(fingerprint, Mapping):

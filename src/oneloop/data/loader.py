@@ -10,10 +10,8 @@
 ...             optimizer.zero_grad()
 """
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +21,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 from oneloop.basics.exact_sums import rounded_sum
-from oneloop.basics.seeds import own_generators, with_own_generators
-from oneloop.data.fingerprint import changes, fingerprint_of
+from oneloop.basics.seeds import with_own_generators
 from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
     begin_group,
@@ -38,14 +35,14 @@ from oneloop.data.loader_arguments import (
     micro_of,
     place,
     place_of,
+    reject_accumulation,
     reject_incomplete,
     reject_unknown,
     set_accumulation,
     workers_of,
 )
+from oneloop.data.loader_identity import Identity
 from oneloop.data.order import order_of
-from oneloop.data.sample_checksums import SAMPLES, spread_checksum
-from oneloop.data.sample_reader import read_once
 from oneloop.data.step_batches import Group, groups
 
 
@@ -94,7 +91,8 @@ class Loader:
             the CPU.
 
     Raises:
-        ValueError: an argument is wrong, or the batch cannot be divided.
+        ValueError: an argument is wrong, or the batch cannot be divided. Or the ranks have
+            different data, or a sample differs when it is loaded again with the same seeds.
         TypeError: the data set has no ``__len__`` and ``__getitem__``, or an argument is unknown.
     """
 
@@ -118,7 +116,6 @@ class Loader:
         reject_unknown(unknown)
         check_dataset(dataset, (DataLoader, Loader))
         self.dataset = dataset
-        self._length = len(dataset)
         self.batch_size = batch_size
         self.seed = seed
         self._accelerator = accelerator
@@ -154,7 +151,9 @@ class Loader:
         if varies and ranks > 1:
             self._group = group_of(ranks)
 
-        check_ranks(ranks, (seed, batch_size, self._length))
+        # All ranks must have the same data, and the same samples each time.
+        self._identity = Identity(dataset, seed=seed, batch_size=batch_size, workers=self._workers)
+        check_ranks(ranks, self._identity.of_rank())
 
         # Where the loop is.
         self._updates = count_updates()
@@ -164,7 +163,6 @@ class Loader:
         self._inside = False  # whether batches of it are left, or the last one is in use
         self._loops = 0  # loops over this loader that began
         self._moved = False  # whether the position was set in a loop
-        self._identity: dict[str, Any] | None = None
 
     @property
     def factor(self) -> int:
@@ -265,7 +263,9 @@ class Loader:
                 return
             if not self._taken:  # training with another Loader may have come before
                 self._begun = self._updates[0]
-                if accelerator is not None:
+                if accelerator is None:
+                    reject_accumulation()
+                else:
                     begin_group(accelerator, number)
             self._reject_early_update()
             self._taken += 1
@@ -321,7 +321,7 @@ class Loader:
             RuntimeError: an optimizer has stepped before the last batch of the group.
         """
         self._reject_early_update()
-        return {"position": self.position, **self._about()}
+        return {"position": self.position, **self._identity.values()}
 
     def _reject_early_update(self) -> None:
         """Raise RuntimeError if an optimizer has stepped before the last batch of the group."""
@@ -348,49 +348,8 @@ class Loader:
         Raises:
             ValueError: the state is damaged, or has another seed, batch size or data set.
         """
-        about = self._about()
-        missing = [name for name in ("position", *about) if name not in state]
-        if missing:
-            raise ValueError(
-                f"the state of a Loader lacks {', '.join(missing)}; it has "
-                f"{', '.join(map(str, state)) or 'nothing'}: load what state_dict() returned"
-            )
-        for name in ("seed", "batch_size"):
-            if state[name] != about[name]:
-                raise ValueError(
-                    f"the state is of a Loader with {name} {state[name]}, and this one has "
-                    f"{about[name]}: its steps have other samples; use {name}={state[name]}"
-                )
-        if not isinstance(state["data"], Mapping):
-            raise ValueError(f"the state of a Loader is damaged: its data is {state['data']!r:.40}")
-        if len(self.dataset) != self._length:
-            raise ValueError(
-                f"the data set had {self._length:,} samples when the Loader was made, and now has "
-                f"{len(self.dataset):,}; make the Loader after the data set is complete"
-            )
-        different = changes(state["data"], about["data"])
-        if different:
-            raise ValueError(
-                f"the state is of a Loader with another data set ({'; '.join(different)}): its "
-                "steps have other samples; use that data set, or begin without this state"
-            )
+        self._identity.check(state)
         check_position(state["position"], self.batch_size)
-
-    def _about(self) -> dict[str, Any]:
-        """Return what a state must agree with. The first call reads some samples."""
-        if self._identity is None:
-            data: dict[str, Any] = {"length": self._length}
-            content = fingerprint_of(self.dataset)
-            if content is None:
-                read = partial(spread_checksum, self.seed, self.dataset)
-                with own_generators():
-                    checksum = read_once(read, workers=self._workers)
-                if checksum is not None:  # else the samples differ each time
-                    data[f"checksum of {SAMPLES} samples"] = checksum
-            data |= content or {}
-            data = json.loads(json.dumps(data))  # as it is after a JSON file
-            self._identity = {"seed": self.seed, "batch_size": self.batch_size, "data": data}
-        return self._identity
 
 
 def _with_total(group: Group, sums: Tensor, work: Any) -> Group:

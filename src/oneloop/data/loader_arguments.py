@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.state import GradientState
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset, Sampler
 
@@ -173,6 +174,22 @@ def begin_group(accelerator: Accelerator, accumulate: int) -> None:
     accelerator.gradient_state.plugin_kwargs["sync_with_dataloader"] = False
 
 
+def reject_accumulation() -> None:
+    """Raise RuntimeError if Accelerate divides losses, but a Loader does not know its Accelerator.
+
+    ``loader.factor`` would then lack the number of micro-batches.
+    """
+    if not GradientState._shared_state:
+        return
+    steps = GradientState().num_steps
+    if steps > 1:
+        raise RuntimeError(
+            f"an Accelerator of this process has gradient_accumulation_steps {steps}, by which its "
+            "backward() divides losses, but this Loader has no accelerator; give it accelerator=, "
+            "or, if another loop has set them, set its gradient_accumulation_steps to 1"
+        )
+
+
 def reject_incomplete(accelerator: Accelerator, accumulate: int) -> None:
     """Raise RuntimeError if ``accumulate()`` was entered for some batches of a group only."""
     entered = accelerator.step % accumulate
@@ -184,21 +201,27 @@ def reject_incomplete(accelerator: Accelerator, accumulate: int) -> None:
         )
 
 
-def check_ranks(ranks: int, own: tuple[int, ...]) -> None:
-    """Raise ValueError on all ranks if they have different seeds, batch sizes or data sets.
+def check_ranks(ranks: int, own: Mapping[str, Any]) -> None:
+    """Raise ValueError on all ranks if they differ in what they must have in common.
 
     Collective, if these are all processes of torch.distributed.
+
+    Args:
+        ranks: their number.
+        own: of this rank, by name: seed, batch size and data.
     """
     if ranks == 1 or not dist.is_initialized() or dist.get_world_size() != ranks:
         return
     found: list[Any] = [None] * ranks
     dist.all_gather_object(found, own)
-    other = next((number for number in range(ranks) if found[number] != found[0]), None)
-    if other is not None:
-        raise ValueError(
-            "the ranks have Loaders with different seeds, batch sizes or lengths of data sets: "
-            f"{found[0]} on rank 0, {found[other]} on rank {other}; give all ranks the same"
-        )
+    for rank, other in enumerate(found):
+        for name, value in other.items():
+            if value != found[0][name]:
+                raise ValueError(
+                    f"the Loaders of the ranks differ: the {name} is {found[0][name]} on rank 0, "
+                    f"and {value} on rank {rank}; give all ranks the same seed, batch size and "
+                    "data set (shuffle or divide data with one seed)"
+                )
 
 
 def group_of(ranks: int) -> Any:

@@ -134,7 +134,8 @@ class Mixture:
         """Return the fingerprint of the sets; None if one of them has none."""
         described = {}
         for name, dataset in self.sets.items():
-            described[name] = dataset.fingerprint() if hasattr(dataset, "fingerprint") else None
+            method = getattr(dataset, "fingerprint", None)
+            described[name] = method() if callable(method) else None
         if None in described.values():
             return None
         return {

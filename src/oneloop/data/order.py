@@ -207,7 +207,7 @@ def order_of(dataset: Any, *, seed: int, batch: int, shuffle: bool = True) -> Or
     Raises:
         ValueError: ``shuffle`` is False, and the data set defines an order that does not take it.
     """
-    if not hasattr(dataset, "order"):
+    if not callable(getattr(dataset, "order", None)):
         return Order(len(dataset), seed=seed) if shuffle else StoredOrder(len(dataset))
     order: Ordered
     if shuffle:

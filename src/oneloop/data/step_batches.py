@@ -365,7 +365,8 @@ def _moved(device: torch.device, name: str, value: Tensor) -> Tensor:
     if value.dtype in DOUBLE and wide_dtype(device) not in DOUBLE:
         raise BadInput(
             f"the batch has {name!r} in {str(value.dtype)[6:]}, which the device {device.type} "
-            "does not have; convert it in collate (.float()), or set machine.device cpu"
+            "does not have; convert it in collate (.float()), or train on the CPU "
+            "(machine.device cpu)"
         )
     # An Apple GPU would read host memory that is free already (pytorch #189690).
     return value.to(device, non_blocking=device.type != "mps")

@@ -6,9 +6,9 @@ from typing import Any
 from torch import nn
 
 from oneloop.basics.exit_codes import BadInput, Inexact
+from oneloop.data.sample_contents import BY_COLLATE, IN_PLACE
 from oneloop.job.build import Job
 from oneloop.job.preflight_result import Others, Preflight, metric_names
-from oneloop.job.sample_contents import BY_COLLATE, IN_PLACE
 from oneloop.job.sample_sums import FLOAT32, HALF, BatchSums, SampleSums
 from oneloop.job.tolerance import near, tolerance_of
 from oneloop.job.trial_passes import Pass, one_pass

@@ -223,7 +223,12 @@ class Meter:
             own: What this rank measured alone: first, how long it waited for data per step, in
                 seconds. (Only a wait that also left the device idle counts.) The values of all
                 ranks are then in :attr:`own`.
+
+        Raises:
+            RuntimeError: there was no step since the last read.
         """
+        if not self._weight:
+            raise RuntimeError("there is nothing to read: call step() before each read()")
         ranks = self._ranks(own)
         times = self.clock.read()
         seconds = times.pop("seconds")

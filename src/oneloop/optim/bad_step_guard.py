@@ -148,8 +148,10 @@ class Guard:
         flag = self._bad
         if self._window or self.scaler:  # a spike is 2
             flag = flag.clamp(max=1)
+        # Afterwards, a step without this guard must not skip because of it.
         self.optimizer.found_inf = flag  # type: ignore[attr-defined]
         self.optimizer.step()
+        self.optimizer.found_inf = None  # type: ignore[attr-defined]
         return Fault.NONE
 
     def resolve(self) -> Step | None:

@@ -1,0 +1,114 @@
+"""What the state of a :class:`oneloop.data.loader.Loader` must agree with: seed, batch and data."""
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from oneloop.basics.seeds import own_generators
+from oneloop.data.fingerprint import changes, fingerprint_of
+from oneloop.data.sample_checksums import SAMPLES, checksum, spread_checksum
+from oneloop.data.sample_contents import copied, fault
+from oneloop.data.sample_reader import read_once
+from oneloop.data.seeded_samples import SeededSamples, UnfitSample
+
+_READ = 4  # first samples that are loaded twice
+
+
+class Identity:
+    """The seed, the batch size and the data of a Loader.
+
+    Args:
+        dataset: map-style.
+        seed: of the order and the samples.
+        batch_size: samples of one optimizer step.
+        workers: data workers of this process; if there are any, one of them reads the samples.
+
+    Raises:
+        ValueError: the data set returns other content for the same sample and seeds.
+    """
+
+    def __init__(self, dataset: Any, *, seed: int, batch_size: int, workers: int) -> None:
+        self.seed = seed
+        self.batch_size = batch_size
+        self._dataset = dataset
+        self._length = len(dataset)
+        self._workers = workers
+        self._values: dict[str, Any] | None = None
+        self._content = fingerprint_of(dataset)
+        self._first = "" if self._content else self._read(_checked_twice)
+
+    def _read(self, function: Any) -> Any:
+        """Return the result of a function of seed and data set; it changes no generator."""
+        with own_generators():
+            return read_once(partial(function, self.seed, self._dataset), workers=self._workers)
+
+    def of_rank(self) -> dict[str, Any]:
+        """Return what all ranks must have in common; it can be compared."""
+        content = json.dumps(self._content, sort_keys=True) if self._content else self._first
+        return {
+            "seed": self.seed,
+            "batch size": self.batch_size,
+            "length of the data set": self._length,
+            "content of the data set": content,
+        }
+
+    def values(self) -> dict[str, Any]:
+        """Return the entries of a state. The first call reads some samples."""
+        if self._values is None:
+            data: dict[str, Any] = {"length": self._length}
+            if self._content is None:
+                data[f"checksum of {SAMPLES} samples"] = self._read(spread_checksum)
+            data |= self._content or {}
+            data = json.loads(json.dumps(data))  # as it is after a JSON file
+            self._values = {"seed": self.seed, "batch_size": self.batch_size, "data": data}
+        return self._values
+
+    def check(self, state: Mapping[str, Any]) -> None:
+        """Raise ValueError if a state is of a loader with another seed, batch size or data set."""
+        about = self.values()
+        missing = [name for name in ("position", *about) if name not in state]
+        if missing:
+            raise ValueError(
+                f"the state of a Loader lacks {', '.join(missing)}; it has "
+                f"{', '.join(map(str, state)) or 'nothing'}: load what state_dict() returned"
+            )
+        for name in ("seed", "batch_size"):
+            if state[name] != about[name]:
+                raise ValueError(
+                    f"the state is of a Loader with {name} {state[name]}, and this one has "
+                    f"{about[name]}: its steps have other samples; use {name}={state[name]}"
+                )
+        if not isinstance(state["data"], Mapping):
+            raise ValueError(f"the state of a Loader is damaged: its data is {state['data']!r:.40}")
+        if len(self._dataset) != self._length:
+            raise ValueError(
+                f"the data set had {self._length:,} samples when the Loader was made, and now has "
+                f"{len(self._dataset):,}; make the Loader after the data set is complete"
+            )
+        different = changes(state["data"], about["data"])
+        if different:
+            raise ValueError(
+                f"the state is of a Loader with another data set ({'; '.join(different)}): its "
+                "steps have other samples; use that data set, or begin without this state"
+            )
+
+
+def _checked_twice(seed: int, dataset: Any) -> str:
+    """Return a checksum of the first samples. Raise ValueError if a second load differs."""
+    keyed = SeededSamples(dataset, seed=seed)
+    places = [(0, index) for index in range(min(_READ, len(dataset)))]
+    try:
+        first = keyed.good(places)
+        kept = copied(first)
+        again = keyed.good(places)
+    except UnfitSample:  # none of the first rows can be used
+        return ""
+    wrong = fault(kept, first, again, changed=False)
+    if wrong:
+        raise ValueError(
+            f"the data set {wrong}; return copies of what it stores, and draw random numbers from "
+            "torch's, Python's or numpy's global generator"
+        )
+    same = checksum(kept) == checksum(again)
+    return checksum(kept) if same else ""
