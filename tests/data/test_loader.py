@@ -29,6 +29,7 @@ from oneloop import Loader
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
 from oneloop.data.order import Order
+from oneloop.data.sample_checksums import checksum
 from oneloop.data.seeded_samples import SeededSamples
 from remote_data import counted_s3
 from worlds import run
@@ -868,6 +869,13 @@ def test_a_data_set_that_has_grown_is_rejected():
         ValueError, match="had 50 samples when the Loader was made, and now has 100"
     ):
         made.load_state_dict(state)
+
+
+def test_arrays_of_objects_are_compared_by_content():
+    """Their bytes are addresses, which are others in each process."""
+    found = [checksum([np.array([["a", 3], None], dtype=object)]) for _ in range(3)]
+    assert found == [found[0]] * 3
+    assert found[0] != checksum([np.array([["a", 4], None], dtype=object)])
 
 
 def test_a_fingerprint_is_compared_as_json_keeps_it():

@@ -52,9 +52,12 @@ def checksum(values: Any) -> str:
             state.update(f"{value.dtype}{tuple(value.shape)}".encode())
             flat = value.detach().cpu().contiguous().flatten()
             state.update(flat.view(torch.uint8).numpy().tobytes())
-        elif isinstance(value, np.ndarray) and value.dtype != object:
+        elif isinstance(value, np.ndarray):
             state.update(f"{value.dtype}{value.shape}".encode())
-            state.update(np.ascontiguousarray(value).tobytes())
+            if value.dtype.hasobject:  # its bytes are addresses
+                take(value.tolist(), depth + 1)
+            else:
+                state.update(np.ascontiguousarray(value).tobytes())
         elif isinstance(value, str):
             state.update(value.encode(errors="surrogatepass"))
         elif isinstance(value, bytes):
