@@ -873,9 +873,9 @@ def test_a_data_set_that_has_grown_is_rejected():
 
 def test_arrays_of_objects_are_compared_by_content():
     """Their bytes are addresses, which are others in each process."""
-    found = [checksum([np.array([["a", 3], None], dtype=object)]) for _ in range(3)]
-    assert found == [found[0]] * 3
-    assert found[0] != checksum([np.array([["a", 4], None], dtype=object)])
+    arrays = [np.array([["a", number], None], dtype=object) for number in (3, 3, 4)]
+    one, same, other = (checksum([array]) for array in arrays)
+    assert one == same != other
 
 
 def test_a_fingerprint_is_compared_as_json_keeps_it():
