@@ -456,12 +456,13 @@ def test_torch_saves_and_loads_it_as_a_part_of_a_distributed_checkpoint(tmp_path
 
 
 def test_the_generators_of_the_process_stay_as_they_are():
-    for generators in (torch.rand, lambda _: random.random(), lambda _: np.random.rand()):
+    draws = (torch.rand, lambda _: random.random(), lambda _: np.random.rand(), np.random.randn)
+    for generators in draws:
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
-        alone = [generators(1) for _ in range(4)]
+        alone = [generators(1) for _ in range(6)]
         torch.manual_seed(0), random.seed(0), np.random.seed(0)
         beside = []
-        made = Loader(Augmented(), BATCH, micro=12)
+        made = Loader(Augmented(), BATCH, micro=8)  # an odd number of draws in a group
         for group in made:
             for _ in group:
                 beside.append(generators(1))

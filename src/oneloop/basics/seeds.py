@@ -98,17 +98,20 @@ def with_own_generators(values: Iterable[Value]) -> Iterator[Value]:
 def own_generators() -> Iterator[None]:
     """Restore the global generators of torch, Python and numpy at the end of this context.
 
-    One thread at a time. Of numpy's, the second normal number of a pair that ``numpy.random.randn``
-    keeps is lost.
+    One thread at a time.
     """
     state = torch.default_generator.get_state()
     python = random.getstate()
-    # numpy's can be replaced, which is faster than to save its state
+    # numpy's can be replaced, which is faster than to set its state
     numpy = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    before: Any = np.random.get_state(legacy=False)
     np.random.set_bit_generator(_OTHER)  # type: ignore[attr-defined]
     try:
         yield
     finally:
         np.random.set_bit_generator(numpy)  # type: ignore[attr-defined]
+        # That loses the second normal number of a pair, which numpy.random.randn keeps.
+        if before["has_gauss"]:
+            np.random.set_state(before)
         random.setstate(python)
         torch.default_generator.set_state(state)
