@@ -222,7 +222,7 @@ class Measured(Ragged):
 @pytest.mark.parametrize(
     ("ranks", "config", "micro"),
     [
-        (1, "single", 8),
+        pytest.param(1, "single", 8, marks=pytest.mark.slow),
         (1, "single", 2),
         pytest.param(2, "ddp", 2, marks=pytest.mark.slow),
         (2, "fsdp2", 4),

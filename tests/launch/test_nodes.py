@@ -337,7 +337,7 @@ def _holds_rendezvous(node: lab.Node, port: int) -> bool:
     return any(one.laddr.port == port for one in found)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_saves_by_time_change_no_weight(ranks, tmp_path):
     task = lab.written_task(tmp_path, 0.02)
     keys = (

@@ -77,7 +77,7 @@ def chats(file: Path) -> Path:
     [
         "digits",
         "llama",
-        "sft",
+        pytest.param("sft", marks=pytest.mark.slow),
         pytest.param("gpt", marks=pytest.mark.slow),
         pytest.param("images", marks=pytest.mark.slow),
     ],

@@ -113,7 +113,7 @@ def _events(
     return reports()
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_rank_whose_device_is_1_5_times_slower_is_reported_with_its_host(config, tmp_path):
     events = _events(tmp_path, config, "--task.slow", "1")
     assert any(

@@ -211,8 +211,15 @@ def _stopped_in_evaluation(words: list[str]) -> None:
     train(words)
 
 
-@pytest.mark.parametrize("policy", ["skip", "rewind"])
-@pytest.mark.parametrize("step", [1, STEPS])
+@pytest.mark.parametrize(
+    ("step", "policy"),
+    [
+        (1, "skip"),
+        (STEPS, "rewind"),
+        pytest.param(1, "rewind", marks=pytest.mark.slow),
+        pytest.param(STEPS, "skip", marks=pytest.mark.slow),
+    ],
+)
 def test_the_first_or_the_last_step_is_bad(tmp_path, recipe, step, policy):
     bad = next(bad for bad in range(37) if step in simulated(bad, policy)[1])
     words = [recipe, "--guard.nonfinite", policy]

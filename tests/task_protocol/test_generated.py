@@ -204,7 +204,10 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize(
+    "mistake",
+    ["short", *(pytest.param(name, marks=pytest.mark.slow) for name in ("input", "some"))],
+)
 def test_a_mistake_in_an_evaluation_ends_all_ranks_and_is_named(
     tmp_path: Path, mistake: str
 ) -> None:

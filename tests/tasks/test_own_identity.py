@@ -60,8 +60,19 @@ def move(folder: Path) -> Path:
     return Path(folder.rename(folder.with_name("moved")))
 
 
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "arrow", "pictures", "language"])
-@pytest.mark.parametrize("change", [touch, copy, move])
+KINDS = ["parquet", "jsonl", "arrow", "pictures", "language"]
+CHANGES = [touch, copy, move]
+
+
+@pytest.mark.parametrize(
+    ("change", "kind"),
+    [
+        # By default each kind of file, and each change.
+        pytest.param(change, kind, marks=() if column % 3 == row else pytest.mark.slow)
+        for row, change in enumerate(CHANGES)
+        for column, kind in enumerate(KINDS)
+    ],
+)
 def test_what_is_only_elsewhere_continues(tmp_path, kind, change):
     words = LANGUAGE if kind == "language" else TEXTS
     if kind == "pictures":
