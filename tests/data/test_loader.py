@@ -37,6 +37,7 @@ from worlds import run
 pytestmark = pytest.mark.covers(
     "oneloop.data.loader",
     "oneloop.data.loader_arguments",
+    "oneloop.data.loader_identity",
     "oneloop.data.fixed_collate",
     "oneloop.data.sample_checksums",
 )
