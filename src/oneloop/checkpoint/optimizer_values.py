@@ -89,8 +89,8 @@ def _check_plain(value: Any, key: str, optimizer: Optimizer) -> None:
     elif value is not None and not isinstance(value, int | float | str):
         raise ValueError(
             f"{type(optimizer).__name__} keeps {key}, which contains a {type(value).__name__}; "
-            "outside of tensors of one parameter, a checkpoint can store only numbers and texts; "
-            "use another optimizer"
+            "a checkpoint can store only tensors of a parameter, numbers and texts: use another "
+            "optimizer"
         )
     for one in inside:
         _check_plain(one, key, optimizer)

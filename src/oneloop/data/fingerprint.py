@@ -27,9 +27,9 @@ def fingerprint_of(dataset: Any) -> dict[str, Any] | None:
     return {"fingerprint": str(fingerprint)}
 
 
-def content_checksum(files: Any) -> str:
-    """Return a hash of the entry ``files`` of a fingerprint that has checksums of their content."""
-    return xxh3_64_hexdigest(json.dumps(files, sort_keys=True).encode())
+def content_checksum(described: Any) -> str:
+    """Return a hash of a fingerprint, or of its entry ``files``."""
+    return xxh3_64_hexdigest(json.dumps(described, sort_keys=True).encode())
 
 
 def of_shuffled(fingerprint: Mapping[str, Any]) -> dict[str, Any]:

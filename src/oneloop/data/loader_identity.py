@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from oneloop.basics.seeds import own_generators
-from oneloop.data.fingerprint import changes, fingerprint_of
+from oneloop.data.fingerprint import changes, content_checksum, fingerprint_of
 from oneloop.data.sample_checksums import SAMPLES, checksum, spread_checksum
 from oneloop.data.sample_contents import copied, fault
 from oneloop.data.sample_reader import read_once
@@ -36,7 +36,11 @@ class Identity:
         self._workers = workers
         self._values: dict[str, Any] | None = None
         self._content = fingerprint_of(dataset)
-        self._first = "" if self._content else self._read(_checked_twice)
+        # a hash of the content, which all ranks compare
+        if self._content is None:
+            self._hash = self._read(_checked_twice)
+        else:
+            self._hash = content_checksum(self._content)
 
     def _read(self, function: Any) -> Any:
         """Return the result of a function of seed and data set; it changes no generator."""
@@ -45,12 +49,11 @@ class Identity:
 
     def of_rank(self) -> dict[str, Any]:
         """Return what all ranks must have in common; it can be compared."""
-        content = json.dumps(self._content, sort_keys=True) if self._content else self._first
         return {
             "seed": self.seed,
             "batch size": self.batch_size,
             "length of the data set": self._length,
-            "content of the data set": content,
+            "hash of the data set": self._hash,
         }
 
     def values(self) -> dict[str, Any]:
@@ -110,5 +113,5 @@ def _checked_twice(seed: int, dataset: Any) -> str:
             f"the data set {wrong}; return copies of what it stores, and draw random numbers from "
             "torch's, Python's or numpy's global generator"
         )
-    same = checksum(kept) == checksum(again)
-    return checksum(kept) if same else ""
+    found = checksum(kept)
+    return found if found == checksum(again) else ""
