@@ -137,7 +137,7 @@ def fp16_with_many_logits(place: Place) -> Result:
     return Result(f"trains with {millions:,.0f} million logits", {"logits_in_millions": millions})
 
 
-def _deterministic(place: Place, recipe: str, **task: Any) -> Result:
+def deterministic(place: Place, recipe: str, **task: Any) -> Result:
     """Train twice with deterministic algorithms: the weights are bit-identical."""
     hashes = [
         trained(
@@ -157,34 +157,34 @@ def _deterministic(place: Place, recipe: str, **task: Any) -> Result:
 
 @line("check", seconds=10, numbers=["steps"])
 def deterministic_digits(place: Place) -> Result:
-    return _deterministic(place, "digits")
+    return deterministic(place, "digits")
 
 
 @line("check", seconds=12, numbers=["steps"])
 def deterministic_gpt(place: Place) -> Result:
-    return _deterministic(place, "gpt", **SMALL, data=texts(place.folder))
+    return deterministic(place, "gpt", **SMALL, data=texts(place.folder))
 
 
 @line("check", seconds=12, numbers=["steps"])
 def deterministic_llama(place: Place) -> Result:
     task = {**SMALL_LLAMA, "tokenizer": "bytes", "vocab": 4096, "data": texts(place.folder)}
     del task["vocab"]
-    return _deterministic(place, "llama", **task)
+    return deterministic(place, "llama", **task)
 
 
 @line("check", seconds=12, numbers=["steps"])
 def deterministic_sft(place: Place) -> Result:
-    return _deterministic(place, "sft", layers=1, width=64)
+    return deterministic(place, "sft", layers=1, width=64)
 
 
 @line("check", seconds=25, numbers=["steps"], packages=["datasets"])
 def deterministic_snippets(place: Place) -> Result:
-    return _deterministic(place, "snippets")
+    return deterministic(place, "snippets")
 
 
 @line("check", seconds=25, numbers=["steps"], packages=["datasets"])
 def deterministic_docstrings(place: Place) -> Result:
-    return _deterministic(place, "docstrings")
+    return deterministic(place, "docstrings")
 
 
 @line("check", seconds=15, numbers=["calls", "layers"], gpus=1)

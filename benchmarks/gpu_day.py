@@ -45,14 +45,25 @@ import torch
 import gpu_check
 import gpu_faults
 import gpu_meetings
+import gpu_own_loop
 import gpu_speed
+import gpu_tasks
 import oneloop
 import plan_on_gpu
 import same_bits_gpu
 from gpu_lines import FORK, LINES, PARTS, Line, Outcome, Running
 
 # Each registers lines.
-MODULES = (gpu_check, gpu_meetings, gpu_speed, same_bits_gpu, plan_on_gpu, gpu_faults)
+MODULES = (
+    gpu_check,
+    gpu_meetings,
+    gpu_tasks,
+    gpu_own_loop,
+    gpu_speed,
+    same_bits_gpu,
+    plan_on_gpu,
+    gpu_faults,
+)
 PACKAGES = ("torch", "accelerate", "transformers", "triton", "torchvision", "timm", "peft")
 CARD = "card"  # the line that measures the rates of this card, before all others of speed
 SLACK = 5.0  # seconds that must remain when a line has taken as long as expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
 from oneloop.optim.clip import global_norm
 from oneloop.recipe.parse import read
+from oneloop.recipe.read import packaged
 from oneloop.tasks.image_models import Quarters
 from oneloop.tasks.language.attention import attend_within_documents, causal
 from oneloop.tools.plan.step_costs import StepCosts
@@ -283,6 +285,15 @@ def test_all_parts_of_the_day_with_a_gpu_run_without_one(tmp_path):
     }
     ran = sum(line["outcome"] == "pass" for line in lines)
     assert f"{ran} lines ran: {ran} passed, 0 failed" in ended.stdout
+
+
+def test_each_packaged_recipe_is_trained_twice_on_a_gpu():
+    found = set()
+    for file in (ROOT / "benchmarks").glob("gpu_*.py"):
+        found.update(re.findall(r"^def deterministic_(\w+)\(place", file.read_text(), re.M))
+    # the same models as gpt and llama, and as digits
+    others = {"gpt2", "llama-1b", "llama-7b", "images"}
+    assert found == set(packaged()) - others
 
 
 def test_a_line_that_does_not_exist_is_bad_input(tmp_path):
