@@ -37,7 +37,7 @@ def deterministic_bert(place: Place) -> Result:
     return deterministic(place, "bert", layers=1, width=64, data=texts(place.folder))
 
 
-@line("check", seconds=20, numbers=["ranges"])
+@line("check", seconds=20, numbers=["ranges"], packages=["datasets"])
 def deterministic_preference(place: Place) -> Result:
     """The pass over the reference and the training give the same bits twice."""
     found = []
@@ -67,7 +67,7 @@ def deterministic_distil(place: Place) -> Result:
     return deterministic(place, "distil", teacher=str(teacher), top_k=8, length=96, **SIZES)
 
 
-@line("check", seconds=20, numbers=["largest_difference", "records"])
+@line("check", seconds=20, numbers=["largest_difference", "records"], packages=["datasets"])
 def log_probabilities_of_gpu_and_cpu(place: Place) -> Result:
     """A store may be used on another device, so its float32 values must be those of a CPU."""
     found = []
@@ -96,7 +96,7 @@ def log_probabilities_of_gpu_and_cpu(place: Place) -> Result:
     return Result(says, {"largest_difference": apart, "records": len(values[0])})
 
 
-@line("check", seconds=12, numbers=["last_loss"])
+@line("check", seconds=12, numbers=["last_loss"], packages=["datasets"])
 def reward_in_bf16(place: Place) -> Result:
     """A reward head, whose metrics are sums in float64 on the device."""
     recipe = place.folder / "reward.yaml"
