@@ -34,6 +34,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.optim.bad_step_policy",
     "oneloop.task_protocol.evaluation_metrics",
     "oneloop.tasks.language.logit_chunks",
+    "oneloop.tasks.unread_masks",
 )
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -45,19 +46,31 @@ QUICK = {
     ("gpt", "bf16"),
     ("gpt packed", "fp16"),
     ("docstrings", "bf16"),
+    ("bert classifier", "bf16"),
+    ("bart", "bf16"),
     ("window", "fp16"),
     ("grain", "bf16"),
     ("bf16 parameters", "no"),
 }
 
-PACKED = ("llama", "sft", "gpt packed", "sft packed", "lora packed", "recompute")
+PACKED = (
+    "llama",
+    "sft",
+    "preference",
+    "distil",
+    "gpt packed",
+    "sft packed",
+    "lora packed",
+    "recompute",
+)
 PADDED = (
     "snippets",
     "docstrings",
     "bert",
     "bert packed",
+    "bert classifier",
 )  # attention in both directions, with a mask for the padding
-BIASED = ("numbers",)  # T5 adds the biases of relative positions to the mask of each head
+BIASED = ("numbers", "bart")  # attention to the source; T5 adds biases of relative positions
 WHOLE_BATCH = ("docstrings", "clip", "siglip", "supcon")
 NO_ATTENTION = ("digits", "images", "bf16 parameters", "clip", "siglip", "supcon")
 
@@ -79,6 +92,7 @@ FLOAT64_OF_EVALUATIONS = {
     "tasks/sft.py": "losses of tokens are summed",
     "tasks/reward.py": "squares of rewards are summed",
     "tasks/language/pair_sums.py": "metrics of pairs are summed",
+    "tasks/language/distil_sums.py": "so is the divergence of a student",
 }
 """the same in an evaluation"""
 
@@ -168,7 +182,7 @@ def check_attention(name: str, precision: str, calls: list[Attention]) -> None:
     assert bool(calls) == (name not in NO_ATTENTION)
     for call in calls:
         if name in BIASED:
-            assert call.mask is not None
+            assert call.mask is not None or call.causal
         elif name in PADDED:
             rows, one, queries, keys = call.mask
             assert one == 1 and queries == keys
