@@ -7,13 +7,20 @@ import functools
 from collections.abc import Callable
 from pathlib import Path
 
+import transformers
+
 import own_files
 import preference_rows
+import small_models
 from adapters import a_base
 from fake_steps import Prepared
+from oneloop.tasks.language.number_words import NumberWords
+from oneloop.tasks.language.tokens import ending_tokenizer
 
 _SMALL = ["--task.width", "32", "--task.heads", "2", "--task.layers", "2"]
 _BATCH = ["--batch.size", "4", "--batch.micro", "2"]
+# Some log steps repeat a micro-batch, which waits for the device.
+_NO_REPEATS = ["--machine.check_every", "0"]
 
 # keys of each recipe besides _BATCH; {name} is a path of a data set or a model
 RECIPES = {
@@ -38,6 +45,8 @@ OTHERS = {
     "gpt packed": RECIPES["gpt"] + " --task.pack packed",
     "sft packed": "sft --task.pack packed",
     "reward": "{reward.yaml}",
+    "bert classifier": "{classifier.yaml}",
+    "bart": "{bart.yaml}",
     "bert packed": "bert --task.data {texts} --task.block 32 --task.vocab 300 --task.pack packed",
     "lora": "sft --task.pack padded --task.length 96 --task.model {base} --task.lora.rank 4",
     "lora packed": "sft --task.pack packed --task.length 96 --task.model {base} --task.lora.rank 4",
@@ -83,7 +92,7 @@ def words(folder: Path, name: str) -> list[str]:
         text = text.replace(f"{{{data}}}", str(path))
     made = text.split()
     small = _SMALL if made[0] in _OF_TRANSFORMERS and "--task.model" not in made else []
-    return [*made, *small, *_BATCH]
+    return [*made, *small, *_BATCH, *_NO_REPEATS]
 
 
 def _prepared(folder: Path, name: str) -> Prepared:
@@ -111,6 +120,27 @@ def _rewards(file: Path) -> None:
     file.write_text(f"task: {{name: reward, data: {data}, {sizes}}}\n")
 
 
+def _classifier(file: Path) -> None:
+    model = small_models.bert(file.with_name("bert"))
+    data = own_files.write(file.with_name("classified"), "csv", own_files.rows(60))
+    file.write_text(
+        f"task: {{name: text_classification, data: {data}, model: {model}, length: 8}}\n"
+    )
+
+
+def _bart(file: Path) -> None:
+    folder = file.with_name("bart")
+    ending_tokenizer(NumberWords("train").texts(), 300).save_pretrained(folder)
+    sizes = {"d_model": 32, "max_position_embeddings": 64, "vocab_size": 300}
+    for side in ("encoder", "decoder"):
+        sizes |= {f"{side}_layers": 2, f"{side}_attention_heads": 4, f"{side}_ffn_dim": 64}
+    tokens = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 1}
+    config = transformers.BartConfig(**sizes, **tokens, bos_token_id=1, dropout=0.0)
+    transformers.BartForConditionalGeneration(config).save_pretrained(folder)
+    lengths = "length: 32, target_length: 12"
+    file.write_text(f"task: {{name: seq2seq, model: {folder}, {lengths}}}\n")
+
+
 def _recipe(task: str, file: Path) -> None:
     file.write_text(f"task: {task}\n")
 
@@ -124,4 +154,6 @@ _DATA: dict[str, Callable[[Path], object]] = {
     "half.yaml": functools.partial(_recipe, "fake_steps.HalfParameters"),
     "contrast.yaml": functools.partial(_recipe, "whole_batches.Contrast"),
     "reward.yaml": _rewards,
+    "classifier.yaml": _classifier,
+    "bart.yaml": _bart,
 }

@@ -12,6 +12,7 @@ Tensors of the host are real.
 What is replaced, since it needs a driver: the two functions with which torch asks whether autocast
 may be on; the generators of the device, of which there are none; the backward, which gives each
 leaf of the graph a gradient of ones; and :class:`DeviceFlag` (pinned memory), which arrives as 0.
+So is the function by which transformers recognizes fake tensors: it would not read their values.
 The compute capability is that of a plan. cuDNN's attention is off: torch would ask for the model of
 the GPU.
 Everything else is the code of oneloop, accelerate and torch. Not seen: the operators of a backward,
@@ -215,6 +216,7 @@ def fake_cuda(mode: FakeTensorMode | None = None) -> Iterator[Seen]:
     with (
         patch("torch.cuda.amp.common.amp_definitely_not_available", lambda: False),
         patch("torch.cuda.is_bf16_supported", lambda *_, **__: True),
+        patch("transformers.utils.import_utils.is_fake_tensor", lambda _: False),
         patch("torch.cuda.default_generators", (torch.Generator(),)),
         patch.object(Planned, "capability", (9, 0)),
         patch("torch.autograd.backward", _backward),

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.varlen import varlen_attn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fake_cases import OTHERS, RECIPES, prepared
 from fake_cuda import CUDA, Attention, Seen, fake_cuda, fake_run, on_cuda
@@ -22,6 +23,8 @@ from oneloop.machine.torch_settings import _NOT_DETERMINISTIC
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault, Policy
 from oneloop.task_protocol.retrieval_metrics import Retrieval
+from oneloop.tasks.language.attention import attend_within_documents
+from oneloop.tasks.language.generation import written
 from oneloop.tasks.language.logit_chunks import tokens_of_a_chunk
 from worlds import ROOT
 
@@ -33,7 +36,9 @@ pytestmark = pytest.mark.covers(
     "oneloop.optim.bad_step_guard",
     "oneloop.optim.bad_step_policy",
     "oneloop.task_protocol.evaluation_metrics",
+    "oneloop.tasks.language.generation",
     "oneloop.tasks.language.logit_chunks",
+    "oneloop.tasks.unread_masks",
 )
 
 PRECISIONS = ("no", "bf16", "fp16")
@@ -45,19 +50,31 @@ QUICK = {
     ("gpt", "bf16"),
     ("gpt packed", "fp16"),
     ("docstrings", "bf16"),
+    ("bert classifier", "bf16"),
+    ("bart", "bf16"),
     ("window", "fp16"),
     ("grain", "bf16"),
     ("bf16 parameters", "no"),
 }
 
-PACKED = ("llama", "sft", "gpt packed", "sft packed", "lora packed", "recompute")
+PACKED = (
+    "llama",
+    "sft",
+    "preference",
+    "distil",
+    "gpt packed",
+    "sft packed",
+    "lora packed",
+    "recompute",
+)
 PADDED = (
     "snippets",
     "docstrings",
     "bert",
     "bert packed",
+    "bert classifier",
 )  # attention in both directions, with a mask for the padding
-BIASED = ("numbers",)  # T5 adds the biases of relative positions to the mask of each head
+BIASED = ("numbers", "bart")  # attention to the source; T5 adds biases of relative positions
 WHOLE_BATCH = ("docstrings", "clip", "siglip", "supcon")
 NO_ATTENTION = ("digits", "images", "bf16 parameters", "clip", "siglip", "supcon")
 
@@ -79,6 +96,7 @@ FLOAT64_OF_EVALUATIONS = {
     "tasks/sft.py": "losses of tokens are summed",
     "tasks/reward.py": "squares of rewards are summed",
     "tasks/language/pair_sums.py": "metrics of pairs are summed",
+    "tasks/language/distil_sums.py": "so is the divergence of a student",
 }
 """the same in an evaluation"""
 
@@ -168,7 +186,7 @@ def check_attention(name: str, precision: str, calls: list[Attention]) -> None:
     assert bool(calls) == (name not in NO_ATTENTION)
     for call in calls:
         if name in BIASED:
-            assert call.mask is not None
+            assert call.mask is not None or call.causal
         elif name in PADDED:
             rows, one, queries, keys = call.mask
             assert one == 1 and queries == keys
@@ -316,6 +334,18 @@ def test_packed_rows_in_float32_compute_their_mask_once_per_forward(case):
         assert len(seen.attention) == 4  # two micro-batches through two layers
         masks = [one for one in seen.operators if one.name.startswith("aten.searchsorted")]
         assert len(masks) == 2
+
+
+def test_generation_looks_only_after_several_tokens():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=60, **sizes)).eval()
+    attend_within_documents(model)
+    with fake_cuda() as seen, torch.no_grad():
+        on_cuda(model)
+        prompts = [torch.ones(length, dtype=torch.int64, device=CUDA) for length in (3, 5)]
+        tokens = written(model, prompts, 17, ends=[7])
+    assert tokens.shape == (2, 17)
+    assert [read.split(" ")[1].split(":")[0] for read in seen.reads] == ["basics/generation.py"]
 
 
 def test_selective_recomputation_keeps_the_attention_of_packed_rows():

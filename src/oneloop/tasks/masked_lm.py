@@ -21,6 +21,7 @@ from oneloop.tasks.model_limits import config_of, first_position, padding_token
 from oneloop.tasks.rows.cached_arrays import Ragged
 from oneloop.tasks.rows.open_data import SplitBy, Unreadable
 from oneloop.tasks.text_encoders import bert_config
+from oneloop.tasks.unread_masks import leave_masks_unread
 
 _NEEDS = {  # see ``needs`` of :class:`oneloop.task_protocol.protocol.Task`
     "vocab": "model=null",
@@ -203,6 +204,7 @@ class MaskedLM(RawTexts):
             if self.packed:
                 raise ValueError(f"task.pack packed: {error}; use task.pack padded") from error
             self._takes_documents = False
+            leave_masks_unread(model)
         return model
 
     def collate(self, samples: list[Any]) -> dict[str, Tensor]:

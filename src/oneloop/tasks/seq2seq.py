@@ -14,6 +14,7 @@ from oneloop.data.fingerprint import of_shuffled
 from oneloop.tasks.language.encoder_decoder import (
     check_encoder_decoder,
     check_tokenizer,
+    prepared,
     t5_from_scratch,
 )
 from oneloop.tasks.language.generation import generated_texts
@@ -283,17 +284,8 @@ class Seq2Seq(TokenTargets):
 
     def model(self) -> nn.Module:
         model = self.adapted_model()
-        config: Any = model.config
-
         # The tokens before and after the targets, as transformers shifts them.
-        for name in ("decoder_start_token_id", "pad_token_id"):
-            if getattr(config, name, None) is None:
-                raise ValueError(
-                    f"task.model {self.name!r}: its config.json has no {name}, with which the "
-                    "decoder starts; add it"
-                )
-        self._start = int(config.decoder_start_token_id)
-        self._padding = int(config.pad_token_id)
+        self._start, self._padding = prepared(model, self.name)
         return model
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:

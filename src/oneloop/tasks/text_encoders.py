@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from oneloop.tasks.model_limits import check_sizes, config_of, padding_token, shorter_length
 from oneloop.tasks.transformers_models import auto_model, is_transformers, tokenizer_of
+from oneloop.tasks.unread_masks import leave_masks_unread
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")  # of transformers' encoders
 PAD = 256  # padding value, after the 256 bytes
@@ -330,6 +331,7 @@ class TokenReader:
         if config.get_text_config().pad_token_id != self.padding:
             config.pad_token_id = self.padding
             config.get_text_config().pad_token_id = self.padding
+        leave_masks_unread(model)
         return model
 
     def logits(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
 from oneloop.basics.tensors import capability
+from oneloop.tasks.unread_masks import unread_mask
 
 NAME = "within_documents"  # name in transformers' attention registry
 
@@ -47,11 +48,10 @@ def attend_within_documents(model: nn.Module, *, packed: bool = False) -> None:
     if reason:
         raise ValueError(f"{type(model).__name__}: {reason}")
     from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import sdpa_mask
 
     # Register the function; without a mask function transformers would ignore padding masks.
     AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, sdpa_mask)
+    AttentionMaskInterface.register(NAME, unread_mask)
     before = model.config._attn_implementation  # type: ignore[union-attr]
 
     # Note the kind of each layer. Compiled code that reads a layer's number is compiled again

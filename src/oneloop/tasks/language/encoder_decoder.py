@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 
 from oneloop.tasks.model_limits import config_of
+from oneloop.tasks.unread_masks import leave_masks_unread
 
 
 def t5_from_scratch(shape: Mapping[str, Any], entries: int) -> nn.Module:
@@ -71,3 +72,26 @@ def check_tokenizer(name: str, tokenizer: Any) -> None:
             f"task.model {name!r}: its tokenizer ({type(tokenizer).__name__}) needs the languages "
             "of source and target, which this task cannot set; use a model of one pair of languages"
         )
+
+
+def prepared(model: Any, name: str | None) -> tuple[int, int]:
+    """Return the tokens with which the decoder of a model starts, and with which it is padded.
+
+    The model no longer reads masks on the host.
+
+    Args:
+        model: a model of transformers.
+        name: for the message.
+
+    Raises:
+        ValueError: its configuration lacks one of them.
+    """
+    config = model.config
+    for key in ("decoder_start_token_id", "pad_token_id"):
+        if getattr(config, key, None) is None:
+            raise ValueError(
+                f"task.model {name!r}: its config.json has no {key}, with which the decoder "
+                "starts; add it"
+            )
+    leave_masks_unread(model)
+    return int(config.decoder_start_token_id), int(config.pad_token_id)

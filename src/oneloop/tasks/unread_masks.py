@@ -1,0 +1,81 @@
+"""Masks of padding that models of transformers make on the device, without a wait of the host.
+
+>>> leave_masks_unread(model)                            # before it is wrapped
+
+With SDPA, transformers reads each mask in each forward: a mask that hides nothing is left out. On a
+GPU, the host then waits for all work that is queued.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+NAME = "sdpa_unread"  # name in transformers' attention registry
+_TOKENS = 8  # of the test
+
+
+def leave_masks_unread(model: nn.Module) -> None:
+    """Let a model make its masks without reading them, in place, if all of it uses SDPA.
+
+    A model whose outputs then differ, or that does not take another function, stays as it is.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    parts: list[Any] = [one for one in model.modules() if isinstance(one, PreTrainedModel)]
+    for one in parts:
+        if one.config._attn_implementation != "sdpa" or not one._can_set_attn_implementation():
+            return
+    if not parts:
+        return
+    before = _outputs(model)
+    AttentionInterface.register(NAME, sdpa_attention_forward)
+    AttentionMaskInterface.register(NAME, unread_mask)
+
+    # A model may compute something else for the name of SDPA.
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    after = _outputs(model)
+    if before is not None and not torch.allclose(after, before, rtol=1e-4, atol=1e-4):
+        model.set_attn_implementation("sdpa")  # type: ignore[operator]
+
+
+def unread_mask(*given: Any, attention_mask: Tensor | None = None, **named: Any) -> Tensor | None:
+    """Return transformers' mask for SDPA, also if the padding hides nothing.
+
+    Args:
+        given: of ``transformers.masking_utils.sdpa_mask``.
+        attention_mask: (rows, positions), 0 for padding; None: there is no padding, which is known
+            without a look.
+        named: of ``sdpa_mask``, too.
+    """
+    from transformers.masking_utils import sdpa_mask
+
+    if attention_mask is not None:
+        named |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+    mask: Tensor | None = sdpa_mask(*given, attention_mask=attention_mask, **named)
+    return mask
+
+
+def _outputs(model: Any) -> Any:
+    """Return the outputs for two texts, one of them padded; None: there are none (meta)."""
+    parameter = next(model.parameters())
+    if parameter.device.type == "meta":
+        return None
+    entries = model.config.get_text_config().vocab_size
+    tokens = torch.arange(2 * _TOKENS, device=parameter.device).view(2, -1) % entries
+    mask = torch.ones_like(tokens)
+    mask[1, _TOKENS // 2 :] = 0
+    inputs = {"input_ids": tokens, "attention_mask": mask}
+    if model.config.is_encoder_decoder:
+        inputs["decoder_input_ids"] = tokens
+
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            outputs: Tensor = model(**inputs)[0]
+    finally:
+        model.train(training)
+    # What a padded position has is not used.
+    return outputs if outputs.ndim < 3 else outputs[:, : _TOKENS // 2]
