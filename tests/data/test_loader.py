@@ -8,11 +8,16 @@ import random
 from collections import namedtuple
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from threading import Event
 from time import sleep
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
@@ -1060,6 +1065,53 @@ def test_arrays_of_objects_are_compared_by_content():
     arrays = [np.array([["a", number], None], dtype=object) for number in (3, 3, 4)]
     one, same, other = (checksum([array]) for array in arrays)
     assert one == same != other
+
+
+class Stamp(datetime):
+    """As pandas.Timestamp, which has attributes, but none of its own."""
+
+
+@dataclass(slots=True)
+class Price:
+    amount: Decimal
+
+
+OBJECTS = {
+    "date": (lambda number: date(2026, 1, number)),
+    "time of a zone": (lambda number: datetime(2026, 1, number, tzinfo=timezone.utc)),
+    "subclass": (lambda number: Stamp(2026, 1, number)),
+    "duration": timedelta,
+    "decimal": (lambda number: Decimal(number) / 10),
+    "fraction": (lambda number: Fraction(number, 7)),
+    "identifier": (lambda number: UUID(int=number)),
+    "path": (lambda number: PurePosixPath(f"/data/{number}")),
+    "range": range,
+    "slots": (lambda number: Price(Decimal(number))),
+    "bytes": (lambda number: bytearray([number])),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_dates_decimals_and_other_objects_are_compared_by_value(kind):
+    make = OBJECTS[kind]
+    one, same, other = (checksum([{"when": make(number)}]) for number in (3, 3, 4))
+    assert one == same != other
+
+
+def test_a_data_set_with_other_dates_is_rejected():
+    def of_year(year: int) -> Loader:
+        return Loader([{"day": date(year, 1, 1 + k)} for k in range(24)], 8, collate=list)
+
+    state = json.loads(json.dumps(of_year(2025).state_dict()))
+    of_year(2025).load_state_dict(state)
+    with pytest.raises(ValueError, match="another data set"):
+        of_year(2026).load_state_dict(state)
+
+
+def test_objects_whose_text_has_an_address_are_compared_by_class():
+    """The address is another one in each process."""
+    assert checksum([[object()]]) == checksum([[object()]])
+    assert checksum([[object()]]) != checksum([[date(2026, 1, 1)]])
 
 
 def test_a_fingerprint_is_compared_as_json_keeps_it():
