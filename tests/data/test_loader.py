@@ -7,14 +7,23 @@ import os
 import random
 from collections import namedtuple
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import date, datetime, timedelta, timezone
+from decimal import Decimal
+from fractions import Fraction
 from itertools import chain
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from threading import Event
+from time import sleep
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import GradientState
 from torch import nn
 from torch.utils.data import (
@@ -31,10 +40,13 @@ from oneloop.checkpoint.resume import RunState
 from oneloop.data.order import Order
 from oneloop.data.sample_checksums import checksum
 from oneloop.data.seeded_samples import SeededSamples
+from oneloop.optim.bad_step_guard import Guard
+from oneloop.optim.bad_step_policy import Fault, Policy
 from remote_data import counted_s3
 from worlds import run
 
 pytestmark = pytest.mark.covers(
+    "oneloop.basics.update_count",
     "oneloop.data.loader",
     "oneloop.data.loader_arguments",
     "oneloop.data.loader_identity",
@@ -115,9 +127,9 @@ def steps_of(made: Loader, until: int) -> list[Any]:
     """Return the samples of this process in each step, until a position."""
     found = []
     for group in made:
-        found.append(seen(group))
         if made.position == until:
             return found
+        found.append(seen(group))
     raise AssertionError("the loop ended")
 
 
@@ -194,17 +206,110 @@ def test_a_resume_on_another_layout_has_the_same_samples(kind, ranks, settings):
 # The position.
 
 
-def test_the_position_counts_groups_that_were_finished():
+def an_optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+
+
+def position_of(made: Loader) -> int:
+    """Return the position, which is that of a state."""
+    assert made.state_dict()["position"] == made.position
+    return made.position
+
+
+def test_the_position_counts_groups_whose_update_was_made():
     made = Loader(Augmented(), BATCH, micro=6)
+    optimizer = an_optimizer()
     found = []
     for group in made:
-        for _ in group:
-            found.append(made.state_dict()["position"])
-        found.append(made.position)
+        found += [position_of(made) for _ in group]
+        optimizer.step()
+        found.append(position_of(made))
         if made.position == 2:
             break
     assert found == [0, 0, 0, 0, 1, 1, 1, 1, 1, 2]
     assert len(group) == 4 and group.total == BATCH == group.weight
+
+
+def test_a_state_between_the_batches_and_the_update_repeats_the_group():
+    made = Loader(Augmented(), BATCH, seed=SEED, micro=6)
+    optimizer = an_optimizer()
+    for number, group in enumerate(made):
+        batches = list(group)
+        if number == 1:
+            break
+        optimizer.step()
+    assert position_of(made) == 1 and len(batches) == 4
+    again = Loader(Augmented(), BATCH, seed=SEED)
+    again.load_state_dict(made.state_dict())
+    assert steps_of(again, 2) == steps_of(made, 2) == [sorted_back(1)]
+
+
+def test_an_update_that_the_loop_leaves_out_counts_at_the_next_group():
+    """As in a loop that does not step on gradients that are not finite."""
+    made = Loader(Augmented(), BATCH)
+    optimizer = an_optimizer()
+    found = []
+    for group in made:
+        found.append(position_of(made))
+        list(group)
+        if len(found) != 3:
+            optimizer.step()
+        found.append(position_of(made))
+        if made.position == 3:
+            break
+    assert found == [0, 1, 1, 1, 2, 3]
+
+
+def test_without_an_optimizer_a_state_is_only_taken_before_a_group():
+    """Nothing shows whether the weights were updated."""
+    made = Loader(Augmented(), BATCH)
+    for group in made:
+        if made.position == 1:
+            assert position_of(made) == 1
+            break
+        list(group)
+        with pytest.raises(RuntimeError, match="unknown whether the newest group was trained"):
+            made.state_dict()
+
+
+@pytest.mark.parametrize("prepared", [True, False])
+def test_a_step_that_a_loss_scaler_leaves_out_is_done(prepared):
+    """The scale is another one afterwards, so that the group would not be left out again."""
+    accelerator = Accelerator(cpu=True)
+    made = Loader(Augmented(), BATCH, accelerator=accelerator, micro=12)
+    model = nn.Linear(4, 1)
+    scaler = torch.amp.GradScaler("cpu")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    own = AcceleratedOptimizer(optimizer, scaler=scaler)
+    found = []
+    for group in made:
+        for batch in group:
+            with accelerator.accumulate(model):
+                loss = model(batch["x"]).sum()
+                scaler.scale(loss * (torch.inf if made.position == 1 else 1)).backward()
+                if prepared:
+                    own.step()
+                elif accelerator.sync_gradients:
+                    scaler.step(optimizer)
+                    scaler.update()
+                if accelerator.sync_gradients:
+                    optimizer.zero_grad()
+            found.append(position_of(made))
+        if made.position == 3:
+            break
+    assert found == [0, 1, 1, 2, 2, 3]
+    assert scaler.get_scale() == 2.0**15
+
+
+def test_a_step_that_the_guard_leaves_out_is_done():
+    made = Loader(Augmented(), BATCH)
+    guard = Guard(an_optimizer(), device=torch.device("cpu"), policy=Policy(nonfinite="skip"))
+    for group in made:
+        list(group)
+        guard.step(torch.tensor(torch.nan))
+        assert guard.resolve().fault is Fault.NONFINITE
+        assert position_of(made) == 1
+        break
 
 
 def test_a_group_whose_update_was_made_is_finished_and_another_one_cannot_be_saved():
@@ -344,9 +449,10 @@ def test_a_state_can_be_loaded_inside_a_loop():
         if len(found) == 3:
             made.load_state_dict(begin)
         if len(found) == 5:
+            an_optimizer().step()
             break
     assert found == [sorted_back(step) for step in (0, 1, 2, 0, 1)]
-    assert made.position == 2
+    assert position_of(made) == 2
 
 
 def test_a_state_inside_a_group_repeats_it_with_accelerate(tmp_path):
@@ -437,6 +543,7 @@ def test_a_position_beyond_the_trained_ones_is_rejected_in_a_loop():
     made.position = 2
     for group in made:
         list(group)
+        an_optimizer().step()
         with pytest.raises(ValueError, match="position 4 is beyond the 3 groups"):
             made.position = 4
         break
@@ -465,12 +572,62 @@ def test_the_generators_of_the_process_stay_as_they_are():
         beside = []
         made = Loader(Augmented(), BATCH, micro=8)  # an odd number of draws in a group
         for group in made:
-            for _ in group:
-                beside.append(generators(1))
             made.state_dict()
             if made.position == 2:
                 break
+            for _ in group:
+                beside.append(generators(1))
         assert alone == beside
+
+
+def _in_a_thread(function: Any) -> Any:
+    """Return the result of a function in another thread, or its exception."""
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(function)
+        return future.exception() or future.result()
+
+
+def test_samples_are_not_loaded_in_a_thread_beside_the_one_that_trains():
+    """Loading seeds the generators from which the training thread draws."""
+    match = "a Loader without data workers loads samples in the thread 'ThreadPool"
+    made = Loader(Augmented(), BATCH)
+    assert match in str(_in_a_thread(lambda: next(iter(made))))
+    begun = iter(made)
+    next(begun)
+    assert match in str(_in_a_thread(lambda: next(begun)))
+
+    # A thread that makes its own Loader, while the main thread trains.
+    def loads() -> None:
+        own = iter(Loader(Augmented(), BATCH, seed=SEED))
+        next(own)
+        trained.wait()
+        next(own)
+
+    trained = Event()
+    with ThreadPoolExecutor(1) as threads:
+        loading = threads.submit(loads)
+        an_optimizer().step()
+        sleep(0.5)
+        an_optimizer().step()
+        trained.set()
+        assert match in str(loading.exception())
+
+
+def test_a_thread_that_trains_may_load_and_data_workers_load_for_any_thread():
+    def trains() -> list[Any]:
+        made = Loader(Augmented(), BATCH, seed=SEED)
+        optimizer = an_optimizer()
+        found = []
+        for group in made:
+            found.append(seen(group))
+            optimizer.step()
+            if made.position == 2:
+                return found
+        raise AssertionError("the loop ended")
+
+    assert _in_a_thread(trains) == [sorted_back(0), sorted_back(1)]
+    made = Loader(Augmented(), BATCH, seed=SEED, workers=1)
+    assert _in_a_thread(lambda: steps_of(made, 2)) == [sorted_back(0), sorted_back(1)]
 
 
 @pytest.mark.parametrize("draw", [lambda: torch.rand(1), random.random, np.random.rand])
@@ -498,7 +655,7 @@ def _drawn_in_collate() -> list[Any]:
     found = []
     for group in made:
         found.append([pair for batch in group for pair in batch])
-        if made.position == 2:
+        if len(found) == 2:
             return found
     raise AssertionError("the loop ended")
 
@@ -535,7 +692,7 @@ def _totals() -> list[tuple[float, float]]:
         own = sum(len(batch) for batch in group)
         assert own == group.weight
         found.append((group.total, own))
-        if made.position == 4:
+        if len(found) == 4:
             return found
     raise AssertionError("the loop ended")
 
@@ -548,6 +705,34 @@ def test_the_total_is_the_weight_of_the_global_batch(ranks):
     for rank in found:
         assert [total for total, _ in rank] == lengths
     assert [sum(own for _, own in step) for step in zip(*found)] == lengths
+
+
+def _begins_again(late: int) -> str:
+    """Begin the loop again on the last ranks, at step 3, as after an exception."""
+    accelerator = Accelerator(cpu=True)
+    made = loader({"accelerator": accelerator}, Texts(), collate=torch.cat, weight=len)
+    optimizer = an_optimizer()
+    again = accelerator.process_index >= accelerator.num_processes - late
+    try:
+        for group in made:
+            if again and made.position == 2:
+                break
+            list(group)
+            optimizer.step()
+            if made.position == 5:
+                return "ended"
+        for _ in made:
+            pass
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("the loop ended")
+
+
+def test_totals_of_different_steps_are_not_added():
+    """A rank that begins its loop again makes an all-reduce more than the others."""
+    for found in run(_begins_again, 1, ranks=2).ok():
+        assert "the ranks sum up the weights of different steps: this one of step" in found
+    assert run(_begins_again, 0, ranks=2).ok() == ["ended", "ended"]
 
 
 @pytest.mark.parametrize("weight", [0, -1, float("nan"), torch.tensor(float("inf"))])
@@ -608,7 +793,7 @@ def _data_sets(folder: Path) -> list[Any]:
             for batch in group:
                 rows += (batch["n"] if isinstance(batch, dict) else batch).tolist()
             steps.append(rows)
-            if made.position == 4:
+            if len(steps) == 4:
                 break
         found.append(steps)
     return found
@@ -641,7 +826,7 @@ def _packed_chats() -> list[Any]:
         for batch in group:
             rows += batch["input"].tolist()
         found.append((group.total, rows))
-        if made.position == 3:
+        if len(found) == 3:
             return found
     raise AssertionError("the loop ended")
 
@@ -656,7 +841,7 @@ def _rows(address: str) -> list[Any]:
     found = []
     for group in made:
         found.append([number for batch in group for number in batch["n"].tolist()])
-        if made.position == 6:
+        if len(found) == 6:
             return found
     raise AssertionError("the loop ended")
 
@@ -880,6 +1065,53 @@ def test_arrays_of_objects_are_compared_by_content():
     arrays = [np.array([["a", number], None], dtype=object) for number in (3, 3, 4)]
     one, same, other = (checksum([array]) for array in arrays)
     assert one == same != other
+
+
+class Stamp(datetime):
+    """As pandas.Timestamp, which has attributes, but none of its own."""
+
+
+@dataclass(slots=True)
+class Price:
+    amount: Decimal
+
+
+OBJECTS = {
+    "date": (lambda number: date(2026, 1, number)),
+    "time of a zone": (lambda number: datetime(2026, 1, number, tzinfo=timezone.utc)),
+    "subclass": (lambda number: Stamp(2026, 1, number)),
+    "duration": timedelta,
+    "decimal": (lambda number: Decimal(number) / 10),
+    "fraction": (lambda number: Fraction(number, 7)),
+    "identifier": (lambda number: UUID(int=number)),
+    "path": (lambda number: PurePosixPath(f"/data/{number}")),
+    "range": range,
+    "slots": (lambda number: Price(Decimal(number))),
+    "bytes": (lambda number: bytearray([number])),
+}
+
+
+@pytest.mark.parametrize("kind", OBJECTS)
+def test_dates_decimals_and_other_objects_are_compared_by_value(kind):
+    make = OBJECTS[kind]
+    one, same, other = (checksum([{"when": make(number)}]) for number in (3, 3, 4))
+    assert one == same != other
+
+
+def test_a_data_set_with_other_dates_is_rejected():
+    def of_year(year: int) -> Loader:
+        return Loader([{"day": date(year, 1, 1 + k)} for k in range(24)], 8, collate=list)
+
+    state = json.loads(json.dumps(of_year(2025).state_dict()))
+    of_year(2025).load_state_dict(state)
+    with pytest.raises(ValueError, match="another data set"):
+        of_year(2026).load_state_dict(state)
+
+
+def test_objects_whose_text_has_an_address_are_compared_by_class():
+    """The address is another one in each process."""
+    assert checksum([[object()]]) == checksum([[object()]])
+    assert checksum([[object()]]) != checksum([[date(2026, 1, 1)]])
 
 
 def test_a_fingerprint_is_compared_as_json_keeps_it():

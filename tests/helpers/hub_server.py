@@ -29,6 +29,7 @@ class Hub:
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder, self.name, self.head = folder, name, ""
+        self.short = ""  # an older name without an owner, such as squad, which is redirected
         self.heads: dict[str, str] = {}  # newest commit by branch
         self.asked: list[str] = []
         self.seen: list[Request] = []  # answered requests for files
@@ -96,6 +97,9 @@ class Hub:
         for branch in self.heads:
             if "/" in branch:
                 path = path.replace(branch, branch.replace("/", "%2F"))
+        if self.short and f"{path}/".startswith(f"/api/datasets/{self.short}/"):
+            place = request.path.replace(f"/{self.short}", f"/{self.name}", 1)
+            return self._send(request, 307, b"", {"Location": place}, body=body)
         api, files = f"/api/datasets/{self.name}", f"/datasets/{self.name}/resolve/"
         if path.startswith(files):
             commit, _, name = path.removeprefix(files).partition("/")

@@ -246,6 +246,8 @@ def test_a_schedule_that_is_longer_than_the_run_is_cut():
         (schedule.onecycle, {"options": {"max_momentum": 1.0}}, "base_momentum <="),
         (schedule.linear, {"length": Duration(0)}, "schedule.length 0 must be at least one step"),
         (schedule.cosine, {"length": Duration(5), "warmup": Duration(6)}, "schedule.length 5 has"),
+        (lambda step, total: 1.0, {"final": 0.1}, "schedule.final 0.1 has no effect"),
+        (schedule.plateau, {"final": 0.1}, "the schedule plateau takes no argument final"),
         (lambda step, total: math.nan, {}, "rate of step 0 would be nan"),
         (lambda step, total: 1.0 - step, {}, "rate of step 99 would be -196"),
         (lambda step, total: 1 / 0, {}, "failed at step 0: ZeroDivisionError"),

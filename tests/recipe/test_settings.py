@@ -112,6 +112,16 @@ pytestmark = pytest.mark.covers(
             "schedule.warmup_start 0.5 has no effect with schedule.warmup 0",
         ),
         (["--guard.patience", "0"], "guard.patience must be at least 1"),
+        (
+            ["--schedule.name", "plateau", "--schedule.final", "0.1"],
+            "schedule.final 0.1 has no effect with schedule.name plateau",
+        ),
+        (
+            ["--stop.patience", "3", "--eval.every", "0"],
+            "stop.patience 3 has no effect with eval.every 0",
+        ),
+        (["--ema.device", "cpu"], "ema.device cpu has no effect without EMA weights"),
+        (["--save.upload_limit", "5"], "save.upload_limit 5 has no effect without a mirror"),
     ],
 )
 def test_a_setting_without_effect_is_rejected(tmp_path, words, expected_text):

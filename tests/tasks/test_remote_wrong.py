@@ -15,7 +15,7 @@ from pyarrow import parquet
 from hub_server import Hub
 from oneloop.basics.bucket import StoreChangedError, StoreError
 from oneloop.tasks.rows import rewrite
-from oneloop.tasks.rows.open_data import Source, named_sources, opened
+from oneloop.tasks.rows.open_data import Source, named_sources, opened, whole
 from oneloop.tasks.rows.remote import store as stores
 from oneloop.tasks.rows.remote.addresses import address_of
 from oneloop.tasks.rows.remote.footers import _try, parsed
@@ -108,6 +108,29 @@ def test_addresses_give_the_data_of_the_disk(servers) -> None:
             assert rows.fingerprint()["files"] == local.fingerprint()["files"]
     streamed = rows_of("hf:some/texts", stream=True)
     assert streamed.parts["train"][61] == here.parts["train"][61]
+
+
+def test_a_hub_data_set_by_its_name_without_an_owner(tmp_path, monkeypatch) -> None:
+    """hf:squad is redirected to rajpurkar/squad. Its answers are nested columns."""
+    rows = []
+    for number in range(20):
+        answers = {"text": ["a", "b"][: number % 3], "answer_start": [3, 5][: number % 3]}
+        rows.append({"question": f"why {number}?", "answers": answers})
+    with Hub(tmp_path / "hub", "rajpurkar/squad") as hub:
+        hub.short = "squad"
+        hub.commit({"plain_text/train-00000-of-00001.parquet": rows})
+        for name, value in hub.variables(tmp_path / "hf").items():
+            monkeypatch.setenv(name, value)
+        columns = {"text": "question", "label": "answers"}
+        for where in ("hf:squad", "hf:squad:plain_text", "hf:rajpurkar/squad"):
+            (source,) = named_sources(where, columns, stream=True)
+            found = whole(source, window=4).parts["all"]
+            assert [found[number] for number in range(20)] == rows
+
+        # The hub knows no owner.
+        hub.name, hub.short = "squad", ""
+        with pytest.raises(ValueError, match="hf:squad has no owner, and is read in place only"):
+            whole(named_sources("hf:squad", columns, stream=True)[0], window=4)
 
 
 WRONG = {

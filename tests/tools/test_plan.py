@@ -410,6 +410,35 @@ def test_a_bias_of_the_model_and_its_output_layer_is_in_the_unit_of_the_root(tmp
         assert torch.allclose(value, two[name], rtol=1e-6, atol=1e-7), name
 
 
+class Nested(torch.autograd.Function):
+    """A backward inside a backward, as often as ``depth``: autograd then starts threads."""
+
+    @staticmethod
+    def forward(ctx, x, depth):
+        ctx.depth = depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if ctx.depth:
+            with torch.enable_grad():
+                nested = Nested.apply(torch.ones(1, requires_grad=True), ctx.depth - 1)
+                nested.sum().backward()
+        return gradient, None
+
+
+def _planned_after_threads() -> Plan:
+    Nested.apply(torch.ones(1, requires_grad=True), 100).sum().backward()
+    (plan,) = planned([Asked(("digits",), str(config_files()["single"]), 1)])
+    return plan
+
+
+def test_a_process_whose_autograd_has_threads_can_plan():
+    """A notebook that has trained on a GPU: torch rejects a backward in a fork of it."""
+    (plan,) = run(_planned_after_threads).ok()
+    assert isinstance(plan, Plan), plan
+
+
 def test_odd_tasks_and_environments(capfd, monkeypatch):
     # of another launcher: accelerate would wait for other ranks
     monkeypatch.setenv("WORLD_SIZE", "4")

@@ -176,7 +176,7 @@ def test_pushed_and_taken_back(trained, tmp_path):
             "hf:some/adapter",
         ]
         code, output = typed(["oneloop.train", *words, "--run.dir", "other"], tmp_path, variables)
-        assert code == 2 and f"its adapters are for hf:some/model ({first}), and not" in output, (
+        assert code == 2 and f"its adapters are for hf:some/model ({first}), expected" in output, (
             output
         )
 

@@ -11,6 +11,7 @@
 """
 
 import math
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -22,21 +23,24 @@ from torch.utils.data import DataLoader, default_collate
 
 from oneloop.basics.exact_sums import rounded_sum
 from oneloop.basics.seeds import with_own_generators
+from oneloop.basics.update_count import UPDATES
 from oneloop.data.fixed_collate import BATCH, FixedCollate
 from oneloop.data.loader_arguments import (
     begin_group,
     check_dataset,
+    check_marks,
     check_position,
     check_ranks,
-    count_updates,
     device_of,
     group_of,
     layout_of,
+    marks,
     micro_of,
     place,
     place_of,
     reject_accumulation,
     reject_incomplete,
+    reject_thread,
     reject_unknown,
     set_accumulation,
     workers_of,
@@ -156,33 +160,44 @@ class Loader:
         check_ranks(ranks, self._identity.of_rank())
 
         # Where the loop is.
-        self._updates = count_updates()
+        UPDATES.watch()
         self._finished = 0  # groups
         self._taken = 0  # batches of the group that was handed out
-        self._begun = 0  # updates of optimizers, when it was handed out
-        self._inside = False  # whether batches of it are left, or the last one is in use
+        self._begun = 0  # updates of this process, when it was handed out
+        self._inside = False  # whether a group was handed out that is not among the finished ones
+        self._used = False  # whether the loop over its batches has ended
+        self._updated = False  # whether an update of a group of this loader was seen
         self._loops = 0  # loops over this loader that began
         self._moved = False  # whether the position was set in a loop
+        self._thread = threading.get_ident()
+        self._trained = UPDATES.in_main_thread
 
     @property
     def factor(self) -> int:
         """Return the factor of a micro-batch's summed loss, which is divided by ``group.total``.
 
         It undoes the means of DDP and FSDP2 over processes, and of Accelerate over micro-batches.
+
+        A mean loss would be too small by the weight of its micro-batch, and no error would show
+        it. Multiply a mean by what it was divided by: by ``len(x)``, or by the number of target
+        tokens of this micro-batch if ``weight`` counts tokens.
+
+        >>> accelerator.backward(mean * len(x) * loader.factor / group.total)
         """
         return self.layout.ranks * (1 if self._accelerator is None else self.layout.accumulate)
 
     @property
     def position(self) -> int:
-        """Return the number of groups that were handed out and finished.
+        """Return the number of groups that were trained.
 
-        A group is finished when the loop over its batches has ended, or an optimizer has stepped
-        with its last batch. Groups that were only loaded ahead do not count.
+        A group counts when an optimizer has stepped after its last batch was handed out, or a
+        ``GradScaler`` or :class:`oneloop.optim.bad_step_guard.Guard` has left out this step. It
+        counts at the latest when the next group is handed out: if your loop itself leaves out an
+        update, or has no optimizer of torch. Groups that were only loaded ahead do not count.
 
         Setting it selects the next group: before the loop any one, later only an earlier one.
         """
-        taken = self._inside and self._taken == self.layout.accumulate
-        return self._finished + (taken and self._updates[0] > self._begun)
+        return self._finished + self._was_updated()
 
     @position.setter
     def position(self, position: int) -> None:
@@ -199,6 +214,13 @@ class Loader:
         self._inside = False
         self._moved = True
 
+    def _was_updated(self) -> bool:
+        """Return whether the update of the group that was handed out is made."""
+        taken = self._inside and self._taken == self.layout.accumulate
+        updated = taken and UPDATES.number > self._begun
+        self._updated |= updated
+        return updated
+
     def __iter__(self) -> Iterator[Group]:
         # A group that the loop before has left is finished, or repeated: as for a state.
         self._finished = self.position
@@ -207,6 +229,7 @@ class Loader:
         loop = self._loops
         while True:
             self._moved = False
+            self._check_thread()
             for group in self._summed(self._loaded()):
                 # Hand the group out.
                 if not 0 < group.total < math.inf:
@@ -216,11 +239,13 @@ class Loader:
                     )
                 self._taken = 0
                 self._inside = True
+                self._used = False
                 batches = self._counted(group, loop)
                 handed = Group(batches, group.weights, group.apart, group.total)
                 yield handed
 
-                # It is finished, unless the state was set meanwhile.
+                # It is finished now, unless the state was set meanwhile.
+                self._check_thread()
                 if loop != self._loops:
                     raise RuntimeError(
                         "another loop over this Loader has begun, and only the newest can "
@@ -228,11 +253,13 @@ class Loader:
                     )
                 if self._moved:
                     break
-                self._begun = self._updates[0]
+                self._was_updated()
+                self._begun = UPDATES.number
                 for _ in batches:  # those that the loop has left out
                     pass
                 handed.used = True
-                self._finish()
+                self._finished += 1
+                self._inside = False
 
     def __len__(self) -> int:
         raise TypeError(
@@ -249,20 +276,19 @@ class Loader:
             )
         raise AttributeError(f"'Loader' object has no attribute {name!r}")
 
-    def _finish(self) -> None:
-        if self._inside and not self._moved:
-            self._finished += 1
-            self._inside = False
+    def _check_thread(self) -> None:
+        if not self._workers:
+            reject_thread(self._thread, self._trained)
 
     def _counted(self, group: Group, loop: int) -> Iterator[Any]:
-        """Yield the user's batches of a group, and finish it at the end."""
+        """Yield the user's batches of a group, and count them."""
         accelerator = self._accelerator
         number = self.layout.accumulate
         for loaded in group.batches:
             if self._moved:  # the state was set inside the group
                 return
             if not self._taken:  # training with another Loader may have come before
-                self._begun = self._updates[0]
+                self._begun = UPDATES.number
                 if accelerator is None:
                     reject_accumulation()
                 else:
@@ -273,7 +299,7 @@ class Loader:
         if accelerator is not None:
             reject_incomplete(accelerator, number)
         if loop == self._loops:
-            self._finish()
+            self._used = True
 
     def _loaded(self) -> Iterator[Group]:
         """Yield the groups of this process, from the position on."""
@@ -296,37 +322,46 @@ class Loader:
         The all-reduce of a group takes place while the group before it trains.
         """
         ranks = self.layout.ranks
-        upcoming: tuple[Group, Tensor, Any] | None = None
-        for group in stream:
+        upcoming: tuple[int, Group, Tensor, Any] | None = None
+        for number, group in enumerate(stream, start=self._finished + 1):
             if self._group is None:
                 # All ranks have as many samples, or there is one rank.
                 each = 1 if self._collate.weight else ranks
                 group.total = each * rounded_sum(group.addends(0, 1))
                 yield group
                 continue
-            sums = torch.tensor(group.addends(self._rank, ranks), dtype=torch.float64)
+            # The marks show whether all ranks sum up the same group.
+            addends = [*group.addends(self._rank, ranks), *marks(number)]
+            sums = torch.tensor(addends, dtype=torch.float64)
             work = dist.all_reduce(sums, group=self._group, async_op=True)
             current = upcoming
-            upcoming = (group, sums, work)
+            upcoming = (number, group, sums, work)
             if current is not None:
-                yield _with_total(*current)
+                yield _with_total(ranks, *current)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and what a state must agree with: seed, batch size and data.
 
-        Inside a group, it is the position of this group, which is then repeated: call it after the
-        loop over its batches.
+        Before the update of a group, it is the position of this group, which is then repeated: call
+        it after the update.
 
         Raises:
-            RuntimeError: an optimizer has stepped before the last batch of the group.
+            RuntimeError: an optimizer has stepped before the last batch of the group, or none has
+                stepped so far, so that it is unknown whether the group was trained.
         """
         self._reject_early_update()
+        if self._inside and self._used and not (self._was_updated() or self._updated):
+            raise RuntimeError(
+                "no optimizer of torch has stepped in a group of this Loader, so it is unknown "
+                "whether the newest group was trained; save after optimizer.step(), or, without an "
+                "optimizer of torch, before the batches of the next group are used"
+            )
         return {"position": self.position, **self._identity.values()}
 
     def _reject_early_update(self) -> None:
         """Raise RuntimeError if an optimizer has stepped before the last batch of the group."""
         number = self.layout.accumulate
-        if self._inside and 0 < self._taken < number and self._updates[0] > self._begun:
+        if self._inside and 0 < self._taken < number and UPDATES.number > self._begun:
             raise RuntimeError(
                 f"an optimizer has stepped after batch {self._taken} of the {number} of this "
                 "group; step once per group (inside accelerator.accumulate, or after the loop over "
@@ -352,7 +387,9 @@ class Loader:
         check_position(state["position"], self.batch_size)
 
 
-def _with_total(group: Group, sums: Tensor, work: Any) -> Group:
+def _with_total(ranks: int, number: int, group: Group, sums: Tensor, work: Any) -> Group:
     work.wait()
-    group.total = rounded_sum(sums.tolist())
+    *weights, total, squares = sums.tolist()
+    check_marks(number, (total, squares), ranks)
+    group.total = rounded_sum(weights)
     return group

@@ -1,24 +1,25 @@
 """Arguments and surroundings of a :class:`oneloop.data.loader.Loader`."""
 
 import os
-from collections.abc import Mapping
-from functools import cache
+import threading
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.state import GradientState
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import IterableDataset, Sampler
 
 from oneloop.basics.launcher import ranks as launched_ranks
 from oneloop.basics.system.processes import usable_cores
 from oneloop.basics.tensors import host_group
+from oneloop.basics.update_count import UPDATES
 from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.data_workers import workers_here
 
 _MOST = 1 << 62  # samples: positions are 64-bit integers
+_NUMBERS = 1 << 20  # whose squares are exact in float64, also the sum of 8,192 of them
 _INSTEAD = {
     "sampler": "the order is seeded; for your own, give the data set a method order(seed, batch)",
     "batch_sampler": "the order is seeded; for your own, give the data set a method order(seed, "
@@ -252,13 +253,44 @@ def check_position(position: Any, batch_size: int) -> None:
         raise ValueError(f"the position of a Loader is from 0 to {most:,}, got {position}")
 
 
-@cache
-def count_updates() -> list[int]:
-    """Return a list with the number of optimizer steps in this process since the first call."""
-    count = [0]
+def reject_thread(home: int, trained: int) -> None:
+    """Raise RuntimeError if another thread may draw random numbers while this one loads samples.
 
-    def add(*_: object) -> None:
-        count[0] += 1
+    Args:
+        home: the thread in which the Loader was made.
+        trained: optimizer steps in the main thread, when it was made.
+    """
+    current = threading.current_thread()
+    if current is threading.main_thread():
+        return
+    if current.ident == home and UPDATES.in_main_thread == trained:
+        return
+    raise RuntimeError(
+        f"a Loader without data workers loads samples in the thread {current.name!r}, but another "
+        "thread trains or has made it; loading seeds the random generators of the whole process, "
+        "so both would get wrong random numbers: loop in the thread that trains, or use workers=1"
+    )
 
-    register_optimizer_step_post_hook(add)
-    return count
+
+def marks(number: int) -> list[float]:
+    """Return what a rank adds to a sum that must be of one group: see :func:`check_marks`."""
+    part = number % _NUMBERS
+    return [float(part), float(part * part)]
+
+
+def check_marks(number: int, sums: Sequence[float], ranks: int) -> None:
+    """Raise RuntimeError on all ranks, unless all of them have added the marks of one group.
+
+    Args:
+        number: of this rank's group, from 1.
+        sums: of the marks of all ranks.
+        ranks: their number.
+    """
+    total, squares = map(int, sums)
+    if ranks * squares == total * total:  # the variance is 0
+        return
+    raise RuntimeError(
+        f"the ranks sum up the weights of different steps: this one of step {number}, and another "
+        "rank of another step, because its loop began again or its position was set; do both on "
+        "all ranks, and after an exception on one rank, end all"
+    )

@@ -36,7 +36,8 @@ def first_checksum(seed: int, dataset: Any) -> str | None:
 def checksum(values: Any) -> str:
     """Return the xxh3-64 of tensors, arrays, strings, numbers, containers and attributes.
 
-    Other objects count by the name of their class.
+    Objects without attributes, such as dates, decimals and paths, count by their text (``repr``).
+    If it contains an address in memory, they count by the name of their class.
     """
     state = xxh3_64()
 
@@ -77,9 +78,20 @@ def checksum(values: Any) -> str:
         elif isinstance(value, list | tuple):
             for inside in value:
                 take(inside, depth + 1)
-        elif hasattr(value, "__dict__"):
+        elif getattr(value, "__dict__", None):
             take(vars(value), depth + 1)
+        else:
+            state.update(_text(value).encode(errors="surrogatepass"))
 
     for value in values:
         take(value)
     return state.hexdigest()
+
+
+def _text(value: Any) -> str:
+    """Return the text of an object; empty if it would be another one in another process."""
+    try:
+        text = repr(value)
+    except Exception:
+        return ""
+    return "" if " at 0x" in text else text

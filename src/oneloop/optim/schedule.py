@@ -352,6 +352,12 @@ def learning_rate(
             given[name] = tuple(exact)
     if "final" in arguments:
         given["final"] = final
+    elif final:
+        raise ValueError(
+            f"schedule.final {final:g} has no effect, because the schedule "
+            f"{getattr(factor, '__name__', factor)} takes no argument final; set schedule.final 0, "
+            "or add this argument"
+        )
 
     # Try it at both ends: a function may be anybody's.
     rate = LearningRate(peak, steps, end, factor, given, warmup_start, warmup_offset)

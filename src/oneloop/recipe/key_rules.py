@@ -23,7 +23,7 @@ _PLAIN: dict[Any, str] = {
 }
 NEEDS = {
     "optimizer.lr_rule": "optimizer.lr_at_batch!=0",
-    "schedule.final": "schedule.name!=constant|step|exponential|onecycle",
+    "schedule.final": "schedule.name!=constant|step|exponential|onecycle|plateau",
     "schedule.length": "schedule.name!=constant|step|exponential|plateau",
     "ema.ramp": "ema.half_life!=0",
     "ema.start": "ema.decay!=0",
@@ -34,6 +34,7 @@ NEEDS = {
     "schedule.warmup_offset": "schedule.name!=onecycle schedule.warmup!=0",
     "init.weights": "init.from!=null",
     "init.leave_out": "init.from!=null",
+    "stop.patience": "eval.every!=0",
     "guard.spike": "guard.sigma!=0",
     "guard.window": "guard.sigma!=0",
     "machine.compile_mode": "machine.compile!=none",

@@ -56,6 +56,11 @@ class Recipe:
                     "process; remove it"
                 )
             _reject_same_place(self.folder, self.mirror)
+        elif self.save.upload_limit:
+            raise BadInput(
+                f"save.upload_limit {self.save.upload_limit:g} has no effect without a mirror; set "
+                "save.mirror, or remove save.upload_limit"
+            )
         if self.batch.grain is not None:
             reject_inexact(self.batch.grain, self.eval, self.optimizer, self.machine)
 

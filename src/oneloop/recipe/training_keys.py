@@ -223,11 +223,12 @@ class EmaConfig:
         at_least(1, ema__every=self.every)
 
         # These keys are for runs with EMA weights.
-        if not (self.decay or self.half_lives or self.power) and (self.every != 1 or self.buffers):
-            key = "every" if self.every != 1 else "buffers"
+        given = {"every": self.every != 1, "buffers": self.buffers, "device": self.device}
+        without = [key for key, is_given in given.items() if is_given]
+        if without and not (self.decay or self.half_lives or self.power):
             raise BadInput(
-                f"ema.{key} {getattr(self, key)} has no effect without EMA weights; set "
-                f"ema.half_life, ema.decay or ema.power, or remove ema.{key}"
+                f"ema.{without[0]} {getattr(self, without[0])} has no effect without EMA weights; "
+                f"set ema.half_life, ema.decay or ema.power, or remove ema.{without[0]}"
             )
         if not self.warmup_gamma:
             raise BadInput("ema.warmup_gamma must be above 0, got 0")

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.extras import how_to_install
-from oneloop.basics.system.start_methods import start_context
+from oneloop.basics.system.start_methods import server_context, spawns, start_context
 from oneloop.basics.tensors import Planned
 from oneloop.job.build import build_job
 from oneloop.job.trial_steps import SAMPLED, may_be_larger
@@ -72,12 +72,13 @@ def planned(several: Sequence[Asked]) -> list[Plan | NotPlanned]:
     """Plan each run in its own process, two at once."""
     found: list[Plan | NotPlanned] = []
     imported = set[str]()
+    context = _context()
     for at in range(0, len(several), 2):
         pair = several[at : at + 2]
         with ExitStack() as stack:
             futures = []
             for asked in pair:
-                pool = stack.enter_context(ProcessPoolExecutor(1, start_context()))
+                pool = stack.enter_context(ProcessPoolExecutor(1, context))
                 futures.append(pool.submit(_planned, asked))
             for future in futures:
                 if isinstance(future.exception(), BrokenProcessPool):
@@ -91,6 +92,28 @@ def planned(several: Sequence[Asked]) -> list[Plan | NotPlanned]:
     for module in imported:
         import_module(module)
     return found
+
+
+def _context() -> Any:
+    """Return how processes start: by fork, unless autograd cannot work in a fork of this process.
+
+    Its engine has threads after a backward on a GPU, or in deeply nested backwards. A fork does not
+    inherit them, and torch then rejects each backward.
+    """
+    context = start_context()
+    if spawns():
+        return context
+    with ProcessPoolExecutor(1, context) as pool:
+        works = pool.submit(_autograd_works).result()
+    return context if works else server_context([__name__])
+
+
+def _autograd_works() -> bool:
+    try:
+        torch.zeros(1, requires_grad=True).sum().backward()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _planned(asked: Asked) -> tuple[Plan | NotPlanned, list[str]]:

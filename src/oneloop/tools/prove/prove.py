@@ -34,6 +34,7 @@ _KEYS = {
     "save.best": False,
     "save.final": "last",
     "save.mirror": None,
+    "save.upload_limit": 0,
     "log.every": 1,
     "log.noise_scale": False,
     "watch.quiet": False,

@@ -71,6 +71,7 @@ class Runner:
                 "log.noise_scale": False,
                 "watch.quiet": True,
                 "save.mirror": None,
+                "save.upload_limit": 0,
             }
 
             # Start the run in a process of its own.

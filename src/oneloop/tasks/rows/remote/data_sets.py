@@ -5,13 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from oneloop.basics.bucket import StoreError, ends_program, is_address
+from oneloop.basics.seeds import own_generators
 from oneloop.tasks.rows.find_files import KINDS, SPLITS, Found, chosen
 from oneloop.tasks.rows.remote.addresses import address_of
 from oneloop.tasks.rows.remote.footers import footers
 from oneloop.tasks.rows.remote.remote_file import RemoteFile
 from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
 from oneloop.tasks.rows.remote.store import open_store
-from oneloop.tasks.rows.remote.web import listed
+from oneloop.tasks.rows.remote.web import listed, with_owner
 
 _CONVERTED = "refs/convert/parquet"  # branch with the hub's own conversion
 
@@ -83,8 +84,10 @@ def found_remotely(where: str, *, whole: bool) -> RemoteFound | None:
     if where.startswith("file://") or not (is_address(where) or is_hub(where)):
         return None
     try:
-        address = streamed(where[3:]) if is_hub(where) else where
-        return remote_found(address, whole=whole)
+        # Clients of stores that try again draw their waits from Python's global generator.
+        with own_generators():
+            address = streamed(where[3:]) if is_hub(where) else where
+            return remote_found(address, whole=whole)
     except StoreError as error:
         raise ends_program(error) from error
 
@@ -144,7 +147,8 @@ def streamed(name: str) -> str:
         ValueError: it has no Parquet files of this configuration.
     """
     wanted, _, revision = name.partition("@")
-    repository, _, config = wanted.partition(":")
+    short, _, config = wanted.partition(":")
+    repository = with_owner(short)  # which an address of the hub needs
     own = _parquet(listed(repository, revision or None, ""))
     folders = _folders(own)
     if own and (not config or config in folders):

@@ -95,7 +95,10 @@ class FetchClient:
         self._paths.pop(request, None)
         return False
 
-    def __del__(self) -> None:
+    def __del__(self, at_exit: Callable[[], bool] = sys.is_finalizing) -> None:
+        # When Python exits, the modules that this needs are gone; the connection ends by itself.
+        if at_exit():
+            return
         # Processes that were forked since then may hold a copy of the connection.
         if self._owner == os.getpid() and self._connection is not None:
             with suppress(OSError):

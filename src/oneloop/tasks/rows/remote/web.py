@@ -2,8 +2,9 @@
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import unquote, urljoin, urlsplit
 
@@ -216,6 +217,40 @@ def listed(repository: str, revision: str | None, folder: str) -> list[tuple[str
         StoreError: the data set, revision or folder does not exist or cannot be read.
     """
     from huggingface_hub import HfApi
+
+    api = HfApi(endpoint=_hub())
+    with _hub_errors(repository, revision, folder):
+        commit = api.dataset_info(repository, revision=revision).sha
+        tree = api.list_repo_tree(
+            repository, folder or None, recursive=True, revision=commit, repo_type="dataset"
+        )
+        return [(item.path, item.size, str(commit)) for item in tree if hasattr(item, "size")]
+
+
+def with_owner(repository: str) -> str:
+    """Return the name of a data set on the hub with its owner: of ``squad``, ``rajpurkar/squad``.
+
+    Raises:
+        StoreError: the hub cannot be read, or has no such data set.
+        ValueError: it has no owner.
+    """
+    from huggingface_hub import HfApi
+
+    if "/" in repository:
+        return repository
+    with _hub_errors(repository, None, ""):
+        name: str = HfApi(endpoint=_hub()).dataset_info(repository).id
+    if "/" not in name:
+        raise ValueError(
+            f"hf:{repository} has no owner, and is read in place only by hf:OWNER/NAME; name a "
+            "copy that has one, or set task.stream false to download it"
+        )
+    return name
+
+
+@contextmanager
+def _hub_errors(repository: str, revision: str | None, folder: str) -> Iterator[None]:
+    """Raise errors of the hub's client as StoreError."""
     from huggingface_hub.errors import (
         EntryNotFoundError,
         GatedRepoError,
@@ -225,13 +260,8 @@ def listed(repository: str, revision: str | None, folder: str) -> list[tuple[str
     )
 
     where = f"hf:{repository}" + (f"@{revision}" if revision else "")
-    api = HfApi(endpoint=_hub())
     try:
-        commit = api.dataset_info(repository, revision=revision).sha
-        tree = api.list_repo_tree(
-            repository, folder or None, recursive=True, revision=commit, repo_type="dataset"
-        )
-        return [(item.path, item.size, str(commit)) for item in tree if hasattr(item, "size")]
+        yield
     except GatedRepoError:
         raise StoreDeniedError(f"{where} is gated; request access, and set HF_TOKEN") from None
     except (RepositoryNotFoundError, RevisionNotFoundError, HFValidationError):
