@@ -31,4 +31,3 @@ from oneloop.recipe.key_parser import parser
 for task in ("image_classification", "text_classification", "causal_lm", "sft"):
     for optimizer in ("adamw", "sgd"):
         parser(task, optimizer, "cosine")
-        parser(task, optimizer, "cosine", options=False)
