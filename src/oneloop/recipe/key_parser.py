@@ -65,8 +65,8 @@ def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
     """
     chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
     known = all(name in CHOICES[group] for group, name in chosen.items())
-    made = (_with_options_once if known else _with_options)(**chosen)
-    return _without_completion(made)
+    build = _with_options_once if known else _with_options
+    return _without_completion(build(task, optimizer, schedule))
 
 
 def common_parser() -> ArgumentParser:
