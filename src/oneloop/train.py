@@ -3,14 +3,12 @@
 accelerate launch --config_file accelerate_configs/ddp.yaml -m oneloop.train digits
 """
 
-import gc
 import sys
 
 if __name__ == "__main__":  # before the slow imports: --help and bad input need none of them
     from oneloop.launch import hidden_modules
 
     hidden_modules.begin(sys.argv[1:])
-    gc.disable()  # a sixth of the imports' time would go into a search for garbage
 
 from collections.abc import Sequence
 from typing import Any, NoReturn
@@ -287,5 +285,4 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 if __name__ == "__main__":
-    gc.enable()
     main()
