@@ -153,7 +153,7 @@ def test_any_world_loads_what_any_other_wrote(tmp_path, ranks, config, sync):
     assert max(losses) - min(losses) < 1e-5  # the next step is the same, too
 
 
-@pytest.mark.parametrize("make", ["sgd", "muon", "rmsprop"])
+@pytest.mark.parametrize("make", ["sgd", "muon", pytest.param("rmsprop", marks=pytest.mark.slow)])
 def test_every_optimizers_state_comes_back(tmp_path, make):
     expected = run(saved, str(tmp_path), make, False, ranks=2, config="fsdp2").ok()[0]
     found, _, _ = run(loaded, str(tmp_path), make).ok()[0]

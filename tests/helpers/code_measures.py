@@ -15,6 +15,7 @@ import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache, lru_cache
 from pathlib import Path
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
@@ -35,6 +36,12 @@ ONE_LINE = 80  # columns that an expression inside another may take
 LONG_LINE = 100
 
 
+@lru_cache(4)
+def parsed(source: str) -> ast.Module:
+    """Return the tree of a source, which several measures of the file read."""
+    return ast.parse(source)
+
+
 def docstring_lines(tree: ast.AST) -> set[int]:
     """Return the numbers of the lines of docstrings, including those of attributes."""
     lines = set[int]()
@@ -53,8 +60,16 @@ def tokens(source: str, *, separators: bool = False) -> Counter[int]:
     An f-string is one token, and so are adjacent strings, so that a formatter cannot change the
     sum. ``separators``: count brackets and commas, too.
     """
-    docstrings = docstring_lines(ast.parse(source))
+    counted, brackets = _tokens(source)
+    return counted + brackets if separators else counted.copy()
+
+
+@cache
+def _tokens(source: str) -> tuple[Counter[int], Counter[int]]:
+    """Return the numbers of tokens, and of brackets and commas, by line."""
+    docstrings = docstring_lines(parsed(source))
     counted = Counter[int]()
+    brackets = Counter[int]()
     depth = 0  # of f-strings
     after_string = False
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
@@ -69,15 +84,15 @@ def tokens(source: str, *, separators: bool = False) -> Counter[int]:
         if is_string and (after_string or token.start[0] in docstrings):
             continue
         after_string = is_string
-        if token.type == tokenize.OP and token.string in _SEPARATORS and not separators:
-            continue
-        counted[token.start[0]] += 1
-    return counted
+        separates = token.type == tokenize.OP and token.string in _SEPARATORS
+        (brackets if separates else counted)[token.start[0]] += 1
+    return counted, brackets
 
 
+@cache
 def code_lines(source: str) -> set[int]:
     """Return the numbers of the lines that are not blank, not a comment and not a docstring."""
-    docstrings = docstring_lines(ast.parse(source))
+    docstrings = docstring_lines(parsed(source))
     code = set[int]()
     for number, line in enumerate(source.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#") and number not in docstrings:
@@ -150,7 +165,7 @@ def splatted_dicts(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def dense(source: str) -> Iterator[tuple[int, str]]:
     """Yield (line, what) of each place that breaks a rule on density."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     lines = source.splitlines()
     for number, line in enumerate(lines, 1):
         if len(line) > LONG_LINE:
@@ -209,7 +224,7 @@ class Measures:
 
     def add(self, name: str, source: str) -> None:
         """Add a file."""
-        tree = ast.parse(source)
+        tree = parsed(source)
         lines = source.splitlines()
         counts = tokens(source, separators=True)
         self.files += 1
@@ -295,20 +310,28 @@ if __name__ == "__main__":
 
 
 def imports(file: Path, *, within_functions: bool = True) -> Iterator[str]:
-    """Yield the modules that a file imports; ``from oneloop import train`` counts as
+    """Return the modules that a file imports; ``from oneloop import train`` counts as
     ``oneloop.train``."""
-    tree = ast.parse(file.read_text())
-    inside = {
-        id(inner)
-        for outer in ast.walk(tree)
-        if isinstance(outer, ast.FunctionDef | ast.AsyncFunctionDef)
-        for inner in ast.walk(outer)
-    }
+    return iter(_imports(file.read_text(), within_functions))
+
+
+@cache
+def _imports(source: str, within_functions: bool) -> list[str]:
+    """Return the modules that a source imports. Copies of a file are parsed once."""
+    tree = parsed(source)
+    inside = set[int]()
+    if not within_functions:
+        for outer in ast.walk(tree):
+            if isinstance(outer, FUNCTIONS):
+                inside.update(id(inner) for inner in ast.walk(outer))
+
+    found: list[str] = []
     for node in ast.walk(tree):
-        if not within_functions and id(node) in inside:
+        if id(node) in inside:
             continue
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{file} imports by dots"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            assert node.level == 0, f"{ast.unparse(node)} imports by dots"
+            found += [f"{node.module}.{alias.name}" for alias in node.names]
+    return found

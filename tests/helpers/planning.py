@@ -3,6 +3,7 @@ one process."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -31,15 +32,29 @@ LLAMA = [*GPT, "--task.architecture", "llama", "--task.layers", "4", "--ema.half
 SFT = ["sft", "--task.length", "96", "--batch.size", "8", "--batch.micro", "2"]
 
 
+def few_chats(folder: Path) -> list[str]:
+    """Write a few chats; return the keys of a recipe that trains on them.
+
+    The packaged chats, which are thousands, would take seconds for each tokenizer.
+    """
+    from oneloop.tasks.language.synthetic_chats import SyntheticChats
+
+    file = folder / "chats.jsonl"
+    chats = [{"messages": chat} for chat in SyntheticChats("train").conversations[:200]]
+    file.write_text("".join(f"{json.dumps(chat)}\n" for chat in chats))
+    return ["--task.data", str(file)]
+
+
 def planned_recipes(base: Path) -> dict[str, list[str]]:
     """Return small recipes by name; ``base`` is a model for LoRA."""
-    lora = [*SFT, "--task.pack", "padded", "--task.model", str(base), "--task.lora.rank", "4"]
+    sft = [*SFT, *few_chats(base)]
+    lora = [*sft, "--task.pack", "padded", "--task.model", str(base), "--task.lora.rank", "4"]
     return {
         "digits": ["digits"],
         "gpt": GPT,
         "llama": LLAMA,
         "lora": lora,
-        "packed": [*SFT, "--task.pack", "packed"],
+        "packed": [*sft, "--task.pack", "packed"],
     }
 
 
@@ -87,13 +102,17 @@ def one_step(
     )
     step, evaluation = costs.step(), costs.evaluation()
     costs.ledger.operators = []
-    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+    # A trace takes seconds, and shows only what gloo does.
+    if run.ranks > 1 and not planned_ranks:
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as trace:
+            costs._run_step()
+        events = trace.events()
+    else:
         costs._run_step()
+        events = []
     operators, costs.ledger.operators = costs.ledger.operators, None
     called = [
-        (event.name, event.input_shapes)
-        for event in trace.events()
-        if event.name.startswith("gloo:")
+        (event.name, event.input_shapes) for event in events if event.name.startswith("gloo:")
     ]
     return {
         "peak": step.peak,

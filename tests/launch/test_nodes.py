@@ -30,6 +30,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 import lab
 from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.launcher import HOST
+from oneloop.cli import main
 from oneloop.launch.command import launch_options
 from oneloop.launch.nodes import ACCELERATE, Nodes, nodes, options
 from oneloop.recipe.parse import recipe
@@ -189,6 +190,11 @@ def test_nodes_that_do_not_fit_together():
     assert "127" in _first(one, unreachable)
 
 
+def _launch(words: list[str]) -> None:
+    """Run ``oneloop launch`` with these words, without the seconds of its imports."""
+    sys.exit(main(["launch", *words]))
+
+
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
@@ -207,16 +213,9 @@ def test_a_start_that_fails(words, code, message, tmp_path):
         .replace("fsdp_version: 2", "fsdp_version: 1")
     )
     (tmp_path / "old.yaml").write_text(old)
-    command = [
-        sys.executable,
-        "-m",
-        "oneloop",
-        "launch",
-        *words.replace("OLD", "old.yaml").split(),
-        "digits",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == code and message in done.stderr, done.stderr
+    typed = [*words.replace("OLD", "old.yaml").split(), "digits"]
+    world = run(_launch, typed, folder=tmp_path)
+    assert world.codes == [code] and message in world.output, world.output
     assert sorted(file.name for file in tmp_path.iterdir()) == ["old.yaml"]  # nothing was written
 
 

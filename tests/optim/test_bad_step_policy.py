@@ -108,7 +108,9 @@ def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
         pytest.param("skip", 1, "single", (), id="skip-1-single-more0"),
         pytest.param("skip", 2, "ddp", (), id="skip-2-ddp-more1"),
         pytest.param("skip", 2, "fsdp2", (), id="skip-2-fsdp2-more2", marks=pytest.mark.slow),
-        pytest.param("skip", 1, "single", RMSPROP, id="skip-1-single-more3"),
+        pytest.param(
+            "skip", 1, "single", RMSPROP, id="skip-1-single-more3", marks=pytest.mark.slow
+        ),
         pytest.param("rewind", 1, "single", (), id="rewind-1-single-more0"),
         pytest.param("rewind", 2, "ddp", (), id="rewind-2-ddp-more1", marks=pytest.mark.slow),
         pytest.param("rewind", 2, "fsdp2", (), id="rewind-2-fsdp2-more2", marks=pytest.mark.slow),

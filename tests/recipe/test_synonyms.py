@@ -12,7 +12,7 @@ import pytest
 from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.class_paths import arguments
 from oneloop.recipe.expected import OPTIONS
-from oneloop.recipe.key_parser import parser
+from oneloop.recipe.key_parser import common_parser, parser
 from oneloop.recipe.parse import check_keys, read
 from oneloop.recipe.synonyms import suggestion
 from oneloop.recipe.training_keys import TaskConfig
@@ -112,7 +112,7 @@ def test_a_key_that_the_task_lacks_is_not_suggested():
 @pytest.mark.parametrize("group", OPTIONS)
 def test_the_options_known_without_an_import_are_those_of_the_packaged_ones(group):
     plain = {"task": "image_classification", "optimizer": "adamw", "schedule": "cosine"}
-    without = {action.dest for action in parser(**plain, options=False)._actions}
+    without = {action.dest for action in common_parser()._actions}
     for name, options in OPTIONS[group].items():
         found = {action.dest for action in parser(**plain | {group: name})._actions} - without
         assert {key for key in found if key.startswith(f"{group}.")} == {

@@ -20,7 +20,7 @@ from oneloop.tasks.language import attention
 from oneloop.tasks.language.chunked_loss import chunked_cross_entropy
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tools.plan.ledger import _hidden
-from planning import LAYOUTS, SFT, one_step
+from planning import LAYOUTS, SFT, few_chats, one_step
 from worlds import run
 
 pytestmark = pytest.mark.covers(
@@ -75,7 +75,7 @@ def packed_words(folder, kind: str) -> list[str]:
         model = ["--task.architecture", "gpt2", "--task.layers", str(LAYERS)]
     else:
         model = ["--task.model", str(a_base(folder, kind=kind))]
-    words = [*SFT, *model, "--task.pack", "packed", "--batch.size", "8"]
+    words = [*SFT, *few_chats(folder), *model, "--task.pack", "packed", "--batch.size", "8"]
     return [*words, "--batch.micro", "4"]
 
 
@@ -245,8 +245,9 @@ def test_fused_loss_auto_stays_off_in_fp16(monkeypatch, on):
     assert not task._uses_fused_loss(tokens, task.entries)
 
 
-def test_a_plan_says_for_which_kernels_it_is(capsys):
-    words = ["plan", *SFT, "--task.pack", "packed", "--mixed_precision", "bf16", "--no_changes"]
+def test_a_plan_says_for_which_kernels_it_is(tmp_path, capsys):
+    words = ["plan", *SFT, *few_chats(tmp_path), "--task.pack", "packed"]
+    words += ["--mixed_precision", "bf16", "--no_changes"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "l4" in lines[0] and "t4" not in lines[0] and "v100" not in lines[0]

@@ -446,7 +446,7 @@ def test_the_rank_correlation_is_that_of_the_run(tmp_path):
         "images",
         "text_classification",
         pytest.param("text_regression", marks=pytest.mark.slow),
-        "token_classification",
+        pytest.param("token_classification", marks=pytest.mark.slow),
     ],
 )
 def test_predictions_do_not_need_the_training_data(pictures, tmp_path, name):

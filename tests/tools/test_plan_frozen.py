@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from planning import one_step
+import preference_rows
+from planning import few_chats, one_step
 from small_models import llama
 from worlds import run
 
@@ -17,10 +18,12 @@ SHAPE = ["--task.length", "64", "--task.pack", "padded", "--batch.size", "8", "-
 def test_the_weights_in_memory_are_those_of_the_policy_or_the_student(tmp_path, config, ranks):
     llama(tmp_path / "model")
     words = ["sft", *SHAPE, "--task.model", str(tmp_path / "model")]
+    chats = few_chats(tmp_path)
+    pairs = preference_rows.write(tmp_path / "pairs.jsonl", preference_rows.rows(64))
     tasks = {
-        "sft": [],
-        "distil": ["--task", "distil", "--task.teacher", str(tmp_path / "model")],
-        "preference": ["--task", "preference", "--task.overlong", "drop"],
+        "sft": chats,
+        "distil": [*chats, "--task", "distil", "--task.teacher", str(tmp_path / "model")],
+        "preference": ["--task", "preference", "--task.overlong", "drop", "--task.data", pairs],
     }
     held = {}
     for name, more in tasks.items():

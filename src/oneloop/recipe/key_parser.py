@@ -4,6 +4,7 @@ They include the arguments of the chosen task, optimizer and schedule.
 """
 
 from argparse import Action
+from copy import deepcopy
 from functools import cache
 from inspect import signature
 from typing import Any
@@ -54,33 +55,37 @@ class _Help(DefaultHelpFormatter):
         return f"{', '.join(named)} {action.metavar or ''}".rstrip()
 
 
-def parser(task: str, optimizer: str, schedule: str, *, options: bool = True) -> ArgumentParser:
+def parser(task: str, optimizer: str, schedule: str) -> ArgumentParser:
     """Return the parser of all keys. That of packaged names is built once per process.
 
     Args:
         task: the name of the chosen task.
         optimizer: the name of the chosen optimizer.
         schedule: the name of the chosen schedule.
-        options: also the options of these three, which import torch.
     """
     chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
     known = all(name in CHOICES[group] for group, name in chosen.items())
-    build = _parser_once if known or not options else _parser
-    made = build(task, optimizer, schedule, options)
+    build = _with_options_once if known else _with_options
+    return _without_completion(build(task, optimizer, schedule))
+
+
+def common_parser() -> ArgumentParser:
+    """Return the parser of the keys that every recipe has, without an import of torch."""
+    return _without_completion(_common())
+
+
+def _without_completion(made: ArgumentParser) -> ArgumentParser:
     # each parse adds it
     made._actions[:] = [action for action in made._actions if action.dest != "print_shtab"]
     return made
 
 
-def _parser(task: str, optimizer: str, schedule: str, options: bool) -> ArgumentParser:
-    chosen = {"task": task, "optimizer": optimizer, "schedule": schedule}
+@cache
+def _common() -> ArgumentParser:
     made = ArgumentParser(
         prog="oneloop.train",
         usage="oneloop launch --config_file single RECIPE [--key value …]   (or python -m "
         "oneloop.train RECIPE …)",
-        description=f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a "
-        "YAML file, or a task of your own (my_task.py:MyTask). Keys of the chosen task "
-        f"({task}), optimizer ({optimizer}) and schedule ({schedule}) are included.",
         exit_on_error=False,
         allow_abbrev=False,
         formatter_class=_Help,
@@ -102,7 +107,7 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
         "mlflow, … ('none': none)",
     )
 
-    # Add the groups. Options of the chosen task, optimizer and schedule are listed in theirs.
+    # Add the groups.
     for name, group in GROUPS.items():
         section = made.add_argument_group(name)
         if name == "init":  # a field cannot have the name "from"
@@ -114,8 +119,27 @@ def _parser(task: str, optimizer: str, schedule: str, options: bool) -> Argument
                 "weights from",
             )
         section.add_class_arguments(group, name, skip={"options", "source"}, as_group=False)
-        if name in chosen and options:
-            _add_options(made, section, name, chosen[name])
+    return made
+
+
+def _with_options(task: str, optimizer: str, schedule: str) -> ArgumentParser:
+    # A copy takes a hundredth of the time that the common keys take.
+    made = deepcopy(_without_completion(_common()))
+    made.description = (
+        f"Trains a recipe: a packaged one ({', '.join(packaged())}), the path of a "
+        "YAML file, or a task of your own (my_task.py:MyTask). Keys of the chosen task "
+        f"({task}), optimizer ({optimizer}) and schedule ({schedule}) are included."
+    )
+
+    # Each group also lists the options of what is chosen. Those of a dataclass are a section, which
+    # comes next in the help.
+    for group, name in (("task", task), ("optimizer", optimizer), ("schedule", schedule)):
+        common = list(made._action_groups)
+        titles = [section.title for section in common]
+        place = titles.index(group)
+        _add_options(made, common[place], group, name)
+        added = made._action_groups[len(common) :]
+        made._action_groups = [*common[: place + 1], *added, *common[place + 1 :]]
 
     # Show each value as its type.
     for action in made._actions:
@@ -154,4 +178,4 @@ def _add_options(made: ArgumentParser, section: Any, group: str, chosen: str) ->
             action.help = about.get(action.dest.removeprefix(f"{group}."))
 
 
-_parser_once = cache(_parser)
+_with_options_once = cache(_with_options)

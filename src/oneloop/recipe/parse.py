@@ -20,7 +20,7 @@ from oneloop.basics.exit_codes import BadInput
 from oneloop.basics.files import one_line
 from oneloop.recipe.class_paths import arguments, resolve
 from oneloop.recipe.expected import OPTIONS
-from oneloop.recipe.key_parser import parser
+from oneloop.recipe.key_parser import common_parser, parser
 from oneloop.recipe.key_rules import wanted, without_effect
 from oneloop.recipe.read import find_recipe, flat, from_python, load, long
 from oneloop.recipe.schema import GROUPS, Recipe
@@ -55,7 +55,7 @@ def check_keys(argv: Sequence[str]) -> None:
 def _check_without_imports(
     chosen: dict[str, str], written: dict[str, Any], typed: Mapping[str, Any]
 ) -> None:
-    made = parser(chosen["task"], chosen["optimizer"], chosen["schedule"], options=False)
+    made = common_parser()
     given = written | dict(typed)
 
     # Collect the known keys, and the beginnings of those that only an imported object knows.
@@ -85,7 +85,7 @@ def _check_without_imports(
     # Check the values of the keys that belong to oneloop.
     early = {key: value for key, value in given.items() if key in _types(made)}
     if None not in early.values():  # a flag, or a key without its value
-        _parsed(made, early)
+        _namespace(made, early)
 
 
 def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any) -> Recipe:
@@ -172,12 +172,16 @@ def _without(written: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any
 
 
 def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, dict[str, Any]]:
+    namespace = _namespace(made, given)
+    return namespace, yaml.safe_load(made.dump(namespace, skip_unset=False))
+
+
+def _namespace(made: ArgumentParser, given: Mapping[str, Any]) -> Namespace:
     _reject_unknown(given, _types(made))
     try:
-        namespace = made.parse_args([_argument(key, value, made) for key, value in given.items()])
+        return made.parse_args([_argument(key, value, made) for key, value in given.items()])
     except Exception as error:  # jsonargparse raises many types; each message names the key
         raise BadInput(_reworded(error, given, made)) from error
-    return namespace, yaml.safe_load(made.dump(namespace, skip_unset=False))
 
 
 def task_name(recipe: Path) -> str:
