@@ -267,8 +267,8 @@ def reject_thread(home: int, trained: int) -> None:
         return
     raise RuntimeError(
         f"a Loader without data workers loads samples in the thread {current.name!r}, but another "
-        "thread trains or has made it; loading seeds the random generators of the whole process, "
-        "so both would get wrong random numbers: loop in the thread that trains, or use workers=1"
+        "thread trains or has made it. Loading seeds the generators of the process, so both would "
+        "get wrong random numbers; loop in the thread that trains, or use workers=1"
     )
 
 
@@ -290,7 +290,7 @@ def check_marks(number: int, sums: Sequence[float], ranks: int) -> None:
     if ranks * squares == total * total:  # the variance is 0
         return
     raise RuntimeError(
-        f"the ranks sum up the weights of different steps: this one of step {number}, and another "
-        "rank of another step, because its loop began again or its position was set; do both on "
-        "all ranks, and after an exception on one rank, end all"
+        f"the ranks sum up the weights of different steps: this one of step {number}, another rank "
+        "of another step. Its loop began again, or its position was set; do both on all ranks, and "
+        "after an exception on one rank, end all"
     )
