@@ -1,4 +1,4 @@
-"""More lines of part check of ``gpu_day.py``: oneloop's loader and parts in somebody's own loop.
+"""More lines of part check of ``gpu_day.py``: oneloop's loader and parts in a loop of the user.
 
 PYTHONPATH=src python benchmarks/gpu_day.py --part check --only loader_batches
 """
@@ -126,7 +126,7 @@ def programs_of_own_loops(place: Place) -> Result:
 
 @line("check", seconds=60, numbers=["runs"])
 def parts_of_own_loops(place: Place) -> Result:
-    """parts.py and gan.py, resumed halfway and on a process group of one, end in the same bits."""
+    """parts.py and gan.py, resumed halfway or on a process group of one, end bit-identically."""
     texts = programs()
     saved = {}
     for name in ("parts.py", "gan.py"):

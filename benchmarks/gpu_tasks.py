@@ -39,7 +39,7 @@ def deterministic_bert(place: Place) -> Result:
 
 @line("check", seconds=20, numbers=["ranges"], packages=["datasets"])
 def deterministic_preference(place: Place) -> Result:
-    """The pass over the reference and the training give the same bits twice."""
+    """The pass over the reference and the training are bit-identical in two runs."""
     found = []
     for number in range(2):
         store = place.folder / f"store-{number}"

@@ -350,20 +350,26 @@ def learning_rate(
         elif name == "milestones" and factor is step:
             exact = [Duration(one).exact_steps(scale, total=total, key=key) for one in value]
             given[name] = tuple(exact)
-    if "final" in arguments:
-        given["final"] = final
-    elif final:
-        raise ValueError(
-            f"schedule.final {final:g} has no effect, because the schedule "
-            f"{getattr(factor, '__name__', factor)} takes no argument final; set schedule.final 0, "
-            "or add this argument"
-        )
+    given |= _final(factor, final)
 
     # Try it at both ends: a function may be anybody's.
     rate = LearningRate(peak, steps, end, factor, given, warmup_start, warmup_offset)
     _check(rate, steps)
     _check(rate, total - 1)
     return rate
+
+
+def _final(factor: Callable[..., float], final: float) -> dict[str, float]:
+    """Return the argument final, if a schedule takes it; raise ValueError if it has no effect."""
+    if "final" in inspect.signature(factor).parameters:
+        return {"final": final}
+    if final:
+        raise ValueError(
+            f"schedule.final {final:g} has no effect, because the schedule "
+            f"{getattr(factor, '__name__', factor)} takes no argument final; set schedule.final 0, "
+            "or add this argument"
+        )
+    return {}
 
 
 def _check(rate: LearningRate, step: int) -> None:

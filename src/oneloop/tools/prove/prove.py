@@ -30,6 +30,7 @@ _SECONDS = 1800.0  # time limit of one run
 # Keys of every run.
 _KEYS = {
     "eval.every": 0,
+    "stop.patience": 0,
     "save.every": 0,
     "save.best": False,
     "save.final": "last",

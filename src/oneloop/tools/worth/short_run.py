@@ -64,6 +64,7 @@ class Runner:
             common = {
                 "duration": steps,
                 "eval.every": 0,
+                "stop.patience": 0,
                 "save.every": 0,
                 "save.best": False,
                 "track": "none",

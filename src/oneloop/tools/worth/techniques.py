@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from operator import attrgetter
 from typing import Any
 
 from oneloop.basics.exit_codes import BadInput
 from oneloop.recipe.schema import Recipe
+from oneloop.recipe.training_keys import EmaConfig
 
 # a key of Accelerate, not of the recipe; set by an environment variable
 PRECISION = "mixed_precision"
@@ -59,6 +60,12 @@ def _workers(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     return {"machine.workers": max(2, min(4, machine.cores - 1))}, {"machine.workers": 0}
 
 
+def _ema(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
+    # other keys of an EMA have no effect without it, which is an error
+    others = {f"ema.{name}": value for name, value in asdict(EmaConfig()).items()}
+    return {**others, "ema.half_life": "1ep"}, {**others, "ema.half_life": "0"}
+
+
 def _compile(recipe: Recipe, machine: Machine) -> tuple[Keys, Keys] | str:
     if machine.device == "mps":
         return "an Apple GPU does not support it"
@@ -107,7 +114,7 @@ TECHNIQUES = (
         "activation (gradient) checkpointing of every block",
         _on("machine.recompute", "full", "none", needs="a model with blocks", has=_BLOCKS),
     ),
-    Technique("ema", "EMA weights", _on("ema.half_life", "1ep", "0")),
+    Technique("ema", "EMA weights", _ema),
     Technique("clip", "clipping by the global gradient norm", _on("optimizer.clip", 1.0, 0.0)),
     Technique("logging", "a line of metrics at every step", _on("log.every", 1, 10**9)),
     Technique("compile", "torch.compile, of the blocks or the whole model", _compile),
