@@ -157,7 +157,7 @@ class Loader:
 
         # All ranks must have the same data, and the same samples each time.
         self._identity = Identity(dataset, seed=seed, batch_size=batch_size, workers=self._workers)
-        check_ranks(ranks, self._identity.of_rank())
+        check_ranks(ranks, self._identity.of_rank(), self._device)
 
         # Where the loop is.
         UPDATES.watch()

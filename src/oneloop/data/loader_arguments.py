@@ -202,7 +202,7 @@ def reject_incomplete(accelerator: Accelerator, accumulate: int) -> None:
         )
 
 
-def check_ranks(ranks: int, own: Mapping[str, Any]) -> None:
+def check_ranks(ranks: int, own: Mapping[str, Any], device: torch.device) -> None:
     """Raise ValueError on all ranks if they differ in what they must have in common.
 
     Collective, if these are all processes of torch.distributed.
@@ -210,11 +210,14 @@ def check_ranks(ranks: int, own: Mapping[str, Any]) -> None:
     Args:
         ranks: their number.
         own: of this rank, by name: seed, batch size and data.
+        device: of this rank, which a script may not have made its current device.
     """
     if ranks == 1 or not dist.is_initialized() or dist.get_world_size() != ranks:
         return
     found: list[Any] = [None] * ranks
-    dist.all_gather_object(found, own)
+    # NCCL sends objects from the current device, which must differ on each rank.
+    with torch.accelerator.device_index(None if device.type == "cpu" else device.index):
+        dist.all_gather_object(found, own)
     for rank, other in enumerate(found):
         for name, value in other.items():
             if value != found[0][name]:
