@@ -1,9 +1,8 @@
 """A task file with the name of a module of Python, which hides that module.
 
-This module imports nothing that such a file could hide (itertools and gc are built in).
+This module imports nothing that such a file could hide (itertools is built in).
 """
 
-import gc
 import os
 import sys
 from itertools import pairwise
@@ -44,9 +43,6 @@ def begin(words: list[str]) -> None:
     from oneloop.launch import before_imports
 
     before_imports.begin()
-
-    # The slow imports follow: a sixth of their time would go into a search for garbage.
-    gc.disable()
 
 
 def _files(words: list[str]) -> list[str]:

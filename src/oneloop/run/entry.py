@@ -1,6 +1,5 @@
 """Run a recipe from the command line: processes, folder, training, summary, exit code."""
 
-import gc
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -34,7 +33,6 @@ def main(train: Train, argv: Sequence[str]) -> NoReturn:
         train: the training loop.
         argv: the command line: recipe and keys.
     """
-    gc.enable()  # which hidden_modules.begin disabled for the imports
     try:
         recipe = read_once(tuple(argv))
         run = start_run(recipe, command=["oneloop.train", *argv])
