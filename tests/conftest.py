@@ -20,7 +20,7 @@ if "ONELOOP_CACHE" not in os.environ:  # an empty cache for this session
     os.environ["ONELOOP_CACHE"] = tempfile.mkdtemp(prefix="oneloop-cache-")
     atexit.register(shutil.rmtree, os.environ["ONELOOP_CACHE"], ignore_errors=True)
 
-gc.disable()  # imports leave no garbage; see pytest_collection_finish
+gc.disable()  # imports leave no garbage; enabled in pytest_collection_finish
 
 HELPERS = Path(__file__).parent / "helpers"
 

@@ -4,7 +4,7 @@
 import gc
 import os
 
-gc.disable()  # collections during imports find nothing, and take a quarter of the time
+gc.disable()  # collections during imports find nothing
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
