@@ -993,6 +993,13 @@ class OwnGenerator(Augmented):
         return {"x": self.generator.normal(size=2)}
 
 
+class OwnNumbers(OwnGenerator):
+    """The same as a number and a text of Python."""
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": float(self.generator.normal()), "text": "constant"}
+
+
 class Reseeded(OwnGenerator):
     """The same, and each sample seeds the generator from torch's."""
 
@@ -1016,6 +1023,7 @@ class InPlace(Augmented):
     ("kind", "match"),
     [
         (OwnGenerator, "the data set returns other content for the same sample and seeds"),
+        (OwnNumbers, "the data set returns other content for the same sample and seeds"),
         (InPlace, "the data set changes what it stores when a sample is read"),
     ],
 )

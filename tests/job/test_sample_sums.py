@@ -3,6 +3,8 @@ draws; a data set does not change what it stores; and a message names the cause.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -213,6 +215,8 @@ def test_samples_are_compared_by_content():
     assert same(copy, sample)
     sample["rows"][0][1] = 7
     assert not same(copy, sample) and copy["rows"][0][1] == 1
+    for value in (2, 0.5, "text", b"bytes", True, np.float32(1)):
+        assert same([value, math.nan], [value, math.nan]) and not same([value], [value * 2])
 
 
 def test_the_reason_of_a_difference_is_found_in_later_lines(tmp_path):

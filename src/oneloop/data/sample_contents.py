@@ -11,6 +11,8 @@ IN_PLACE = "changes what it stores when a sample is read"
 BY_COLLATE = "stores the samples that collate changes in place"
 OTHER = "returns other content for the same sample and seeds (its own generator, counter or state)"
 
+_PLAIN = (str, bytes, int, float, complex, np.generic)
+
 
 def copied(value: Any) -> Any:
     """Return a sample with copies of its tensors, arrays, dicts and lists."""
@@ -44,8 +46,8 @@ def fault(kept: Any, first: Any, again: Any, *, changed: bool) -> str:
 
 
 def same(some: Any, others: Any) -> bool:
-    """Return whether tensors and arrays are bitwise equal; True if that cannot be compared."""
-    pairs = [*_arrays(some)], [*_arrays(others)]
+    """Return whether tensors, arrays, numbers and texts are equal; other objects count as equal."""
+    pairs = [*_values(some)], [*_values(others)]
     if len(pairs[0]) != len(pairs[1]):
         return False
     return all(map(_same, *pairs))
@@ -59,7 +61,16 @@ def _address(value: Any) -> int:
 
 def _arrays(value: Any) -> Iterator[Any]:
     """Yield the tensors and arrays in a value and its containers."""
-    if isinstance(value, Tensor):
+    for one in _values(value):
+        if not isinstance(one, _PLAIN):
+            yield one
+
+
+def _values(value: Any) -> Iterator[Any]:
+    """Yield the tensors, arrays, numbers and texts in a value and its containers."""
+    if isinstance(value, _PLAIN):
+        yield value
+    elif isinstance(value, Tensor):
         if value.layout is torch.strided:
             yield value
     elif isinstance(value, np.ndarray):
@@ -67,14 +78,18 @@ def _arrays(value: Any) -> Iterator[Any]:
             yield value
     elif isinstance(value, Mapping):
         for one in value.values():
-            yield from _arrays(one)
+            yield from _values(one)
     elif isinstance(value, list | tuple):
         for one in value:
-            yield from _arrays(one)
+            yield from _values(one)
 
 
 def _same(copy: Any, value: Any) -> bool:
-    if type(copy) is not type(value) or copy.shape != value.shape or copy.dtype != value.dtype:
+    if type(copy) is not type(value):
+        return False
+    if isinstance(copy, _PLAIN):
+        return bool(copy == value or (copy != copy and value != value))
+    if copy.shape != value.shape or copy.dtype != value.dtype:
         return False
     if isinstance(copy, Tensor):
         # NaN equals NaN
