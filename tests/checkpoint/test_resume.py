@@ -325,14 +325,37 @@ def test_a_stop_file_and_a_time_limit_stop_and_the_next_start_continues(tmp_path
     assert steps == [line["step"] for line in metrics(tmp_path / "alone") if "train/loss" in line]
 
 
+def _stopped_in_an_evaluation(words: list[str], number: int) -> None:
+    """Train; SIGTERM arrives in the forward of this number in eval mode."""
+    import tiny
+
+    loss = tiny.Ragged.loss
+    forwards = 0
+
+    def counted(task, model, batch):
+        nonlocal forwards
+        forwards += not model.training
+        if forwards == number:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return loss(task, model, batch)
+
+    tiny.Ragged.loss = counted
+    train(words)
+
+
 def test_a_stop_in_an_evaluation_repeats_it(tmp_path, recipe):
-    words = [recipe, "--task.held_out", "3000", "--eval.micro", "1", "--eval.every", "15"]
+    words = [recipe, "--task.held_out", "100", "--eval.micro", "1", "--eval.every", "15"]
     run(train, [*words, "--run.dir", "alone"], folder=tmp_path).ok()
-    for limit in ("0.35s", "0.6s"):
-        world = run(train, [*words, "--run.dir", "a", "--stop.after", limit], folder=tmp_path)
-        assert world.codes[0] in (0, 75), world.output
+    expected = metrics(tmp_path / "alone")
+    for number in (40, 90):  # of 100 forwards with the weights, after those of the preflight check
+        given = [*words, "--run.dir", "a"]
+        world = run(_stopped_in_an_evaluation, given, number, folder=tmp_path)
+        assert world.codes == [75], world.output
+        assert json.loads((tmp_path / "a" / "summary.json").read_text())["step"] == 15
+        assert not [line for line in metrics(tmp_path / "a") if "eval/loss" in line]
+    assert any("eval/loss" in line and line["step"] == 15 for line in expected)
     run(train, [*words, "--run.dir", "a"], folder=tmp_path).ok()
-    assert metrics(tmp_path / "a") == metrics(tmp_path / "alone")
+    assert metrics(tmp_path / "a") == expected
 
 
 def test_failing_saves_are_borne_and_too_many_are_not(tmp_path, recipe):
