@@ -11,6 +11,7 @@ from oneloop.basics.seeds import mixed
 from oneloop.tasks.columns import number_of_text
 from oneloop.tasks.rows.cache import alone, key_of
 from oneloop.tasks.text_encoders import EncoderShape, TokenReader
+from oneloop.tasks.unread_masks import leave_masks_unread
 
 LEARNED = "bpe"  # model name of :class:`NewReader`
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -113,4 +114,6 @@ class NewReader(TokenReader):
             attention_dropout=shape.dropout,
             pad_token_id=self.tokenizer.pad_token_id,
         )
-        return DistilBertModel(config)  # type: ignore[no-any-return]
+        model = DistilBertModel(config)
+        leave_masks_unread(model)
+        return model  # type: ignore[no-any-return]
