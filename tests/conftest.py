@@ -1,7 +1,6 @@
 """Set-up for all tests: few threads, a temporary cache, and no tests that need another system."""
 
 import atexit
-import gc
 import os
 import re
 import shutil
@@ -19,8 +18,6 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "ONELOOP_CACHE" not in os.environ:  # an empty cache for this session
     os.environ["ONELOOP_CACHE"] = tempfile.mkdtemp(prefix="oneloop-cache-")
     atexit.register(shutil.rmtree, os.environ["ONELOOP_CACHE"], ignore_errors=True)
-
-gc.disable()  # imports leave no garbage; enabled in pytest_collection_finish
 
 HELPERS = Path(__file__).parent / "helpers"
 
@@ -60,9 +57,3 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if sys.platform != "linux" and needs_linux(item.path):
             item.add_marker(pytest.mark.skip(reason="reads files of Linux's kernel"))
-
-
-def pytest_collection_finish() -> None:
-    """Leave what was imported out of later collections, also in processes that tests fork."""
-    gc.freeze()
-    gc.enable()
