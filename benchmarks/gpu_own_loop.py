@@ -124,7 +124,7 @@ def programs_of_own_loops(place: Place) -> Result:
     return Result("three loops end as on a CPU", {"programs": 3})
 
 
-@line("check", seconds=60, numbers=["runs"])
+@line("check", seconds=120, numbers=["runs"])
 def parts_of_own_loops(place: Place) -> Result:
     """parts.py and gan.py, resumed halfway or on a process group of one, end bit-identically."""
     texts = programs()
