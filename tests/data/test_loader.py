@@ -274,7 +274,7 @@ def test_without_an_optimizer_a_state_is_only_taken_before_a_group():
 
 @pytest.mark.parametrize("prepared", [True, False])
 def test_a_step_that_a_loss_scaler_leaves_out_is_done(prepared):
-    """The scale is another one afterwards, so that the group would not be left out again."""
+    """The scale has changed afterwards, so that the group would not be left out again."""
     accelerator = Accelerator(cpu=True)
     made = Loader(Augmented(), BATCH, accelerator=accelerator, micro=12)
     model = nn.Linear(4, 1)
@@ -1117,7 +1117,7 @@ def test_a_data_set_with_other_dates_is_rejected():
 
 
 def test_objects_whose_text_has_an_address_are_compared_by_class():
-    """The address is another one in each process."""
+    """The address differs between processes."""
     assert checksum([[object()]]) == checksum([[object()]])
     assert checksum([[object()]]) != checksum([[date(2026, 1, 1)]])
 

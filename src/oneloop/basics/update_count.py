@@ -20,7 +20,7 @@ class UpdateCount:
 
     An update counts when an optimizer of torch has stepped. One that a ``GradScaler`` has left out,
     because gradients are not finite, counts as well: the samples of its step are done, and the
-    scale is another one.
+    scale has changed.
     """
 
     def __init__(self) -> None:

@@ -89,7 +89,7 @@ def checksum(values: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return the text of an object; empty if it would be another one in another process."""
+    """Return the text of an object; empty if it differs between processes."""
     try:
         text = repr(value)
     except Exception:

@@ -2,7 +2,7 @@
 
 >>> leave_masks_unread(model)                            # before it is wrapped
 
-With SDPA, transformers reads each mask in each forward: a mask that hides nothing is left out. On a
+With SDPA, transformers reads each mask in each forward, to leave out a mask that hides nothing. On a
 GPU, the host then waits for all work that is queued.
 """
 
@@ -33,7 +33,7 @@ def leave_masks_unread(model: nn.Module) -> None:
         return
     try:
         before = _outputs(model)
-    except Exception:  # it needs other inputs
+    except Exception:  # it needs other inputs: it works as before, with a wait in each forward
         return
     AttentionInterface.register(NAME, sdpa_attention_forward)
     AttentionMaskInterface.register(NAME, unread_mask)
@@ -50,8 +50,7 @@ def unread_mask(*given: Any, attention_mask: Tensor | None = None, **named: Any)
 
     Args:
         given: of ``transformers.masking_utils.sdpa_mask``.
-        attention_mask: (rows, positions), 0 for padding; None: there is no padding, which is known
-            without a look.
+        attention_mask: (rows, positions), 0 for padding; None: nothing is padded.
         named: of ``sdpa_mask``, too.
     """
     from transformers.masking_utils import sdpa_mask
