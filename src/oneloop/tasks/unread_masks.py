@@ -2,8 +2,8 @@
 
 >>> leave_masks_unread(model)                            # before it is wrapped
 
-With SDPA, transformers reads each mask in each forward, to leave out a mask that hides nothing. On a
-GPU, the host then waits for all work that is queued.
+With SDPA, transformers reads each mask in each forward, to leave out a mask that hides nothing. On
+a GPU, the host then waits for all work that is queued.
 """
 
 from functools import partial
