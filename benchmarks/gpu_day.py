@@ -5,12 +5,13 @@
     PYTHONPATH=src python benchmarks/gpu_day.py --part check,bits,plan,faults --jobs 5
     PYTHONPATH=src python benchmarks/gpu_day.py --toy         # all parts, small, on a CPU
     PYTHONPATH=src python benchmarks/gpu_day.py --list
+    PYTHONPATH=src python benchmarks/gpu_day.py --packages    # what pip must install for the lines
 
-The parts are check (what must hold), speed (oneloop beside hand-written loops), bits (batch.grain),
-plan (predicted beside measured memory) and faults (out of memory, kills, NaN). Each is a list of
-lines, the most valuable first; a line runs in a process of its own. No line is started that does
-not fit into the minutes; those are listed as left. --jobs runs lines side by side, except those
-that measure time or fill the memory: they run alone, after the others. The results are in
+The parts are check (what must hold), speed (oneloop beside a plain loop and other libraries), bits
+(batch.grain), plan (predicted beside measured memory) and faults (out of memory, kills, NaN). Each
+is a list of lines, the most valuable first; a line runs in a process of its own. No line is started
+that does not fit into the minutes; those are listed as left. --jobs runs lines side by side, except
+those that measure time or fill the memory: they run alone, after the others. The results are in
 DATE-gpu.json and .txt, written after each line; a second call on the same day adds to them.
 A line is skipped only without CUDA, with one GPU if it needs two, or if a package is missing. A
 line that does not return its numbers has failed. The exit code is 1 if a line fails.
@@ -51,7 +52,7 @@ import gpu_tasks
 import oneloop
 import plan_on_gpu
 import same_bits_gpu
-from gpu_lines import FORK, LINES, PARTS, Line, Outcome, Running
+from gpu_lines import FORK, LINES, PARTS, Line, Outcome, Running, requirements
 
 # Each registers lines.
 MODULES = (
@@ -64,7 +65,18 @@ MODULES = (
     plan_on_gpu,
     gpu_faults,
 )
-PACKAGES = ("torch", "accelerate", "transformers", "triton", "torchvision", "timm", "peft")
+PACKAGES = (
+    "torch",
+    "accelerate",
+    "transformers",
+    "triton",
+    "torchvision",
+    "timm",
+    "peft",
+    "trl",
+    "liger-kernel",
+    "torchao",
+)
 CARD = "card"  # the line that measures the rates of this card, before all others of speed
 SLACK = 5.0  # seconds that must remain when a line has taken as long as expected
 CROWDED = 1.5  # times the expected seconds, of a line that runs beside others
@@ -218,6 +230,9 @@ def parsed() -> argparse.Namespace:
     options.add_argument("--to", type=Path, default=Path(), help="folder of the records")
     options.add_argument("--toy", action="store_true", help="run small shapes on a CPU")
     options.add_argument("--list", action="store_true", help="list the lines")
+    options.add_argument(
+        "--packages", action="store_true", help="list what pip must install for the lines"
+    )
     given = options.parse_args()
     if given.jobs < 1:
         options.error(f"--jobs {given.jobs}: at least one line must run")
@@ -301,6 +316,9 @@ def main() -> None:
     if given.list:
         for one in chosen:
             print(f"{one.part:8}{one.name:40}{one.seconds:5.0f} s")
+        return
+    if given.packages:
+        print("\n".join(requirements(chosen)))
         return
     if given.jobs > 1:
         chosen.sort(key=lambda one: one.alone)

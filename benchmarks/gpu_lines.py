@@ -76,13 +76,14 @@ class Line:
     on_gpu: Sequence[str]  # more of them, which only a GPU gives
     gpus: int  # GPUs that it needs; 0: a toy runs it on a CPU
     packages: Sequence[str]  # that it imports, and that may be missing
+    gpu_packages: Sequence[str] = ()  # more of them, which only a GPU needs
     alone: bool = False  # it measures time, or fills the memory: no other line may run beside it
 
     def why_skipped(self, gpus: int) -> str | None:
         """Return why the line cannot run on a machine with this many GPUs; None if it can."""
         if self.gpus > gpus:
             return "no CUDA" if not gpus else f"one GPU only; it needs {self.gpus}"
-        for package in self.packages:
+        for package in (*self.packages, *(self.gpu_packages if gpus else ())):
             if importlib.util.find_spec(package) is None:
                 return f"package missing: {package}"
         return None
@@ -91,6 +92,22 @@ class Line:
         """Return the names of numbers that a result lacks, or that are not finite."""
         needed = [*self.numbers, *(() if toy else self.on_gpu)]
         return [name for name in needed if not math.isfinite(numbers.get(name, math.nan))]
+
+
+# What pip installs for a package that may be missing; others have their own name.
+REQUIREMENTS = {
+    "datasets": ("datasets", "dill", "multiprocess"),
+    "liger_kernel": ("liger-kernel",),
+}
+
+
+def requirements(lines: Sequence[Line]) -> list[str]:
+    """Return what pip must install for lines, as names of packages without their dependencies."""
+    found = set[str]()
+    for one in lines:
+        for package in (*one.packages, *one.gpu_packages):
+            found.update(REQUIREMENTS.get(package, (package,)))
+    return sorted(found)
 
 
 LINES: list[Line] = []
@@ -104,6 +121,7 @@ def line(
     on_gpu: Sequence[str] = (),
     gpus: int = 0,
     packages: Sequence[str] = (),
+    gpu_packages: Sequence[str] = (),
     alone: bool = False,
     name: str = "",
 ) -> Callable[[Callable[[Place], Result]], Callable[[Place], Result]]:
@@ -120,6 +138,7 @@ def line(
             on_gpu=on_gpu,
             gpus=gpus,
             packages=packages,
+            gpu_packages=gpu_packages,
             alone=alone or part == "speed",
         )
         assert part in PARTS

@@ -1,20 +1,25 @@
-"""Part speed of ``gpu_day.py``: oneloop beside the best hand-written loop.
+"""Part speed of ``gpu_day.py``: oneloop beside a plain loop with the same compiled model.
 
-The rates of this card come first, since floors are computed from them. Then each workload runs by
-hand and with oneloop, compiled, in turns (A B B A A B, and A again as a control). Ratios are those
-of one round; their median is reported. Lines named "-others" time more loops, once each: the
-Trainer, and both loops without compile.
+The rates of this card come first, since floors are computed from them. Then each workload runs with
+a plain loop, with oneloop, and with oneloop without its checks. They are compiled, and run in turns
+(A B C A, then A C B A, ...; the second A is the control). All get the same batches. The loops start
+one after the other, so that each has the device and the CPUs for itself. Ratios are those of one
+round; their median is reported. Lines named "-rivals" time loops of other libraries in the same
+way. Lines named "-others" time more loops, once each: with other settings, and without compile.
 """
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,19 +28,16 @@ from torch import Tensor, nn
 
 from gpu_lines import Place, Result, line
 from gpu_loops import (
-    LOG_EVERY,
-    Contender,
-    Images,
-    Loop,
-    Setting,
-    Text,
-    Workload,
+    by_accelerate,
     by_hand,
     by_oneloop,
+    by_oneloop_unchecked,
     by_oneloop_with_logits,
-    by_trainer,
 )
+from gpu_pacer import LOG_EVERY, SKIPPED, Contender, Loop, Setting
+from gpu_rivals import by_sft_trainer, by_timm, by_trainer, by_tuned_trainer
 from gpu_trace import Reduced, events_of, reduce
+from gpu_workloads import Images, Text, Workload
 from oneloop.basics.side_copies import before_change
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState
@@ -47,22 +49,17 @@ from oneloop.optim.clip import clip_, global_norm
 from oneloop.optim.optimizers import adamw, build
 from same_bits_gpu import environment
 
-ROUNDS = 3
+STEPS = LOG_EVERY  # of a timed phase
+ROUNDS = 6
+FEWEST = 3  # rounds, if no time is left for more
 CONTROL = 0.03  # a control further from 1 makes the line void
+WARMED = 2  # steps of the first phase, after those that every phase skips
 WAITED = 3 * LOG_EVERY  # steps in which host waits are counted
 TRACED = LOG_EVERY  # steps of a trace: it has exactly one log step if they are not slow
 PHASES = "time of the device by phase"  # table of a trace
 SLOW = 0.1  # seconds of a step above which these are fewer steps
 RESERVE = 60.0  # seconds that must be left to start another loop
 BYTES_PER_PARAMETER = 44  # norm 4, clip 8 or less, AdamW 28, EMA 12: read and written, float32
-PUBLIC = {  # units per second on one H100, and where the number is from
-    "gpt2": (475_000.0, "llm.c"),
-    "llama-1b": (45_500.0, "MPT-1B"),
-    "lora-8b": (12_473.0, "NeMo AutoModel"),
-    "vit-s16": (8_003.0, "timm"),
-    "resnet50": (2_470.0, "NVIDIA, on an A100"),
-}
-FAR = 0.9  # a hand-written loop below this share of the public number must be explained first
 
 
 def seconds_of(call: Any, device: torch.device, times: int) -> float:
@@ -105,191 +102,313 @@ def peak_tflops(place: Place) -> float:
     return place.rates["matmul_tflops"]
 
 
-class Other(NamedTuple):
-    """A loop that runs once."""
+class Arm(NamedTuple):
+    """A loop that is timed."""
 
     name: str
     loop: Loop
-    compiled: bool
+    compiled: bool = True
+    kernels_of: str = ""  # an arm that started earlier, whose compiled kernels this one finds
+    ours: bool = True  # a failure fails the line; that of another library's loop is only noted
 
 
-def beside(workload: Workload, place: Place, *, steps: int) -> Result:
-    """Run a workload by hand and with oneloop in turns."""
+BY_HAND = "by hand"
+OURS = "oneloop"
+PAIR = (
+    Arm(BY_HAND, by_hand),
+    Arm(OURS, by_oneloop),
+    Arm("oneloop, check_every 0", by_oneloop_unchecked, kernels_of=OURS),
+)
+
+
+class Timed:
+    """What was measured of an arm.
+
+    Args:
+        arm: the loop.
+        workload: what it trains.
+        place: where the line runs.
+    """
+
+    def __init__(self, arm: Arm, workload: Workload, place: Place) -> None:
+        self.arm = arm
+        self.contender = contender(arm, workload, place)
+        self.start = 0.0  # seconds until it had made its first steps, alone on the device
+        self.seconds: list[float] = []  # of a step, by round
+        self.allocated = 0.0  # bytes, at most
+        self.reserved = 0.0
+        self.trace: Reduced | None = None
+        self.waits: dict[str, float] = {}
+        self.host: list[dict[str, Any]] = []
+        self.failed = ""  # why the loop of another library has ended
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds) if self.seconds else math.nan
+
+    def ask(self, kind: str, count: int) -> Any:
+        """Run a phase, and return its answer; None if the loop has failed, now or earlier."""
+        if self.failed:
+            return None
+        try:
+            return self.contender.ask(kind, count)
+        except RuntimeError as error:
+            if self.arm.ours:
+                raise
+            self.failed = str(error)[:160]
+            self.contender.stop()
+            return None
+
+    def time(self, steps: int) -> float:
+        """Run some steps, and return the seconds of one; NaN if the loop has failed."""
+        answer = self.ask("time", steps)
+        if answer is None:
+            return math.nan
+        self.start = self.start or answer["since_start"]
+        self.allocated = max(self.allocated, answer.get("allocated", 0.0))
+        self.reserved = max(self.reserved, answer.get("reserved", 0.0))
+        return float(answer["seconds"]) / steps
+
+
+def beside(
+    workload: Workload, place: Place, *, steps: int, arms: Sequence[Arm] = PAIR, host: bool = True
+) -> Result:
+    """Time loops in turns.
+
+    Args:
+        workload: what they train.
+        place: where the line runs.
+        steps: of a timed phase.
+        arms: the loops; the others are compared with the first one.
+        host: also profile the host, in arms that share their kernels with no other one.
+
+    Returns:
+        Numbers of the first arm and of oneloop, and a table of all of them.
+
+    Raises:
+        RuntimeError: a loop of ours failed, or the rates of this card are not known.
+    """
     if "matmul_tflops" not in place.rates:
         raise RuntimeError("speed/card gave no rates, which all numbers are compared with")
-    rounds = 1 if place.toy else ROUNDS
-    pairs: dict[str, list[float]] = {"by hand": [], "oneloop": []}
-    traces: dict[str, Reduced] = {}
-    starts: dict[str, float] = {}
-    memory: dict[str, float] = {}
-    compiled = not place.toy
-    with ExitStack() as running:
-        # Start and warm up both at the same time, each with its own compiled kernels.
-        loops: dict[str, Contender] = {}
-        for name, loop in {"by hand": by_hand, "oneloop": by_oneloop}.items():
-            loops[name] = contender(loop, workload, place, compiled, name)
-            running.callback(loops[name].stop)
-            loops[name].request("time", 2)
-        for name, one in loops.items():
-            starts[name] = one.answer()["since_start"]
 
-        # Time them in turns, each first in every second round, and the hand-written one again.
-        for number in range(rounds):
-            order = list(loops) if number % 2 == 0 else list(reversed(loops))
-            for name in order:
-                answer = loops[name].ask("time", steps)
-                pairs[name].append(answer["seconds"] / steps)
-                memory[name] = answer.get("allocated", 0.0) / 2**30
-        again = loops["by hand"].ask("time", steps)["seconds"] / steps
+    # Each phase trains on all batches once, so that all of them train on the same ones.
+    if isinstance(workload, Text):
+        workload = replace(workload, batches=SKIPPED + steps)
+    timed: list[Timed] = []
+    with ExitStack() as running:
+        # Start and warm up one after the other.
+        for arm in arms:
+            one = Timed(arm, workload, place)
+            running.callback(one.contender.stop)
+            timed.append(one)
+            if not arm.ours and time.monotonic() > place.until - 2 * RESERVE:
+                one.failed = "no time was left"
+            one.time(WARMED)
+
+        # Time them in turns, in every second round backwards. The first one also ends each round.
+        first, *others = timed
+        again: list[float] = []
+        for number in range(2 if place.toy else ROUNDS):
+            if number >= FEWEST and time.monotonic() > place.until - RESERVE:
+                break
+            first.seconds.append(first.time(steps))
+            for one in others if number % 2 == 0 else others[::-1]:
+                one.seconds.append(one.time(steps))
+            again.append(first.time(steps))
 
         # Look into a few steps, and count the host's waits.
         waited, traced = (WAITED, TRACED)
         if place.toy:
             waited, traced = (4, 2)
-        elif statistics.median(pairs["oneloop"]) > SLOW:
+        elif first.median > SLOW:
             waited, traced = (WAITED // 4, TRACED // 2)
-        for name, one in loops.items():
-            traces[name] = one.ask("trace", traced)
-        waits = {name: one.ask("waits", waited) for name, one in loops.items()}
-        hosts = {name: one.ask("host", traced) for name, one in loops.items()}
-
-    result = summed_up(workload, place, pairs, again, traces, waits, starts, memory)
-    for name, rows in hosts.items():
-        result.tables[f"{name}: time of the host"] = rows
-    return result
+        for one in timed:
+            one.trace = one.ask("trace", traced)
+            one.waits = one.ask("waits", waited) or {}
+            if host and not one.arm.kernels_of:
+                one.host = one.ask("host", traced) or []
+    return summed_up(workload, place, timed, again)
 
 
-def once_each(workload: Workload, place: Place, *, steps: int, others: list[Other]) -> Result:
+def once_each(workload: Workload, place: Place, *, steps: int, others: list[Arm]) -> Result:
     """Time other loops once each. A failure of one is noted, and does not fail the line."""
     plain = [
-        Other("by hand, compile off", by_hand, False),
-        Other("oneloop, compile off", by_oneloop, False),
+        Arm("by hand, compile off", by_hand, compiled=False),
+        Arm("oneloop, compile off", by_oneloop, compiled=False),
     ]
-    answers: list[tuple[str, Any]] = []
-    for name, loop, wanted in [*others, *plain]:
+    if isinstance(workload, Text):
+        workload = replace(workload, batches=SKIPPED + steps)
+    timed: list[Timed] = []
+    for arm in [*others, *plain]:
+        one = Timed(arm._replace(ours=False), workload, place)
+        timed.append(one)
         if time.monotonic() > place.until - RESERVE:
-            answers.append((name, "no time was left"))
-            continue
-        one = contender(loop, workload, place, wanted and not place.toy, name)
-        try:
-            answers.append((name, one.ask("last", steps)))
-        except RuntimeError as error:
-            answers.append((name, str(error)))
-        finally:
-            one.stop()
+            one.failed = "no time was left"
+        one.seconds.append(one.time(steps))
+        one.trace = one.ask("trace", 2 if place.toy else TRACED // 2)
+        one.contender.stop()
 
     # Only now ask CUDA about the device: no process that is forked later could use CUDA.
-    rows: list[dict[str, Any]] = []
-    for name, answer in answers:
-        if isinstance(answer, str):
-            rows.append({"loop": name, "failed": answer[:160]})
-        else:
-            rows.append(row(name, answer["seconds"] / steps, workload, place, answer))
-    timed = [one for one in rows if "failed" not in one]
-    rate = f"{workload.unit} per second"
-    says = "; ".join(f"{one['loop']}: {one[rate]:,.0f} {workload.unit}/s" for one in timed)
-    return Result(says or "no loop ran", {"loops": float(len(timed))}, {"loops": rows})
+    rows = [row(one, workload, place) for one in timed]
+    ran = [one for one in timed if not one.failed]
+    says = "; ".join(
+        f"{one.arm.name}: {workload.per_step / one.median:,.0f} {workload.unit}/s" for one in ran
+    )
+    return Result(says or "no loop ran", {"loops": float(len(ran))}, {"loops": rows})
 
 
-def contender(loop: Loop, workload: Workload, place: Place, compiled: bool, name: str) -> Contender:
-    folder = place.folder / re.sub(r"\W+", "-", name)
-    return Contender(loop, Setting(workload, place.device, place.precision, compiled, folder))
+def contender(arm: Arm, workload: Workload, place: Place) -> Contender:
+    """Start the process of an arm."""
+    setting = Setting(
+        workload=workload,
+        device=place.device,
+        mixed_precision=place.precision,
+        compiled=arm.compiled and not place.toy,
+        folder=place.folder / slug(arm.name),
+        kernels=place.folder / slug(arm.kernels_of or arm.name),
+    )
+    return Contender(arm.loop, setting)
 
 
-def row(
-    name: str, seconds: float, workload: Workload, place: Place, answer: dict[str, float]
-) -> dict[str, Any]:
-    """Return a row of the table of loops; ``seconds`` are those of a step."""
-    rate = workload.per_step / seconds
+def slug(name: str) -> str:
+    """Return a name of words for files and numbers."""
+    return re.sub(r"\W+", "_", name).strip("_")
+
+
+def row(one: Timed, workload: Workload, place: Place, first: Timed | None = None) -> dict[str, Any]:
+    """Return an arm's row of the table of loops.
+
+    Args:
+        one: the arm.
+        workload: what it trains.
+        place: where the line runs.
+        first: the arm that it is compared with.
+    """
+    if one.failed:
+        return {"loop": one.arm.name, "failed": one.failed}
+    rate = workload.per_step / one.median
     tflops = rate * workload.flops_per_unit / 1e12
-    return {
-        "loop": name,
+    causal = rate * workload.causal_flops_per_unit / 1e12
+    found = {
+        "loop": one.arm.name,
         f"{workload.unit} per second": rate,
-        "ms per step": 1e3 * seconds,
+        "ms per step": 1e3 * one.median,
         "TFLOP/s": tflops,
         "MFU": tflops / peak_tflops(place),
+        "MFU, causal": causal / peak_tflops(place),
         "share of the measured matmul rate": tflops / place.rates["matmul_tflops"],
-        "allocated GiB": answer.get("allocated", 0.0) / 2**30,
-        "reserved GiB": answer.get("reserved", 0.0) / 2**30,
+        "allocated GiB": one.allocated / 2**30,
+        "reserved GiB": one.reserved / 2**30,
+        "first steps after s": one.start,
+        "warm kernels": "yes" if one.arm.kernels_of else "no",
     }
+    if one.trace is not None:
+        found["attention ms per step"] = one.trace.attention_ms
+        found["share of attention"] = one.trace.attention_share
+    if first is not None:
+        ratios = ratios_of(first, one)
+        found["speed beside the first"] = statistics.median(ratios)
+        found["from"] = min(ratios)
+        found["to"] = max(ratios)
+        found["memory beside the first"] = one.allocated / (first.allocated or math.nan)
+    return found
 
 
-def summed_up(
-    workload: Workload,
-    place: Place,
-    pairs: dict[str, list[float]],
-    again: float,
-    traces: dict[str, Reduced],
-    waits: dict[str, dict[str, float]],
-    starts: dict[str, float],
-    memory: dict[str, float],
-) -> Result:
-    """Return the numbers and tables of a workload."""
-    ratios = [hand / ours for hand, ours in zip(pairs["by hand"], pairs["oneloop"])]
-    ratio = statistics.median(ratios)
-    control = again / statistics.median(pairs["by hand"])
-    rates = {name: workload.per_step / statistics.median(times) for name, times in pairs.items()}
-    tflops = rates["oneloop"] * workload.flops_per_unit / 1e12
-    ours = traces["oneloop"]
+def ratios_of(first: Timed, one: Timed) -> list[float]:
+    """Return how many times as fast an arm is as another one, by round."""
+    return [slow / fast for slow, fast in zip(first.seconds, one.seconds)]
+
+
+def summed_up(workload: Workload, place: Place, timed: list[Timed], again: list[float]) -> Result:
+    """Return the numbers and tables of a workload.
+
+    Args:
+        workload: what was trained.
+        place: where the line ran.
+        timed: the arms.
+        again: seconds of a step of the first arm, at the end of each round.
+    """
+    arms = {one.arm.name: one for one in timed}
+    first, ours = timed[0], arms[OURS]
+    prefix = slug(first.arm.name)
+    assert first.trace is not None
+    assert ours.trace is not None
+    control = statistics.median(late / early for late, early in zip(again, first.seconds))
+    rate = workload.per_step / ours.median
+    tflops = rate * workload.flops_per_unit / 1e12
+    mfu = tflops / peak_tflops(place)
     numbers = {
-        f"{workload.unit}_per_second": rates["oneloop"],
-        f"by_hand_{workload.unit}_per_second": rates["by hand"],
-        "ratio_to_by_hand": ratio,
-        "ratio_min": min(ratios),
-        "ratio_max": max(ratios),
+        f"{workload.unit}_per_second": rate,
+        f"{prefix}_{workload.unit}_per_second": workload.per_step / first.median,
+        "rounds": float(len(again)),
         "control": control,
-        "mfu": tflops / peak_tflops(place),
-        "share_of_matmul_rate": tflops / place.rates["matmul_tflops"],
+        "mfu": mfu,
+        "mfu_causal": mfu * workload.causal_flops_per_unit / workload.flops_per_unit,
+        "share_of_matmul_rate": rate
+        * workload.flops_per_unit
+        / 1e12
+        / place.rates["matmul_tflops"],
         "flops_per_unit": workload.flops_per_unit,
-        "peak_gib": memory["oneloop"],
-        "by_hand_peak_gib": memory["by hand"],
-        "idle_share": ours.idle_share,
-        "by_hand_idle_share": traces["by hand"].idle_share,
-        "kernels_per_step": ours.kernels,
-        "kernels_outside": ours.kernels_outside,
-        "by_hand_kernels_outside": traces["by hand"].kernels_outside,
-        "waits_in_trace_per_step": ours.waits,
-        "host_waits": float(waits["oneloop"]["waits"]),
-        "by_hand_host_waits": float(waits["by hand"]["waits"]),
-        "host_waits_in_steps": float(waits["oneloop"]["steps"]),
-        "logs_in_these_steps": float(waits["oneloop"]["steps"] // LOG_EVERY),
-        "seconds_to_first_steps": starts["oneloop"],
-        "by_hand_seconds_to_first_steps": starts["by hand"],
+        "idle_share": ours.trace.idle_share,
+        f"{prefix}_idle_share": first.trace.idle_share,
+        "kernels_per_step": ours.trace.kernels,
+        "kernels_outside": ours.trace.kernels_outside,
+        f"{prefix}_kernels_outside": first.trace.kernels_outside,
+        "waits_in_trace_per_step": ours.trace.waits,
+        "host_waits": float(ours.waits["waits"]),
+        f"{prefix}_host_waits": float(first.waits["waits"]),
+        "host_waits_in_steps": float(ours.waits["steps"]),
+        "logs_in_these_steps": float(ours.waits["steps"] // LOG_EVERY),
     }
+    for name, one in arms.items():
+        if one.failed:
+            continue
+        ratios = ratios_of(first, one)
+        numbers |= {
+            f"{slug(name)}_ratio": statistics.median(ratios),
+            f"{slug(name)}_ratio_min": min(ratios),
+            f"{slug(name)}_ratio_max": max(ratios),
+            f"{slug(name)}_ahead": statistics.median(ratios_of(one, ours)),
+            f"{slug(name)}_peak_gib": one.allocated / 2**30,
+            f"{slug(name)}_seconds_to_first_steps": one.start,
+        }
+        if one.trace is not None:
+            numbers[f"{slug(name)}_attention_share"] = one.trace.attention_share
     if place.toy:  # without a device there is nothing to trace, and memory is not measured
         numbers = {name: value for name, value in numbers.items() if value == value}
-    tables = {"loops": [_pair_row(name, pairs, workload, place, memory) for name in pairs]}
-    for name, trace in traces.items():
-        tables |= {f"{name}: {title}": rows for title, rows in trace.tables.items() if rows}
+    tables = {"loops": [row(one, workload, place, first) for one in timed]}
+    for name, one in arms.items():
+        if one.trace is not None:
+            tables |= {f"{name}: {title}": rows for title, rows in one.trace.tables.items() if rows}
+        if one.host:
+            tables[f"{name}: time of the host"] = one.host
 
-    public, source = PUBLIC[workload.name]
-    numbers["by_hand_share_of_public"] = rates["by hand"] / public
+    # The sentence: oneloop beside the first arm, and beside those of other libraries.
     says = (
-        f"{rates['oneloop']:,.0f} {workload.unit}/s, {ratio:.3f} x by hand "
-        f"({min(ratios):.3f} to {max(ratios):.3f}; control {control:.3f}); "
-        f"attention counted as full, {100 * numbers['mfu']:.1f} % MFU"
+        f"{rate:,.0f} {workload.unit}/s, {numbers['oneloop_ratio']:.3f} x {first.arm.name} "
+        f"({numbers['oneloop_ratio_min']:.3f} to {numbers['oneloop_ratio_max']:.3f}; control "
+        f"{control:.3f}); {100 * mfu:.1f} % MFU with attention counted as full"
     )
+    for one in timed[1:]:
+        if one.failed:
+            says += f"; {one.arm.name} failed: {one.failed}"
+        elif one is not ours:
+            ahead = statistics.median(ratios_of(one, ours))
+            says += f"; {ahead:.3f} x {one.arm.name}"
     if abs(control - 1) > CONTROL and not place.toy:
         says += "; VOID, since the control is not within 3 %"
-    if rates["by hand"] < FAR * public and not place.toy:
-        share = rates["by hand"] / public
-        says += f"; by hand reaches {share:.2f} of {source}'s {public:,.0f}: explain this first"
     return Result(says, numbers, tables)
 
 
-def _pair_row(
-    name: str,
-    pairs: dict[str, list[float]],
-    workload: Workload,
-    place: Place,
-    memory: dict[str, float],
-) -> dict[str, Any]:
-    answer = {"allocated": memory[name] * 2**30}
-    return row(name, statistics.median(pairs[name]), workload, place, answer)
-
-
-NUMBERS = ["ratio_to_by_hand", "control", "mfu", "share_of_matmul_rate", "host_waits"]
-ON_GPU = ["idle_share", "kernels_outside", "peak_gib", "waits_in_trace_per_step"]
+NUMBERS = ["oneloop_ratio", "control", "mfu", "share_of_matmul_rate", "host_waits"]
+ON_GPU = [
+    "idle_share",
+    "kernels_outside",
+    "oneloop_peak_gib",
+    "oneloop_attention_share",
+    "waits_in_trace_per_step",
+]
 SMALL_TEXT = {"layers": 2, "heads": 2, "width": 32, "vocabulary": 256, "length": 32, "rows": 2}
 
 
@@ -317,16 +436,16 @@ def gpt2_workload(place: Place) -> Workload:
     on_gpu=ON_GPU,
 )
 def gpt2(place: Place) -> Result:
-    return beside(gpt2_workload(place), place, steps=4 if place.toy else 40)
+    return beside(gpt2_workload(place), place, steps=2 if place.toy else STEPS)
 
 
 @line("speed", name="gpt2-others", seconds=200, numbers=["loops"])
 def gpt2_others(place: Place) -> Result:
     others = [
-        Other("oneloop, logits in memory", by_oneloop_with_logits, True),
-        Other("transformers' Trainer (a dense mask)", by_trainer, True),
+        Arm("oneloop, logits in memory", by_oneloop_with_logits),
+        Arm("Trainer, compiled, dense mask", by_trainer),
     ]
-    steps = 4 if place.toy else 40
+    steps = 2 if place.toy else STEPS
     return once_each(gpt2_workload(place), place, steps=steps, others=others)
 
 
@@ -356,17 +475,42 @@ def llama_1b_workload(place: Place) -> Workload:
     on_gpu=ON_GPU,
 )
 def llama_1b(place: Place) -> Result:
-    return beside(llama_1b_workload(place), place, steps=4 if place.toy else 20)
+    return beside(llama_1b_workload(place), place, steps=2 if place.toy else STEPS)
 
 
 @line("speed", name="llama-1b-others", seconds=220, numbers=["loops"])
 def llama_1b_others(place: Place) -> Result:
     others = [
-        Other("oneloop, logits in memory", by_oneloop_with_logits, True),
-        Other("transformers' Trainer (a dense mask)", by_trainer, True),
+        Arm("oneloop, logits in memory", by_oneloop_with_logits),
+        Arm("Trainer, compiled, dense mask", by_trainer),
     ]
-    steps = 4 if place.toy else 20
+    steps = 2 if place.toy else STEPS
     return once_each(llama_1b_workload(place), place, steps=steps, others=others)
+
+
+# What users have now. The Trainer's defaults: no compile. Tuned: compile, Liger's kernels and no
+# dense mask. Accelerate by hand: compile, and the model's own loss.
+RIVALS = (
+    Arm(BY_HAND, by_hand),
+    Arm(OURS, by_oneloop_unchecked),
+    Arm("Trainer, tuned", by_tuned_trainer, ours=False),
+    Arm("Trainer", by_trainer, compiled=False, ours=False),
+    Arm("Accelerate by hand", by_accelerate, ours=False),
+)
+
+
+@line(
+    "speed",
+    name="llama-1b-rivals",
+    seconds=300,
+    numbers=["tokens_per_second", *NUMBERS],
+    on_gpu=[*ON_GPU, "Trainer_tuned_ratio", "Trainer_ratio", "Accelerate_by_hand_ratio"],
+    gpu_packages=["liger_kernel"],
+)
+def llama_1b_rivals(place: Place) -> Result:
+    """A Llama of 1 B parameters in the loops that people use today."""
+    steps = 2 if place.toy else STEPS
+    return beside(llama_1b_workload(place), place, steps=steps, arms=RIVALS, host=False)
 
 
 def lora_8b_workload(place: Place) -> Workload:
@@ -409,17 +553,48 @@ def lora_8b_workload(place: Place) -> Workload:
     packages=["peft"],
 )
 def lora_8b(place: Place) -> Result:
-    return beside(lora_8b_workload(place), place, steps=2 if place.toy else 20)
+    return beside(lora_8b_workload(place), place, steps=2 if place.toy else STEPS)
 
 
 @line("speed", name="lora-8b-others", seconds=240, numbers=["loops"], packages=["peft"])
 def lora_8b_others(place: Place) -> Result:
     others = [
-        Other("oneloop, logits in memory", by_oneloop_with_logits, True),
-        Other("transformers' Trainer, without borders, compile off", by_trainer, False),
+        Arm("oneloop, logits in memory", by_oneloop_with_logits),
+        Arm("Trainer, without borders, compile off", by_trainer, compiled=False),
     ]
-    steps = 2 if place.toy else 20
+    steps = 2 if place.toy else STEPS
     return once_each(lora_8b_workload(place), place, steps=steps, others=others)
+
+
+SFT = (
+    Arm(BY_HAND, by_hand),
+    Arm(OURS, by_oneloop_unchecked),
+    Arm("SFTTrainer, padding-free", by_sft_trainer, compiled=False, ours=False),
+    Arm("SFTTrainer, padding-free, compiled", by_sft_trainer, ours=False),
+)
+
+
+@line(
+    "speed",
+    name="lora-8b-rivals",
+    seconds=300,
+    numbers=["tokens_per_second", *NUMBERS],
+    on_gpu=[*ON_GPU, "SFTTrainer_padding_free_ratio"],
+    packages=["peft", "trl", "datasets"],
+    gpu_packages=["liger_kernel"],
+)
+def lora_8b_rivals(place: Place) -> Result:
+    """Adapters on full rows of 4,096 tokens, on which padding-free training needs no borders."""
+    workload = replace(lora_8b_workload(place), packed=False)
+    steps = 2 if place.toy else STEPS
+    return beside(workload, place, steps=steps, arms=SFT, host=False)
+
+
+TIMM = (
+    Arm(BY_HAND, by_hand),
+    Arm(OURS, by_oneloop_unchecked),
+    Arm("timm", by_timm, ours=False),
+)
 
 
 def vit_s16_workload(place: Place) -> Workload:
@@ -449,16 +624,27 @@ def vit_s16_workload(place: Place) -> Workload:
     packages=["timm"],
 )
 def vit_s16(place: Place) -> Result:
-    return beside(vit_s16_workload(place), place, steps=3 if place.toy else 40)
+    return beside(vit_s16_workload(place), place, steps=3 if place.toy else 2 * STEPS)
 
 
 @line("speed", name="vit-s16-others", seconds=100, numbers=["loops"], packages=["timm"])
 def vit_s16_others(place: Place) -> Result:
-    others = [
-        Other("transformers' Trainer", by_trainer, True),
-    ]
-    steps = 3 if place.toy else 40
+    others = [Arm("Trainer, compiled", by_trainer)]
+    steps = 3 if place.toy else 2 * STEPS
     return once_each(vit_s16_workload(place), place, steps=steps, others=others)
+
+
+@line(
+    "speed",
+    name="vit-s16-rivals",
+    seconds=150,
+    numbers=["images_per_second", *NUMBERS],
+    on_gpu=[*ON_GPU, "timm_ratio"],
+    packages=["timm"],
+)
+def vit_s16_rivals(place: Place) -> Result:
+    steps = 3 if place.toy else 2 * STEPS
+    return beside(vit_s16_workload(place), place, steps=steps, arms=TIMM, host=False)
 
 
 def resnet50_workload(place: Place) -> Workload:
@@ -487,16 +673,27 @@ def resnet50_workload(place: Place) -> Workload:
     packages=["torchvision"],
 )
 def resnet50(place: Place) -> Result:
-    return beside(resnet50_workload(place), place, steps=3 if place.toy else 40)
+    return beside(resnet50_workload(place), place, steps=3 if place.toy else 2 * STEPS)
 
 
 @line("speed", name="resnet50-others", seconds=120, numbers=["loops"], packages=["torchvision"])
 def resnet50_others(place: Place) -> Result:
-    others = [
-        Other("transformers' Trainer", by_trainer, True),
-    ]
-    steps = 3 if place.toy else 40
+    others = [Arm("Trainer, compiled", by_trainer)]
+    steps = 3 if place.toy else 2 * STEPS
     return once_each(resnet50_workload(place), place, steps=steps, others=others)
+
+
+@line(
+    "speed",
+    name="resnet50-rivals",
+    seconds=150,
+    numbers=["images_per_second", *NUMBERS],
+    on_gpu=[*ON_GPU, "timm_ratio"],
+    packages=["timm"],
+)
+def resnet50_rivals(place: Place) -> Result:
+    steps = 3 if place.toy else 2 * STEPS
+    return beside(resnet50_workload(place), place, steps=steps, arms=TIMM, host=False)
 
 
 @line(

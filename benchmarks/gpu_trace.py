@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import tempfile
+from bisect import bisect_right
 from collections import Counter, defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +38,12 @@ WAITS = (
 """calls in which the host waits for the device"""
 ROWS = 12  # rows of a table
 
+# Kernels of attention by their names (flash attention, cuDNN, CUTLASS's memory-efficient kernel),
+# and operators of attention, whose kernels may have other names (a softmax between two products).
+ATTENTION_KERNEL = re.compile(r"flash|fmha|sdpa|attention", re.I)
+ATTENTION_OPERATOR = re.compile(r"attention", re.I)
+NESTED = 16  # operators of attention inside of one another, and their successors, at most
+
 
 @dataclass(frozen=True)
 class Reduced:
@@ -46,6 +54,8 @@ class Reduced:
     kernels: float  # per step
     kernels_outside: float  # per step, launched outside of forward and backward
     waits: float  # calls per step in which the host waits for the device
+    attention_share: float  # of the time of all work of the device
+    attention_ms: float  # per step
     tables: dict[str, list[dict[str, Any]]]
 
 
@@ -63,7 +73,9 @@ def reduce(events: list[dict[str, Any]], *, steps: int) -> Reduced:
 
     A kernel belongs to the forward if the call that launched it is in a range :data:`FORWARD` on
     its thread; to the backward if another thread launched it than the one of these ranges; else to
-    neither ("outside").
+    neither ("outside"). It belongs to attention by its own name, or by that of the operator that
+    launched it. The backward of attention that is computed with a softmax is not found: its
+    operators have other names.
     """
     whole = [event for event in events if event.get("ph") == "X"]
     device = [event for event in whole if event.get("cat") in DEVICE_WORK]
@@ -79,13 +91,19 @@ def reduce(events: list[dict[str, Any]], *, steps: int) -> Reduced:
         if "correlation" in event.get("args", {})
     }
 
+    attending = _calls_of_attention(whole, calls)
+
     # Add up the time and the number of all work of the device, by phase and by name.
+    attention = 0.0
     times = defaultdict[str, float](float)
     counts = Counter[str]()
     names = defaultdict[tuple[str, str], float](float)
     calls_of = Counter[tuple[str, str]]()
     for event in device:
-        phase = phase_of.get(event.get("args", {}).get("correlation"), "unknown")
+        launched_by = event.get("args", {}).get("correlation")
+        phase = phase_of.get(launched_by, "unknown")
+        if ATTENTION_KERNEL.search(event["name"]) or launched_by in attending:
+            attention += event["dur"]
         times[phase] += event["dur"]
         counts[phase] += event["cat"] == "kernel"
         names[phase, event["name"]] += event["dur"]
@@ -119,6 +137,8 @@ def reduce(events: list[dict[str, Any]], *, steps: int) -> Reduced:
         kernels=sum(counts.values()) / steps,
         kernels_outside=(counts["outside"] + counts["unknown"]) / steps,
         waits=sum(row["calls per step"] for row in waiting),
+        attention_share=attention / sum(times.values()) if times else float("nan"),
+        attention_ms=attention / steps / 1e3,
         tables={
             "time of the device by phase": phases,
             "longest kernels": kernels,
@@ -137,6 +157,25 @@ def _phase(call: dict[str, Any], forwards: list[dict[str, Any]]) -> str:
         if event["ts"] <= call["ts"] <= event["ts"] + event["dur"]:
             return "forward"
     return "outside"
+
+
+def _calls_of_attention(whole: list[dict[str, Any]], calls: list[dict[str, Any]]) -> set[Any]:
+    """Return the correlations of the calls that operators of attention made, on their threads."""
+    spans = defaultdict[tuple[Any, Any], list[tuple[float, float]]](list)
+    for event in whole:
+        if event.get("cat") == "cpu_op" and ATTENTION_OPERATOR.search(event["name"]):
+            spans[event["pid"], event["tid"]].append((event["ts"], event["ts"] + event["dur"]))
+    for found in spans.values():
+        found.sort()
+
+    # An operator may call another one: an outer range ends after those inside of it.
+    correlations = set()
+    for call in calls:
+        found = spans.get((call["pid"], call["tid"]), [])
+        before = found[: bisect_right(found, (call["ts"], math.inf))]
+        if any(call["ts"] <= end for _, end in before[-NESTED:]):
+            correlations.add(call.get("args", {}).get("correlation"))
+    return correlations - {None}
 
 
 def _idle_share(device: list[dict[str, Any]]) -> float:
