@@ -12,6 +12,7 @@ import textwrap
 
 import pytest
 
+import code_measures
 from oneloop.launch.command import launch_options
 from oneloop.launch.nodes import options as node_options
 from pages import blocks, program
@@ -30,6 +31,73 @@ PAGES = {path: path.read_text() for path in FILES}
 
 def programs(text: str) -> dict[str, str]:
     return dict(re.findall(r"```python\n# (\S+\.py)\n(.*?)```", text, re.S))
+
+
+def records(ending: str) -> list[str]:
+    """Return the texts of the records of this kind, the newest last: a name begins with a date."""
+    files = (ROOT / "benchmarks").glob(f"????-??-??-{ending}")
+    return [file.read_text() for file in sorted(files)]
+
+
+def on_a_gpu(name: str) -> dict[str, float]:
+    """Return the numbers of the last line of part speed with this name that passed."""
+    lines = [line for record in records("gpu.json") for line in json.loads(record)["lines"]]
+    found = [line for line in lines if line["part"] == "speed" and line["name"] == name]
+    if name == "checkpoint_stall":  # the line has failed if it timed the small save only
+        found = [line for line in found if "small_stall_ms" in line.get("numbers", {})]
+    else:
+        found = [line for line in found if line["outcome"] == "pass"]
+    return found[-1]["numbers"]
+
+
+def lines_of_the_loop() -> str:
+    source = (ROOT / "src/oneloop/train.py").read_text()
+    docstrings = code_measures.docstring_lines(code_measures.parsed(source))
+    return f"{len(source.splitlines()) - len(docstrings)} lines without docstrings"
+
+
+def tokens_per_second() -> str:
+    gpt2, llama, lora = (
+        f"{on_a_gpu(name)['tokens_per_second'] / 1e3:.0f},000"
+        for name in ("gpt2", "llama-1b", "lora-8b")
+    )
+    return (
+        f"GPT-2 (124 M) trains with {gpt2} tokens/s, a Llama of 1 B with {llama}, "
+        f"and LoRA on 8 B with {lora}."
+    )
+
+
+def ratios() -> str:
+    gpt2, llama = (on_a_gpu(name)["ratio_to_by_hand"] for name in ("gpt2", "llama-1b"))
+    lora = on_a_gpu("lora-8b")
+    low, high = lora["ratio_to_by_hand"], lora["ratio_max"]  # different rows: a range
+    return f"This is {gpt2:.3f}, {llama:.3f}, and {low:.2f} to {high:.2f} times the rate of a plain"
+
+
+def milliseconds_of_a_save() -> str:
+    stall = on_a_gpu("checkpoint_stall")["small_stall_ms"]
+    return f"A save of 1.5 GB stops training for {stall:.0f} ms."
+
+
+def microseconds_of_a_step() -> str:
+    row = r"^oneloop +median +([\d.]+) .* over accelerate by hand +\+([\d.]+)"
+    first = re.search(row, records("step-cost.txt")[-1], re.M)  # that of the first command
+    step, more = (round(float(number)) for number in first.groups())
+    return f"takes {step} us, {more} us more than in a hand-written Accelerate loop."
+
+
+@pytest.mark.parametrize(
+    "sentence",
+    [
+        lines_of_the_loop,
+        tokens_per_second,
+        ratios,
+        milliseconds_of_a_save,
+        microseconds_of_a_step,
+    ],
+)
+def test_the_numbers_of_the_readme_are_those_of_the_source_and_the_newest_records(sentence):
+    assert sentence() in " ".join(README.split())
 
 
 TYPED = [
