@@ -1,6 +1,7 @@
 """One command for a machine with a GPU: it checks, measures and records.
 
     PYTHONPATH=src python benchmarks/gpu_day.py --part check --minutes 9 --to benchmarks
+    PYTHONPATH=src python benchmarks/gpu_day.py --call A --to benchmarks    # one of three leases
     PYTHONPATH=src python benchmarks/gpu_day.py --part speed --only gpt2,llama-1b
     PYTHONPATH=src python benchmarks/gpu_day.py --part check,bits,plan,faults --jobs 5
     PYTHONPATH=src python benchmarks/gpu_day.py --toy         # all parts, small, on a CPU
@@ -31,7 +32,7 @@ from datetime import date, datetime
 from importlib.metadata import PackageNotFoundError, version
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 # The caller imports libraries and forks; it never touches CUDA, which children could not use then.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -44,7 +45,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "helpers"))
 import torch
 
 import gpu_check
+import gpu_costs
 import gpu_faults
+import gpu_levers
 import gpu_meetings
 import gpu_own_loop
 import gpu_speed
@@ -61,6 +64,8 @@ MODULES = (
     gpu_tasks,
     gpu_own_loop,
     gpu_speed,
+    gpu_costs,
+    gpu_levers,
     same_bits_gpu,
     plan_on_gpu,
     gpu_faults,
@@ -77,6 +82,40 @@ PACKAGES = (
     "liger-kernel",
     "torchao",
 )
+
+
+class Call(NamedTuple):
+    """Lines for one lease of a GPU, the most valuable first."""
+
+    lines: tuple[str, ...]
+    jobs: int = 1
+
+
+# Each takes at most nine minutes; the last lines may be left out. A runs on any card. Two loops of
+# B need 75 GiB, the loops of C 80 GiB.
+CALLS = {
+    "A": Call(
+        (
+            "parts_of_own_loops",
+            "programs_of_own_loops",
+            "loader_batches",
+            "deterministic_numbers",
+            "deterministic_distil",
+            "deterministic_preference",
+            "log_probabilities_of_gpu_and_cpu",
+            "loader_in_fp16",
+            "deterministic_bert",
+            "reward_in_bf16",
+            "peaks_of_the_data_sheet",
+            "gpt2",
+            "llama-1b",
+            "out_of_memory",
+        ),
+        jobs=5,
+    ),
+    "B": Call(("lora-8b", "lora-8b-levers")),
+    "C": Call(("llama-1b-rivals", "checkpoint-stall-large", "first-steps")),
+}
 CARD = "card"  # the line that measures the rates of this card, before all others of speed
 SLACK = 5.0  # seconds that must remain when a line has taken as long as expected
 CROWDED = 1.5  # times the expected seconds, of a line that runs beside others
@@ -224,9 +263,12 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     options.add_argument("--part", default=",".join(PARTS), help="parts (default: all)")
+    options.add_argument(
+        "--call", choices=sorted(CALLS), help="lines of one lease, in place of --part"
+    )
     options.add_argument("--only", default="", help="names of lines, separated by commas")
     options.add_argument("--minutes", type=float, help="default: 9; for --toy 60")
-    options.add_argument("--jobs", type=int, default=1, help="lines that run side by side")
+    options.add_argument("--jobs", type=int, help="lines that run side by side (default: 1)")
     options.add_argument("--to", type=Path, default=Path(), help="folder of the records")
     options.add_argument("--toy", action="store_true", help="run small shapes on a CPU")
     options.add_argument("--list", action="store_true", help="list the lines")
@@ -234,15 +276,18 @@ def parsed() -> argparse.Namespace:
         "--packages", action="store_true", help="list what pip must install for the lines"
     )
     given = options.parse_args()
-    if given.jobs < 1:
+    if given.jobs is not None and given.jobs < 1:
         options.error(f"--jobs {given.jobs}: at least one line must run")
     if given.only and not given.only.strip(","):
         options.error("--only names no line")
     return given
 
 
-def chosen_lines(parts: list[str], only: str) -> list[Line]:
+def chosen_lines(parts: list[str], only: str, call: Call | None = None) -> list[Line]:
     """Return the lines to run, in order. Exit with 2 for a name that does not exist."""
+    if call is not None:
+        by_name = {one.name: one for one in LINES}
+        return [by_name[name] for name in (CARD, *call.lines)]
     if unknown := set(parts) - set(PARTS):
         print(f"unknown parts: {', '.join(sorted(unknown))}; known: {PARTS}", file=sys.stderr)
         sys.exit(2)
@@ -312,7 +357,9 @@ def perform(
 
 def main() -> None:
     given = parsed()
-    chosen = chosen_lines(given.part.split(","), given.only)
+    call = CALLS[given.call] if given.call else None
+    chosen = chosen_lines(given.part.split(","), given.only, call)
+    jobs = given.jobs or (call.jobs if call else 1)
     if given.list:
         for one in chosen:
             print(f"{one.part:8}{one.name:40}{one.seconds:5.0f} s")
@@ -320,7 +367,7 @@ def main() -> None:
     if given.packages:
         print("\n".join(requirements(chosen)))
         return
-    if given.jobs > 1:
+    if jobs > 1:
         chosen.sort(key=lambda one: one.alone)
     began = time.monotonic()
     minutes = given.minutes or (60 if given.toy else 9)
@@ -330,8 +377,8 @@ def main() -> None:
     print(f"{about['device']}, {about['gpus']} GPUs; {len(chosen)} lines in {minutes:g} minutes")
 
     until = began + 60 * minutes
-    record = Record(given.to, {**about, "jobs": given.jobs}, toy=given.toy)
-    perform(chosen, record, about, until=until, jobs=given.jobs, toy=given.toy)
+    record = Record(given.to, {**about, "jobs": jobs}, toy=given.toy)
+    perform(chosen, record, about, until=until, jobs=jobs, toy=given.toy)
     outcomes = record.outcomes[record.earlier :]
     counts = Counter(outcome["outcome"] for outcome in outcomes)
     if record.left:

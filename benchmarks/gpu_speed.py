@@ -12,19 +12,14 @@ from __future__ import annotations
 
 import math
 import re
-import shutil
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
 
 from gpu_lines import Place, Result, line
 from gpu_loops import (
@@ -36,30 +31,19 @@ from gpu_loops import (
 )
 from gpu_pacer import LOG_EVERY, SKIPPED, Contender, Loop, Setting
 from gpu_rivals import by_sft_trainer, by_timm, by_trainer, by_tuned_trainer
-from gpu_trace import Reduced, events_of, reduce
+from gpu_trace import Reduced
 from gpu_workloads import Images, Text, Workload
-from oneloop.basics.side_copies import before_change
-from oneloop.checkpoint.checkpoints import Checkpoints
-from oneloop.checkpoint.resume import RunState
-from oneloop.checkpoint.retention import Keep
-from oneloop.ema import EMA
 from oneloop.measure.flops import data_sheet
-from oneloop.optim.bad_step_guard import Guard
-from oneloop.optim.clip import clip_, global_norm
-from oneloop.optim.optimizers import adamw, build
-from same_bits_gpu import environment
 
-STEPS = LOG_EVERY  # of a timed phase
+STEPS = LOG_EVERY  # of a timed phase; half of it if a step is long: every second phase then logs
 ROUNDS = 6
 FEWEST = 3  # rounds, if no time is left for more
 CONTROL = 0.03  # a control further from 1 makes the line void
 WARMED = 2  # steps of the first phase, after those that every phase skips
 WAITED = 3 * LOG_EVERY  # steps in which host waits are counted
 TRACED = LOG_EVERY  # steps of a trace: it has exactly one log step if they are not slow
-PHASES = "time of the device by phase"  # table of a trace
 SLOW = 0.1  # seconds of a step above which these are fewer steps
 RESERVE = 60.0  # seconds that must be left to start another loop
-BYTES_PER_PARAMETER = 44  # norm 4, clip 8 or less, AdamW 28, EMA 12: read and written, float32
 
 
 def seconds_of(call: Any, device: torch.device, times: int) -> float:
@@ -181,7 +165,7 @@ def beside(
         place: where the line runs.
         steps: of a timed phase.
         arms: the loops; the others are compared with the first one.
-        host: also profile the host, in arms that share their kernels with no other one.
+        host: also profile the host, in the first arm and in oneloop.
 
     Returns:
         Numbers of the first arm and of oneloop, and a table of all of them.
@@ -225,9 +209,9 @@ def beside(
             waited, traced = (WAITED // 4, TRACED // 2)
         for one in timed:
             one.trace = one.ask("trace", traced)
-            one.waits = one.ask("waits", waited) or {}
-            if host and not one.arm.kernels_of:
-                one.host = one.ask("host", traced) or []
+            if one.arm.name in (first.arm.name, OURS):
+                one.waits = one.ask("waits", waited)
+                one.host = one.ask("host", traced) if host else []
     return summed_up(workload, place, timed, again)
 
 
@@ -364,17 +348,18 @@ def summed_up(workload: Workload, place: Place, timed: list[Timed], again: list[
     for name, one in arms.items():
         if one.failed:
             continue
-        ratios = ratios_of(first, one)
-        numbers |= {
-            f"{slug(name)}_ratio": statistics.median(ratios),
-            f"{slug(name)}_ratio_min": min(ratios),
-            f"{slug(name)}_ratio_max": max(ratios),
-            f"{slug(name)}_ahead": statistics.median(ratios_of(one, ours)),
-            f"{slug(name)}_peak_gib": one.allocated / 2**30,
-            f"{slug(name)}_seconds_to_first_steps": one.start,
-        }
+        own = "" if one is ours else f"{slug(name)}_"
+        numbers[f"{own}peak_gib"] = one.allocated / 2**30
+        numbers[f"{own}seconds_to_first_steps"] = one.start
         if one.trace is not None:
-            numbers[f"{slug(name)}_attention_share"] = one.trace.attention_share
+            numbers[f"{own}attention_share"] = one.trace.attention_share
+        if one is not first:
+            ratios = ratios_of(first, one)
+            numbers[f"{own}ratio_to_{prefix}"] = statistics.median(ratios)
+            numbers[f"{own}ratio_min"] = min(ratios)
+            numbers[f"{own}ratio_max"] = max(ratios)
+            if one is not ours:
+                numbers[f"ratio_to_{slug(name)}"] = statistics.median(ratios_of(one, ours))
     if place.toy:  # without a device there is nothing to trace, and memory is not measured
         numbers = {name: value for name, value in numbers.items() if value == value}
     tables = {"loops": [row(one, workload, place, first) for one in timed]}
@@ -384,10 +369,11 @@ def summed_up(workload: Workload, place: Place, timed: list[Timed], again: list[
         if one.host:
             tables[f"{name}: time of the host"] = one.host
 
-    # The sentence: oneloop beside the first arm, and beside those of other libraries.
+    # The sentence: oneloop beside the first arm, and beside the others.
+    ratios = ratios_of(first, ours)
     says = (
-        f"{rate:,.0f} {workload.unit}/s, {numbers['oneloop_ratio']:.3f} x {first.arm.name} "
-        f"({numbers['oneloop_ratio_min']:.3f} to {numbers['oneloop_ratio_max']:.3f}; control "
+        f"{rate:,.0f} {workload.unit}/s, {statistics.median(ratios):.3f} x {first.arm.name} "
+        f"({min(ratios):.3f} to {max(ratios):.3f}; control "
         f"{control:.3f}); {100 * mfu:.1f} % MFU with attention counted as full"
     )
     for one in timed[1:]:
@@ -401,12 +387,12 @@ def summed_up(workload: Workload, place: Place, timed: list[Timed], again: list[
     return Result(says, numbers, tables)
 
 
-NUMBERS = ["oneloop_ratio", "control", "mfu", "share_of_matmul_rate", "host_waits"]
+NUMBERS = ["ratio_to_by_hand", "control", "mfu", "share_of_matmul_rate", "host_waits"]
 ON_GPU = [
     "idle_share",
     "kernels_outside",
-    "oneloop_peak_gib",
-    "oneloop_attention_share",
+    "peak_gib",
+    "attention_share",
     "waits_in_trace_per_step",
 ]
 SMALL_TEXT = {"layers": 2, "heads": 2, "width": 32, "vocabulary": 256, "length": 32, "rows": 2}
@@ -431,7 +417,7 @@ def gpt2_workload(place: Place) -> Workload:
 @line(
     "speed",
     name="gpt2",
-    seconds=180,
+    seconds=150,
     numbers=["tokens_per_second", *NUMBERS],
     on_gpu=ON_GPU,
 )
@@ -470,7 +456,7 @@ def llama_1b_workload(place: Place) -> Workload:
 @line(
     "speed",
     name="llama-1b",
-    seconds=200,
+    seconds=170,
     numbers=["tokens_per_second", *NUMBERS],
     on_gpu=ON_GPU,
 )
@@ -502,9 +488,9 @@ RIVALS = (
 @line(
     "speed",
     name="llama-1b-rivals",
-    seconds=300,
+    seconds=330,
     numbers=["tokens_per_second", *NUMBERS],
-    on_gpu=[*ON_GPU, "Trainer_tuned_ratio", "Trainer_ratio", "Accelerate_by_hand_ratio"],
+    on_gpu=[*ON_GPU, "ratio_to_Trainer_tuned", "ratio_to_Trainer", "ratio_to_Accelerate_by_hand"],
     gpu_packages=["liger_kernel"],
 )
 def llama_1b_rivals(place: Place) -> Result:
@@ -547,13 +533,13 @@ def lora_8b_workload(place: Place) -> Workload:
 @line(
     "speed",
     name="lora-8b",
-    seconds=120,
+    seconds=200,
     numbers=["tokens_per_second", *NUMBERS],
     on_gpu=ON_GPU,
     packages=["peft"],
 )
 def lora_8b(place: Place) -> Result:
-    return beside(lora_8b_workload(place), place, steps=2 if place.toy else STEPS)
+    return beside(lora_8b_workload(place), place, steps=2 if place.toy else STEPS // 2)
 
 
 @line("speed", name="lora-8b-others", seconds=240, numbers=["loops"], packages=["peft"])
@@ -577,16 +563,16 @@ SFT = (
 @line(
     "speed",
     name="lora-8b-rivals",
-    seconds=300,
+    seconds=280,
     numbers=["tokens_per_second", *NUMBERS],
-    on_gpu=[*ON_GPU, "SFTTrainer_padding_free_ratio"],
+    on_gpu=[*ON_GPU, "ratio_to_SFTTrainer_padding_free"],
     packages=["peft", "trl", "datasets"],
     gpu_packages=["liger_kernel"],
 )
 def lora_8b_rivals(place: Place) -> Result:
     """Adapters on full rows of 4,096 tokens, on which padding-free training needs no borders."""
     workload = replace(lora_8b_workload(place), packed=False)
-    steps = 2 if place.toy else STEPS
+    steps = 2 if place.toy else STEPS // 2
     return beside(workload, place, steps=steps, arms=SFT, host=False)
 
 
@@ -639,7 +625,7 @@ def vit_s16_others(place: Place) -> Result:
     name="vit-s16-rivals",
     seconds=150,
     numbers=["images_per_second", *NUMBERS],
-    on_gpu=[*ON_GPU, "timm_ratio"],
+    on_gpu=[*ON_GPU, "ratio_to_timm"],
     packages=["timm"],
 )
 def vit_s16_rivals(place: Place) -> Result:
@@ -688,185 +674,9 @@ def resnet50_others(place: Place) -> Result:
     name="resnet50-rivals",
     seconds=150,
     numbers=["images_per_second", *NUMBERS],
-    on_gpu=[*ON_GPU, "timm_ratio"],
+    on_gpu=[*ON_GPU, "ratio_to_timm"],
     packages=["timm"],
 )
 def resnet50_rivals(place: Place) -> Result:
     steps = 3 if place.toy else 2 * STEPS
     return beside(resnet50_workload(place), place, steps=steps, arms=TIMM, host=False)
-
-
-@line(
-    "speed",
-    seconds=40,
-    numbers=["small_ms", "large_ms", "small_share_of_floor", "large_share_of_floor"],
-    on_gpu=["small_kernels", "large_kernels"],
-)
-def update(place: Place) -> Result:
-    """Time clip, AdamW and EMA, without a model, beside the bytes that they must move (G8)."""
-    sizes = {"small": (12, 768, 50_304), "large": (16, 2_048, 128_256)}
-    if place.toy:
-        sizes = {"small": (2, 32, 64), "large": (2, 64, 64)}
-    numbers: dict[str, float] = {}
-    tables: dict[str, list[dict[str, Any]]] = {}
-    for name, (layers, width, vocabulary) in sizes.items():
-        model = nn.ModuleList([nn.Embedding(vocabulary, width)])
-        for _ in range(layers):
-            model.append(nn.Linear(width, 12 * width, bias=False))
-            model.append(nn.LayerNorm(width))
-        model.to(place.device)
-        seconds, trace = _timed_update(model, place)
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        floor = BYTES_PER_PARAMETER * parameters / (place.rates["copy_gb_per_second"] * 1e9)
-        numbers[f"{name}_parameters"] = float(parameters)
-        numbers[f"{name}_with_host_ms"] = 1e3 * seconds
-        if not place.toy:  # a run has more work queued, which hides the time of the host
-            seconds = sum(row["ms per step"] for row in trace.tables[PHASES]) / 1e3
-            numbers[f"{name}_kernels"] = trace.kernels
-        numbers[f"{name}_ms"] = 1e3 * seconds
-        numbers[f"{name}_share_of_floor"] = seconds / floor
-        if not place.toy:
-            tables |= {f"{name}: {title}": rows for title, rows in trace.tables.items() if rows}
-        del model
-    says = ", ".join(
-        f"{numbers[f'{name}_parameters'] / 1e6:,.0f} M parameters in {numbers[f'{name}_ms']:.2f} "
-        f"ms, {numbers[f'{name}_share_of_floor']:.2f} x the floor"
-        for name in sizes
-    )
-    return Result(says, numbers, tables)
-
-
-def _timed_update(model: nn.Module, place: Place) -> tuple[float, Reduced]:
-    """Return the seconds of an update of random gradients, and its trace."""
-    parameters = list(model.parameters())
-    optimizer = build(adamw, model, lr=1e-4, weight_decay=0.1)
-    guard = Guard(optimizer, device=place.device)
-    ema = EMA(model, decay=0.999)
-    gradients: list[Tensor] = [torch.randn_like(parameter) for parameter in parameters]
-
-    def updated() -> None:
-        for parameter, gradient in zip(parameters, gradients):
-            parameter.grad = gradient
-        norm = global_norm(parameters)
-        clip_(parameters, 1.0, norm)
-        guard.step(norm)
-        ema.update(1)
-        guard.resolve()
-
-    took = seconds_of(updated, place.device, 3 if place.toy else 20)
-    kinds = [torch.profiler.ProfilerActivity.CPU]
-    if not place.toy:
-        kinds.append(torch.profiler.ProfilerActivity.CUDA)
-    with torch.profiler.profile(activities=kinds) as profiler:
-        updated()
-    return took, reduce(events_of(profiler), steps=1)
-
-
-STALLS = ["small_stall_ms", "small_call_ms", "large_stall_ms", "large_call_ms"]
-
-
-@line("speed", seconds=100, numbers=STALLS)
-def checkpoint_stall(place: Place) -> Result:
-    """Time what training loses by a save, for 1.5 and 14.8 GB of weights and AdamW state.
-
-    It is the time of the call and of the step after it, without the median time of a step.
-    """
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=place.toy, project_dir=str(place.folder))
-    sizes = {"small": 0.001e9, "large": 0.004e9} if place.toy else {"small": 1.5e9, "large": 14.8e9}
-    numbers: dict[str, float] = {}
-    for name, size in sizes.items():
-        width = int((size / 12 / 8) ** 0.5)
-        layers = [nn.Linear(width, width, bias=False, device=place.device) for _ in range(8)]
-        model = accelerator.prepare(nn.Sequential(*layers))
-        numbers[f"{name}_gb"] = 12 * 8 * width**2 / 1e9
-        stalls = _stalls(model, width, Checkpoints(place.folder / name, accelerator), place)
-        numbers |= {f"{name}_{key}": value for key, value in stalls.items()}
-        shutil.rmtree(place.folder / name)
-        del model, layers
-    says = ", ".join(
-        f"{numbers[f'{name}_gb']:.1f} GB: {numbers[f'{name}_stall_ms']:.1f} ms, of which the call "
-        f"{numbers[f'{name}_call_ms']:.1f} ms (the first save "
-        f"{numbers[f'{name}_first_stall_ms']:.0f} ms; steps of {numbers[f'{name}_step_ms']:.0f} ms)"
-        for name in sizes
-    )
-    return Result(says, numbers)
-
-
-def _stalls(
-    model: nn.Module, width: int, checkpoints: Checkpoints, place: Place
-) -> dict[str, float]:
-    """Train, save a few times, and return the milliseconds that training loses."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    inputs = torch.randn(64 if place.toy else 2048, width, device=place.device)
-    state = RunState(model, optimizer, parts={})
-    checkpoints.saving.overlaps = True
-
-    def seconds_of_step() -> float:
-        began = time.perf_counter()
-        model(inputs).square().mean().backward()
-        before_change()
-        optimizer.step()
-        optimizer.zero_grad()
-        if not place.toy:
-            torch.cuda.synchronize()
-        return time.perf_counter() - began
-
-    # Warm up. As in a run, the memory of saves is made while the first steps train.
-    seconds_of_step()
-    if not place.toy:
-        checkpoints.saving.prepare(lambda: state.bytes_of_rank(checkpoints))
-    steps = [seconds_of_step() for _ in range(5 if place.toy else 40)]
-    usual = statistics.median(steps)
-
-    # Save.
-    calls = []
-    stalls = []
-    keep = Keep(newest=1)  # the disk need not hold all of them
-    for step in range(1, 4):
-        began = time.perf_counter()
-        state.save(checkpoints, step, keep=keep)
-        calls.append(time.perf_counter() - began)
-        stalls.append(calls[-1] + seconds_of_step() - usual)
-        checkpoints.poll()
-        problem = checkpoints.finish()
-        if problem is not None:
-            raise RuntimeError(problem)
-    checkpoints.close()
-    return {
-        "step_ms": 1e3 * usual,
-        "longest_early_step_ms": 1e3 * max(steps),
-        "first_stall_ms": 1e3 * stalls[0],
-        "call_ms": 1e3 * statistics.median(calls[1:]),
-        "stall_ms": 1e3 * statistics.median(stalls[1:]),
-    }
-
-
-@line("speed", seconds=60, numbers=["seconds", "seconds_again"])
-def time_to_first_step(place: Place) -> Result:
-    """Time a command until its first step is logged, twice: the second finds warm files."""
-    words = ["gpt", "--duration", "2", "--log.every", "1", "--eval.every", "0", "--track", "none"]
-    if place.toy:
-        words += ["--task.width", "32", "--task.layers", "1", "--task.heads", "2"]
-    times = []
-    for number in range(2):
-        folder = place.folder / f"run-{number}"
-        options = ["--config_file", "single", "--mixed_precision", place.precision]
-        command = [sys.executable, "-m", "oneloop", "launch", *options, *words]
-        began = time.perf_counter()
-        with subprocess.Popen([*command, "--run.dir", str(folder)], env=environment()) as process:
-            while process.poll() is None and not _has_lines(folder / "metrics.jsonl"):
-                time.sleep(0.01)
-            times.append(time.perf_counter() - began)
-            process.wait()
-        if process.returncode:
-            raise RuntimeError(f"the run ended with exit code {process.returncode}")
-    return Result(
-        f"{times[0]:.1f} s, then {times[1]:.1f} s, from the command to the first log of gpt",
-        {"seconds": times[0], "seconds_again": times[1]},
-    )
-
-
-def _has_lines(file: Path) -> bool:
-    return file.exists() and file.stat().st_size > 0

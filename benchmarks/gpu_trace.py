@@ -36,6 +36,7 @@ WAITS = (
     "cuEventSynchronize",
 )
 """calls in which the host waits for the device"""
+PHASES = "time of the device by phase"  # a table
 ROWS = 12  # rows of a table
 
 # Kernels of attention by their names (flash attention, cuDNN, CUTLASS's memory-efficient kernel),
@@ -140,7 +141,7 @@ def reduce(events: list[dict[str, Any]], *, steps: int) -> Reduced:
         attention_share=attention / sum(times.values()) if times else float("nan"),
         attention_ms=attention / steps / 1e3,
         tables={
-            "time of the device by phase": phases,
+            PHASES: phases,
             "longest kernels": kernels,
             "waits": waiting,
             "longest gaps of the device": _gaps(device, steps),
