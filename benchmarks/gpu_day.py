@@ -116,6 +116,7 @@ CALLS = {
     "B": Call(("lora-8b", "lora-8b-levers")),
     "C": Call(("llama-1b-rivals", "checkpoint-stall-large", "first-steps")),
 }
+assert {name for call in CALLS.values() for name in call.lines} <= {one.name for one in LINES}
 CARD = "card"  # the line that measures the rates of this card, before all others of speed
 SLACK = 5.0  # seconds that must remain when a line has taken as long as expected
 CROWDED = 1.5  # times the expected seconds, of a line that runs beside others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -212,6 +213,122 @@ def test_a_trace_is_reduced_to_phases_idle_time_and_waits(benchmarks):
     assert reduced.tables["waits"] == [
         {"call": "cudaStreamSynchronize", "calls per step": 0.5, "ms per step": 0.0035}
     ]
+
+
+def test_kernels_of_attention_are_found_by_their_names_and_by_their_operators(benchmarks):
+    from gpu_trace import reduce
+
+    events = [
+        event("cpu_op", "aten::scaled_dot_product_attention", 0, 10),
+        event("cpu_op", "aten::bmm", 1, 2),
+        event("cuda_runtime", "cudaLaunchKernel", 2, 1, correlation=1),  # of the product inside
+        event("cuda_runtime", "cudaLaunchKernel", 8, 1, correlation=2),  # after that product
+        event("cuda_runtime", "cudaLaunchKernel", 11, 1, correlation=3),  # after the operator
+        event("cuda_runtime", "cudaLaunchKernel", 5, 1, correlation=4, thread=2),
+        event("kernel", "gemm", 100, 10, correlation=1),
+        event("kernel", "softmax", 110, 20, correlation=2),
+        event("kernel", "gemm", 130, 40, correlation=3),
+        event("kernel", "gemm", 170, 80, correlation=4),
+        event("kernel", "pytorch_flash::flash_bwd_dq_dk_dv_loop", 250, 30, correlation=5),
+        event("kernel", "cudnn_generated_fort_native_sdpa_sm90_flash_fprop", 280, 20),
+    ]
+    reduced = reduce(events, steps=2)
+    assert reduced.attention_ms == pytest.approx((10 + 20 + 30 + 20) / 2 / 1e3)
+    assert reduced.attention_share == pytest.approx(80 / 200)
+
+
+class _Stopped(Exception):
+    pass
+
+
+class _Recorder:
+    """In place of a pacer: the tokens of each step, as the model gets them."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps: list[list[list[int]]] = []
+        self._most = steps
+        self._number = None
+        self._due = False
+
+    def knows(self, model):
+        pass
+
+    def step(self, number=None):
+        if number is not None and number == self._number:
+            return
+        self._number = number
+        if len(self.steps) == self._most:
+            raise _Stopped
+        self._due = True
+
+    def watch(self, module, args, kwargs):
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        if self._due:
+            self.steps.append(tokens.tolist())
+            self._due = False
+
+
+@pytest.mark.slow
+def test_all_loops_of_a_pair_train_on_the_same_batches(benchmarks, tmp_path, monkeypatch):
+    """Also at steps at which oneloop repeats a micro-batch, and after the end of the list."""
+    import gpu_loops
+    import gpu_rivals
+    from gpu_pacer import Setting
+    from gpu_workloads import Text
+
+    monkeypatch.setattr(gpu_loops, "LOG_EVERY", 1)  # a repeat is possible in each step
+    workload = Text(
+        "toy",
+        "llama",
+        layers=1,
+        heads=2,
+        width=16,
+        vocabulary=64,
+        length=16,
+        rows=2,
+        texts=40,
+        batches=3,
+    )
+    rows = workload.samples
+    expected = [workload.batch([rows[2 * step], rows[2 * step + 1]])["input"] for step in range(7)]
+    assert torch.equal(expected[0], expected[3])
+    assert not torch.equal(expected[0], expected[1])
+    built = Text.build
+    loops = {
+        "by hand": gpu_loops.by_hand,
+        "oneloop": gpu_loops.by_oneloop,
+        "accelerate": gpu_loops.by_accelerate,
+        "trainer": gpu_rivals.by_trainer,
+        "tuned": gpu_rivals.by_tuned_trainer,
+    }
+    for name, loop in loops.items():
+        recorder = _Recorder(steps=7)
+
+        def build(text, device, recorder=recorder):
+            model = built(text, device)
+            model.register_forward_pre_hook(recorder.watch, with_kwargs=True)
+            return model
+
+        monkeypatch.setattr(Text, "build", build)
+        folder = tmp_path / name.replace(" ", "-")
+        setting = Setting(workload, torch.device("cpu"), "no", False, folder, folder)
+        with pytest.raises(_Stopped):
+            loop(setting, recorder)
+        assert recorder.steps == [batch.tolist() for batch in expected], name
+
+
+def test_what_pip_installs_for_lines(benchmarks):
+    from gpu_lines import Line, requirements
+
+    lines = [
+        Line("speed", "one", lambda place: None, 1.0, [], [], 0, ["peft", "datasets"]),
+        Line("speed", "two", lambda place: None, 1.0, [], [], 0, ["peft"], ["liger_kernel"]),
+    ]
+    assert requirements(lines) == ["datasets", "dill", "liger-kernel", "multiprocess", "peft"]
+    assert lines[1].why_skipped(gpus=0) is None
+    lines[1] = dataclasses.replace(lines[1], gpu_packages=["no_such_package"])
+    assert lines[1].why_skipped(gpus=0) is None
+    assert lines[1].why_skipped(gpus=1) == "package missing: no_such_package"
 
 
 def _hanging(place):
