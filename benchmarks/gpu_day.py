@@ -47,6 +47,7 @@ import gpu_check
 import gpu_faults
 import gpu_meetings
 import gpu_own_loop
+import gpu_preference
 import gpu_speed
 import gpu_tasks
 import oneloop
@@ -61,6 +62,7 @@ MODULES = (
     gpu_tasks,
     gpu_own_loop,
     gpu_speed,
+    gpu_preference,
     same_bits_gpu,
     plan_on_gpu,
     gpu_faults,

@@ -172,7 +172,13 @@ class Timed:
 
 
 def beside(
-    workload: Workload, place: Place, *, steps: int, arms: Sequence[Arm] = PAIR, host: bool = True
+    workload: Workload,
+    place: Place,
+    *,
+    steps: int,
+    arms: Sequence[Arm] = PAIR,
+    host: bool = True,
+    rounds: int = ROUNDS,
 ) -> Result:
     """Time loops in turns.
 
@@ -182,6 +188,7 @@ def beside(
         steps: of a timed phase.
         arms: the loops; the others are compared with the first one.
         host: also profile the host, in arms that share their kernels with no other one.
+        rounds: at most.
 
     Returns:
         Numbers of the first arm and of oneloop, and a table of all of them.
@@ -209,7 +216,7 @@ def beside(
         # Time them in turns, in every second round backwards. The first one also ends each round.
         first, *others = timed
         again: list[float] = []
-        for number in range(2 if place.toy else ROUNDS):
+        for number in range(2 if place.toy else rounds):
             if number >= FEWEST and time.monotonic() > place.until - RESERVE:
                 break
             first.seconds.append(first.time(steps))
@@ -385,11 +392,13 @@ def summed_up(workload: Workload, place: Place, timed: list[Timed], again: list[
             tables[f"{name}: time of the host"] = one.host
 
     # The sentence: oneloop beside the first arm, and beside those of other libraries.
-    says = (
-        f"{rate:,.0f} {workload.unit}/s, {numbers['oneloop_ratio']:.3f} x {first.arm.name} "
-        f"({numbers['oneloop_ratio_min']:.3f} to {numbers['oneloop_ratio_max']:.3f}; control "
-        f"{control:.3f}); {100 * mfu:.1f} % MFU with attention counted as full"
-    )
+    about = f"control {control:.3f}"
+    says = f"{rate:,.0f} {workload.unit}/s"
+    if first is not ours:
+        says += f", {numbers['oneloop_ratio']:.3f} x {first.arm.name}"
+        ratios = [numbers[f"oneloop_ratio_{end}"] for end in ("min", "max")]
+        about = f"{ratios[0]:.3f} to {ratios[1]:.3f}; {about}"
+    says += f" ({about}); {100 * mfu:.1f} % MFU with attention counted as full"
     for one in timed[1:]:
         if one.failed:
             says += f"; {one.arm.name} failed: {one.failed}"
