@@ -50,6 +50,7 @@ import gpu_faults
 import gpu_levers
 import gpu_meetings
 import gpu_own_loop
+import gpu_preference
 import gpu_speed
 import gpu_tasks
 import oneloop
@@ -66,6 +67,7 @@ MODULES = (
     gpu_speed,
     gpu_costs,
     gpu_levers,
+    gpu_preference,
     same_bits_gpu,
     plan_on_gpu,
     gpu_faults,

@@ -287,7 +287,7 @@ _NOW: dict[str, Any] = {}
 
 
 def at_step(progress: Any, model: nn.Module) -> None:
-    """Tell the pacer of a step when a task's loss is called for it.
+    """Call the pacer at a step, when a task's loss is called for it.
 
     The checks before training call the loss, too, and so do repeats of a micro-batch.
     """
@@ -374,8 +374,9 @@ class RandomImages:
 def by_oneloop(
     setting: Setting,
     pacer: Pacer,
-    task: type[RandomText] | None = None,
+    task: type[LanguageModel] | None = None,
     machine: dict[str, Any] | None = None,
+    warmup: int = WARMUP,
 ) -> None:
     """Train with oneloop's loop.
 
@@ -384,6 +385,7 @@ def by_oneloop(
         pacer: of this process.
         task: in place of :class:`RandomText`.
         machine: more keys of ``machine``.
+        warmup: steps of the learning rate's warm-up.
     """
     _NOW["setting"] = setting
     _NOW["pacer"] = pacer
@@ -401,7 +403,7 @@ def by_oneloop(
             "clip": CLIP,
             "betas": [0.9, 0.95],
         },
-        schedule={"name": "constant", "warmup": WARMUP},
+        schedule={"name": "constant", "warmup": warmup},
         machine={
             "compile": workload.compile if setting.compiled else "none",
             "matmul": "high",

@@ -156,7 +156,13 @@ class Timed:
 
 
 def beside(
-    workload: Workload, place: Place, *, steps: int, arms: Sequence[Arm] = PAIR, host: bool = True
+    workload: Workload,
+    place: Place,
+    *,
+    steps: int,
+    arms: Sequence[Arm] = PAIR,
+    host: bool = True,
+    rounds: int = ROUNDS,
 ) -> Result:
     """Time loops in turns.
 
@@ -166,6 +172,7 @@ def beside(
         steps: of a timed phase.
         arms: the loops; the others are compared with the first one.
         host: also profile the host, in the first arm and in oneloop.
+        rounds: at most.
 
     Returns:
         Numbers of the first arm and of oneloop, and a table of all of them.
@@ -193,7 +200,7 @@ def beside(
         # Time them in turns, in every second round backwards. The first one also ends each round.
         first, *others = timed
         again: list[float] = []
-        for number in range(2 if place.toy else ROUNDS):
+        for number in range(2 if place.toy else rounds):
             if number >= FEWEST and time.monotonic() > place.until - RESERVE:
                 break
             first.seconds.append(first.time(steps))
@@ -324,27 +331,27 @@ def summed_up(workload: Workload, place: Place, timed: list[Timed], again: list[
     mfu = tflops / peak_tflops(place)
     numbers = {
         f"{workload.unit}_per_second": rate,
-        f"{prefix}_{workload.unit}_per_second": workload.per_step / first.median,
         "rounds": float(len(again)),
         "control": control,
         "mfu": mfu,
         "mfu_causal": mfu * workload.causal_flops_per_unit / workload.flops_per_unit,
-        "share_of_matmul_rate": rate
-        * workload.flops_per_unit
-        / 1e12
-        / place.rates["matmul_tflops"],
+        "share_of_matmul_rate": tflops / place.rates["matmul_tflops"],
         "flops_per_unit": workload.flops_per_unit,
         "idle_share": ours.trace.idle_share,
-        f"{prefix}_idle_share": first.trace.idle_share,
         "kernels_per_step": ours.trace.kernels,
         "kernels_outside": ours.trace.kernels_outside,
-        f"{prefix}_kernels_outside": first.trace.kernels_outside,
         "waits_in_trace_per_step": ours.trace.waits,
         "host_waits": float(ours.waits["waits"]),
-        f"{prefix}_host_waits": float(first.waits["waits"]),
         "host_waits_in_steps": float(ours.waits["steps"]),
         "logs_in_these_steps": float(ours.waits["steps"] // LOG_EVERY),
     }
+    if first is not ours:
+        numbers |= {
+            f"{prefix}_{workload.unit}_per_second": workload.per_step / first.median,
+            f"{prefix}_idle_share": first.trace.idle_share,
+            f"{prefix}_kernels_outside": first.trace.kernels_outside,
+            f"{prefix}_host_waits": float(first.waits["waits"]),
+        }
     for name, one in arms.items():
         if one.failed:
             continue
@@ -370,12 +377,13 @@ def summed_up(workload: Workload, place: Place, timed: list[Timed], again: list[
             tables[f"{name}: time of the host"] = one.host
 
     # The sentence: oneloop beside the first arm, and beside the others.
-    ratios = ratios_of(first, ours)
-    says = (
-        f"{rate:,.0f} {workload.unit}/s, {statistics.median(ratios):.3f} x {first.arm.name} "
-        f"({min(ratios):.3f} to {max(ratios):.3f}; control "
-        f"{control:.3f}); {100 * mfu:.1f} % MFU with attention counted as full"
-    )
+    says = f"{rate:,.0f} {workload.unit}/s"
+    about = f"control {control:.3f}"
+    if first is not ours:
+        ratios = ratios_of(first, ours)
+        says += f", {statistics.median(ratios):.3f} x {first.arm.name}"
+        about = f"{min(ratios):.3f} to {max(ratios):.3f}; {about}"
+    says += f" ({about}); {100 * mfu:.1f} % MFU with attention counted as full"
     for one in timed[1:]:
         if one.failed:
             says += f"; {one.arm.name} failed: {one.failed}"
