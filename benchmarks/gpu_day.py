@@ -46,6 +46,7 @@ import torch
 import gpu_check
 import gpu_faults
 import gpu_meetings
+import gpu_more
 import gpu_own_loop
 import gpu_speed
 import gpu_tasks
@@ -61,6 +62,7 @@ MODULES = (
     gpu_tasks,
     gpu_own_loop,
     gpu_speed,
+    gpu_more,
     same_bits_gpu,
     plan_on_gpu,
     gpu_faults,

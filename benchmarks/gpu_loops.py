@@ -376,6 +376,7 @@ def by_oneloop(
     pacer: Pacer,
     task: type[RandomText] | None = None,
     machine: dict[str, Any] | None = None,
+    recipe: dict[str, Any] | None = None,
 ) -> None:
     """Train with oneloop's loop.
 
@@ -384,37 +385,41 @@ def by_oneloop(
         pacer: of this process.
         task: in place of :class:`RandomText`.
         machine: more keys of ``machine``.
+        recipe: other groups of keys in place of those below, such as ``duration`` and ``save``.
     """
     _NOW["setting"] = setting
     _NOW["pacer"] = pacer
     workload = setting.workload
     images = isinstance(workload, Images)
-    fit(
-        RandomImages if images else task or RandomText,
-        mixed_precision=setting.mixed_precision,
-        duration=FOREVER,
-        batch={"size": workload.rows},
-        optimizer={
+    keys: dict[str, Any] = {
+        "duration": FOREVER,
+        "batch": {"size": workload.rows},
+        "optimizer": {
             "name": "adamw",
             "lr": LEARNING_RATE,
             "weight_decay": WEIGHT_DECAY,
             "clip": CLIP,
             "betas": [0.9, 0.95],
         },
-        schedule={"name": "constant", "warmup": WARMUP},
-        machine={
+        "schedule": {"name": "constant", "warmup": WARMUP},
+        "machine": {
             "compile": workload.compile if setting.compiled else "none",
             "matmul": "high",
             "cudnn_benchmark": images,
             "workers": workload.workers if isinstance(workload, Images) else "auto",
             **(machine or {}),
         },
-        eval={"every": 0, "samples": 0},
-        save={"every": 0},
-        log={"every": LOG_EVERY},
-        watch={"quiet": True},
-        track=[],
-        run={"dir": str(setting.folder / "run"), "resume": "never"},
+        "eval": {"every": 0, "samples": 0},
+        "save": {"every": 0},
+        "log": {"every": LOG_EVERY},
+        "watch": {"quiet": True},
+        "track": [],
+        "run": {"dir": str(setting.folder / "run"), "resume": "never"},
+    }
+    fit(
+        RandomImages if images else task or RandomText,
+        mixed_precision=setting.mixed_precision,
+        **{**keys, **(recipe or {})},
     )
 
 

@@ -384,15 +384,25 @@ def summed_up(workload: Workload, place: Place, timed: list[Timed], again: list[
         if one.host:
             tables[f"{name}: time of the host"] = one.host
 
-    # The sentence: oneloop beside the first arm, and beside those of other libraries.
+    # The sentence: oneloop beside the first arm, and beside those of other libraries. If oneloop
+    # is the first arm, the others are beside it.
+    compared = f" (control {control:.3f})"
+    if ours is not first:
+        compared = (
+            f", {numbers['oneloop_ratio']:.3f} x {first.arm.name} "
+            f"({numbers['oneloop_ratio_min']:.3f} to {numbers['oneloop_ratio_max']:.3f}; control "
+            f"{control:.3f})"
+        )
     says = (
-        f"{rate:,.0f} {workload.unit}/s, {numbers['oneloop_ratio']:.3f} x {first.arm.name} "
-        f"({numbers['oneloop_ratio_min']:.3f} to {numbers['oneloop_ratio_max']:.3f}; control "
-        f"{control:.3f}); {100 * mfu:.1f} % MFU with attention counted as full"
+        f"{rate:,.0f} {workload.unit}/s{compared}; "
+        f"{100 * mfu:.1f} % MFU with attention counted as full"
     )
     for one in timed[1:]:
         if one.failed:
             says += f"; {one.arm.name} failed: {one.failed}"
+        elif ours is first:
+            ratio = statistics.median(ratios_of(first, one))
+            says += f"; {one.arm.name} is {ratio:.3f} x as fast"
         elif one is not ours:
             ahead = statistics.median(ratios_of(one, ours))
             says += f"; {ahead:.3f} x {one.arm.name}"
