@@ -14,9 +14,11 @@ import os
 import statistics
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -109,15 +111,21 @@ class Unpaced(Pacer):
     """A pacer that never pauses a loop.
 
     Args:
+        layers: file in which the linear layers of the model are counted by class.
         steps: after which the process ends with exit code 0, without a last save (None: the loop
             ends by itself).
     """
 
-    def __init__(self, steps: int | None = None) -> None:
+    def __init__(self, layers: Path, steps: int | None = None) -> None:
+        self._layers = layers
         self._steps = steps
 
     def knows(self, model: nn.Module) -> None:
-        """Leave frozen weights where they are."""
+        """Count the linear layers of the model that trains, once."""
+        if not self._layers.exists():
+            linear = [one for one in model.modules() if isinstance(one, nn.Linear)]
+            counts = Counter(type(one).__name__ for one in linear)
+            self._layers.write_text(json.dumps(counts))
 
     def step(self, number: int | None = None) -> None:
         """End the process at the start of the step after the last one."""
@@ -130,6 +138,7 @@ class RealRun(NamedTuple):
 
     lines: list[dict[str, Any]]  # of metrics.jsonl
     summary: dict[str, Any]  # empty if the run did not end by itself
+    layers: dict[str, int]  # number of linear layers by class
     failed: str  # why the run failed, or nothing
 
     def logged(self, name: str) -> dict[int, float]:
@@ -160,11 +169,14 @@ def real_run(
         recipe: groups of keys.
     """
 
+    layers = setting.folder / "layers.json"
+
     def train() -> None:
+        setting.folder.mkdir(parents=True, exist_ok=True)
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(setting.kernels / "inductor")
         os.environ["TRITON_CACHE_DIR"] = str(setting.kernels / "triton")
         torch.manual_seed(0)
-        by_oneloop(setting, Unpaced(steps), task, recipe=recipe)
+        by_oneloop(setting, Unpaced(layers, steps), task, recipe=recipe)
 
     failed = ""
     try:
@@ -180,7 +192,8 @@ def real_run(
     summary = {}
     if not failed and (folder / "summary.json").exists():
         summary = json.loads((folder / "summary.json").read_text())
-    return RealRun(lines, summary, failed)
+    counts = json.loads(layers.read_text()) if layers.exists() else {}
+    return RealRun(lines, summary, counts, failed)
 
 
 # How many rows train at once?
@@ -290,7 +303,13 @@ class Search:
             self.run(more, "beyond; expected: out of memory")
 
 
-@line("speed", name="largest-micro-batch", seconds=LARGEST, numbers=["card_gib", "runs"])
+@line(
+    "speed",
+    name="largest-micro-batch",
+    seconds=LARGEST,
+    numbers=["card_gib", "runs"],
+    gpu_packages=["liger_kernel"],
+)
 def largest_micro_batch(place: Place) -> Result:
     """Find how many rows of Llama 1B train at once, for oneloop and for the tuned Trainer.
 
@@ -525,14 +544,23 @@ EIGHT = 150.0  # seconds of the line
 EIGHT_STEPS = 200
 COMPARED = (50, 100, 150, 200)  # steps at which the losses are compared
 EACH = 10  # steps between two log lines
+CONVERTED = "Float8Linear"  # torchao's class
 
 
-@line("speed", name="fp8-llama-1b", seconds=EIGHT, numbers=["runs"], gpus=1, packages=["torchao"])
+@line(
+    "speed",
+    name="fp8-llama-1b",
+    seconds=EIGHT,
+    numbers=["runs", "fp8_layers"],
+    gpus=1,
+    packages=["torchao"],
+)
 def fp8_llama_1b(place: Place) -> Result:
     """Train the shape of Llama 1B in fp8 and in bf16, on the same batches.
 
     accelerate converts all linear layers but the first and the last with torchao. The blocks are
     compiled (regional), which starts faster than the whole model. A loss is the mean of 10 steps.
+    If no layer was converted, the line fails: the run was one in bf16.
     """
     until = end_of(place, EIGHT + RESERVE)
     workload = replace(text_of(llama_1b_workload(place)), compile="regional", batches=EIGHT_STEPS)
@@ -566,10 +594,14 @@ def fp8_llama_1b(place: Place) -> Result:
                 row[f"loss at {step}"] = losses[step]
         numbers[f"{precision}_peak_gib"] = ran.peak_gib
         row["peak GiB"] = ran.peak_gib
+        row |= {f"layers of class {name}": count for name, count in ran.layers.items()}
         if ran.failed:
             row["failed"] = ran.failed
         table.append(row)
     numbers["runs"] = float(sum(not ran.failed for ran in runs.values()))
+    converted = runs["fp8"].layers.get(CONVERTED, 0)
+    if converted:
+        numbers["fp8_layers"] = float(converted)
     if not any(ran.lines for ran in runs.values()):
         raise RuntimeError("; ".join(f"{name}: {ran.failed}" for name, ran in runs.items()))
     return Result(_eight_sentence(runs, numbers), numbers, {"runs": table})
@@ -591,6 +623,9 @@ def _eight_sentence(runs: dict[str, RealRun], numbers: dict[str, float]) -> str:
     if not any(ran.failed for ran in runs.values()):
         ratio = numbers["fp8_tokens_per_second"] / numbers["bf16_tokens_per_second"]
         says.append(f"fp8 is {ratio:.3f} x as fast")
+    layers = runs["fp8"].layers
+    if layers:
+        says.append(f"{layers.get(CONVERTED, 0)} of {sum(layers.values())} linear layers in fp8")
     return "; ".join(says)
 
 
