@@ -16,17 +16,9 @@ from torch import Tensor, nn
 from gpu_lines import Place, Result, line
 from gpu_loops import by_hand, by_oneloop
 from gpu_pacer import SKIPPED
-from gpu_speed import (
-    BY_HAND,
-    OURS,
-    WARMED,
-    Arm,
-    contender,
-    gpt2_workload,
-    seconds_of,
-    slug,
-)
+from gpu_speed import gpt2_workload, seconds_of
 from gpu_trace import PHASES, Reduced, events_of, reduce
+from gpu_turns import BY_HAND, OURS, WARMED, Arm, contender, slug
 from oneloop.basics.side_copies import before_change
 from oneloop.checkpoint.checkpoints import Checkpoints
 from oneloop.checkpoint.resume import RunState

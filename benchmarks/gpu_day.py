@@ -1,7 +1,7 @@
 """One command for a machine with a GPU: it checks, measures and records.
 
     PYTHONPATH=src python benchmarks/gpu_day.py --part check --minutes 9 --to benchmarks
-    PYTHONPATH=src python benchmarks/gpu_day.py --call A --to benchmarks    # one of three leases
+    PYTHONPATH=src python benchmarks/gpu_day.py --call A --to benchmarks    # then B, C, ...
     PYTHONPATH=src python benchmarks/gpu_day.py --part speed --only gpt2,llama-1b
     PYTHONPATH=src python benchmarks/gpu_day.py --part check,bits,plan,faults --jobs 5
     PYTHONPATH=src python benchmarks/gpu_day.py --toy         # all parts, small, on a CPU
@@ -49,6 +49,7 @@ import gpu_costs
 import gpu_faults
 import gpu_levers
 import gpu_meetings
+import gpu_more
 import gpu_own_loop
 import gpu_preference
 import gpu_speed
@@ -68,6 +69,7 @@ MODULES = (
     gpu_costs,
     gpu_levers,
     gpu_preference,
+    gpu_more,
     same_bits_gpu,
     plan_on_gpu,
     gpu_faults,
@@ -93,8 +95,8 @@ class Call(NamedTuple):
     jobs: int = 1
 
 
-# Each takes at most nine minutes; the last lines may be left out. A runs on any card. Two loops of
-# B need 75 GiB, the loops of C 80 GiB.
+# Each takes at most nine minutes; the last lines may be left out. The most valuable calls come
+# first. A runs on any card; the others need up to 115 GiB.
 CALLS = {
     "A": Call(
         (
@@ -117,6 +119,10 @@ CALLS = {
     ),
     "B": Call(("lora-8b", "lora-8b-levers")),
     "C": Call(("llama-1b-rivals", "checkpoint-stall-large", "first-steps")),
+    "D": Call(("lora-8b-rivals", "preference-1b-rivals")),
+    "E": Call(("largest-micro-batch", "gpt2-levers")),
+    "F": Call(("vit-s16-rivals", "resnet50-rivals", "three-minutes")),
+    "G": Call(("fp8-llama-1b", "linear-cross-entropy", "update", "time_to_first_step")),
 }
 assert {name for call in CALLS.values() for name in call.lines} <= {one.name for one in LINES}
 CARD = "card"  # the line that measures the rates of this card, before all others of speed

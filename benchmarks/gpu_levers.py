@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from gpu_lines import Place, Result, line
-from gpu_loops import _NOW, RandomText, at_step, by_oneloop
+from gpu_loops import NOW, RandomText, at_step, by_oneloop
 from gpu_pacer import SKIPPED, Contender, Pacer, Setting
-from gpu_speed import RESERVE, STEPS, TRACED, WARMED, Arm, contender, lora_8b_workload, peak_tflops
+from gpu_speed import lora_8b_workload
 from gpu_trace import Reduced
+from gpu_turns import RESERVE, STEPS, TRACED, WARMED, Arm, contender, peak_tflops
 from gpu_workloads import Text
 from oneloop.tasks.language import attention
 
@@ -78,7 +79,7 @@ class LeversOfPackedRows(RandomText):
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         global longest
         at_step(self.progress, model)
-        variant = _NOW["pacer"].variant
+        variant = NOW["pacer"].variant
         longest = batch["longest" if variant in (LONGEST, BOTH) else "row"]
         if variant in (FEW, BOTH):
             batch = {**batch, "cuts": batch["few_cuts"]}

@@ -283,7 +283,7 @@ def by_accelerate(setting: Setting, pacer: Pacer) -> None:
 # oneloop: tasks around the same models and data. fit() needs classes without arguments; the process
 # of a loop sets what they are about.
 
-_NOW: dict[str, Any] = {}
+NOW: dict[str, Any] = {}
 
 
 def at_step(progress: Any, model: nn.Module) -> None:
@@ -292,8 +292,8 @@ def at_step(progress: Any, model: nn.Module) -> None:
     The checks before training call the loss, too, and so do repeats of a micro-batch.
     """
     if progress.total > 1:
-        _NOW["pacer"].knows(model)
-        _NOW["pacer"].step(progress.step)
+        NOW["pacer"].knows(model)
+        NOW["pacer"].step(progress.step)
 
 
 class RandomText(LanguageModel):
@@ -302,7 +302,7 @@ class RandomText(LanguageModel):
     progress: Any = None  # set by oneloop when training begins, after its checks
 
     def __init__(self) -> None:
-        text: Text = _NOW["setting"].workload
+        text: Text = NOW["setting"].workload
         self.text = text
         super().__init__(
             packed=text.packed,
@@ -321,7 +321,7 @@ class RandomText(LanguageModel):
         return self.text.vocabulary
 
     def bare_model(self) -> nn.Module:
-        return self.text.build(_NOW["setting"].device)
+        return self.text.build(NOW["setting"].device)
 
     def model(self) -> nn.Module:
         with untested(self.text):
@@ -349,11 +349,11 @@ class RandomImages:
     sample_weight = 1.0
 
     def model(self) -> nn.Module:
-        setting: Setting = _NOW["setting"]
+        setting: Setting = NOW["setting"]
         return setting.workload.build(setting.device)
 
     def train_set(self) -> Any:
-        return _NOW["setting"].workload.samples
+        return NOW["setting"].workload.samples
 
     def eval_sets(self) -> dict[str, Any]:
         return {}
@@ -376,7 +376,7 @@ def by_oneloop(
     pacer: Pacer,
     task: type[LanguageModel] | None = None,
     machine: dict[str, Any] | None = None,
-    warmup: int = WARMUP,
+    recipe: dict[str, Any] | None = None,
 ) -> None:
     """Train with oneloop's loop.
 
@@ -385,38 +385,41 @@ def by_oneloop(
         pacer: of this process.
         task: in place of :class:`RandomText`.
         machine: more keys of ``machine``.
-        warmup: steps of the learning rate's warm-up.
+        recipe: other groups of keys in place of those below, such as ``schedule`` and ``save``.
     """
-    _NOW["setting"] = setting
-    _NOW["pacer"] = pacer
+    NOW["setting"] = setting
+    NOW["pacer"] = pacer
     workload = setting.workload
     images = isinstance(workload, Images)
-    fit(
-        RandomImages if images else task or RandomText,
-        mixed_precision=setting.mixed_precision,
-        duration=FOREVER,
-        batch={"size": workload.rows},
-        optimizer={
+    keys: dict[str, Any] = {
+        "duration": FOREVER,
+        "batch": {"size": workload.rows},
+        "optimizer": {
             "name": "adamw",
             "lr": LEARNING_RATE,
             "weight_decay": WEIGHT_DECAY,
             "clip": CLIP,
             "betas": [0.9, 0.95],
         },
-        schedule={"name": "constant", "warmup": warmup},
-        machine={
+        "schedule": {"name": "constant", "warmup": WARMUP},
+        "machine": {
             "compile": workload.compile if setting.compiled else "none",
             "matmul": "high",
             "cudnn_benchmark": images,
             "workers": workload.workers if isinstance(workload, Images) else "auto",
             **(machine or {}),
         },
-        eval={"every": 0, "samples": 0},
-        save={"every": 0},
-        log={"every": LOG_EVERY},
-        watch={"quiet": True},
-        track=[],
-        run={"dir": str(setting.folder / "run"), "resume": "never"},
+        "eval": {"every": 0, "samples": 0},
+        "save": {"every": 0},
+        "log": {"every": LOG_EVERY},
+        "watch": {"quiet": True},
+        "track": [],
+        "run": {"dir": str(setting.folder / "run"), "resume": "never"},
+    }
+    fit(
+        RandomImages if images else task or RandomText,
+        mixed_precision=setting.mixed_precision,
+        **{**keys, **(recipe or {})},
     )
 
 

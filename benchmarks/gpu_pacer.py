@@ -220,19 +220,24 @@ class Contender:
         self._process.start()
         theirs.close()
 
-    def ask(self, kind: str, count: int, variant: str = "") -> Any:
+    def ask(
+        self, kind: str, count: int, variant: str = "", *, patience: float | None = None
+    ) -> Any:
         """Run a phase, and return its answer.
 
         Args:
             kind: of the phase.
             count: steps.
             variant: of the loop.
+            patience: seconds to wait for the answer (None: as long as it takes).
 
         Raises:
-            RuntimeError: the loop has failed.
+            RuntimeError: the loop has failed, or took too long.
         """
         try:
             self._connection.send(Phase(kind, count, variant))
+            if not self._connection.poll(patience):
+                raise RuntimeError(f"no answer in {patience} s")
             answer = self._connection.recv()
         except (EOFError, ConnectionError):
             self._process.join()

@@ -34,8 +34,9 @@ from gpu_lines import Place, Result, line
 from gpu_loops import at_step, by_oneloop
 from gpu_pacer import LOG_EVERY, SKIPPED, Pacer, Setting
 from gpu_rivals import shared_arguments
-from gpu_speed import ON_GPU, OURS, STEPS, Arm, beside, llama_1b_workload, slug
+from gpu_speed import ON_GPU, llama_1b_workload
 from gpu_trace import FORWARD
+from gpu_turns import OURS, STEPS, Arm, beside, slug
 from gpu_workloads import Repeated, Text
 from oneloop.data.packing import Bins
 from oneloop.tasks.language.documents import token_ids
@@ -258,7 +259,13 @@ class PairsInOrder(Preference):
 def by_preference(setting: Setting, pacer: Pacer) -> None:
     """Train with oneloop, after its pass over the reference."""
     PairsInOrder.setting = setting
-    by_oneloop(setting, pacer, PairsInOrder, machine={"check_every": 0}, warmup=0)
+    by_oneloop(
+        setting,
+        pacer,
+        PairsInOrder,
+        machine={"check_every": 0},
+        recipe={"schedule": {"name": "constant"}},
+    )
 
 
 # TRL.
