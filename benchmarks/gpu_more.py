@@ -406,6 +406,9 @@ LEVERS_SECONDS = 240.0
 @line("speed", name="gpt2-levers", seconds=LEVERS_SECONDS, numbers=["tokens_per_second", *NUMBERS])
 def gpt2_levers(place: Place) -> Result:
     """Time oneloop on GPT-2 as it is, and with settings that may be faster."""
+    if place.toy:
+        _import_for_all()
+
     # beside() starts no further arm when two reserves are left, and no further round with one.
     until = min(place.until, time.monotonic() + LEVERS_SECONDS + RESERVE)
     steps = 2 if place.toy else STEPS
