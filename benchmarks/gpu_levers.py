@@ -1,10 +1,10 @@
 """Levers of LoRA on packed rows, in oneloop alone (line ``lora-8b-levers`` of ``gpu_day.py``).
 
 The kernel for documents of different lengths starts blocks of threads for each entry of ``cuts``,
-and for each block of the longest document that it is told of. oneloop fills ``cuts`` up to the
-fullest row of the data set, and names the length of the row. The levers are fewer entries, the
-length of the longest document of the batch, and more rows per micro-batch. One loop runs the
-levers in turns on the same batches, because a phase chooses its variant.
+and as many for each as the longest document needs. oneloop fills ``cuts`` up to the fullest row of
+the data set, and passes the length of the row as the longest document. The levers are fewer
+entries, the length of the longest document of the batch, and more rows per micro-batch. One loop
+runs the levers in turns on the same batches, because a phase chooses its variant.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ ROUNDS = 3
 _kernel = attention._KERNEL
 
 
-# Its first size is what the kernel is told in place of the length of the row. torch.compile makes a
-# constant of an integer, or compiles again for each one; it knows that sizes of tensors change.
+# Its first size replaces the length of the row. torch.compile would make a constant of an integer,
+# or compile again for each one; it knows that sizes of tensors change.
 longest = torch.zeros(0, 1)
 
 
-def _told(
+def _call_kernel(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -88,7 +88,7 @@ class LeversOfPackedRows(RandomText):
 
 def by_levers(setting: Setting, pacer: Pacer) -> None:
     """Train with oneloop's loop, without its checks."""
-    attention._KERNEL = _told
+    attention._KERNEL = _call_kernel
     by_oneloop(setting, pacer, task=LeversOfPackedRows, machine={"check_every": 0})
 
 
