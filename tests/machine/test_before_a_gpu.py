@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -22,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from oneloop.basics.exit_codes import BadInput
 from oneloop.job.build import build_job
 from oneloop.launch.processes import start
-from oneloop.machine.mixed_precision import reject_half_parameters
+from oneloop.machine.mixed_precision import prepare, reject_half_parameters
 from oneloop.machine.torch_settings import reject_not_deterministic
 from oneloop.optim.bad_step_guard import Guard
 from oneloop.optim.bad_step_policy import Fault
@@ -32,7 +33,7 @@ from oneloop.recipe.read import packaged
 from oneloop.tasks.image_models import Quarters
 from oneloop.tasks.language.attention import attend_within_documents, causal
 from oneloop.tools.plan.step_costs import StepCosts
-from worlds import ROOT
+from worlds import ROOT, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.machine.mixed_precision",
@@ -120,6 +121,29 @@ def test_fp16_loss_scaling_needs_float32_parameters():
         reject_half_parameters(net)
     net[1].requires_grad_(False)
     reject_half_parameters(net)
+
+
+def layers_in_fp8(sizes: list[int]) -> list[str] | str:
+    """Return the classes of a model's layers after it is prepared for fp8, or the error."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, mixed_precision="fp8")
+    layers = [nn.Linear(one, other) for one, other in itertools.pairwise(sizes)]
+    try:
+        prepared = prepare(nn.Sequential(*layers), accelerator)
+    except BadInput as error:
+        return str(error)
+    return [type(layer).__name__ for layer in prepared]
+
+
+def test_fp8_converts_the_layers_that_torchao_can_multiply():
+    """Accelerate's prepare_model converts none: such a run trained in bf16, without a word."""
+    sizes = [16, 32, 48, 40, 16, 16]
+    assert run(layers_in_fp8, sizes).ok() == [
+        ["Linear", "Float8Linear", "Linear", "Linear", "Linear"]
+    ]
+    (error,) = run(layers_in_fp8, [16, 16, 16]).ok()
+    assert error.startswith("mixed_precision fp8 converts linear layers")
 
 
 def test_the_batches_of_a_measured_step_are_on_the_device_of_the_model():

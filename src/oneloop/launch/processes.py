@@ -330,9 +330,11 @@ def _reject_precision(precision: str, device: torch.device) -> None:
                 "mixed_precision fp8 requires compute capability 8.9 or higher, got "
                 f"{device.type} {capability}; use bf16"
             )
-        from accelerate.utils import is_fp8_available
+        from accelerate.utils import is_torchao_available
 
-        if not is_fp8_available():
+        backend = os.environ.get("ACCELERATE_FP8_BACKEND", "AO")
+        if backend.upper() not in ("AO", "NO") or not is_torchao_available():
             raise BadInput(
-                "mixed_precision fp8 needs torchao or transformer-engine, and neither is installed"
+                f"mixed_precision fp8 requires torchao, got fp8_backend {backend}; install "
+                "torchao, and use fp8_backend AO"
             )

@@ -38,6 +38,24 @@ _BROADCAST = {
 """dtypes that gloo and NCCL broadcast"""
 
 
+def _convert_to_fp8(model: nn.Module, accelerator: Accelerator) -> None:
+    """Replace linear layers by torchao's, which multiply in fp8, as ``Accelerator.prepare`` does.
+
+    ``Accelerator.prepare_model`` alone leaves them as they are: the run would train in bf16.
+    """
+    from accelerate.utils import convert_model_to_fp8_ao, has_ao_layers
+
+    recipe = accelerator.ao_recipe_handler
+    convert_model_to_fp8_ao(
+        model, config=recipe.config, module_filter_func=recipe.module_filter_func
+    )
+    if not has_ao_layers(model):
+        raise BadInput(
+            "mixed_precision fp8 converts linear layers whose sizes are multiples of 16, but not "
+            "the first and the last one, and this model has no others; use bf16"
+        )
+
+
 def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str] = ()) -> nn.Module:
     """Move the model to its device, and wrap it in DDP or shard it by FSDP2.
 
@@ -49,9 +67,12 @@ def prepare(model: nn.Module, accelerator: Accelerator, *, blocks: Sequence[str]
         blocks: classes that are FSDP2 units if accelerate's config names none.
 
     Raises:
-        BadInput: sharding fails.
+        BadInput: sharding fails, or no layer can be converted to fp8.
     """
     if not accelerator.is_fsdp2:
+        if accelerator.mixed_precision == "fp8":
+            _convert_to_fp8(model, accelerator)
+
         # DDP cannot broadcast buffers of all dtypes.
         odd = set()
         for name, buffer in model.named_buffers(remove_duplicate=False):
