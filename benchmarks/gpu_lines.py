@@ -222,7 +222,7 @@ class Running:
         if outcome == "pass" and lacking:
             outcome = "fail"
             says = f"without its numbers {', '.join(lacking)}: {result.says}"
-            result = Result(says, result.numbers)
+            result = Result(says, result.numbers, result.tables)
         return Outcome(
             part=self.line.part,
             name=self.line.name,

@@ -29,7 +29,7 @@ from gpu_lines import FORK, Place, Result, line
 from gpu_loops import RandomText, by_oneloop
 from gpu_pacer import SKIPPED, Contender, Loop, Pacer, Setting
 from gpu_rivals import by_tuned_trainer
-from gpu_speed import NUMBERS, gpt2_workload, llama_1b_workload
+from gpu_speed import gpt2_workload, llama_1b_workload
 from gpu_turns import OURS, RESERVE, STEPS, Arm, beside, slug
 from gpu_workloads import Text
 from loss_memory import plain, torchs
@@ -403,7 +403,12 @@ LEVERS = (
 LEVERS_SECONDS = 240.0
 
 
-@line("speed", name="gpt2-levers", seconds=LEVERS_SECONDS, numbers=["tokens_per_second", *NUMBERS])
+@line(
+    "speed",
+    name="gpt2-levers",
+    seconds=LEVERS_SECONDS,
+    numbers=["tokens_per_second", "control", "mfu"],
+)
 def gpt2_levers(place: Place) -> Result:
     """Time oneloop on GPT-2 as it is, and with settings that may be faster."""
     if place.toy:
