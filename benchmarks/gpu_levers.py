@@ -24,7 +24,7 @@ from gpu_loops import NOW, RandomText, at_step, by_oneloop
 from gpu_pacer import SKIPPED, Contender, Pacer, Setting
 from gpu_speed import lora_8b_workload
 from gpu_trace import Reduced
-from gpu_turns import RESERVE, STEPS, TRACED, WARMED, Arm, contender, peak_tflops
+from gpu_turns import STEPS, WARMED, Arm, contender, peak_tflops
 from gpu_workloads import Text
 from oneloop.tasks.language import attention
 
@@ -34,6 +34,7 @@ LONGEST = "longest document"
 BOTH = "both"
 SIZES = (8, 16, 32, 64)  # entries of cuts per row, if they are enough for a batch
 ROUNDS = 3
+SECONDS = {2: 150.0, 4: 220.0}  # that must be left for more rows: start, phases and traces
 
 _kernel = attention._KERNEL
 
@@ -109,7 +110,7 @@ class Levers:
         name = f"{workload.rows} rows"
         self._loop: Contender = contender(Arm(name, by_levers), workload, place)
 
-    def measure(self, *, steps: int, rounds: int, traced: int) -> None:
+    def measure(self, *, steps: int, rounds: int) -> None:
         """Time the levers in turns, trace each, and end the loop."""
         try:
             # Compile for each lever, before any is timed.
@@ -121,8 +122,10 @@ class Levers:
                     answer = self._loop.ask("time", steps, variant)
                     self.seconds[variant].append(answer["seconds"] / steps)
                     self.peaks[variant] = answer.get("allocated", 0.0) / 2**30
+            # A trace begins with SKIPPED steps and one more, and makes its steps twice: with this
+            # number, it ends where it began in the list of batches, and all levers get the same.
             for variant in self.seconds:
-                self.traces[variant] = self._loop.ask("trace", traced, variant)
+                self.traces[variant] = self._loop.ask("trace", steps + SKIPPED - 2, variant)
         finally:
             self._loop.stop()
 
@@ -166,17 +169,17 @@ def lora_8b_levers(place: Place) -> Result:
     assert isinstance(workload, Text)
     steps = 2 if place.toy else STEPS // 2
     measured = [Levers(_repeated(workload, steps), place, (AS_IT_IS, FEW, LONGEST, BOTH))]
-    measured[0].measure(steps=steps, rounds=ROUNDS, traced=2 if place.toy else TRACED // 2)
+    measured[0].measure(steps=steps, rounds=ROUNDS)
 
     # More rows take longer, so that fewer rounds are enough.
     left_out = []
     for rows in (2, 4):
-        if time.monotonic() > place.until - RESERVE:
+        if time.monotonic() > place.until - SECONDS[rows]:
             left_out.append(f"{rows} rows")
             continue
         more = _repeated(replace(workload, rows=rows), steps)
         measured.append(Levers(more, place, (AS_IT_IS, BOTH)))
-        measured[-1].measure(steps=steps, rounds=2, traced=2 if place.toy else TRACED // 4)
+        measured[-1].measure(steps=steps, rounds=2)
 
     # Only now ask CUDA about the device: no process that is forked later could use CUDA.
     table = [row for one in measured for row in one.rows(place)]

@@ -208,6 +208,8 @@ class LabelledRows:
     def __init__(self, workload: Workload) -> None:
         self._images = isinstance(workload, Images)
         self._rows = workload.samples
+        if isinstance(workload, Images):  # no loop reaches the end, where loaders start again
+            self._rows = Repeated(workload.samples, range(len(workload.samples)))
         if isinstance(workload, Text) and workload.packed:
             full = Blocks(workload.tokens, workload.length, whole=True, content=None)
             count = min(workload.batches * workload.rows, len(full))

@@ -316,12 +316,12 @@ def largest_micro_batch(place: Place) -> Result:
         Search(name, length, place, total, until) for length in lengths for name in TRAINERS
     ]
 
-    # First all extrapolations, then the confirmations: time may end before the last ones.
+    # One length after the other: time may end before the last one.
     for search in searches:
         search.extrapolate()
-    if not place.toy:
-        for search in searches:
+        if not place.toy:
             search.confirm()
+    if not place.toy:
         for search in searches:
             search.exceed()
 
@@ -334,14 +334,17 @@ def largest_micro_batch(place: Place) -> Result:
     table = []
     for search in searches:
         prefix = f"{slug(search.name)}_{search.length}"
-        numbers[f"{prefix}_rows"] = float(search.largest)
+        numbers[f"{prefix}_tried_rows"] = float(search.largest)
         numbers[f"{prefix}_expected_rows"] = float(search.expected)
         parts.append(
             f"{search.name} {search.largest} rows of {search.length:,} tokens "
-            f"(extrapolated: {search.expected or 'unknown'})"
+            f"(extrapolated: {search.expected or 'not tried'})"
         )
         table += search.table
-    says = f"{total / GIB:.1f} GiB, not compiled; at most trained: {'; '.join(parts)}"
+    found = "; ".join(parts)
+    says = (
+        f"{total / GIB:.1f} GiB, not compiled; the most rows that were tried and trained: {found}"
+    )
     return Result(says, numbers, {"runs": table})
 
 

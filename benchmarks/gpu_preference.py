@@ -143,7 +143,8 @@ class RandomPairs:
         PreTrainedTokenizerFast(
             tokenizer_object=tokenizer, pad_token=pad, eos_token=end, unk_token=unknown
         ).save_pretrained(self.folder)
-        self.text.build(torch.device("meta")).config.save_pretrained(self.folder)  # type: ignore[operator, union-attr]
+        # The import of the model's class can use CUDA, which no forked process could use then.
+        self.text.config().save_pretrained(self.folder)
 
     def check(self, found: list[Pair]) -> None:
         """Raise RuntimeError if a loop has other token ids."""

@@ -102,7 +102,11 @@ def without_mask(model: Any) -> None:
 
 
 def by_sft_trainer(setting: Setting, pacer: Pacer) -> None:
-    """Train adapters with TRL's SFTTrainer: padding-free, with Liger's kernels for layers."""
+    """Train adapters with TRL's SFTTrainer: padding-free, with Liger's kernels for layers.
+
+    The loss is TRL's own, which also computes the entropy and the accuracy of the tokens. If it is
+    compiled, attention has no mask (a row is one text); TRL would make a dense one.
+    """
     from datasets import Dataset
     from peft import LoraConfig
     from trl import SFTConfig, SFTTrainer
@@ -115,6 +119,8 @@ def by_sft_trainer(setting: Setting, pacer: Pacer) -> None:
     data = Dataset.from_dict({"input_ids": tokens})
     data = data.select([number % len(tokens) for number in range(100 * len(tokens))])
     model = workload.base(setting.device)
+    if setting.compiled:
+        without_mask(model)
     arguments = SFTConfig(
         **shared_arguments(setting),
         padding_free=True,
@@ -149,10 +155,13 @@ def _tokenizer(workload: Text) -> Any:
 
 
 def by_timm(setting: Setting, pacer: Pacer) -> None:
-    """Train with the steps of timm's train.py: its optimizer, clipping and loader settings."""
+    """Train with timm's model, optimizer and clipping, in the order of its train.py.
+
+    timm's own loader, which copies the next batch on another stream, is not used.
+    """
     from timm.optim import create_optimizer_v2
     from timm.utils import dispatch_clip_grad
-    from torch.utils.data import DataLoader
+    from torch.utils.data import DataLoader, RandomSampler
 
     workload = setting.workload
     assert isinstance(workload, Images)
@@ -168,30 +177,26 @@ def by_timm(setting: Setting, pacer: Pacer) -> None:
     loader = DataLoader(
         workload.samples,  # type: ignore[arg-type]
         batch_size=workload.rows,
-        shuffle=True,
+        sampler=RandomSampler(workload.samples, replacement=True, num_samples=10**8),
         num_workers=workload.workers,
         pin_memory=on_gpu,
         drop_last=True,
-        persistent_workers=workload.workers > 0,
     )
-    number = 0
-    while True:
-        for batch in loader:
-            pacer.step()
-            image = batch["image"].to(setting.device, non_blocking=True)
-            label = batch["label"].to(setting.device, non_blocking=True)
-            if workload.channels_last:
-                image = image.contiguous(memory_format=torch.channels_last)
-            with torch.autocast(
-                setting.device.type, torch.bfloat16, enabled=setting.mixed_precision == "bf16"
-            ):
-                loss = F.cross_entropy(compiled(image), label)
-            loss.backward()
-            dispatch_clip_grad(model.parameters(), CLIP)
-            for group in optimizer.param_groups:
-                group["lr"] = LEARNING_RATE * min(1.0, (number + 1) / WARMUP)
-            optimizer.step()
-            optimizer.zero_grad()
-            number += 1
-            if number % LOG_EVERY == 0:
-                loss.item()  # host wait
+    for number, batch in enumerate(loader):
+        pacer.step()
+        image = batch["image"].to(setting.device, non_blocking=True)
+        label = batch["label"].to(setting.device, non_blocking=True)
+        if workload.channels_last:
+            image = image.contiguous(memory_format=torch.channels_last)
+        with torch.autocast(
+            setting.device.type, torch.bfloat16, enabled=setting.mixed_precision == "bf16"
+        ):
+            loss = F.cross_entropy(compiled(image), label)
+        loss.backward()
+        dispatch_clip_grad(model.parameters(), CLIP)
+        for group in optimizer.param_groups:
+            group["lr"] = LEARNING_RATE * min(1.0, (number + 1) / WARMUP)
+        optimizer.step()
+        optimizer.zero_grad()
+        if number % LOG_EVERY == LOG_EVERY - 1:
+            loss.item()  # host wait

@@ -41,7 +41,9 @@ ROWS = 12  # rows of a table
 
 # Kernels of attention by their names (flash attention, cuDNN, CUTLASS's memory-efficient kernel),
 # and operators of attention, whose kernels may have other names (a softmax between two products).
-ATTENTION_KERNEL = re.compile(r"flash|fmha|sdpa|attention", re.I)
+# The names of torch.compile's own kernels (triton_...) list what is fused into them, such as rotary
+# embeddings next to attention: they do not count.
+ATTENTION_KERNEL = re.compile(r"(?!triton_).*(flash|fmha|sdpa|attention)", re.I)
 ATTENTION_OPERATOR = re.compile(r"attention", re.I)
 NESTED = 16  # operators of attention inside of one another, and their successors, at most
 
@@ -103,7 +105,7 @@ def reduce(events: list[dict[str, Any]], *, steps: int) -> Reduced:
     for event in device:
         launched_by = event.get("args", {}).get("correlation")
         phase = phase_of.get(launched_by, "unknown")
-        if ATTENTION_KERNEL.search(event["name"]) or launched_by in attending:
+        if ATTENTION_KERNEL.match(event["name"]) or launched_by in attending:
             attention += event["dur"]
         times[phase] += event["dur"]
         counts[phase] += event["cat"] == "kernel"

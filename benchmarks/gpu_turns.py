@@ -34,7 +34,8 @@ WAITED = 3 * LOG_EVERY  # steps in which host waits are counted
 TRACED = LOG_EVERY  # steps of a trace: it has exactly one log step if they are not slow
 SLOW = 0.1  # seconds of a step above which these are fewer steps
 RESERVE = 60.0  # seconds that must be left to start another loop, or another round
-ENOUGH = 25.0  # seconds that must be left to trace another loop
+ENOUGH = 60.0  # seconds that must be left to trace the loop of another library
+RIVAL_TRACED = 3  # steps of its trace: without compile, a step has thousands of kernels
 
 
 def peak_tflops(place: Place) -> float:
@@ -75,6 +76,7 @@ class Timed:
 
     def __init__(self, arm: Arm, workload: Workload, place: Place) -> None:
         self.arm = arm
+        self._until = place.until
         self.contender = contender(arm, workload, place)
         self.start = 0.0  # seconds until it had made its first steps, alone on the device
         self.seconds: list[float] = []  # of a step, by round
@@ -91,17 +93,27 @@ class Timed:
         return statistics.median(self.seconds) if self.seconds else math.nan
 
     def ask(self, kind: str, count: int) -> Any:
-        """Run a phase, and return its answer; None if the loop has failed, now or earlier."""
+        """Run a phase, and return its answer; None if the loop has failed, now or earlier.
+
+        The loop of another library must leave time for what our loops still measure.
+        """
         if self.failed:
             return None
+        patience = None
+        if not self.arm.ours and self._until < math.inf:
+            patience = max(1.0, self._until - RESERVE / 2 - time.monotonic())
         try:
-            return self.contender.ask(kind, count)
+            return self.contender.ask(kind, count, patience=patience)
         except RuntimeError as error:
             if self.arm.ours:
                 raise
-            self.failed = str(error)[:160]
-            self.contender.stop()
+            self.end(str(error)[:160])
             return None
+
+    def end(self, why: str) -> None:
+        """End the loop, and note why."""
+        self.failed = why
+        self.contender.stop()
 
     def time(self, steps: int) -> float:
         """Run some steps, and return the seconds of one; NaN if the loop has failed."""
@@ -153,14 +165,14 @@ def beside(
             running.callback(one.contender.stop)
             timed.append(one)
             if not arm.ours and time.monotonic() > place.until - 2 * RESERVE:
-                one.failed = "no time was left"
+                one.end("no time was left")
             one.time(WARMED)
 
         # Time them in turns, in every second round backwards. The first one also ends each round.
         first, *others = timed
         again: list[float] = []
         for number in range(2 if place.toy else rounds):
-            if number >= FEWEST and time.monotonic() > place.until - RESERVE:
+            if number >= FEWEST and time.monotonic() > place.until - 2 * RESERVE:
                 break
             first.seconds.append(first.time(steps))
             for one in others if number % 2 == 0 else others[::-1]:
@@ -177,7 +189,7 @@ def beside(
         for one in sorted(timed, key=lambda one: one.arm.name not in needed):
             if one.arm.name not in needed and time.monotonic() > place.until - ENOUGH:
                 continue
-            one.trace = one.ask("trace", traced)
+            one.trace = one.ask("trace", traced if one.arm.ours else min(traced, RIVAL_TRACED))
             if one.arm.name in needed:
                 one.waits = one.ask("waits", waited)
                 one.host = one.ask("host", traced) if host else []
@@ -197,7 +209,7 @@ def once_each(workload: Workload, place: Place, *, steps: int, others: list[Arm]
         one = Timed(arm._replace(ours=False), workload, place)
         timed.append(one)
         if time.monotonic() > place.until - RESERVE:
-            one.failed = "no time was left"
+            one.end("no time was left")
         one.seconds.append(one.time(steps))
         one.trace = one.ask("trace", 2 if place.toy else TRACED // 2)
         one.contender.stop()

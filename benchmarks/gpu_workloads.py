@@ -104,12 +104,13 @@ class Text:
         try:
             with torch.device(device):
                 if self.architecture == "gpt2":
-                    return transformers.GPT2LMHeadModel(self._config())
-                return transformers.LlamaForCausalLM(self._config())
+                    return transformers.GPT2LMHeadModel(self.config())
+                return transformers.LlamaForCausalLM(self.config())
         finally:
             torch.set_default_dtype(before)
 
-    def _config(self) -> Any:
+    def config(self) -> Any:
+        """Return the configuration of the model."""
         import transformers
 
         if self.architecture == "gpt2":

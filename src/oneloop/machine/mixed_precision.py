@@ -4,6 +4,7 @@ import inspect
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from types import MethodType
 from typing import Any
@@ -45,9 +46,12 @@ def _convert_to_fp8(model: nn.Module, accelerator: Accelerator) -> None:
     """
     from accelerate.utils import convert_model_to_fp8_ao, has_ao_layers
 
+    # A gather of FSDP2 in fp8 would need weights of another class, whose bytes cannot be read.
     recipe = accelerator.ao_recipe_handler
     convert_model_to_fp8_ao(
-        model, config=recipe.config, module_filter_func=recipe.module_filter_func
+        model,
+        config=replace(recipe.config, enable_fsdp_float8_all_gather=False),
+        module_filter_func=recipe.module_filter_func,
     )
     if not has_ao_layers(model):
         raise BadInput(
