@@ -407,11 +407,11 @@ def test_the_reasons_to_skip_a_line(benchmarks, gpus, needs, package, expected):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(4500)
 def test_all_parts_of_the_day_with_a_gpu_run_without_one(tmp_path):
     script = ROOT / "benchmarks" / "gpu_day.py"
     environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(script), "--toy", "--to", str(tmp_path)]
+    command = [sys.executable, str(script), "--toy", "--jobs", "2", "--to", str(tmp_path)]
     ended = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     (record,) = tmp_path.glob("*.json")
