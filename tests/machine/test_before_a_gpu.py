@@ -138,7 +138,7 @@ def layers_in_fp8(sizes: list[int]) -> list[str] | str:
 
 
 def test_fp8_converts_the_layers_that_torchao_can_multiply():
-    """Accelerate's prepare_model converts none: such a run trained in bf16, without a word."""
+    """Accelerate's prepare_model converts none: such a run silently trained in bf16."""
     sizes = [16, 32, 48, 40, 16, 16]
     assert run(layers_in_fp8, sizes).ok() == [
         ["Linear", "Float8Linear", "Linear", "Linear", "Linear"]
