@@ -33,7 +33,7 @@ WARMED = 2  # steps of the first phase, after those that every phase skips
 WAITED = 3 * LOG_EVERY  # steps in which host waits are counted
 TRACED = LOG_EVERY  # steps of a trace: it has exactly one log step if they are not slow
 SLOW = 0.1  # seconds of a step above which these are fewer steps
-RESERVE = 60.0  # seconds that must be left to start another loop, or another round
+RESERVE = 60.0  # seconds that must be left to start another loop; twice as many in turns
 ENOUGH = 60.0  # seconds that must be left to trace the loop of another library
 RIVAL_TRACED = 3  # steps of its trace: without compile, a step has thousands of kernels
 

@@ -312,6 +312,12 @@ def _reject_precision(precision: str, device: torch.device) -> None:
         raise BadInput(
             "mixed_precision fp8 with FSDP2 is not supported: it was never tried on a GPU; use bf16"
         )
+    backend = os.environ.get("ACCELERATE_FP8_BACKEND", "AO").upper()
+    if precision == "fp8" and backend not in ("AO", "NO"):
+        raise BadInput(
+            f"fp8_backend {backend} is not supported, because only torchao's layers are converted; "
+            "use fp8_backend AO"
+        )
     if precision == "fp16" and device.type == "cpu":
         raise BadInput(
             "mixed_precision fp16 does not work on a CPU, which has no fp16 loss scaling; use "
@@ -332,9 +338,7 @@ def _reject_precision(precision: str, device: torch.device) -> None:
             )
         from accelerate.utils import is_torchao_available
 
-        backend = os.environ.get("ACCELERATE_FP8_BACKEND", "AO")
-        if backend.upper() not in ("AO", "NO") or not is_torchao_available():
+        if not is_torchao_available():
             raise BadInput(
-                f"mixed_precision fp8 requires torchao, got fp8_backend {backend}; install "
-                "torchao, and use fp8_backend AO"
+                "mixed_precision fp8 needs torchao, which is not installed; install it, or use bf16"
             )
