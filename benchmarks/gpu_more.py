@@ -417,7 +417,7 @@ def gpt2_levers(place: Place) -> Result:
     if place.toy:
         _import_for_all()
 
-    # When two reserves are left, beside() starts no further arm, and after some rounds no other one.
+    # With two reserves left, beside() starts no further arm, and after some rounds no other one.
     until = min(place.until, time.monotonic() + LEVERS_SECONDS + RESERVE)
     steps = 2 if place.toy else STEPS
     limited = replace(place, until=until)

@@ -177,7 +177,7 @@ def test_a_subclass_may_have_fewer_arguments():
         ),
         ({}, "bf8", "mixed_precision 'bf8' does not exist"),
         ({"ACCELERATE_USE_FSDP": "true"}, "fp8", "fp8 with FSDP2 is not supported"),
-        ({"ACCELERATE_FP8_BACKEND": "te"}, "fp8", "fp8_backend TE is not supported"),
+        ({"ACCELERATE_FP8_BACKEND": "msamp"}, "fp8", "fp8_backend MSAMP is not supported"),
     ],
 )
 def test_accelerates_settings_are_one_message(monkeypatch, variables, precision, expected_text):
