@@ -1,6 +1,7 @@
 # Sourced by the other scripts of this folder. Installs oneloop and the extra $1, unless they are up to date, into the
 # active environment or .venv. Sets $python.
 extra=$1
+unset PYTHONDONTWRITEBYTECODE  # containers set it; each process would then compile torch's source for ten seconds
 if [ -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]; then
   if [ ! -x .venv/bin/python ]; then
     base=${PYTHON:-python3}
@@ -20,7 +21,7 @@ expected="$PWD $(cat pyproject.toml launch/environment.sh | cksum)"
 if [ "$(cat "$stamp" 2>/dev/null)" != "$expected" ]; then
   echo "installing oneloop[$extra] into $prefix (several GB the first time)"
   if command -v uv >/dev/null || "$python" -m pip install --quiet uv 2>/dev/null; then
-    install=("$(command -v uv || echo "$prefix/bin/uv")" pip install --quiet --python "$python")
+    install=("$(command -v uv || echo "$prefix/bin/uv")" pip install --quiet --compile-bytecode --python "$python")
   else
     install=("$python" -m pip install --quiet)
   fi

@@ -10,7 +10,14 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import psutil
 import pytest
+
+from suite_costs import Costs, Recorder, longest_first
+
+# Containers often set this variable. Each process would then compile the source of torch again.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -20,6 +27,33 @@ if "ONELOOP_CACHE" not in os.environ:  # an empty cache for this session
     atexit.register(shutil.rmtree, os.environ["ONELOOP_CACHE"], ignore_errors=True)
 
 HELPERS = Path(__file__).parent / "helpers"
+WORKER_BYTES = 1_700_000_000  # of memory that a parallel worker and its worlds take at most
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--write-costs",
+        action="store_true",
+        help="write the seconds and processes of the test files that run to tests/costs.json",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The worker processes of pytest-xdist record costs, and their controller adds them up.
+    parallel = config.getoption("numprocesses", None)
+    if parallel is None:
+        config.pluginmanager.register(Recorder())
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(Costs(config))
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of workers of ``-n auto``: two per core, as far as memory allows.
+
+    Tests wait for processes during a third of their time.
+    """
+    fitting = psutil.virtual_memory().available // WORKER_BYTES
+    return max(1, min(2 * (os.cpu_count() or 1), fitting))
 
 
 @cache
@@ -57,3 +91,4 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if sys.platform != "linux" and needs_linux(item.path):
             item.add_marker(pytest.mark.skip(reason="reads files of Linux's kernel"))
+    longest_first(items)

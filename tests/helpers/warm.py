@@ -8,9 +8,16 @@ gc.disable()  # collections during imports find nothing
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import importlib
+import pkgutil
+
 import datasets
+import peft
+import PIL.JpegImagePlugin
+import PIL.PngImagePlugin
 import pyarrow.compute
 import pyarrow.parquet
+import rich._emoji_codes
 import sklearn.datasets
 import timm
 import torch.distributed.checkpoint
@@ -20,15 +27,16 @@ import torch.utils.tensorboard
 import torchmetrics.classification
 import torchvision.transforms.v2
 import transformers.integrations.sdpa_attention
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama
 from transformers import AutoTokenizer, BertForSequenceClassification, ViTForImageClassification
 
-import oneloop.launch.before_imports
-import oneloop.tasks.causal_lm
-import oneloop.tasks.image_classification
-import oneloop.tasks.text_classification
-import oneloop.tools.after_training.evaluate_and_predict
-import oneloop.train
+import oneloop
 from oneloop.recipe.key_parser import parser
+
+for module in pkgutil.walk_packages(oneloop.__path__, "oneloop."):
+    if not module.name.endswith("__main__"):
+        importlib.import_module(module.name)
 
 for task in ("image_classification", "text_classification", "causal_lm", "sft"):
     for optimizer in ("adamw", "sgd"):

@@ -25,6 +25,10 @@ from typing import Any
 
 import torch
 
+import forked_writer
+from oneloop.checkpoint import writing_process
+from suite_costs import STARTED
+
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CONFIGS = ROOT / "accelerate_configs"
@@ -88,8 +92,12 @@ def run(
     watch = (
         (function is train and "ONELOOP_TESTS_WATCHED" in os.environ) if watch is None else watch
     )
+    # The writing process is forked, too, but where it is the subject of the test.
+    forks = "tests/checkpoint/" not in os.environ.get("PYTEST_CURRENT_TEST", "")
     config = config or ("single" if ranks == 1 else "ddp")
     shared = environment(config, *options) | (variables or {})
+    STARTED["worlds"] += 1
+    STARTED["ranks"] += ranks
     with tempfile.TemporaryDirectory() as scratch:
         processes = []
         port = _free_port()
@@ -107,7 +115,7 @@ def run(
                 }
             process = _context.Process(
                 target=_child,
-                args=(function, args, mine, scratch, rank, ranks, str(folder or ""), watch),
+                args=(function, args, mine, scratch, rank, ranks, str(folder or ""), watch, forks),
             )
             process.start()
             processes.append(process)
@@ -141,8 +149,11 @@ def _child(
     ranks: int,
     folder: str,
     watch: bool,
+    forks: bool,
 ) -> None:
     os.environ.update(env)
+    if forks:
+        writing_process.start = forked_writer.start
     # its child processes do not use the forkserver
     multiprocessing.set_start_method("fork", force=True)
     if folder:

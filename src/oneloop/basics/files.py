@@ -1,4 +1,4 @@
-"""Atomic file writes, strictly valid JSON, and text for a terminal."""
+"""Atomic file writes, strictly valid JSON, YAML, and text for a terminal."""
 
 import json
 import math
@@ -53,6 +53,14 @@ def dumps(content: Any, **how: Any) -> str:
         return json.dumps(content, allow_nan=False, **how) if how else _plain(content)
     except ValueError:
         return json.dumps(_finite(content), **how)
+
+
+def yaml_text(content: Mapping[str, Any]) -> str:
+    """Return YAML, with the keys in their order. libyaml writes it, where PyYAML has it."""
+    import yaml  # the process that writes checkpoints does not need it
+
+    fastest = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return str(yaml.dump(dict(content), Dumper=fastest, sort_keys=False))
 
 
 def vouched(content: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,6 +71,26 @@ class _Staged(NamedTuple):
     copy: SideCopy | None  # what it waits for
 
 
+def start(words: Sequence[str], shared: int) -> "subprocess.Popen[bytes]":
+    """Start a process that reads requests and writes answers.
+
+    Args:
+        words: its module, and the arguments.
+        shared: descriptor of the memory.
+    """
+    # It must find this package also if the user runs it from a folder.
+    package = str(Path(__file__).parents[2])
+    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return subprocess.Popen(
+        [sys.executable, "-m", *words],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        pass_fds=[shared],
+        start_new_session=True,  # Ctrl-C must not reach it while it starts
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
 class WritingProcess:
     """A process that writes checkpoints, and memory shared with it.
 
@@ -104,18 +124,8 @@ class WritingProcess:
         shared = nameless_file("oneloop-checkpoint")
         self._shared = os.fdopen(shared, "r+b", buffering=0)
 
-        # Start the process; it must find this package also if the user runs it from a folder.
         settings = json.dumps(asdict(uploads) if uploads is not None else None)
-        package = str(Path(__file__).parents[2])
-        path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", module, str(os.getpid()), str(shared), settings],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[shared],
-            start_new_session=True,  # Ctrl-C must not reach it while it starts
-            env={**os.environ, "PYTHONPATH": path},
-        )
+        self._process = start([module, str(os.getpid()), str(shared), settings], shared)
         assert self._process.stdout is not None
         os.set_blocking(self._process.stdout.fileno(), False)
 

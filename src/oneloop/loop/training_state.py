@@ -164,7 +164,7 @@ def _meter(job: Job, run: Run, model: nn.Module, seen: Preflight) -> Meter:
         run.accelerator,
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         flops=seen.flops,
-        peak=run.peak_flops(largest.dtype),
+        peak=run.peak_flops(largest.dtype) if run.main else 0.0,  # it may be measured
         tokens=job.unit == "tokens",
         metrics=seen.metrics,
         leaf=job.layout.leaf if job.exact else None,

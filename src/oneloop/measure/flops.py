@@ -14,6 +14,7 @@ import torch.nn.attention.varlen  # registers the operators of attention in pack
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 _TRIES = 3  # measurements of the peak, at most
+_SECONDS = 0.02  # of one measurement
 
 TF32 = "tf32"
 """key of the peak in float32 with TF32 (machine.matmul high or medium)"""
@@ -181,7 +182,7 @@ def in_float32(peaks: Mapping[Any, float]) -> float:
 
 
 def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None = None) -> float:
-    """Measure the FLOP/s of the fastest of several matrix products; takes about 0.05 s.
+    """Measure the FLOP/s of the fastest of several matrix products; takes about 0.02 s.
 
     On a CPU that another program uses, it tries three times.
 
@@ -201,7 +202,7 @@ def measured_peak(device: torch.device, dtype: torch.dtype, *, side: int | None 
     for _ in range(_TRIES):
         passed: list[float] = []
         used: list[float] = []
-        until = time.perf_counter() + 0.05
+        until = time.perf_counter() + _SECONDS
         while not passed or time.perf_counter() < until:
             _wait(device)
             began = time.perf_counter()

@@ -5,11 +5,10 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from oneloop.basics.bucket import check_address, is_address
 from oneloop.basics.duration import Duration
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import yaml_text
 from oneloop.recipe import run_keys, training_keys
 from oneloop.recipe.key_rules import reject_inexact
 
@@ -78,7 +77,7 @@ class Recipe:
 
     def yaml(self) -> str:
         """Return the content of recipe.yaml."""
-        return yaml.safe_dump(dict(self.resolved), sort_keys=False)
+        return yaml_text(self.resolved)
 
 
 _GROUPS = [one for one in fields(Recipe) if is_dataclass(one.type)]

@@ -18,9 +18,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from oneloop.basics.exit_codes import BadInput
+from oneloop.basics.files import yaml_text
 from oneloop.tools.report.charts import axes, charts, rows
 from oneloop.tools.report.example_pages import sections
 from oneloop.tools.report.headline import (
@@ -242,8 +241,8 @@ def _events(run: Record) -> str:
 
 def _about(run: Record, *, several: bool) -> str:
     of = f" of {_safe(run.name)}" if several else ""
-    recipe = yaml.safe_dump(run.recipe, sort_keys=False)
-    environment = yaml.safe_dump(run.environment, sort_keys=False)
+    recipe = yaml_text(run.recipe)
+    environment = yaml_text(run.environment)
     return (
         f"<section><h2>To repeat it{of}</h2><pre "
         f'tabindex="0"><code>{_safe(_command(run.environment))}</code></pre>'
