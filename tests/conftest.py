@@ -13,13 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
+from changed_files import changed_since, selected
 from suite_costs import Costs, Recorder, longest_first
 
 # Containers often set this variable. Each process would then compile the source of torch again.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# The threads of OpenMP wait in loops, which takes the cores from other tests.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if "ONELOOP_CACHE" not in os.environ:  # an empty cache for this session
@@ -27,6 +29,7 @@ if "ONELOOP_CACHE" not in os.environ:  # an empty cache for this session
     atexit.register(shutil.rmtree, os.environ["ONELOOP_CACHE"], ignore_errors=True)
 
 HELPERS = Path(__file__).parent / "helpers"
+SELECTED = "ONELOOP_TESTS_SELECTED"  # variable: the test files of --changed
 WORKER_BYTES = 1_700_000_000  # of memory that a parallel worker and its worlds take at most
 
 
@@ -36,6 +39,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write the seconds and processes of the test files that run to tests/costs.json",
     )
+    parser.addoption(
+        "--changed",
+        nargs="?",
+        const="main",
+        metavar="BASE",
+        help="run the test files of what differs from the commit BASE (main, if it is not given)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -43,8 +53,23 @@ def pytest_configure(config: pytest.Config) -> None:
     parallel = config.getoption("numprocesses", None)
     if parallel is None:
         config.pluginmanager.register(Recorder())
-    if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(Costs(config))
+    if hasattr(config, "workerinput"):
+        return
+    config.pluginmanager.register(Costs(config))
+    base = config.getoption("--changed")
+    if base is not None:
+        files = selected(changed_since(base))
+        if not files:
+            pytest.exit(f"no test file depends on what differs from {base}", returncode=0)
+        os.environ[SELECTED] = os.pathsep.join(files)  # the workers inherit it
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Skip the test files that ``--changed`` does not select."""
+    if config.getoption("--changed") is None or collection_path.suffix != ".py":
+        return None
+    file = str(collection_path.relative_to(config.rootpath))
+    return file not in os.environ[SELECTED].split(os.pathsep) or None
 
 
 def pytest_xdist_auto_num_workers() -> int:

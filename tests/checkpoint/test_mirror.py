@@ -29,7 +29,7 @@ from oneloop.checkpoint.uploads import Uploads, UploadSettings
 from oneloop.cli import main
 from oneloop.recipe.parse import read
 from oneloop.run.mirrored_folder import MirroredFolder
-from worlds import _free_port, run
+from worlds import free_port, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.upload_limit",
@@ -931,7 +931,7 @@ def test_two_launchers_without_a_shared_disk(tmp_path, s3, whole, config):
     # seconds after the first new checkpoint
     for kill in (rng.uniform(0.1, 1.0), rng.uniform(0.1, 1.0), 0.0):
         keys = f"--processes_per_node 1 --config_file {config} {stores.WORDS} --run.dir {address}"
-        words = f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} {keys}".split()
+        words = f"--nodes 2 --rendezvous 127.0.0.1:{free_port()} {keys}".split()
         hosts = [stores.lay(tmp_path / f"host-{number}") for number in range(2)]
         variables = s3 | stores.LEASE | (SLOWLY if kill else {})
         nodes = [lab.Node(words, folder, variables=variables) for folder in hosts]

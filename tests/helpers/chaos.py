@@ -112,9 +112,9 @@ def rank_of(
 
 def launcher(ranks: int, words: list[str], environment: dict[str, str], output: Path) -> None:
     """Start the ranks and end all when the first one fails, like torchrun; never return."""
-    from worlds import _free_port
+    from worlds import free_port
 
-    port, parent = _free_port(), os.getpid()
+    port, parent = free_port(), os.getpid()
     pids = []
     for rank in range(ranks):
         pid = os.fork()

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from urllib.parse import unquote
 
-from worlds import _free_port, here, run
+from worlds import free_port, here, run
 
 # Threads of servers draw from this generator, never from the global one: a test that runs
 # meanwhile in the main thread may compare the states of global generators.
@@ -83,7 +83,7 @@ LEASE = {"ONELOOP_LEASE": "2"}  # seconds
 @contextmanager
 def s3_server() -> Iterator[dict[str, str]]:
     """Start moto's server; yield the variables with which it is reached."""
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     with open(os.devnull, "w") as nowhere:
         process = subprocess.Popen(command, stdout=nowhere, stderr=nowhere)

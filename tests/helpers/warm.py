@@ -17,6 +17,7 @@ import PIL.JpegImagePlugin
 import PIL.PngImagePlugin
 import pyarrow.compute
 import pyarrow.parquet
+import pytest
 import rich._emoji_codes
 import sklearn.datasets
 import timm

@@ -7,6 +7,7 @@ launch``.
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import pickle
@@ -39,6 +40,10 @@ FOLDERS = sorted({str(file.parent) for file in HERE.parent.glob("*/*.py")})
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [*FOLDERS, *filter(None, [os.environ.get("PYTHONPATH")])]
 )
+# Each worker of the suite has its own ports, and takes them in turn.
+FIRST_PORT, PORTS_PER_WORKER, PORTS_OF_WORKERS = 12_000, 600, 32
+_ports = itertools.count(os.getpid())
+
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["warm"])
 
@@ -100,7 +105,7 @@ def run(
     STARTED["ranks"] += ranks
     with tempfile.TemporaryDirectory() as scratch:
         processes = []
-        port = _free_port()
+        port = free_port()
         for rank in range(ranks):
             mine = dict(shared)
             if ranks > 1:
@@ -237,17 +242,22 @@ def fresh(argv: Sequence[str]) -> None:
     train(argv)
 
 
-def _free_port() -> int:
-    """Return a free port below the ephemeral range, so that no other program takes it before it is
-    used."""
-    while True:
-        port = random.SystemRandom().randrange(12_000, 32_000)
+def free_port() -> int:
+    """Return a port that no program uses, and that no other worker of the suite will choose.
+
+    The ports are below the ephemeral range, from which the system takes those of connections.
+    """
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % PORTS_OF_WORKERS
+    first = FIRST_PORT + worker * PORTS_PER_WORKER
+    for _ in range(PORTS_PER_WORKER):
+        port = first + next(_ports) % PORTS_PER_WORKER
         with socket.socket() as probe:
             try:
                 probe.bind(("", port))
             except OSError:
                 continue
         return port
+    raise OSError(f"no port is free from {first} on")
 
 
 def here(words: list[str]) -> None:

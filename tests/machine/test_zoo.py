@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from same_bits import SPLITS
-from worlds import _free_port, run, train
+from worlds import free_port, run, train
 from zoo import ZOO
 from zoo_outcomes import COMMON, PATIENCE, Runs, expected, fits, outcome, table
 
@@ -62,7 +62,7 @@ def group_of_one() -> dict[str, str]:
     ranks = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     return ranks | {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        "MASTER_PORT": str(free_port()),
         "OMP_NUM_THREADS": "1",
     }
 

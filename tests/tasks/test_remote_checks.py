@@ -193,7 +193,8 @@ def of_words(bad: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def of_images(bad: bytes) -> list[dict[str, Any]]:
-    rows = [{"image": png(), "label": "ab"[at % 2]} for at in range(4000)]
+    image = png()
+    rows = [{"image": image, "label": "ab"[at % 2]} for at in range(4000)]
     rows[1505]["image"] = bad
     return rows
 

@@ -19,6 +19,7 @@ import pytest
 import lab
 from oneloop.cli import main
 from oneloop.tools.elastic.node_checks import gpu_problems, local_problems, xid_errors
+from worlds import free_port
 
 pytestmark = pytest.mark.covers(
     "oneloop.launch.command",
@@ -43,11 +44,6 @@ def _doctor(words: str, folder: Path, **how) -> lab.Node:
     return lab.Node(words.split(), folder, command="doctor", **how)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 def other_version(folder: Path) -> dict[str, str]:
     """Return the variables of a host that has another version of accelerate."""
     about = folder / "other" / "accelerate-0.0.1.dist-info" / "METADATA"
@@ -67,7 +63,7 @@ def test_a_healthy_host_has_no_problem(tmp_path):
 
 @healthy
 def test_two_hosts_with_different_versions(tmp_path):
-    words = f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} --config_file ddp"
+    words = f"--nodes 2 --rendezvous 127.0.0.1:{free_port()} --config_file ddp"
     nodes = [_doctor(words, tmp_path), _doctor(words, tmp_path, variables=other_version(tmp_path))]
     assert [node.ended() for node in nodes] == [1, 1]
     for node in nodes:
@@ -89,7 +85,7 @@ def test_a_port_that_another_program_uses(tmp_path):
 @pytest.mark.slow
 def test_a_host_of_the_rendezvous_that_is_stopped(tmp_path):
     """The second host has joined, and waits for a third one."""
-    words = f"--nodes 3 --rendezvous 127.0.0.1:{_free_port()} --config_file ddp"
+    words = f"--nodes 3 --rendezvous 127.0.0.1:{free_port()} --config_file ddp"
     nodes = [_doctor(words, tmp_path) for _ in range(2)]
     lab.until_true(lambda: any(map(_listens, nodes)))
     time.sleep(5)
@@ -144,9 +140,7 @@ def test_a_run_folder_that_is_a_file(folder, tmp_path):
 
 def test_an_interrupted_doctor_leaves_nothing(tmp_path):
     """The second host never comes. A stop signal ends the first at once, with its file."""
-    node = _doctor(
-        f"--nodes 2 --rendezvous 127.0.0.1:{_free_port()} digits --run.dir run", tmp_path
-    )
+    node = _doctor(f"--nodes 2 --rendezvous 127.0.0.1:{free_port()} digits --run.dir run", tmp_path)
     lab.until_true(lambda: list(tmp_path.glob(".oneloop-*")))
     node.process.send_signal(signal.SIGINT)
     assert node.ended(120) == 130 and "Traceback" not in node.output, node.output

@@ -16,7 +16,7 @@ import code_measures
 from oneloop.launch.command import launch_options
 from oneloop.launch.nodes import options as node_options
 from pages import blocks, program
-from worlds import ROOT, _free_port, run, train
+from worlds import ROOT, free_port, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.cli",
@@ -136,7 +136,7 @@ def test_the_programs_about_python(tmp_path):
         (tmp_path / name).write_text(text)
     ((summary,),) = run(program, "calls.py", "summary", folder=tmp_path).ok()
     assert summary["exit_reason"] == "done"
-    port = str(_free_port())  # two tests may run at a time
+    port = str(free_port())  # two tests may run at a time
     text = CALLS["two_processes.py"].replace(
         "num_processes=2", f"num_processes=2, use_port={port!r}"
     )
