@@ -1,6 +1,7 @@
 """Set-up for all tests: few threads, a temporary cache, and no tests that need another system."""
 
 import atexit
+import compileall
 import os
 import re
 import shutil
@@ -16,9 +17,10 @@ import pytest
 from changed_files import changed_since, selected
 from suite_costs import Costs, Recorder, longest_first
 
-# Containers often set this variable. Each process would then compile the source of torch again.
+# Compile each module once. But programs of tests write a module twice within a second, which Python
+# would not notice: they, and worlds, read bytecode and write none.
 sys.dont_write_bytecode = False
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
 
 # The threads of OpenMP wait in loops, which takes the cores from other tests.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -55,6 +57,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Recorder())
     if hasattr(config, "workerinput"):
         return
+    for folder in ("src", "tests"):
+        compileall.compile_dir(config.rootpath / folder, quiet=2)
     config.pluginmanager.register(Costs(config))
     base = config.getoption("--changed")
     if base is not None:

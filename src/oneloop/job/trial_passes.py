@@ -83,17 +83,18 @@ def one_pass(
     Returns:
         What was computed, and which parts of the model ran.
     """
-    with restored(model, run.device), Operations(modules=run.sharded) as operations:
+    with restored(model, run.device):
         reseed(run.device, job.recipe.seed, seed, others=True)
         batch, _ = make_batch(contract, run, samples)
 
-        # Forward and backward.
+        # Forward and backward. Their operations are counted, but not those of the checks.
         before = random_states(run.device)
         checks.begin()
-        loss, outputs = contract.loss(model, batch)
-        draws = has_drawn(before, run.device)
-        operations.backward = True
-        raw = theirs(job.task, "loss", lambda: gradients_of(loss, model)) if backward else {}
+        with Operations(modules=run.sharded) as operations:
+            loss, outputs = contract.loss(model, batch)
+            draws = has_drawn(before, run.device)
+            operations.backward = True
+            raw = theirs(job.task, "loss", lambda: gradients_of(loss, model)) if backward else {}
         checks.end()
         others = other_states() != before[1]
 

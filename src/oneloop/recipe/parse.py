@@ -27,6 +27,8 @@ from oneloop.recipe.schema import GROUPS, Recipe
 from oneloop.recipe.synonyms import OF_TASKS, may_be_of_task, suggestion
 from oneloop.recipe.training_keys import OptimizerConfig, ScheduleConfig, TaskConfig
 
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # of libyaml, for what oneloop wrote
+
 
 def read(argv: Sequence[str]) -> Recipe:
     """Read the recipe of a command line.
@@ -173,7 +175,7 @@ def _without(written: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any
 
 def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, dict[str, Any]]:
     namespace = _namespace(made, given)
-    return namespace, yaml.safe_load(made.dump(namespace, skip_unset=False))
+    return namespace, yaml.load(made.dump(namespace, skip_unset=False), Loader=_LOADER)
 
 
 def _namespace(made: ArgumentParser, given: Mapping[str, Any]) -> Namespace:
