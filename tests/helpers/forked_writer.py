@@ -6,8 +6,8 @@ command line of its trainer.
 
 from __future__ import annotations
 
+import importlib
 import os
-import runpy
 import signal
 import subprocess
 import sys
@@ -82,7 +82,7 @@ def _become(words: Sequence[str], requests: int, answers: int, shared: int) -> N
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.argv = [*words]
-        runpy.run_module(words[0], run_name="__main__")
+        importlib.import_module(words[0]).main()
         del trainers
         code = 0
     except BaseException:

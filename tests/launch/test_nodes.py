@@ -39,7 +39,7 @@ from oneloop.tools.elastic.agent import Agent, usable_ranks
 from oneloop.tools.elastic.bounded_store import BoundedStore
 from oneloop.tools.elastic.node_checks import NodeFacts, compared
 from oneloop.tools.elastic.signed_backend import agree_on_secret, secret
-from worlds import ROOT, run, train
+from worlds import ROOT, free_port, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.launcher",
@@ -261,10 +261,11 @@ def _started(
 
 
 def test_a_killed_rank_is_started_again_and_the_weights_are_bit_identical(tmp_path):
+    port = free_port()
     task = lab.written_task(tmp_path, 0.02)
     keys = f"{task} {lab.KEYS} --batch.grain 16 --duration 40".replace("--batch.micro 16", "")
     run(train, [*keys.split(), "--run.dir", str(tmp_path / "whole")], folder=tmp_path).ok()
-    first, second = _started(2, f"{keys} --run.dir run", tmp_path, port=29417, least=2)
+    first, second = _started(2, f"{keys} --run.dir run", tmp_path, port=port, least=2)
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
     os.kill(second.trainers()[0], signal.SIGKILL)
     assert first.ended() == second.ended() == 0, first.output + second.output
@@ -289,6 +290,7 @@ def _killed_after(nodes: list[lab.Node], node: lab.Node, step: int, folder: Path
 def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
     """12 micro-batches divide evenly over 4, 3 and 2 ranks; 16 micro-batches with batch.grain over
     4 and 2 only."""
+    port = free_port()
     size = "--batch.size 64 --batch.grain 4" if grain else "--batch.size 48 --batch.micro 4"
     keys = f"{lab.written_task(tmp_path, 0.04)} {lab.KEYS} {size} --duration 250".replace(
         "--batch.size 64 --batch.micro 16", ""
@@ -300,11 +302,11 @@ def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
             train, [*keys.split(), "--run.dir", str(tmp_path / "whole")], folder=tmp_path / "fast"
         ).ok()
     started = _started(
-        4, f"{keys} --run.dir run", tmp_path, port=29437, least=2, most=4, config=config
+        4, f"{keys} --run.dir run", tmp_path, port=port, least=2, most=4, config=config
     )
     nodes, ranks = list(started), "ranks x"
     lab.when(nodes, f"= 4 {ranks}")
-    holds = next(node for node in nodes if _holds_rendezvous(node, 29437))
+    holds = next(node for node in nodes if _holds_rendezvous(node, port))
     others = [node for node in nodes if node is not holds]
     since = _killed_after(nodes, others[0], 20, tmp_path)
     lab.when(nodes, f"= {2 if grain else 3} {ranks}", since=since)
@@ -317,7 +319,7 @@ def test_4_ranks_then_3_then_2_then_4(grain, config, tmp_path):
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000100")
     since = time.monotonic()
     nodes += _started(
-        2, f"{keys} --run.dir run", tmp_path, port=29437, least=2, most=4, config=config
+        2, f"{keys} --run.dir run", tmp_path, port=port, least=2, most=4, config=config
     )
     lab.when(nodes, f"= 4 {ranks}", since=since)
     assert [node.ended(120) for node in nodes] == [0] * 4, "\n\n".join(
@@ -371,11 +373,12 @@ def test_saves_by_time_change_no_weight(ranks, tmp_path):
     ],
 )
 def test_ends_without_a_restart(more, code, text, tmp_path):
+    port = free_port()
     keys = (
         f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 60 --run.dir run "
         f"{more.replace('STOP', '')}"
     )
-    nodes = _started(2, keys, tmp_path, port=29447, least=2)
+    nodes = _started(2, keys, tmp_path, port=port, least=2)
     if more == "STOP":
         lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
         nodes[1].process.send_signal(signal.SIGTERM)
@@ -389,8 +392,9 @@ def test_ends_without_a_restart(more, code, text, tmp_path):
 @pytest.mark.slow
 def test_a_node_whose_ranks_all_stand_by_ends_with_the_run(tmp_path):
     """One micro-batch per step: one of two ranks trains."""
+    port = free_port()
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 40 --run.dir run"
-    nodes = _started(2, keys.replace("--batch.micro 16", "--batch.micro 64"), tmp_path, port=29457)
+    nodes = _started(2, keys.replace("--batch.micro 16", "--batch.micro 64"), tmp_path, port=port)
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000020")
     lab.when(nodes, "1 of 2 ranks train, the others stand by")
     assert [len(node.trainers()) for node in nodes] in ([0, 1], [1, 0])
@@ -399,9 +403,10 @@ def test_a_node_whose_ranks_all_stand_by_ends_with_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_nodes_with_different_commands(tmp_path):
+    port = free_port()
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"
     first, second = (
-        _started(1, f"{keys} --duration {steps}", tmp_path, port=29467, least=2)[0]
+        _started(1, f"{keys} --duration {steps}", tmp_path, port=port, least=2)[0]
         for steps in (20, 30)
     )
     lab.when([first, second], "start the same command on all nodes")
@@ -416,10 +421,11 @@ gcc = pytest.mark.skipif(shutil.which("gcc") is None, reason="a clock is set off
 @pytest.mark.parametrize("when", ["saved", "requested"])
 def test_a_saved_stop_is_a_stop_without_the_agent_of_the_rendezvous(when, tmp_path):
     """The agent that holds the rendezvous is killed once the stop is saved, or before."""
+    port = free_port()
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"
-    nodes = _started(2, keys, tmp_path, port=29497, least=2)
+    nodes = _started(2, keys, tmp_path, port=port, least=2)
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
-    holder = next(node for node in nodes if _holds_rendezvous(node, 29497))
+    holder = next(node for node in nodes if _holds_rendezvous(node, port))
     for node in nodes:
         node.process.send_signal(signal.SIGTERM)
     if when == "saved":
@@ -434,10 +440,11 @@ def test_a_saved_stop_is_a_stop_without_the_agent_of_the_rendezvous(when, tmp_pa
 @gcc
 @pytest.mark.parametrize("seconds", [-60, pytest.param(60, marks=pytest.mark.slow)])
 def test_a_clock_that_is_off_ends_all_nodes_before_the_run(seconds, tmp_path):
+    port = free_port()
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"
-    first = _started(1, keys, tmp_path, port=29477, least=2)[0]
+    first = _started(1, keys, tmp_path, port=port, least=2)[0]
     off = lab.clock_off(tmp_path, seconds)
-    second = _started(1, keys, tmp_path, port=29477, least=2, variables=off)[0]
+    second = _started(1, keys, tmp_path, port=port, least=2, variables=off)[0]
     assert [first.ended(120), second.ended(120)] == [2, 2], first.output + second.output
     for node in (first, second):  # either may hold the rendezvous, with whose clock it compares
         assert re.search("60 s (ahead of|behind) that of ", node.output), node.output
@@ -450,14 +457,15 @@ def test_a_clock_that_is_off_ends_all_nodes_before_the_run(seconds, tmp_path):
 @pytest.mark.parametrize("seconds", [-60, 60])
 def test_a_running_run_goes_on_without_a_node_whose_clock_is_off(seconds, tmp_path):
     """A node that comes later is rejected. A clock that changes in the middle is no failure."""
+    port = free_port()
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 200 --run.dir run"
     off = lab.clock_off(tmp_path, 0)
-    first = _started(1, keys, tmp_path, port=29487, least=2)[0]
+    first = _started(1, keys, tmp_path, port=port, least=2)[0]
     lab.when([first], "trusts its network")  # it holds the rendezvous
-    changed = _started(1, keys, tmp_path, port=29487, variables=off, least=2)[0]
+    changed = _started(1, keys, tmp_path, port=port, variables=off, least=2)[0]
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
     (tmp_path / "clock").write_text(str(seconds))
-    late = _started(1, keys, tmp_path, port=29487, variables=off, least=2)[0]
+    late = _started(1, keys, tmp_path, port=port, variables=off, least=2)[0]
     assert late.ended(120) == 2 and "60 s" in late.output, late.output
     assert [first.ended(120), changed.ended(120)] == [0, 0], first.output + changed.output
     assert "joins" not in first.output + changed.output
@@ -548,8 +556,9 @@ def test_a_stopped_supervisor_does_not_hold_a_run_that_has_ended(launcher, rank,
 @pytest.mark.slow
 def test_no_node_joins_after_the_supervisor_of_rank_0_was_stopped(tmp_path):
     """The other node counts rank 0 as lost, and waits for its node to start again with it."""
+    port = free_port()
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 250 --run.dir run"
-    nodes = _started(2, keys, tmp_path, port=29507, least=2)
+    nodes = _started(2, keys, tmp_path, port=port, least=2)
     lab.until(tmp_path / "run" / "checkpoints" / "step-00000010")
     supervisor_of_rank_0 = next(
         pid
@@ -621,6 +630,7 @@ def test_nodes_agree_on_the_secret(tmp_path):
 @pytest.mark.parametrize("other", ["same", "another", "none"])
 def test_nodes_with_a_secret(other, tmp_path):
     """One node has the secret in a variable, the other in a file."""
+    port = free_port()
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 20 --run.dir run"
     value = KEY.decode()
     (tmp_path / "secret").write_text(value if other == "same" else f"{value} another")
@@ -628,7 +638,7 @@ def test_nodes_with_a_secret(other, tmp_path):
     if other == "none":
         both[1] = {}
     nodes = [
-        _started(1, keys, tmp_path, port=29517, least=2, variables=variables)[0]
+        _started(1, keys, tmp_path, port=port, least=2, variables=variables)[0]
         for variables in both
     ]
     if other == "same":
@@ -642,11 +652,12 @@ def test_nodes_with_a_secret(other, tmp_path):
 
 @pytest.mark.slow
 def test_a_waiting_node_ends_if_a_stranger_writes_to_its_rendezvous(tmp_path):
+    port = free_port()
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --duration 20 --run.dir run"
     variables = {"ONELOOP_SECRET": KEY.decode()}
-    (node,) = _started(1, keys, tmp_path, port=29527, least=2, variables=variables)
+    (node,) = _started(1, keys, tmp_path, port=port, least=2, variables=variables)
     lab.when([node], "waiting for nodes to join")
-    stranger = TCPStore("127.0.0.1", 29527)
+    stranger = TCPStore("127.0.0.1", port)
     stranger.set(STATE, b64encode(pickle.dumps(Harmful(tmp_path / "read"))))
     assert node.ended(120) == 1 and "has a wrong signature" in node.output, node.output
     assert not (tmp_path / "read").exists() and "Traceback" not in node.output
