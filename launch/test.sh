@@ -1,14 +1,26 @@
 #!/usr/bin/env bash
-# Install the requirements, check format, types and spelling, then run the tests. Arguments go to pytest:
-#   bash launch/test.sh -k order        bash launch/test.sh -m slow
+# Install the requirements, check format, types and spelling, and run the tests. Arguments go to pytest:
+#   bash launch/test.sh -k order        bash launch/test.sh -m slow        bash launch/test.sh --changed
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . launch/environment.sh test
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet .
-"$python" -m mypy
 "$python" -m codespell_lib src tests docs benchmarks launch *.md
+
+# The types are checked while the tests run.
+types=$(mktemp)
+trap 'rm -f "$types"' EXIT
+"$python" -m mypy > "$types" 2>&1 &
+checking=$!
+
+# Each worker gets whole files, the longest first. Slow tests run alone: kills and compilers need all cores.
+parallel=(-n auto --dist loadfile --no-loadscope-reorder)
 case " $* " in
-  *" slow "*) exec "$python" -m pytest "$@" ;;  # no parallel tests: kills and compilers need all cores
+  *" slow "*) parallel=(-n 0) ;;
 esac
-exec "$python" -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"
+code=0
+"$python" -m pytest "${parallel[@]}" "$@" || code=$?
+wait "$checking" || code=1
+cat "$types"
+exit "$code"

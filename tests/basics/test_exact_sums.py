@@ -13,6 +13,7 @@ from oneloop.measure.fingerprint import fingerprint
 from oneloop.optim.adamw import AdamW
 from oneloop.optim.muon import Muon
 from oneloop.optim.sgd import SGD
+from slow_cases import with_slow
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.exact_sums",
@@ -40,7 +41,7 @@ def exactly(tensors: list[torch.Tensor]) -> Fraction:
     )
 
 
-@pytest.mark.parametrize("scale", [1e-30, pytest.param(1e-3, marks=pytest.mark.slow), 1.0, 1e15])
+@pytest.mark.parametrize("scale", with_slow([1e-30, 1e-3, 1.0, 1e15], slow=[1e-3, 1.0]))
 def test_the_norm_is_the_exact_one_rounded_and_of_no_order(scale):
     parts = [part * scale for part in drawn(1, 17, 4000, 300_000)]
     found = float(exact_norm(parts))

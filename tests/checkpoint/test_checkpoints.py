@@ -28,6 +28,7 @@ from oneloop.checkpoint.retention import Keep
 from oneloop.checkpoint.store import Store, problems
 from oneloop.checkpoint.writing_process import TORN, WritingProcess
 from oneloop.ema import EMA
+from slow_cases import with_slow
 from worlds import run
 
 pytestmark = pytest.mark.covers(
@@ -128,7 +129,7 @@ LAYOUTS = [(1, "single"), (2, "ddp"), (2, "fsdp2"), (4, "hsdp"), (3, "fsdp2")]
 @pytest.mark.parametrize(
     ("sync", "ranks", "config"),
     [
-        (False, 1, "single"),
+        pytest.param(False, 1, "single", marks=pytest.mark.slow),
         (False, 2, "fsdp2"),
         pytest.param(False, 2, "ddp", marks=pytest.mark.slow),
         pytest.param(False, 4, "hsdp", marks=pytest.mark.slow),
@@ -153,7 +154,7 @@ def test_any_world_loads_what_any_other_wrote(tmp_path, ranks, config, sync):
     assert max(losses) - min(losses) < 1e-5  # the next step is the same, too
 
 
-@pytest.mark.parametrize("make", ["sgd", "muon", pytest.param("rmsprop", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", with_slow(["sgd", "muon", "rmsprop"], ["sgd", "rmsprop"]))
 def test_every_optimizers_state_comes_back(tmp_path, make):
     expected = run(saved, str(tmp_path), make, False, ranks=2, config="fsdp2").ok()[0]
     found, _, _ = run(loaded, str(tmp_path), make).ok()[0]
@@ -305,7 +306,7 @@ def with_a_failing_save(root: str, sync: bool, rank: int):
     return [problem is not None for problem in reported]
 
 
-@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+@pytest.mark.parametrize(("ranks", "rank"), with_slow([(1, 0), (2, 0), (2, 1)], [(2, 0)]))
 @pytest.mark.parametrize("sync", [False, True])
 def test_a_full_disk_costs_one_checkpoint_and_all_ranks_know(tmp_path, ranks, rank, sync):
     when = 1 if sync else 2  # reported by the save itself, or by the next save
@@ -831,7 +832,7 @@ def scaled_after_a_save(root: str, late: bool) -> tuple[str, dict[str, str]]:
     return str(error.value), shards(Path(root))
 
 
-@pytest.mark.parametrize("config", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_a_shard_that_changes_while_it_is_copied_reaches_no_checkpoint(tmp_path, config):
     found = []
     for late in (False, True):
@@ -877,7 +878,7 @@ def saved_late(root: str, make: str) -> dict[str, torch.Tensor]:
     return saved(root, make, False)
 
 
-@pytest.mark.parametrize(("ranks", "config"), LAYOUTS[1:4])
+@pytest.mark.parametrize(("ranks", "config"), with_slow(LAYOUTS[1:4], LAYOUTS[1:3]))
 def test_copies_overlap_on_several_ranks(tmp_path, ranks, config):
     expected = run(saved_late, str(tmp_path), "adamw", ranks=ranks, config=config).ok()[0]
     found, number, _ = run(loaded, str(tmp_path), "adamw").ok()[0]

@@ -127,9 +127,37 @@ def lose_disks(
         shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize(
-    ("config", "ranks"), [pytest.param("single", 1, marks=pytest.mark.slow), ("fsdp2", 2)]
-)
+def kill_the_owner(address: str) -> None:
+    """Kill the process that owns a mirror as soon as a checkpoint is in it."""
+    bucket = Bucket(address)
+    until = time.monotonic() + 100
+    while not steps_in(bucket) and time.monotonic() < until:
+        time.sleep(0.1)
+    owner = json.loads(bucket.get("owner/00000001.json"))
+    os.kill(owner["pid"], signal.SIGKILL)
+
+
+def test_the_disk_is_lost_after_the_first_checkpoint(tmp_path, s3, whole):
+    address, folder = "s3://bucket/first", tmp_path / "lost"
+    killer = threading.Thread(target=kill_the_owner, args=[address])
+    killer.start()
+    # Training would take 22 seconds more after the first checkpoint.
+    variables = s3 | {"SLOW": "0.4"}
+    lost = stores.trained(folder, "--run.dir", address, variables=variables, hosts=True)
+    killer.join()
+    assert lost.codes == [-signal.SIGKILL], lost.output
+    shutil.rmtree(folder)
+    again = stores.trained(folder, "--run.dir", address, variables=s3, hosts=True)
+    again.ok()
+    assert "resuming from s3://" in again.output, again.output
+    done = folder / "host-0/runs/bucket/first"
+    assert final(done) == whole("single", 1)
+    summary = json.loads((done / "summary.json").read_text())
+    assert summary["mirrored"] == 60 and intact(address, tmp_path)[-1] == 60
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("fsdp2", 2)])
 def test_the_disk_is_lost_and_the_result_is_bit_identical(tmp_path, s3, whole, config, ranks):
     done = lose_disks(tmp_path / "lost", f"s3://bucket/{config}", s3, 1, config, ranks, seed=ranks)
     assert final(done) == whole(config, ranks)
@@ -222,8 +250,22 @@ def test_a_copy_of_a_run_folder(tmp_path, s3, whole):
     )
 
 
+# After its first checkpoint, training waits until the mirror fails.
+WAITS = """
+    own_loss = loss
+
+    def loss(self, model, batch):
+        saved = os.path.exists("run/checkpoints/step-00000005")
+        while saved and not os.path.exists("fails"):
+            time.sleep(0.02)
+        return self.own_loss(model, batch)
+"""
+
+
 def test_a_mirror_that_fails_never_stops_training_and_is_an_error_at_the_end(tmp_path, s3, whole):
-    proxy, folder = stores.Proxy(s3["AWS_ENDPOINT_URL"]), tmp_path / "one"
+    proxy, folder = stores.Proxy(s3["AWS_ENDPOINT_URL"]), stores.lay(tmp_path / "one")
+    with (folder / "small.py").open("a") as file:
+        file.write(WAITS)
     variables = s3 | {"AWS_ENDPOINT_URL": proxy.address, "AWS_MAX_ATTEMPTS": "1", **SLOWLY}
     words = ["--save.mirror", "s3://bucket/down", "--run.dir", "run", "--watch.quiet", "false"]
     worlds = []
@@ -234,6 +276,7 @@ def test_a_mirror_that_fails_never_stops_training_and_is_an_error_at_the_end(tmp
     while not steps_in(Bucket("s3://bucket/down")) and thread.is_alive():
         time.sleep(0.1)
     proxy.fail = 1.0
+    (folder / "fails").touch()
     thread.join()
     (world,) = worlds
     summary = json.loads((folder / "run/summary.json").read_text())
@@ -259,8 +302,11 @@ def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp
         "file:///runs/../copy": "must name a folder",
         "s3://nowhere/run": "cannot be read now",
     }
-    for address, expected in wrong.items():
-        for key in ("--save.mirror", "--run.dir"):
+    for number, (address, expected) in enumerate(wrong.items()):
+        keys = ["--save.mirror", "--run.dir"]
+        if 0 < number < len(wrong) - 1:  # between the first and the last address, in turn
+            keys = [keys[number % 2]]
+        for key in keys:
             world = stores.trained(
                 tmp_path, key, address, variables=s3 | (nowhere if "nowhere" in address else {})
             )

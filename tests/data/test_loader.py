@@ -172,7 +172,7 @@ def micro(*sizes: int | None, workers: tuple[int, ...] = (0,)) -> list[dict[str,
 CASES = [
     ("accelerate", 1, micro(None, 6, workers=(0, 2))),
     ("accelerate", 2, micro(None, 3, workers=(0, 2))),
-    ("accelerate", 3, micro(4)),
+    pytest.param("accelerate", 3, micro(4), marks=pytest.mark.slow),
     pytest.param("accelerate", 4, micro(2, workers=(0, 2)), marks=pytest.mark.slow),
     ("fabric", 2, micro(4)),
     ("torch", 2, micro(4)),

@@ -116,7 +116,11 @@ def test_a_stored_order_repeats_the_samples_as_they_are():
 
 @pytest.mark.parametrize(
     ("ranks", "strategy"),
-    [(1, "single"), (2, "ddp"), pytest.param(2, "fsdp2", marks=pytest.mark.slow)],
+    [
+        pytest.param(1, "single", marks=pytest.mark.slow),
+        (2, "ddp"),
+        pytest.param(2, "fsdp2", marks=pytest.mark.slow),
+    ],
 )
 def test_a_run_without_shuffling_is_a_plain_loop_over_the_samples(tmp_path, ranks, strategy):
     weights, losses, ids = trained(

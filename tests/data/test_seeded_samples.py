@@ -111,8 +111,10 @@ def stream(
         module.SeededSamples = SeededSamples
 
 
-@pytest.mark.parametrize("together", [False, True])
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(
+    ("workers", "together"),
+    [(0, False), (0, True), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+)
 @pytest.mark.parametrize("kind", DRAWS)
 def test_samples_are_those_of_seeding_always(kind, workers, together):
     for micro in (1, 8) if workers == 0 else (4,):
@@ -182,7 +184,9 @@ def always(words: list[str]) -> None:
         pytest.param(2, "fsdp2", 0, marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("kind", ["nothing", "numpy, from the middle on"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("nothing", marks=pytest.mark.slow), "numpy, from the middle on"]
+)
 def test_weights_are_those_of_seeding_always(tmp_path, kind, ranks, config, workers):
     words = [
         "digits",

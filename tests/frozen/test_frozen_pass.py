@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 
 from frozen_task import Frozen, Next, documents, listed, log_probabilities
 from remote_data import counted_s3
+from slow_cases import with_slow
 from worlds import apply, back_to, here, run
 
 pytestmark = pytest.mark.covers(
@@ -120,7 +121,7 @@ def test_each_document_is_computed_once_by_the_initial_weights(first):
         assert np.allclose(outputs[at]["logp"], expected.detach(), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("layout", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("layout", ["ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_another_layout_computes_nothing_and_trains_the_same(first, tmp_path, layout):
     written = {file: file.stat().st_mtime_ns for file in (first / "store").rglob("*")}
     trained(tmp_path, words(first / "store"), layout).ok()
@@ -228,7 +229,7 @@ def test_another_precision_is_another_store(first, tmp_path):
     assert len(set(listed(tmp_path / "log"))) == 2300
 
 
-@pytest.mark.parametrize("layout", ["single", pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.parametrize("layout", with_slow(LAYOUTS, ["single", "fsdp2"]))
 def test_a_teacher_is_built_only_if_outputs_are_missing(tmp_path, layout):
     given = words(tmp_path / "store", "--task.teacher", "5")
     trained(tmp_path, given, layout).ok()

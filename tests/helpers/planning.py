@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+SOURCE = Path(__file__).parents[2] / "src" / "oneloop" / "launch" / "processes.py"
+
 LAYOUTS = {"single": 1, "ddp": 2, "fsdp2": 2}
 GPT = [
     "gpt",
@@ -23,11 +25,14 @@ GPT = [
     "2",
     "--task.block",
     "32",
+    "--task.data",
+    str(SOURCE),
     "--batch.size",
     "8",
     "--batch.micro",
     "2",
 ]
+"""a GPT on one small file: to read the packaged texts takes seconds"""
 LLAMA = [*GPT, "--task.architecture", "llama", "--task.layers", "4", "--ema.half_life", "5ep"]
 SFT = ["sft", "--task.length", "96", "--batch.size", "8", "--batch.micro", "2"]
 

@@ -12,7 +12,6 @@ import importlib
 import pkgutil
 
 import datasets
-import peft
 import PIL.JpegImagePlugin
 import PIL.PngImagePlugin
 import pyarrow.compute
@@ -34,10 +33,13 @@ from transformers import AutoTokenizer, BertForSequenceClassification, ViTForIma
 
 import oneloop
 from oneloop.recipe.key_parser import parser
+from oneloop.tasks.language.models import import_quietly
 
 for module in pkgutil.walk_packages(oneloop.__path__, "oneloop."):
     if not module.name.endswith("__main__"):
         importlib.import_module(module.name)
+import_quietly()
+importlib.import_module("peft")
 
 for task in ("image_classification", "text_classification", "causal_lm", "sft"):
     for optimizer in ("adamw", "sgd"):

@@ -233,6 +233,57 @@ def each_message(several: list[list[str]]) -> list[tuple[Any, str]]:
     return found
 
 
+@dataclass
+class Ended:
+    """A command that has ended: its exit code, its output, and the files that came or went."""
+
+    code: int
+    output: str
+    changed: set[Path]
+
+
+def each_forked(commands: list[tuple[Path, list[str]]]) -> list[Ended]:
+    """Run the words of each command in its folder, in a process of its own.
+
+    The processes are forked from this one, which imports and changes nothing: no command finds the
+    modules or the environment of another.
+    """
+    return [_forked(folder, words) for folder, words in commands]
+
+
+def _forked(folder: Path, words: list[str]) -> Ended:
+    before = _files(folder)
+    with tempfile.TemporaryFile("w+") as output:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        process = os.fork()
+        if process == 0:
+            code = 1
+            try:
+                signal.alarm(100)  # ends a command that hangs
+                os.chdir(folder)
+                os.dup2(output.fileno(), 1)
+                os.dup2(output.fileno(), 2)
+                here(words)
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        _, status = os.waitpid(process, 0)
+        output.seek(0)
+        text = output.read()
+    return Ended(os.waitstatus_to_exitcode(status), text, before ^ _files(folder))
+
+
+def _files(folder: Path) -> set[Path]:
+    return {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
 def fresh(argv: Sequence[str]) -> None:
     """As :func:`train`, with numpy and Python seeded by the system, as in a new interpreter."""
     import numpy as np

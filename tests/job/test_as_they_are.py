@@ -224,8 +224,8 @@ class Measured(Ragged):
     [
         pytest.param(1, "single", 8, marks=pytest.mark.slow),
         (1, "single", 2),
-        pytest.param(2, "ddp", 2, marks=pytest.mark.slow),
-        (2, "fsdp2", 4),
+        (2, "ddp", 2),
+        pytest.param(2, "fsdp2", 4, marks=pytest.mark.slow),
     ],
 )
 def test_metrics_of_the_loss_are_logged_as_weighted_means(tmp_path, ranks, config, micro):
@@ -389,7 +389,7 @@ def test_a_rehearsal_that_puts_nothing_back_is_found(tmp_path):
 @pytest.mark.parametrize(
     ("task", "ranks", "config"),
     [
-        ("norm", 1, "single"),
+        pytest.param("norm", 1, "single", marks=pytest.mark.slow),
         ("norm", 2, "ddp"),
         pytest.param("norm", 2, "fsdp2", marks=pytest.mark.slow),
         ("digits", 1, "single"),

@@ -9,7 +9,7 @@ import pytest
 
 from silent_cases import ALL, Case, files, words
 from slow_cases import with_slow
-from worlds import here, run
+from worlds import Ended, each_forked, here, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.job.adapt_model",
@@ -36,20 +36,40 @@ def laid(folder: Path, case: Case) -> set[Path]:
     return set(folder.rglob("*"))
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, tuple[Path, Ended]]:
+    """Run each case of one process in a folder of its own, all of them in one world."""
+    cases = {name: case for name, case in ALL.items() if case.ranks == 1}
+    folders = [tmp_path_factory.mktemp("case") for _ in cases]
+    for folder, case in zip(folders, cases.values(), strict=True):
+        laid(folder, case)
+    commands = [(folder, words(case)) for folder, case in zip(folders, cases.values(), strict=True)]
+    (found,) = run(each_forked, commands, timeout=580).ok()
+    pairs = zip(folders, found, strict=True)
+    return dict(zip(cases, pairs, strict=True))
+
+
+@pytest.mark.timeout(600)  # the first case of one process waits for all of them
 @pytest.mark.parametrize("name", with_slow(ALL, ["what one rank alone finds, under FSDP2"]))
-def test_it_is_reported_and_nothing_is_written(tmp_path, name):
+def test_it_is_reported_and_nothing_is_written(request, tmp_path, name):
     case = ALL[name]
-    before = laid(tmp_path, case)
-    world = run(here, words(case), ranks=case.ranks, config=case.config, folder=tmp_path)
-    # the other rank waits until the launcher ends it
-    alone = "FSDP2" in name and "one rank alone" in name
-    assert set(world.codes) == {case.code} or (alone and world.codes[1] == case.code), world.output
-    errors = [line for line in world.output.splitlines() if line.startswith("oneloop: ")]
-    for part in case.expected_text:
-        assert part in ("\n".join(errors) if case.code else world.output), world.output
-    if case.code:
-        assert len(errors) == 1 and ("Traceback" not in world.output or alone), world.output
-        left = {path for path in tmp_path.rglob("*") if "__pycache__" not in path.parts}
-        assert left == before, f"left behind: {left - before}"
+    if case.ranks == 1:
+        folder, own = request.getfixturevalue("ended")[name]
+        codes, output, changed = [own.code], own.output, own.changed
     else:
-        assert (tmp_path / "run" / "final" / "model.safetensors").exists()
+        folder = tmp_path
+        before = laid(folder, case)
+        world = run(here, words(case), ranks=case.ranks, config=case.config, folder=folder)
+        codes, output = world.codes, world.output
+        changed = before ^ {path for path in folder.rglob("*") if "__pycache__" not in path.parts}
+    # The other rank waits until the launcher ends it.
+    alone = "FSDP2" in name and "one rank alone" in name
+    assert set(codes) == {case.code} or (alone and codes[1] == case.code), output
+    errors = [line for line in output.splitlines() if line.startswith("oneloop: ")]
+    for part in case.expected_text:
+        assert part in ("\n".join(errors) if case.code else output), output
+    if case.code:
+        assert len(errors) == 1 and ("Traceback" not in output or alone), output
+        assert changed == set(), f"left behind or gone: {changed}"
+    else:
+        assert (folder / "run" / "final" / "model.safetensors").exists()

@@ -327,7 +327,7 @@ def apply_on_a_mac(words: list[str]) -> None:
 SHORT = ["r.yaml", "--run.dir", "a", "--duration", "3", "--save.every", "0", "--eval.every", "0"]
 
 
-@pytest.mark.parametrize("config", ["single", "ddp", "fsdp2"])
+@pytest.mark.parametrize("config", ["single", "ddp", pytest.param("fsdp2", marks=pytest.mark.slow)])
 def test_a_mac_trains_on_its_cpu_if_asked(tmp_path, config):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\nmachine: {device: cpu}\n")
     how = {"ranks": 1 if config == "single" else 2, "config": config, "folder": tmp_path}

@@ -15,6 +15,7 @@ import silent_values
 from oneloop.data.order import Order
 from silent_runs import differing, final, metrics
 from silent_runs import trained as trained_plainly
+from slow_cases import with_slow
 from splits import BATCH, distance, expected, trained
 from worlds import back_to, fresh, run, train
 from zoo_outcomes import Runs
@@ -129,7 +130,13 @@ class Broken:
         train(argv)
 
 
-@pytest.mark.parametrize("name", [name for name in BREAKS if name != "reduced in bf16"])
+# The default cases are the weights on one process, and the drawn samples on two.
+SLOW = ("own weight for the global one", "the sync of the last micro-batch", "the clip norm")
+
+
+@pytest.mark.parametrize(
+    "name", with_slow([name for name in BREAKS if name != "reduced in bf16"], SLOW)
+)
 def test_each_break_is_found(tmp_path, name):
     strategy = BREAKS[name][1]
     weights, _, ids = trained(
@@ -428,7 +435,7 @@ def bf16_gradients(ids: list[int], ranks: int, accumulate: int) -> dict[str, Any
     return {name: value.tolist() for name, value in total.items()}
 
 
-@pytest.mark.parametrize("reduce_in", ["float32", "bfloat16"])
+@pytest.mark.parametrize("reduce_in", with_slow(["float32", "bfloat16"], ["bfloat16"]))
 def test_fsdp2_reduces_in_float32(tmp_path, reduce_in):
     function = train
     if reduce_in != "float32":

@@ -53,14 +53,16 @@ def _inside_kernel(event) -> bool:
 EXTRAS = ("--ema.half_life", "100 samples", "--ema.power", "[0.1]", "--guard.nonfinite", "skip")
 """features that must cost no read and no collective either"""
 
+STEPS = 3
+"""steps without a log whose events are counted"""
+
 
 def per_step(
     tmp_path, *, ranks: int, strategy: str, optimizer: str, accumulate: int = 2, more=EXTRAS
 ) -> Counter[str]:
-    """Return the events of ten additional steps without logging: a longer run minus a shorter
-    one."""
+    """Return the events of STEPS more steps without a log: a longer run minus a shorter one."""
     counts = []
-    for steps in (10, 20):
+    for steps in (STEPS, 2 * STEPS):
         folder = tmp_path / str(steps)
         folder.mkdir(parents=True)
         argv = [
@@ -75,6 +77,9 @@ def per_step(
             "--log.every",
             "1000",
             "--schedule.warmup",
+            "0",
+            # By default, a run saves ten times, if it has ten steps.
+            "--save.every",
             "0",
             *more,
         ]
@@ -121,9 +126,9 @@ def test_one_process_reads_and_sends_nothing(tmp_path, optimizer):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_ddp_sends_its_bucket_and_one_small_sum(tmp_path, optimizer):
     # One bucket per step, for any accumulation, and the sum of weight and stop flag.
-    own = {"c10d::allreduce_": 20}
+    own = {"c10d::allreduce_": 2 * STEPS}
     if optimizer == "muon":
-        own["c10d::broadcast_"] = 10  # its one matrix
+        own["c10d::broadcast_"] = STEPS  # its one matrix
     assert per_step(tmp_path, ranks=2, strategy="ddp", optimizer=optimizer) == own
 
 
@@ -132,12 +137,12 @@ def test_fsdp2_sends_its_own_and_one_small_sum(tmp_path, optimizer):
     found = per_step(tmp_path, ranks=2, strategy="fsdp2", optimizer=optimizer)
     own = {
         # accelerate makes two units of this model: both micro-batches gather them
-        "c10d::_allgather_base_": 40,
-        "c10d::_reduce_scatter_base_": 20,  # scattered once per step
-        "c10d::allreduce_": 20,  # the gradient norm; weight and stop flag
+        "c10d::_allgather_base_": 4 * STEPS,
+        "c10d::_reduce_scatter_base_": 2 * STEPS,  # scattered once per step
+        "c10d::allreduce_": 2 * STEPS,  # the gradient norm; weight and stop flag
     }
     if optimizer == "muon":
-        own["c10d::alltoall_base_"] = 20  # Muon's matrix goes to its rank and back
+        own["c10d::alltoall_base_"] = 2 * STEPS  # Muon's matrix goes to its rank and back
     assert found == own
 
 
@@ -145,7 +150,7 @@ def test_fsdp2_sends_its_own_and_one_small_sum(tmp_path, optimizer):
 def test_a_spike_policy_costs_one_small_sum_more(tmp_path):
     more = ("--guard.sigma", "1000", "--guard.window", "4")
     found = per_step(tmp_path, ranks=2, strategy="ddp", optimizer="adamw", more=more)
-    assert found == {"c10d::allreduce_": 30}  # the bucket; weight and stop flag; the loss
+    assert found == {"c10d::allreduce_": 3 * STEPS}  # the bucket; weight and stop flag; the loss
     assert (
         per_step(tmp_path / "one", ranks=1, strategy="single", optimizer="adamw", more=more) == {}
     )
@@ -161,14 +166,22 @@ def test_a_spike_policy_costs_one_small_sum_more(tmp_path):
         (
             2,
             "ddp",
-            {"c10d::alltoall_base_": 10, "c10d::_allgather_base_": 10, "c10d::allreduce_": 10},
+            {
+                "c10d::alltoall_base_": STEPS,
+                "c10d::_allgather_base_": STEPS,
+                "c10d::allreduce_": STEPS,
+            },
         ),
         # Two units, exchanged in both micro-batches; the norm's maximum and its digits; weight and
         # stop flag.
         (
             2,
             "fsdp2",
-            {"c10d::_allgather_base_": 40, "c10d::alltoall_base_": 40, "c10d::allreduce_": 30},
+            {
+                "c10d::_allgather_base_": 4 * STEPS,
+                "c10d::alltoall_base_": 4 * STEPS,
+                "c10d::allreduce_": 3 * STEPS,
+            },
         ),
     ],
 )

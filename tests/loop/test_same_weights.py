@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from splits import distance, expected, furthest, trained
+from oneloop.data.order import Order
+from splits import BATCH, distance, expected, furthest, trained
 
 pytestmark = pytest.mark.covers(
     "oneloop.loop.gradients",
@@ -15,8 +16,8 @@ pytestmark = pytest.mark.covers(
 
 # (ranks, accumulation, strategy)
 SPLITS = [
-    (1, 1, "single"),
-    (1, 2, "single"),
+    pytest.param(1, 1, "single", marks=pytest.mark.slow),
+    pytest.param(1, 2, "single", marks=pytest.mark.slow),
     (1, 4, "single"),
     (2, 1, "ddp"),
     pytest.param(2, 2, "ddp", marks=pytest.mark.slow),
@@ -32,6 +33,11 @@ def test_same_weights_as_one_big_batch(tmp_path, ranks, accumulate, strategy):
     weights, losses, ids = trained(
         tmp_path / "a", ranks=ranks, accumulate=accumulate, strategy=strategy
     )
+    # The reference trains on the samples that the ranks drew: these must be the ones of the order.
+    order = Order(37, seed=0)
+    for number, drawn in enumerate(ids):
+        ordered = order[number * BATCH : (number + 1) * BATCH][1].tolist()
+        assert sorted(drawn) == sorted(ordered), f"step {number}"
     reference, reference_losses = expected(ids, dtype=torch.float32, optimizer="adamw")
     assert distance(weights, reference) < 1e-5
     assert furthest(losses, reference_losses) < 1e-5
@@ -69,6 +75,7 @@ def test_same_weights_in_float64_over_300_steps(tmp_path, ranks, accumulate, str
     assert furthest(losses, reference_losses) < 1e-9
 
 
+@pytest.mark.slow
 def test_every_split_sees_the_same_samples(tmp_path):
     seen = {}
     for number, (ranks, accumulate, strategy) in enumerate(

@@ -31,7 +31,7 @@ QUICK = [
     ("TowerForOneSample", "ddp", False),
     pytest.param("TowerInside", "ddp", True, marks=pytest.mark.slow),
     ("Sparse", "ddp", True),
-    ("Scalar", "fsdp2", False),
+    pytest.param("Scalar", "fsdp2", False, marks=pytest.mark.slow),
 ]
 
 

@@ -385,7 +385,10 @@ def measured() -> dict[str, float]:
     return meter.read()
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp2")],
+)
 def test_the_update_is_measured_where_a_rank_holds_no_weights(ranks, config):
     for metrics in run(measured, ranks=ranks, config=config).ok():
         assert metrics["train/update_ratio"] == pytest.approx(0.1, rel=1e-5)

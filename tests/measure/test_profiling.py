@@ -12,6 +12,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from oneloop.basics.duration import span
 from oneloop.measure.profiling import covered, exposed
+from slow_cases import with_slow
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
@@ -44,7 +45,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp")])
+@pytest.mark.parametrize(
+    ("ranks", "config"), with_slow([(1, "single"), (2, "ddp")], [(1, "single")])
+)
 def test_the_trace_holds_the_steps_that_were_asked_for(folder, ranks, config):
     words = [*WORDS, "--watch.profile", "4-6", "--watch.memory", "2"]
     world = run(train, words, ranks=ranks, config=config, folder=folder)

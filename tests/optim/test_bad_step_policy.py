@@ -105,13 +105,13 @@ def left(folder: Path) -> tuple[dict[str, bytes], list[dict], list[dict]]:
 @pytest.mark.parametrize(
     ("policy", "ranks", "config", "more"),
     [
-        pytest.param("skip", 1, "single", (), id="skip-1-single-more0"),
+        pytest.param("skip", 1, "single", (), id="skip-1-single-more0", marks=pytest.mark.slow),
         pytest.param("skip", 2, "ddp", (), id="skip-2-ddp-more1"),
         pytest.param("skip", 2, "fsdp2", (), id="skip-2-fsdp2-more2", marks=pytest.mark.slow),
         pytest.param(
             "skip", 1, "single", RMSPROP, id="skip-1-single-more3", marks=pytest.mark.slow
         ),
-        pytest.param("rewind", 1, "single", (), id="rewind-1-single-more0"),
+        pytest.param("rewind", 1, "single", (), id="rewind-1-single-more0", marks=pytest.mark.slow),
         pytest.param("rewind", 2, "ddp", (), id="rewind-2-ddp-more1", marks=pytest.mark.slow),
         pytest.param("rewind", 2, "fsdp2", (), id="rewind-2-fsdp2-more2", marks=pytest.mark.slow),
         pytest.param("rewind", 1, "single", RMSPROP, id="rewind-1-single-more3"),
@@ -321,7 +321,14 @@ def test_after_so_many_in_a_row_it_stops(tmp_path, recipe, policy):
     assert [event for event in events if event != "save"] == [policy, policy, "stop"]
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        pytest.param(1, "single", marks=pytest.mark.slow),
+        (2, "ddp"),
+        pytest.param(2, "fsdp2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_spike_is_left_out(tmp_path, recipe, ranks, config):
     words = [recipe, "--task.loud", "5", "--guard.sigma", "100", "--guard.window", "4"]
     run(train, [*words, "--run.dir", "a"], ranks=ranks, config=config, folder=tmp_path).ok()

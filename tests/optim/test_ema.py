@@ -234,7 +234,10 @@ def test_the_same_bits_under_every_strategy_and_nothing_sent():
     assert all(torch.allclose(torch.tensor(one["inside"]), expected, atol=1e-6) for one in found)
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [(1, "single"), pytest.param(2, "ddp", marks=pytest.mark.slow), (2, "fsdp2")],
+)
 def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
     from oneloop.cli import main
 
@@ -282,7 +285,8 @@ def test_a_run_averages_evaluates_and_exports(tmp_path, ranks, config):
             assert torch.allclose(final[name].flatten().double(), closed, atol=1e-6)
 
 
-@pytest.mark.parametrize("left_out", [None, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("left_out", [None, 50])
 def test_a_run_of_120_steps_has_the_closed_form_of_its_weights(tmp_path, left_out):
     """The test must also detect when one update in fifty is skipped."""
     (tmp_path / "r.yaml").write_text(RECIPE)
@@ -582,7 +586,7 @@ def in_checkpoint(folder, name: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("ranks", "config"),
     [
-        (1, "single"),
+        pytest.param(1, "single", marks=pytest.mark.slow),
         (2, "ddp"),
         pytest.param(2, "fsdp2", marks=pytest.mark.slow),
     ],

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.covers(
     "oneloop.recipe.training_keys",
 )
 
-SPLITS = [("single", 1, 2), ("ddp", 2, 1), ("fsdp2", 2, 2)]
+SPLITS = [("single", 1, 2), pytest.param("ddp", 2, 1, marks=pytest.mark.slow), ("fsdp2", 2, 2)]
 GROUPS = {
     "embedding": {"freeze": True},
     "head": {"lr_factor": 0.25},
@@ -197,7 +197,10 @@ def test_a_frozen_module_is_in_eval_mode_and_its_statistics_stay():
     )
 
 
-@pytest.mark.parametrize(("strategy", "ranks"), [("single", 1), ("ddp", 2), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow), ("fsdp2", 2)],
+)
 def test_frozen_layers_keep_their_bits_through_training_and_evaluation(tmp_path, strategy, ranks):
     from oneloop.basics.seeds import key
 

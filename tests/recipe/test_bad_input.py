@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from worlds import CONFIGS, ROOT, run, train
+from worlds import CONFIGS, ROOT, Ended, each_forked, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.__main__",
@@ -183,40 +183,65 @@ BAD = {
 }
 
 
+def write_files(folder: Path) -> None:
+    (folder / "mine.py").write_text(EMPTY)
+    (folder / "broken.yaml").write_text("batch:\n  size: [3\n")
+    (folder / "number.yaml").write_text("1: 2\n")
+    (folder / "empty.yaml").write_text("foo: {}\n")
+    (folder / "nested.yaml").write_text("seed: {a: 1}\n")
+
+
 @pytest.fixture
 def here(tmp_path) -> Path:
-    (tmp_path / "mine.py").write_text(EMPTY)
-    (tmp_path / "broken.yaml").write_text("batch:\n  size: [3\n")
-    (tmp_path / "number.yaml").write_text("1: 2\n")
-    (tmp_path / "empty.yaml").write_text("foo: {}\n")
-    (tmp_path / "nested.yaml").write_text("seed: {a: 1}\n")
+    write_files(tmp_path)
     return tmp_path
 
 
 def check(
     codes: list[int | None], output: str, expected_text: list[str], here: Path, before: set[Path]
 ) -> None:
+    check_message(codes, output, expected_text)
+    left = {path for path in here.rglob("*") if "__pycache__" not in path.parts}
+    assert left == before, f"left behind: {left - before}"
+
+
+def check_message(codes: list[int | None], output: str, expected_text: list[str]) -> None:
     assert set(codes) == {2}, output
     messages = [line for line in output.splitlines() if line.startswith("oneloop: ")]
     assert len(messages) == 1, output
     for words in expected_text:
         assert words in messages[0], f"{words!r} not in {messages[0]!r}"
     assert "Traceback" not in output, output
-    left = {path for path in here.rglob("*") if "__pycache__" not in path.parts}
-    assert left == before, f"left behind: {left - before}"
+
+
+def ended_in(folder: Path, kinds: list[str]) -> dict[str, Ended]:
+    """Run the commands of these kinds of bad input, one after another, and return how they end."""
+    write_files(folder)
+    commands = [(folder, BAD[kind][0]) for kind in kinds]
+    (found,) = run(each_forked, commands, timeout=280).ok()
+    return dict(zip(kinds, found, strict=True))
+
+
+def check_ended(ended: Ended, kind: str) -> None:
+    check_message([ended.code], ended.output, BAD[kind][1])
+    assert ended.changed == set()
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, Ended]:
+    return ended_in(tmp_path_factory.mktemp("bad"), list(BAD))
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_bad_input_is_one_message_and_exit_code_2(here, kind):
-    words, expected_text = BAD[kind]
-    before = set(here.rglob("*"))
-    world = run(_with_path, str(here), words, folder=here)
-    check(world.codes, world.output, expected_text, here, before)
+def test_bad_input_is_one_message_and_exit_code_2(ended, kind):
+    check_ended(ended[kind], kind)
 
 
-def _with_path(here: str, words: list[str]) -> None:
-    sys.path.insert(0, here)
-    train(words)
+@pytest.mark.slow
+def test_bad_input_does_not_depend_on_the_commands_before(tmp_path):
+    backwards = ended_in(tmp_path, list(reversed(BAD)))
+    for kind in BAD:
+        check_ended(backwards[kind], kind)
 
 
 @pytest.mark.parametrize(

@@ -285,7 +285,10 @@ def test_the_table_holds_every_key_of_the_packaged_accelerate_configs():
         (["--fsdp_version", "1"], "fsdp_version 1 is not supported"),
         (["--fsdp_offload_params", "true"], "fsdp_offload_params true is not supported"),
         (
-            ["--fsdp_state_dict_type", "FULL_STATE_DICT"],
+            [
+                *("--fsdp_state_dict_type", "FULL_STATE_DICT"),
+                *("--fsdp_activation_checkpointing", "true"),
+            ],
             "FSDP_STATE_DICT_TYPE=FULL_STATE_DICT has no effect",
         ),
         pytest.param(
@@ -293,7 +296,7 @@ def test_the_table_holds_every_key_of_the_packaged_accelerate_configs():
             "FSDP_CPU_RAM_EFFICIENT_LOADING=true has no effect",
             marks=pytest.mark.slow,
         ),
-        (["--fsdp_activation_checkpointing", "true"], ""),
+        pytest.param(["--fsdp_activation_checkpointing", "true"], "", marks=pytest.mark.slow),
         ({"PARALLELISM_CONFIG_TP_SIZE": "2"}, "tensor, context or sequence"),
         pytest.param(
             {"PARALLELISM_CONFIG_CP_SIZE": "2"},

@@ -199,33 +199,25 @@ def test_one_interpreter(tmp_path):
     run(_one_interpreter, folder=tmp_path, variables={"ACCELERATE_MIXED_PRECISION": ""}).ok()
 
 
-def test_the_weights_are_those_of_the_command_line(tmp_path):
+@pytest.mark.parametrize(
+    ("config", "ranks"),
+    [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)],
+)
+def test_the_weights_are_those_of_the_command_line(tmp_path, config, ranks):
     words = ["digits", "--duration", "6", "--batch.size", "32", "--track", "none"]
-    for config, ranks in (("single", 1), ("ddp", 2), ("fsdp2", 2)):
-        how = {"ranks": ranks, "config": config, "folder": tmp_path}
-        run(train, [*words, "--run.dir", f"{config}-typed"], **how).ok()
-        summaries = run(_fitted, f"{config}-called", **how).ok()
-        assert all(summary == summaries[0] for summary in summaries[1:]), "every rank returns it"
-        typed, called = (
-            tmp_path / f"{config}-{way}" / "final" / "model.safetensors"
-            for way in ("typed", "called")
-        )
-        assert typed.read_bytes() == called.read_bytes()
-        assert json.loads((tmp_path / f"{config}-called/environment.json").read_text())[
-            "command"
-        ] == [
-            *(
-                "oneloop.fit",
-                "digits",
-                "--batch.size",
-                "32",
-                "--duration",
-                "6",
-                "--run.dir",
-                f"{config}-called",
-            ),
-            *("--track", "none", "--watch.quiet", "true"),
-        ]
+    how = {"ranks": ranks, "config": config, "folder": tmp_path}
+    run(train, [*words, "--run.dir", "typed"], **how).ok()
+    summaries = run(_fitted, "called", **how).ok()
+    assert all(summary == summaries[0] for summary in summaries[1:]), "every rank returns it"
+    typed, called = (
+        (tmp_path / way / "final" / "model.safetensors").read_bytes() for way in ("typed", "called")
+    )
+    assert typed == called
+    environment = json.loads((tmp_path / "called" / "environment.json").read_text())
+    assert environment["command"] == [
+        *("oneloop.fit", "digits", "--batch.size", "32", "--duration", "6"),
+        *("--run.dir", "called", "--track", "none", "--watch.quiet", "true"),
+    ]
 
 
 def _fitted(folder: str) -> dict:
@@ -259,7 +251,9 @@ def _beside_another() -> None:
     )
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("ddp", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [pytest.param("single", 1, marks=pytest.mark.slow), ("ddp", 2)]
+)
 def test_an_accelerator_of_ones_own_stays_as_it_was(tmp_path, config, ranks):
     run(_beside_another, ranks=ranks, config=config, folder=tmp_path).ok()
 

@@ -86,7 +86,10 @@ def by_hand() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [(1, "single"), (2, "ddp"), pytest.param(2, "fsdp2", marks=pytest.mark.slow)],
+)
 def test_the_worst_are_the_worst_and_the_confusion_is_counted(ranks, config):
     losses, predictions, labels = by_hand()
     for found in run(looked_at, ranks=ranks, config=config).ok():
@@ -115,11 +118,11 @@ def test_the_worst_are_the_worst_and_the_confusion_is_counted(ranks, config):
         assert found["matrices"] == {"confusion": matrix}
 
 
-def test_a_model_writes_the_same_on_every_split():
+@pytest.mark.parametrize("config", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+def test_a_model_writes_the_same_on_every_split(config):
     alone = run(written).ok()[0]
     assert len(alone) == 8 and all(len(text) > 0 for _, text in alone)
-    for config in ("ddp", "fsdp2"):
-        assert run(written, ranks=2, config=config).ok() == [alone, alone]
+    assert run(written, ranks=2, config=config).ok() == [alone, alone]
 
 
 def test_a_model_continues_from_half_of_the_text():

@@ -77,7 +77,7 @@ DEATHS = [
     ),
     ("kill:SIGSEGV", "loss", "was killed by SIGSEGV"),
 ]
-DEFAULT = {("single", 1), ("single", 2), ("fsdp2", 6)}
+DEFAULT = {("single", 2), ("ddp", 6)}
 
 
 @pytest.mark.parametrize(
@@ -255,7 +255,7 @@ HANGS = [("kill:SIGSTOP", "loss"), ("loop", "loss"), ("read", "loss"), ("sleep:6
             config,
             ranks,
             *hang,
-            marks=() if (config, number) == ("fsdp2", 2) else pytest.mark.slow,
+            marks=() if (config, number) == ("ddp", 2) else pytest.mark.slow,
         )
         for config, ranks in LAYOUTS
         for number, hang in enumerate(HANGS)

@@ -132,7 +132,15 @@ def test_the_statistics_of_rank_0_count(config):
         assert found["mask"].tolist() == [False, True, False] and found["turn"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (2, "ddp"), (3, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [
+        (1, "single"),
+        pytest.param(2, "ddp", marks=pytest.mark.slow),
+        (3, "ddp"),
+        (2, "fsdp2"),
+    ],
+)
 def test_every_sample_counts_once(ranks, config):
     for found in run(results, ranks=ranks, config=config).ok():
         for size in SIZES:

@@ -104,7 +104,10 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
-@pytest.mark.parametrize(("ranks", "config"), [(1, "single"), (3, "ddp"), (2, "fsdp2")])
+@pytest.mark.parametrize(
+    ("ranks", "config"),
+    [(1, "single"), (3, "ddp"), pytest.param(2, "fsdp2", marks=pytest.mark.slow)],
+)
 def test_counts_are_those_of_torchmetrics(ranks, config):
     for ours, theirs, again in run(both, ranks=ranks, config=config).ok():
         assert ours[1] == theirs[1] == again[1] and sum(map(sum, ours[1])) == SAMPLES

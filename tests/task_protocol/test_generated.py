@@ -93,8 +93,8 @@ def by_hand(folder: Path, task: writers.Writes) -> tuple[list[str], float]:
 
 
 LAYOUTS = [
-    pytest.param("Copies", [(2, "ddp"), (2, "fsdp2")], id="encoder-decoder"),
-    pytest.param("Copies", [(3, "ddp")], id="three", marks=pytest.mark.slow),
+    pytest.param("Copies", [(2, "ddp")], id="encoder-decoder"),
+    pytest.param("Copies", [(2, "fsdp2"), (3, "ddp")], id="three", marks=pytest.mark.slow),
     pytest.param(
         "Continues", [(2, "ddp"), (3, "ddp"), (2, "fsdp2")], id="decoder", marks=pytest.mark.slow
     ),

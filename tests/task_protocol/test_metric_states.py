@@ -278,7 +278,7 @@ def evaluated() -> list[dict[str, float]]:
 @pytest.mark.parametrize(
     ("ranks", "config"),
     [
-        (1, "single"),
+        pytest.param(1, "single", marks=pytest.mark.slow),
         (2, "ddp"),
         pytest.param(2, "fsdp2", marks=pytest.mark.slow),
         pytest.param(4, "ddp", marks=pytest.mark.slow),

@@ -19,6 +19,7 @@ from adapters import SPLITS, a_base, adapters_of, furthest, of_words
 from oneloop.cli import main
 from oneloop.data.order import order_of
 from oneloop.tasks.sft import SFT
+from planning import few_chats
 from silent_cases import unfinished
 from slow_cases import with_slow
 from worlds import after
@@ -68,10 +69,11 @@ def losses(model: torch.nn.Module, sample) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def peft_alone(tmp_path_factory) -> Path:
-    """Save a base model, new peft adapters (start), and these adapters after 40 steps of a plain
-    loop (wanted)."""
+    """Save a base model, a few chats, new peft adapters (start), and these adapters after 40 steps
+    of a plain loop (wanted)."""
     folder = tmp_path_factory.mktemp("peft")
     base = a_base(folder / "base")
+    _, data = few_chats(folder)
     torch.manual_seed(3)
     config = LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
@@ -79,7 +81,7 @@ def peft_alone(tmp_path_factory) -> Path:
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     model = get_peft_model(plain, config)
     model.save_pretrained(folder / "start")
-    task = SFT(model=str(folder / "start"), length=96, pack="padded")
+    task = SFT(data, model=str(folder / "start"), length=96, pack="padded")
     samples = task.train_set()
     order = order_of(samples, seed=0, batch=8)
     optimizer = torch.optim.AdamW(
@@ -109,7 +111,10 @@ def names_in(folder: Path) -> dict[str, int]:
 @pytest.mark.parametrize(("config", "ranks"), with_slow(SPLITS, SPLITS[1:]))
 def test_forty_steps_are_those_of_plain_peft(peft_alone, tmp_path, config, ranks):
     before = {file.name: file.read_bytes() for file in (peft_alone / "base").iterdir()}
+    data = str(peft_alone / "chats.jsonl")
     words = [
+        "--task.data",
+        data,
         "--task.model",
         str(peft_alone / "start"),
         "--duration",
@@ -140,13 +145,13 @@ def test_forty_steps_are_those_of_plain_peft(peft_alone, tmp_path, config, ranks
     assert size < 0.25 * (peft_alone / "base" / "model.safetensors").stat().st_size
     assert main(["verify", str(here)]) == 0
     if ranks == 1:
-        as_others_load_it(tmp_path, peft_alone / "base")
+        as_others_load_it(tmp_path, peft_alone / "base", data)
 
 
-def as_others_load_it(folder: Path, base: Path) -> None:
+def as_others_load_it(folder: Path, base: Path, data: str) -> None:
     printed = json.loads((folder / "run" / "summary.json").read_text())["eval/loss"]
     final = folder / "run" / "final"
-    samples = SFT(model=str(base), length=96, pack="padded").eval_sets()["validation"]
+    samples = SFT(data, model=str(base), length=96, pack="padded").eval_sets()["validation"]
     plain = transformers.AutoModelForCausalLM.from_pretrained(base)
     alone = mean_loss(plain, samples)
     by_peft = mean_loss(PeftModel.from_pretrained(plain, final).eval(), samples)
@@ -404,7 +409,7 @@ def places(base, tmp_path_factory) -> dict[str, str]:
 )
 def test_wrong_inputs_are_reported(base, places, tmp_path, words, expected_text):
     given = [places.get(word, word) for word in words]
-    world = of_words(tmp_path, "--task.model", str(base), *given)
+    world = of_words(tmp_path, *few_chats(tmp_path), "--task.model", str(base), *given)
     assert world.codes == [2], world.output
     assert expected_text in world.output and "Traceback" not in world.output, world.output
     assert not (tmp_path / "run").exists()

@@ -15,6 +15,7 @@ from oneloop.cli import main
 from oneloop.machine.frozen_dtype import rounded
 from oneloop.tasks.language.lora_settings import adapters
 from oneloop.tasks.sft import SFT
+from planning import few_chats
 from silent_cases import unfinished
 from worlds import after, run, train
 
@@ -34,10 +35,19 @@ def base(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained(base, tmp_path_factory) -> Path:
+def chats(tmp_path_factory) -> str:
+    """A file of a few chats."""
+    _, file = few_chats(tmp_path_factory.mktemp("chats"))
+    return file
+
+
+@pytest.fixture(scope="module")
+def trained(base, chats, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     of_words(
         folder,
+        "--task.data",
+        chats,
         "--task.model",
         str(base),
         "--task.lora.rank",
@@ -50,12 +60,12 @@ def trained(base, tmp_path_factory) -> Path:
     return folder / "run"
 
 
-def the_task(model: Path, **lora) -> SFT:
-    return SFT(model=str(model), length=96, pack="padded", lora=lora)
+def the_task(model: Path, chats: str, **lora) -> SFT:
+    return SFT(chats, model=str(model), length=96, pack="padded", lora=lora)
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-def test_transposed_layers_are_merged(base, tmp_path, quantize):
+def test_transposed_layers_are_merged(base, chats, tmp_path, quantize):
     shutil.copytree(
         base, tmp_path / "gpt2", ignore=shutil.ignore_patterns("*.safetensors", "config.json")
     )
@@ -65,7 +75,9 @@ def test_transposed_layers_are_merged(base, tmp_path, quantize):
     transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=entries, **sizes)
     ).save_pretrained(tmp_path / "gpt2")
-    task = the_task(tmp_path / "gpt2", rank=4, **({"quantize": quantize} if quantize else {}))
+    task = the_task(
+        tmp_path / "gpt2", chats, rank=4, **({"quantize": quantize} if quantize else {})
+    )
     model = task.model().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -126,7 +138,7 @@ def test_adapters_that_are_damaged_are_reported(trained, tmp_path):
         adapters(str(folder), {}, pretrained=True)
 
 
-def test_targets_as_a_pattern_are_those_of_the_file(trained, tmp_path):
+def test_targets_as_a_pattern_are_those_of_the_file(trained, chats, tmp_path):
     folder = shutil.copytree(trained / "final", tmp_path / "given")
     file = folder / "adapter_config.json"
     file.write_text(
@@ -134,19 +146,19 @@ def test_targets_as_a_pattern_are_those_of_the_file(trained, tmp_path):
             json.loads(file.read_text()) | {"target_modules": r".*\.(q|k|v|o|gate|up|down)_proj"}
         )
     )
-    assert the_task(folder).model() is not None
+    assert the_task(folder, chats).model() is not None
 
 
-def test_a_model_that_is_changed_underfoot(base, tmp_path):
+def test_a_model_that_is_changed_underfoot(base, chats, tmp_path):
     own = shutil.copytree(base, tmp_path / "base")
-    task = the_task(own, rank=4)
+    task = the_task(own, chats, rank=4)
     task.model()
     (own / "model.safetensors").write_bytes((own / "model.safetensors").read_bytes())
     with pytest.raises(ValueError, match="changed since the start; restore the original files"):
         task.origin.unchanged()
     with pytest.raises(ValueError, match="changed since the start"):
         _ = task.origin.content
-    task = the_task(own, rank=4)
+    task = the_task(own, chats, rank=4)
     task.model()
     task.origin.unchanged()
     assert task.origin.content["files"]  # from here on, its content is recorded
@@ -164,16 +176,16 @@ def test_a_model_that_is_changed_underfoot(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_adapters_on_a_model_that_has_changed(tmp_path):
+def test_adapters_on_a_model_that_has_changed(chats, tmp_path):
     own = a_base(tmp_path / "base")
     of_words(tmp_path, "--task.model", str(own), "--task.lora.rank", "4", "--duration", "1").ok()
     final = tmp_path / "run" / "final"
-    the_task(final).model()
+    the_task(final, chats).model()
     a_base(own, seed=1)
     with pytest.raises(
         ValueError, match="its adapters were trained on .*; restore that base model"
     ):
-        the_task(final).model()
+        the_task(final, chats).model()
 
 
 @pytest.mark.slow
@@ -204,7 +216,7 @@ def test_adapters_and_a_merged_model_do_not_share_a_folder(trained, tmp_path, ca
         assert files == sorted(file.name for file in (tmp_path / to).iterdir())
 
 
-def test_a_model_saved_in_four_bits(base, tmp_path):
+def test_a_model_saved_in_four_bits(base, chats, tmp_path):
     how = transformers.BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
     four = shutil.copytree(
         base, tmp_path / "four", ignore=shutil.ignore_patterns("*.safetensors", "config.json")
@@ -213,17 +225,17 @@ def test_a_model_saved_in_four_bits(base, tmp_path):
         base, quantization_config=how, device_map={"": "cpu"}
     )
     made.save_pretrained(four)
-    model = the_task(four, rank=4).model()
+    model = the_task(four, chats, rank=4).model()
     layers = [module for module in model.modules() if hasattr(module, "quant_state")]
     assert layers and not any(layer.support_avx512bf16_for_cpu for layer in layers)
     with pytest.raises(
         ValueError, match=r"task.lora.quantize fp4: .* is in 4 bits \(nf4\) already; remove it"
     ):
-        the_task(four, rank=4, quantize="fp4").model()
+        the_task(four, chats, rank=4, quantize="fp4").model()
     with pytest.raises(
         ValueError, match=r"is in 4 bits \(nf4\), which cannot be trained; give task.lora.rank 16"
     ):
-        the_task(four).model()
+        the_task(four, chats).model()
 
 
 def test_matrices_that_training_does_not_round_are_not_rounded_afterwards():

@@ -7,6 +7,7 @@ import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -18,7 +19,7 @@ from oneloop.tasks.rows.open_data import named_sources, opened
 from oneloop.tasks.rows.rewrite import main as rewrite
 from oneloop.tasks.rows.rows import divided
 from own_files import bulk, images, rows, write
-from worlds import run, train
+from worlds import each_message, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.data.mixture",
@@ -179,14 +180,34 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def messages_of_data(tmp_path_factory) -> dict[str, tuple[Path, list[str], Any, str]]:
+    """Return the folder, expected texts, exit code and output of each kind of bad data.
+
+    One process runs all of them, each on files of its own.
+    """
+    top = tmp_path_factory.mktemp("bad")
+    several, expected = [], []
+    for name, (lay, options) in BAD.items():
+        (top / name).mkdir()
+        expected.append(lay(top / name / "data"))
+        places = ["--task.data", str(top / name / "data"), "--run.dir", str(top / name / "run")]
+        several.append([*TEXTS, *places, *options])
+    world = run(each_message, several, folder=top)
+    (found,) = world.ok()
+    assert world.output == "--- rank 0\n"  # nothing is written past the messages
+    by_name = {}
+    for name, texts, (code, output) in zip(BAD, expected, found, strict=True):
+        by_name[name] = (top / name, texts, code, output)
+    return by_name
+
+
 @pytest.mark.parametrize("name", BAD)
-def test_bad_data_is_reported(tmp_path, name):
-    lay, options = BAD[name]
-    expected_text = lay(tmp_path / "data")
-    world = run(train, [*TEXTS, "--task.data", str(tmp_path / "data"), *options], folder=tmp_path)
-    assert world.codes == [2] and all(word in world.output for word in expected_text), world.output
-    assert "Traceback" not in world.output and len(world.output.splitlines()) <= 3, world.output
-    assert not (tmp_path / "run").exists()
+def test_bad_data_is_reported(messages_of_data, name):
+    folder, expected_text, code, output = messages_of_data[name]
+    assert code == 2 and all(word in output for word in expected_text), output
+    assert "Traceback" not in output and len(output.splitlines()) <= 2, output
+    assert not (folder / "run").exists()
 
 
 def test_a_picture_that_cannot_be_read_is_named(tmp_path):
@@ -274,23 +295,42 @@ MIXED = {
 }
 
 
-@pytest.mark.parametrize("name", MIXED)
-def test_bad_mixtures_are_reported(tmp_path, name):
-    data, expected_text = MIXED[name]
+@pytest.fixture(scope="module")
+def messages_of_mixtures(tmp_path_factory) -> dict[str, tuple[Path, Any, str]]:
+    """Return the folder of the run, exit code and output of each bad mixture.
+
+    One process runs all of them on the same data.
+    """
+    top = tmp_path_factory.mktemp("mixed")
     for number, place in enumerate("AB"):
-        write(tmp_path / place, "parquet", rows(60, first=60 * number))
-    (tmp_path / "E").mkdir()
-    parquet.write_table(pa.Table.from_pylist(rows(1)).slice(0, 0), tmp_path / "E" / "none.parquet")
-    world = run(train, [*TEXTS, "--task.data", json.dumps(data)], folder=tmp_path)
-    assert (
-        world.codes == [2] and expected_text in world.output and "Traceback" not in world.output
-    ), world.output
-    assert not (tmp_path / "run").exists()
+        write(top / place, "parquet", rows(60, first=60 * number))
+    (top / "E").mkdir()
+    parquet.write_table(pa.Table.from_pylist(rows(1)).slice(0, 0), top / "E" / "none.parquet")
+    several = []
+    for name, (data, _) in MIXED.items():
+        several.append([*TEXTS, "--task.data", json.dumps(data), "--run.dir", str(top / name)])
+    (found,) = run(each_message, several, folder=top).ok()
+    by_name = {}
+    for name, (code, output) in zip(MIXED, found, strict=True):
+        by_name[name] = (top / name, code, output)
+    return by_name
+
+
+@pytest.mark.parametrize("name", MIXED)
+def test_bad_mixtures_are_reported(messages_of_mixtures, name):
+    folder, code, output = messages_of_mixtures[name]
+    _, expected_text = MIXED[name]
+    assert code == 2 and expected_text in output and "Traceback" not in output, output
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(
     ("config", "ranks"),
-    [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)],
+    [
+        pytest.param("single", 1, marks=pytest.mark.slow),
+        ("ddp", 2),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_a_mixture_trains_and_logs_the_loss_of_each_source(tmp_path, config, ranks):
     for number, place in enumerate(("books", "code", "talk")):
@@ -449,8 +489,9 @@ def made_often(times: int) -> int:
     return sum(int((values == np.arange(4700)).all()) for values in made)
 
 
-def test_processes_that_prepare_rows_always_end():
-    assert run(made_often, 25, timeout=120).ok() == [25]
+@pytest.mark.parametrize("times", [10, pytest.param(25, marks=pytest.mark.slow)])
+def test_processes_that_prepare_rows_always_end(times):
+    assert run(made_often, times, timeout=120).ok() == [times]
 
 
 def test_tokens_of_rows_are_those_of_the_same_texts_in_memory(tmp_path):

@@ -95,6 +95,7 @@ SLOW = (
     "text in parquet",
     "numbers in csv",
     "words in json lines",
+    "pictures in parquet",
     "a language in parquet",
     "a language in texts",
     "a language in csv",

@@ -20,6 +20,7 @@ from oneloop.tasks.rows.parquet_files import LocalFile
 from oneloop.tasks.rows.remote.remote_parquet import RemoteParquet
 from own_files import again, images, rows, started, write
 from silent_cases import unfinished
+from slow_cases import with_slow
 from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
@@ -62,16 +63,13 @@ def move(folder: Path) -> Path:
 
 KINDS = ["parquet", "jsonl", "arrow", "pictures", "language"]
 CHANGES = [touch, copy, move]
+MOVES = [(change, kind) for change in CHANGES for kind in KINDS]
+# By default each change, with one kind of file.
+QUICK = [(touch, "pictures"), (copy, "language"), (move, "arrow")]
 
 
 @pytest.mark.parametrize(
-    ("change", "kind"),
-    [
-        # By default each kind of file, and each change.
-        pytest.param(change, kind, marks=() if column % 3 == row else pytest.mark.slow)
-        for row, change in enumerate(CHANGES)
-        for column, kind in enumerate(KINDS)
-    ],
+    ("change", "kind"), with_slow(MOVES, [case for case in MOVES if case not in QUICK])
 )
 def test_what_is_only_elsewhere_continues(tmp_path, kind, change):
     words = LANGUAGE if kind == "language" else TEXTS
@@ -112,9 +110,10 @@ def another_name(folder: Path) -> str:
     return "part-0.parquet was renamed to part-9.parquet"
 
 
-@pytest.mark.parametrize(
-    "change", [a_file_more, a_file_less, another_of_the_same_size, another_name]
-)
+OTHER_DATA = [a_file_more, a_file_less, another_of_the_same_size, another_name]
+
+
+@pytest.mark.parametrize("change", with_slow(OTHER_DATA, [a_file_more, a_file_less]))
 def test_what_is_other_data_is_rejected_with_what_changed(tmp_path, change):
     write(tmp_path / "data", "parquet", rows(90))
     started(tmp_path, TEXTS, tmp_path / "data")
@@ -169,6 +168,8 @@ def test_a_copy_elsewhere_is_equal_and_an_older_order_is_named(tmp_path):
     assert changes({"sets": {"a": older}}, {"sets": {"a": now}}) == [f"a: {line}"]
     other = {"length": 90, "files": {"a.jsonl": [10, "0123"]}}
     assert "a.jsonl is missing" in changes(other, now)
+    more = {**other, "files": {**other["files"], "b.jsonl": [10, "4567"]}}
+    assert changes(other, more) == ["b.jsonl is new"]
 
 
 def test_a_checksum_is_read_once_and_again_after_a_touch(tmp_path, monkeypatch):

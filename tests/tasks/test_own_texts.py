@@ -180,7 +180,7 @@ def gpt(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("config", "ranks"), with_slow(SPLITS, [("ddp", 2)]))
+@pytest.mark.parametrize(("config", "ranks"), with_slow(SPLITS, SPLITS[1:]))
 def test_a_language_model_continues_learning(tmp_path, config, ranks):
     write(tmp_path / "data", "jsonl", rows(120))
     gpt(tmp_path / "gpt")

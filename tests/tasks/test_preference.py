@@ -389,7 +389,7 @@ def test_the_reference_is_computed_once_for_all_losses(base, first, tmp_path):
     # Another loss on two processes, with EMA and activation checkpointing: no forward.
     more = ("--task.loss", "ipo", "--task.beta", "0.5", "--ema.half_life", "4", "--eval.every", "4")
     more += ("--machine.recompute", "full", "--optimizer.lr", "0.00002")
-    world = trained(tmp_path, words(base, "--task.store", store, *more), "fsdp2")
+    world = trained(tmp_path, words(base, "--task.store", store, *more), "ddp")
     world.ok()
     assert listed(tmp_path) == [] and "nothing to compute" in world.output
     assert bins(first / "store") == before
@@ -410,6 +410,7 @@ def test_the_reference_is_computed_once_for_all_losses(base, first, tmp_path):
     assert 0 < averaged < raw
 
 
+@pytest.mark.slow
 def test_a_resume_without_the_store_continues_on_another_layout(base, first, tmp_path):
     shutil.copytree(first / "run", tmp_path / "run")
     back_to(tmp_path / "run", 4)

@@ -158,6 +158,7 @@ def test_digits_reaches_its_stated_accuracy(tmp_path):
     assert ended["seconds"] < 90
 
 
+@pytest.mark.slow
 def test_the_schedule_is_the_same_on_two_ranks_and_with_accumulation(tmp_path):
     rates = []
     for name, ranks, words in (("one", 1, []), ("two", 2, ["--batch.micro", "8"])):

@@ -397,7 +397,12 @@ def plain(folder: Path) -> tuple[dict[str, torch.Tensor], float]:
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks", "workers"), [("single", 1, 2), ("ddp", 2, 0), ("fsdp2", 2, 2)]
+    ("config", "ranks", "workers"),
+    [
+        ("single", 1, 2),
+        ("ddp", 2, 0),
+        pytest.param("fsdp2", 2, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_the_loss_is_the_mean_over_the_good_samples(tmp_path, config, ranks, workers):
     (tmp_path / "mine.py").write_text(OWN)

@@ -100,7 +100,7 @@ LAYOUTS = [
         ("single", 1, 2, True),
         ("ddp", 2, 0, False),
         ("ddp", 2, 2, False),
-        ("fsdp2", 2, 0, True),
+        ("fsdp2", 2, 0, False),
         ("fsdp2", 2, 2, False),
     ]
 ]

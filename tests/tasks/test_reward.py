@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from oneloop.tasks.reward import METRICS, Reward, RewardSums, accuracy
 from preference_rows import a_llama, rows, write
 from silent_cases import unfinished
-from worlds import after, run, timeless, train
+from worlds import after, each_message, run, timeless, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.language.answer_rows",
@@ -132,8 +132,8 @@ def test_the_loss_its_gradient_and_the_metrics_in_closed_form(tmp_path):
     ("config", "ranks"),
     [
         pytest.param("single", 1, marks=pytest.mark.slow),
-        pytest.param("ddp", 2, marks=pytest.mark.slow),
-        ("fsdp2", 2),
+        ("ddp", 2),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_same_run_on_every_layout(single, tmp_path, config, ranks):
@@ -311,12 +311,29 @@ WRONG = {
 }
 
 
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory) -> dict[str, tuple[Path, Any, str]]:
+    """Return the folder of the run, exit code and output of each wrong input.
+
+    One process runs all of them on the same data.
+    """
+    top = the_data(tmp_path_factory.mktemp("wrong"))
+    runs = [top / f"run-{number}" for number in range(len(WRONG))]
+    several = []
+    for words, folder in zip(WRONG, runs, strict=True):
+        several.append([*SMALL, "--run.dir", str(folder), *words.split()])
+    (found,) = run(each_message, several, folder=top).ok()
+    by_words = {}
+    for words, folder, (code, output) in zip(WRONG, runs, found, strict=True):
+        by_words[words] = (folder, code, output)
+    return by_words
+
+
 @pytest.mark.parametrize("words", WRONG)
-def test_a_wrong_input_is_one_message(tmp_path, words):
-    the_data(tmp_path)
-    world = run(train, [*SMALL, *words.split()], folder=tmp_path)
-    assert world.codes == [2] and WRONG[words] in " ".join(world.output.split()), world.output
-    assert not (tmp_path / "run").exists()
+def test_a_wrong_input_is_one_message(messages, words):
+    folder, code, output = messages[words]
+    assert code == 2 and WRONG[words] in " ".join(output.split()), output
+    assert not folder.exists()
 
 
 def test_an_encoder_is_rejected(tmp_path):

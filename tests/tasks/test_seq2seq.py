@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from oneloop.data.order import order_of
 from oneloop.tasks.language.number_words import NumberWords, in_words
 from oneloop.tasks.language.tokens import ending_tokenizer
 from oneloop.tasks.seq2seq import Seq2Seq
-from worlds import after, run, train
+from worlds import after, each_message, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.tasks.seq2seq",
@@ -328,37 +329,68 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("more", "changes", "message"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
-)
-def test_wrong_inputs(
-    tmp_path: Path, more: list[str], changes: dict[str, Any], message: str
-) -> None:
-    a_model(tmp_path / "model", "Bart", **changes.get("config", {}))
-    data_in(tmp_path, 40)
+def rows_with(changed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return rows of which one is changed, or all if a column has no texts or is missing."""
+    rows: list[dict[str, Any]] = pairs(40)
+    if "no target" in changed:
+        return [{"english": row["english"]} for row in rows]
+    if changed.get("digits") == 1:
+        return [row | {"digits": 1} for row in rows]
+    rows[17] |= changed
+    return rows
+
+
+def lay_wrong(folder: Path, model: Path, changes: dict[str, Any]) -> None:
+    """Write the data and the model of a wrong input; ``model`` is the one without changes."""
+    if "config" in changes:
+        a_model(folder / "model", "Bart", **changes["config"])
+    else:
+        shutil.copytree(model, folder / "model")
+    data_in(folder, 40)
     if "rows" in changes:
-        rows = pairs(40)
-        rows[17] |= changes["rows"][0]
-        if "no target" in changes["rows"][0]:
-            rows = [{"english": row["english"]} for row in rows]
-        if changes["rows"][0].get("digits") == 1:
-            rows = [row | {"digits": 1} for row in rows]
-        lines = [json.dumps(row) + "\n" for row in rows]
-        (tmp_path / "pairs.jsonl").write_text("".join(lines))
+        lines = [json.dumps(row) + "\n" for row in rows_with(changes["rows"][0])]
+        (folder / "pairs.jsonl").write_text("".join(lines))
     if changes.get("kind") == "gpt2":
         config = transformers.GPT2Config(vocab_size=300, n_embd=16, n_layer=1, n_head=2)
-        transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+        transformers.GPT2LMHeadModel(config).save_pretrained(folder / "model")
     if changes.get("kind") == "languages":
         vocabulary = {f"w{number}": number for number in range(300)}
         tokenizer = transformers.NllbTokenizer(vocab=vocabulary, merges=[])
-        tokenizer.save_pretrained(tmp_path / "model")
+        tokenizer.save_pretrained(folder / "model")
     if "tokenizer" in changes:
-        tokenizer = ending_tokenizer(NumberWords("train").texts(), 300)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "model")
         for name, value in changes["tokenizer"].items():
             setattr(tokenizer, name, value)
-        tokenizer.save_pretrained(tmp_path / "model")
-    world = run(train, words(*more), folder=tmp_path)
-    assert world.codes == [2], world.output
-    assert message in world.output, world.output
-    assert "Traceback" not in world.output
-    assert not (tmp_path / "run").exists()
+        tokenizer.save_pretrained(folder / "model")
+
+
+@pytest.fixture(scope="module")
+def messages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any, str]]:
+    """Return the folder, exit code and output of each wrong input, by its name.
+
+    One process runs all of them, each on files of its own.
+    """
+    top = tmp_path_factory.mktemp("wrong")
+    model = a_model(top / "model", "Bart")
+    several = []
+    for name, more, changes, _ in WRONG:
+        lay_wrong(top / name, model, changes)
+        places = ["--task.data", str(top / name / "pairs.jsonl")]
+        places += ["--task.model", str(top / name / "model"), "--run.dir", str(top / name / "run")]
+        several.append(words(*more, *places))
+    (found,) = run(each_message, several, folder=top).ok()
+    by_name = {}
+    for (name, *_), (code, output) in zip(WRONG, found, strict=True):
+        by_name[name] = (top / name, code, output)
+    return by_name
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [(w[0], w[3]) for w in WRONG], ids=[w[0] for w in WRONG]
+)
+def test_wrong_inputs(messages: dict[str, tuple[Path, Any, str]], name: str, message: str) -> None:
+    folder, code, output = messages[name]
+    assert code == 2, output
+    assert message in output, output
+    assert "Traceback" not in output
+    assert not (folder / "run").exists()

@@ -66,7 +66,7 @@ def pictures(tmp_path_factory):
     return where
 
 
-@pytest.mark.parametrize(("config", "ranks"), with_slow(LAYOUTS, [("ddp", 3)]))
+@pytest.mark.parametrize(("config", "ranks"), with_slow(LAYOUTS, [("ddp", 2), ("ddp", 3)]))
 def test_the_metrics_are_those_of_the_run(pictures, config, ranks):
     printed = json.loads((pictures / "run" / "summary.json").read_text())
     for weights, names in (("raw", ""), ("ema", "ema/")):

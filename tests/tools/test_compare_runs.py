@@ -38,7 +38,7 @@ def command(words: list[str]) -> None:
 def test_runs_are_compared(tmp_path):
     grain = ["--batch.grain", "8", "--run.dir"]
     run(train, [*WORDS, *grain, "one"], folder=tmp_path).ok()
-    run(train, [*WORDS, *grain, "two"], config="ddp", ranks=2, folder=tmp_path).ok()
+    run(train, [*WORDS, *grain, "two"], folder=tmp_path).ok()
     run(train, [*WORDS, *grain, "other", "--optimizer.lr", "1e-3"], folder=tmp_path).ok()
     run(train, [*WORDS, "--run.dir", "plain"], folder=tmp_path).ok()
     same = run(command, ["one", "two"], folder=tmp_path)

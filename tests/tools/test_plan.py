@@ -69,8 +69,7 @@ GRID = [
     for mode in ("none", "full", "selective", "every:2")
     if recipe != "digits" or mode == "none"  # its convolutions have no repeated blocks
 ]
-QUICK = [("digits", "single", "none"), ("digits", "ddp", "none"), ("gpt", "ddp", "selective")]
-QUICK += [("gpt", "fsdp2", "none"), ("packed", "single", "none")]
+QUICK = [("digits", "single", "none"), ("gpt", "fsdp2", "none")]
 
 
 def traced(real: dict) -> Counter[tuple[str, int]]:
@@ -151,6 +150,8 @@ def test_one_more_layer_adds_what_the_formulas_say():
         [Asked((*LLAMA, "--task.layers", str(layers)), "single", 1) for layers in (1, 2)]
     )
     mlp = 96  # 8/3 x width, rounded up to a multiple of 32
+    assert not one.sharded
+    assert not one.collectives
     parameters = 4 * width**2 + 3 * width * mlp + 2 * width
     assert two.parameters - one.parameters == parameters
     kept = {kind: two.memory.kept[kind] - one.memory.kept[kind] for kind in ("parameters", "EMA")}
@@ -206,23 +207,24 @@ def test_bytes_of_each_layout(tmp_path):
     assert sent(hybrid, "all-reduce") == number / 2
     assert sent(replicated, "all-reduce") == replica and not sent(replicated, "all-gather")
     for plan, share in ((sharded, 2), (hybrid, 2), (replicated, 1)):
+        assert plan.processes == (4 if plan is hybrid else 2)
+        assert plan.sharded is (plan is not replicated)
+        assert plan.memory.step.peak > 0
         held, size = plan.memory.kept, replica if plan is replicated else number / share
         assert held["parameters"] == held["EMA"] == size
         assert held["optimizer"] == pytest.approx(2 * size, rel=0.01)
 
 
-def test_the_first_change_fits_and_no_cheaper_one_does(capsys):
-    words = [
-        *BLOCKS,
-        "--task.width",
-        "512",
-        "--batch.size",
-        "4",
-        "--batch.micro",
-        "2",
-        "--ema.half_life",
-        "5ep",
-    ]
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param([], id="without EMA"),
+        # The search has twice as many changes: EMA may be on the host.
+        pytest.param(["--ema.half_life", "5ep"], id="EMA", marks=pytest.mark.slow),
+    ],
+)
+def test_the_first_change_fits_and_no_cheaper_one_does(capsys, more):
+    words = [*BLOCKS, "--task.width", "512", "--batch.size", "4", "--batch.micro", "2", *more]
     asked = Asked(tuple(words), "single", 1)
     plan = planned([asked])[0]
     needs = {change.words: change for change in grid(asked, plan, GPUS["h100"])}
@@ -484,31 +486,35 @@ def test_a_change_that_cannot_be_planned_is_passed_over(capsys):
 COUNTED = {
     "workers": "3",
     "dtype": "float64",
-    "sync_each_batch": "true",
     "recompute": "full",
     "in_turn": "true",
     "blocks": "Linear",
 }
 """keys of machine.* that change a number of the plan, with a value that does"""
+OF_FSDP2 = {"sync_each_batch": "true"}
+"""those that do so under FSDP2 only"""
 BOUNDS = {"compile": "regional", "offload": "true", "recompute": "budget:0.5"}
 """those that are replaced, with a line about it"""
 ONE_LAYOUT = {"base_dtype", "channels_last", "find_unused_parameters"}
 """those of frozen weights, convolutions and routers, which the model of this test does not have"""
 
 
-def test_every_machine_key_is_planned_or_listed():
+def with_keys(config: str, keys: dict[str, str]) -> list[Plan]:
+    """Return the plan without these keys of machine.*, and one with each of them."""
     words = (*BLOCKS, "--batch.micro", "8")
-    plain, *plans = planned(
-        [
-            Asked((*words, *more), "fsdp2", 2)
-            for more in [(), *((f"--machine.{k}", v) for k, v in COUNTED.items())]
-        ]
-    )
+    several = [words]
+    several += [(*words, f"--machine.{key}", value) for key, value in keys.items()]
+    return planned([Asked(each, config, 2) for each in several])
+
+
+def test_every_machine_key_is_planned_or_listed():
+    plain, *plans = with_keys("ddp", COUNTED)
     for key, plan in zip(COUNTED, plans, strict=True):
         assert type(plan) is type(plain) and plan != plain, key
-    bounds = planned(
-        [Asked((*words, f"--machine.{key}", value), "fsdp2", 2) for key, value in BOUNDS.items()]
-    )
+    sharded, *plans = with_keys("fsdp2", OF_FSDP2)
+    for key, plan in zip(OF_FSDP2, plans, strict=True):
+        assert type(plan) is type(sharded) and plan != sharded, key
+    _, *bounds = with_keys("ddp", BOUNDS)
     for key, plan in zip(BOUNDS, bounds, strict=True):
         assert any(
             line.startswith(f"machine.{key} ") and "upper bound" in line
@@ -516,8 +522,9 @@ def test_every_machine_key_is_planned_or_listed():
         )
     listed = set(" ".join(plain.not_counted.other).split("machine.")[1].replace(",", "").split())
     names = {field.name for field in dataclasses.fields(MachineConfig)}
-    assert names == (listed & names) | COUNTED.keys() | BOUNDS.keys() | ONE_LAYOUT
-    assert not listed & (COUNTED.keys() | BOUNDS.keys() | ONE_LAYOUT)
+    others = COUNTED.keys() | OF_FSDP2.keys() | BOUNDS.keys() | ONE_LAYOUT
+    assert names == (listed & names) | others
+    assert not listed & others
 
 
 @pytest.mark.slow
@@ -540,10 +547,22 @@ def test_keys_of_other_models(recipes):
 BASE = ["--machine.base_dtype", "bfloat16"]
 
 
-def test_every_config_file_is_planned():
-    ranks = {
-        name: {"single": 1, "hsdp": 4, "multi_node": 16}.get(name, 2) for name in config_files()
-    }
+IN_OTHER_TESTS = {"single", "ddp", "fsdp2", "hsdp"}
+"""config files of the plans of test_one_more_layer_adds_what_the_formulas_say and
+test_bytes_of_each_layout"""
+
+
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        pytest.param(IN_OTHER_TESTS, id="others"),
+        pytest.param(set(), id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_every_config_file_is_planned(left_out):
+    processes = {"single": 1, "hsdp": 4, "multi_node": 16}
+    ranks = {name: processes.get(name, 2) for name in config_files() if name not in left_out}
+    assert ranks
     asked = [
         Asked(BLOCKS, name, number, nodes=2 if number == 16 else 1)
         for name, number in ranks.items()

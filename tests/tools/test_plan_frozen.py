@@ -14,7 +14,9 @@ pytestmark = pytest.mark.covers("oneloop.tools.plan.ledger")
 SHAPE = ["--task.length", "64", "--task.pack", "padded", "--batch.size", "8", "--batch.micro", "2"]
 
 
-@pytest.mark.parametrize(("config", "ranks"), [("single", 1), ("fsdp2", 2)])
+@pytest.mark.parametrize(
+    ("config", "ranks"), [("single", 1), pytest.param("fsdp2", 2, marks=pytest.mark.slow)]
+)
 def test_the_weights_in_memory_are_those_of_the_policy_or_the_student(tmp_path, config, ranks):
     llama(tmp_path / "model")
     words = ["sft", *SHAPE, "--task.model", str(tmp_path / "model")]

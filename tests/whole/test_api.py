@@ -7,8 +7,6 @@ import json
 import pkgutil
 import random
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ import torch
 import oneloop
 from oneloop.basics.exit_codes import BadInput
 from pages import program
-from worlds import run
+from worlds import after, run
 
 pytestmark = pytest.mark.covers(
     "oneloop",
@@ -51,13 +49,10 @@ def test_train_evaluate_predict_export_and_report_in_one_script(tmp_path):
     assert len(rows) == 270 and {"row", "prediction", "confidence"} <= rows[0].keys()
     assert (tmp_path / "out" / "model.safetensors").is_file() and line == "final of run is in out"
     assert "<html" in (tmp_path / "page.html").read_text()
-    typed = subprocess.run(
-        [sys.executable, "-m", "oneloop", "evaluate", "run", "--json"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert json.loads(typed.stdout) == metrics, typed.stderr
+    typed = after(tmp_path, "evaluate", "run", "--json")
+    typed.ok()
+    (printed,) = (text for text in typed.output.splitlines() if text.startswith("{"))
+    assert json.loads(printed) == metrics
 
 
 def test_the_functions_stay_whatever_is_imported():

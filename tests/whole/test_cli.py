@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 
@@ -24,17 +25,19 @@ pytestmark = pytest.mark.covers(
 )
 
 
-@pytest.fixture
-def gpt(tmp_path):
-    (tmp_path / "texts").mkdir()
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """Return a folder with a run of a GPT."""
+    folder = tmp_path_factory.mktemp("gpt")
+    (folder / "texts").mkdir()
     for number in range(60):
-        (tmp_path / "texts" / f"{number}.txt").write_text(
+        (folder / "texts" / f"{number}.txt").write_text(
             f"text {number}: " + "the cat sat on the mat. " * 9
         )
     words = [
         "gpt",
         "--task.data",
-        str(tmp_path / "texts"),
+        str(folder / "texts"),
         "--task.layers",
         "2",
         "--task.width",
@@ -52,11 +55,18 @@ def gpt(tmp_path):
         "--track",
         "none",
         "--run.dir",
-        str(tmp_path / "run"),
+        str(folder / "run"),
         "--batch.size",
         "8",
     ]
-    run(train, words, ranks=2, config="fsdp2", folder=tmp_path).ok()
+    run(train, words, ranks=2, config="fsdp2", folder=folder).ok()
+    return folder
+
+
+@pytest.fixture
+def gpt(trained, tmp_path):
+    """Return a copy of the run, which the test may damage."""
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
     return tmp_path / "run"
 
 

@@ -152,11 +152,19 @@ LAYOUTS = [
     ("ddp", 2, ["--batch.micro", "2"]),
     ("fsdp2", 2, []),
 ]
+ONE_AND_TWO = [LAYOUTS[0], LAYOUTS[2]]
 
 
-def test_a_loss_that_changes_along_the_run_is_the_same_for_any_split(folder):
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        pytest.param(ONE_AND_TWO, id="one and two"),
+        pytest.param(LAYOUTS, id="all", marks=pytest.mark.slow),
+    ],
+)
+def test_a_loss_that_changes_along_the_run_is_the_same_for_any_split(folder, layouts):
     found = []
-    for number, (config, ranks, words) in enumerate(LAYOUTS):
+    for number, (config, ranks, words) in enumerate(layouts):
         words = ["mine.py:Annealed", *COMMON, *words, "--run.dir", f"run-{number}"]
         run(train, words, ranks=ranks, config=config, folder=folder).ok()
         trained = [line for line in lines(folder / f"run-{number}") if "train/beta" in line]

@@ -246,10 +246,10 @@ def killed_and_resumed(folder: Path, words: list[str], ranks: int) -> None:
     assert all(torch.equal(weights[one], expected[one]) for one in expected)
 
 
-KILLED = [("by_turns", 1), ("by_turns", 2), ("together", 1), ("together", 2)]
-
-
-@pytest.mark.parametrize(("name", "ranks"), with_slow(KILLED, KILLED[1:]))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("by_turns", 1), ("by_turns", 2), ("together", 1), ("together", 2)]
+)
 def test_a_run_that_is_killed_and_resumed_is_bit_identical(folder, name, ranks):
     words = [*PLAIN[name][0], "--task", f"mortal_{name}.py:Digits"]
     words = words[1:] if name == "by_turns" else words

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import runpy
 import subprocess
 import sys
 from importlib import import_module
@@ -14,7 +15,7 @@ from core_copies import PACKAGE, copied, train
 from oneloop.basics.houses import TASKS, TOOLS, missing
 from oneloop.cli import COMMANDS, command
 from oneloop.old_names import _FOLDERS, _MOVED, new_names
-from worlds import ROOT
+from worlds import CONFIGS, ROOT, run
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.houses",
@@ -76,11 +77,16 @@ def test_all_names_of_an_old_module_can_be_imported():
     assert names["Task"] is import_module("oneloop.task_protocol.protocol").Task
 
 
+def _old_module() -> None:
+    """Do what python -m oneloop.apply nothing does."""
+    sys.argv = ["oneloop.apply", "nothing"]
+    runpy.run_module("oneloop.apply", run_name="__main__", alter_sys=True)
+
+
 def test_a_module_with_an_old_name_runs():
-    command = [sys.executable, "-m", "oneloop.apply", "nothing"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "known: evaluate, predict" in done.stderr
+    world = run(_old_module)
+    assert world.codes == [2], world.output
+    assert "known: evaluate, predict" in world.output
 
 
 def test_the_table_names_what_is_there():
@@ -151,10 +157,15 @@ def test_a_command_without_its_tool_is_rejected(tmp_path):
         assert done.returncode == 2
         assert f"oneloop.tools.{absent} is not in this copy of oneloop; install" in done.stderr
 
-    # Without the packaged tasks, their recipes are unknown.
+    # Without the packaged tasks, their recipes are unknown. A launch without a config file would
+    # start the launcher of accelerate, which takes seconds.
+    config = ["--config_file", str(CONFIGS / "single.yaml")]
     for words, reason in [
         (["launch", "digits"], "'digits' is unknown, because oneloop.tasks is not in this copy"),
-        (["launch", "a.yaml"], "cannot run a packaged task, because oneloop.tasks is not in this"),
+        (
+            ["launch", *config, "a.yaml"],
+            "cannot run a packaged task, because oneloop.tasks is not in this",
+        ),
     ]:
         done = typed(*words)
         assert done.returncode == 2

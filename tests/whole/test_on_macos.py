@@ -16,7 +16,7 @@ import pytest
 
 from fake_cases import words
 from lab import gone
-from worlds import ROOT
+from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop.basics.system",
@@ -112,6 +112,7 @@ def environment(folder: Path, *, macos: bool) -> dict[str, str]:
         "PYTHONPATH": os.pathsep.join(paths),
         "ONELOOP_CACHE": str(folder / f"cache-{macos}"),
         "ONELOOP_EMULATION_LOG": str(folder / "log"),
+        "OMP_NUM_THREADS": "1",  # as in the worlds with whose weights these are compared
     }
 
 
@@ -128,13 +129,13 @@ def command(folder: Path, *given: str, macos: bool = True) -> subprocess.Complet
     )
 
 
-def launched(folder: Path, *given: str, macos: bool = True, config: str = "single"):
-    """Start ``oneloop launch`` in a folder."""
+def launched(folder: Path, *given: str, config: str = "single"):
+    """Start ``oneloop launch`` in a folder, under the emulation."""
     start = ["-m", "oneloop", "launch", "--config_file", config]
     return subprocess.Popen(
-        [sys.executable, *start, *given, "--run.dir", name_of(macos), "--track", "none"],
+        [sys.executable, *start, *given, "--run.dir", "emulated", "--track", "none"],
         cwd=folder,
-        env=environment(folder, macos=macos),
+        env=environment(folder, macos=True),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -152,10 +153,6 @@ def script(folder: Path) -> subprocess.CompletedProcess[str]:
         timeout=250,
         check=False,
     )
-
-
-def name_of(macos: bool) -> str:
-    return "emulated" if macos else "plain"
 
 
 def seen_until_the_end(process: subprocess.Popen[str]) -> tuple[dict[int, str], str]:
@@ -198,14 +195,20 @@ def trained(folder: Path, *given: str, config: str = "single", children: tuple[s
 
 
 def plain(folder: Path, *given: str, config: str = "single") -> None:
-    """Train without the emulation; the weights must be those with it."""
+    """Train without the emulation, in a world; the weights must be those with it."""
     (folder / "log").unlink()
-    process = launched(folder, *given, config=config, macos=False)
-    output = process.communicate(timeout=280)[0]
-    assert process.returncode == 0, output
+    run(
+        train,
+        [*given, "--run.dir", "plain", "--track", "none"],
+        ranks=1 if config == "single" else 2,
+        config=config,
+        variables={"ONELOOP_CACHE": environment(folder, macos=False)["ONELOOP_CACHE"]},
+        timeout=280,
+        folder=folder,
+    ).ok()
     assert not (folder / "log").exists()
-    weights = [folder / name_of(macos) / "final" / "model.safetensors" for macos in (True, False)]
-    assert weights[0].read_bytes() == weights[1].read_bytes()
+    emulated, own = (folder / name / "final/model.safetensors" for name in ("emulated", "plain"))
+    assert emulated.read_bytes() == own.read_bytes()
 
 
 @pytest.fixture

@@ -33,9 +33,9 @@ RECIPES = blocks("reference/data.md", "yaml")
 MODELS = blocks("reference/models.md", "yaml")
 PROGRAMS = blocks("reference/models.md", "python")
 SPLITS = {
-    "reviews.yaml": ("ddp", 2),
-    "scores.yaml": ("fsdp2", 2),
-    "names.yaml": ("ddp", 2),
+    "reviews.yaml": ("single", 1),
+    "scores.yaml": ("single", 1),
+    "names.yaml": ("single", 1),
     "photos.yaml": ("single", 1),
     "mixture.yaml": ("fsdp2", 2),
 }

@@ -16,6 +16,7 @@ import code_measures
 from oneloop.launch.command import launch_options
 from oneloop.launch.nodes import options as node_options
 from pages import blocks, program
+from slow_cases import with_slow
 from worlds import ROOT, free_port, run, train
 
 pytestmark = pytest.mark.covers(
@@ -107,7 +108,7 @@ TYPED = [
 ]
 
 
-@pytest.mark.parametrize("typed", TYPED)
+@pytest.mark.parametrize("typed", with_slow(TYPED, TYPED[1:]))
 def test_the_task_of_the_readme_trains(tmp_path, typed):
     (tmp_path / "sines.py").write_text(programs(README)["sines.py"])
     options, words, _ = launch_options(shlex.split(typed)[2:])

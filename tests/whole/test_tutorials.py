@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
+import pages
 from pages import blocks
 from worlds import ROOT, apply, run, train
 
@@ -31,7 +31,7 @@ def lay_out(page: str, folder: Path) -> str:
 
 
 def program(folder: Path, name: str) -> None:
-    subprocess.run([sys.executable, name], cwd=folder, check=True)
+    run(pages.program, name, folder=folder).ok()
 
 
 def command(text: str, start: str) -> list[str]:
@@ -122,19 +122,36 @@ def test_chats_with_lora(tmp_path):
     )
 
 
-def test_tabular_data_with_missing_values_and_two_targets(tmp_path):
+@pytest.fixture(scope="module")
+def houses(tmp_path_factory) -> Path:
+    """Return a folder with the programs of the page, their data and a run."""
+    folder = tmp_path_factory.mktemp("houses")
+    for name, content in blocks("how-to/tabular.md", "python").items():
+        (folder / name).write_text(content)
+    program(folder, "make_houses.py")
+    run(train, words_of_houses(), folder=folder).ok()
+    return folder
+
+
+def words_of_houses() -> list[str]:
+    text = (ROOT / "docs" / "how-to" / "tabular.md").read_text()
+    return [*command(text, "houses.py"), "--duration", "20ep", *QUIET]
+
+
+@pytest.mark.slow
+def test_metrics_of_tabular_data_on_two_processes(houses):
+    words = [*words_of_houses(), "--run.dir", "runs/two"]
+    run(train, words, ranks=2, folder=houses).ok()
+    one, two = (summary(houses / "runs" / name) for name in ("houses", "two"))
+    assert two["eval/price_error"] == pytest.approx(one["eval/price_error"], rel=1e-4)
+
+
+def test_tabular_data_with_missing_values_and_two_targets(houses, tmp_path):
     """Also rows that the training data does not have: a new category, a missing one, and missing
     numbers."""
-    text = (ROOT / "docs" / "how-to" / "tabular.md").read_text()
-    for name, content in blocks("how-to/tabular.md", "python").items():
-        (tmp_path / name).write_text(content)
-    program(tmp_path, "make_houses.py")
-    words = [*command(text, "houses.py"), "--duration", "20ep", *QUIET]
-    run(train, words, folder=tmp_path).ok()
-    run(train, [*words, "--run.dir", "runs/two"], ranks=2, folder=tmp_path).ok()
-    one, two = (summary(tmp_path / "runs" / name) for name in ("houses", "two"))
+    shutil.copytree(houses, tmp_path, dirs_exist_ok=True)
+    one = summary(tmp_path / "runs" / "houses")
     assert one["eval/price_error"] < 20 and one["eval/quick_accuracy"] > 0.9
-    assert two["eval/price_error"] == pytest.approx(one["eval/price_error"], rel=1e-4)
     assert "train/quick_loss" in (tmp_path / "runs" / "houses" / "metrics.jsonl").read_text()
     with (tmp_path / "new_houses.csv").open("a") as file:
         file.write("80.0,,center\n,1950,lake\n100.0,1990,\n")
