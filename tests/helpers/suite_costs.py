@@ -2,7 +2,7 @@
 
 ``conftest.py`` loads this plugin. It compares the processes with the ceilings in ``costs.json``,
 and fails a suite that starts more. The seconds there give the order of files: the longest begin
-first. ``pytest --write-costs`` writes the file anew for the test files that ran.
+first. ``pytest --write-costs`` replaces the entries of the test files that ran.
 """
 
 from __future__ import annotations

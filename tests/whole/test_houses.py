@@ -6,10 +6,10 @@ import runpy
 import subprocess
 import sys
 from importlib import import_module
-from pathlib import Path
 
 import pytest
 
+from changed_files import covered
 from code_measures import imports
 from core_copies import PACKAGE, copied, train
 from oneloop.basics.houses import TASKS, TOOLS, missing
@@ -182,14 +182,6 @@ def test_the_map_of_files_is_that_of_the_docstrings():
 # --------------------------------------------------------------------------------------------------
 
 
-def covered(file: Path) -> set[str]:
-    """Return the modules that a test file covers, by its marker ``covers``."""
-    calls = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)]
-    markers = [call for call in calls if ast.unparse(call.func) == "pytest.mark.covers"]
-    assert len(markers) == 1, f"{file} must state the modules that it covers"
-    return {ast.literal_eval(module) for module in markers[0].args}
-
-
 def modules() -> set[str]:
     """Return the modules of oneloop, without packages that have only a docstring."""
     found = set()
@@ -202,7 +194,10 @@ def modules() -> set[str]:
 
 
 def test_each_module_has_a_test_file_that_covers_it():
-    files = (ROOT / "tests").rglob("test_*.py")
-    stated = set().union(*(covered(file) for file in files))
+    stated = set()
+    for file in (ROOT / "tests").glob("*/test_*.py"):
+        modules_of_file = covered(file)
+        assert modules_of_file or file.name == "test_suite.py", f"{file} must state its modules"
+        stated |= modules_of_file
     assert sorted(modules() - stated) == []
     assert sorted(stated - modules()) == []
