@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import socket
@@ -314,7 +315,10 @@ def test_an_unreachable_mirror_or_a_wrong_address_is_rejected_before_the_run(tmp
             code = 1 if "nowhere" in address else 2
             assert (world.codes, "Traceback" in world.output) == ([code], False), world.output
             assert expected in world.output, world.output
-            assert "SeCrEt" not in world.output and world.output.count("\n") == 2, world.output
+            assert "SeCrEt" not in world.output
+            # on a slow machine, a store that does not answer is waited for
+            lines = re.sub("waiting for the mirror .*\n", "", world.output).splitlines()
+            assert len(lines) == 2, world.output
     both = stores.trained(tmp_path, "--run.dir", "s3://bucket/a", "--save.mirror", "s3://bucket/b")
     assert both.codes == [2] and "are two mirrors; remove one" in both.output
     sync = stores.trained(tmp_path, "--save.sync", "true", "--save.mirror", "s3://bucket/b")

@@ -13,6 +13,8 @@ from changed_files import ROOT, covered, selected
 from suite_costs import Costs
 from worlds import free_port
 
+pytestmark = pytest.mark.covers()  # no module, but what runs the tests
+
 ALL = {str(file.relative_to(ROOT)) for file in ROOT.glob("tests/*/test_*.py")}
 
 
