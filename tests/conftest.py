@@ -2,6 +2,7 @@
 
 import atexit
 import compileall
+import gc
 import os
 import re
 import shutil
@@ -74,6 +75,12 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
         return None
     file = str(collection_path.relative_to(config.rootpath))
     return file not in os.environ[SELECTED].split(os.pathsep) or None
+
+
+def pytest_collection_finish() -> None:
+    """Leave the imported modules out of later garbage collections, here and in forked processes."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -6,7 +6,6 @@ command line of its trainer.
 
 from __future__ import annotations
 
-import importlib
 import os
 import signal
 import subprocess
@@ -15,6 +14,8 @@ import time
 import traceback
 from collections.abc import Sequence
 from typing import NoReturn
+
+from oneloop.checkpoint import writer, writing_process
 
 
 class Forked:
@@ -57,8 +58,16 @@ class Forked:
             os.kill(self.pid, signal.SIGKILL)
 
 
-def start(words: Sequence[str], shared: int) -> Forked:
-    """Start it, as :func:`oneloop.checkpoint.writing_process.start` does."""
+_start = writing_process.start
+
+
+def start(words: Sequence[str], shared: int) -> Forked | subprocess.Popen[bytes]:
+    """Start it, as :func:`oneloop.checkpoint.writing_process.start` does.
+
+    A test's own writer starts in a new interpreter.
+    """
+    if words[0] != writer.__name__:
+        return _start(words, shared)
     return Forked(words, shared)
 
 
@@ -82,7 +91,7 @@ def _become(words: Sequence[str], requests: int, answers: int, shared: int) -> N
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
         sys.argv = [*words]
-        importlib.import_module(words[0]).main()
+        writer.main()
         del trainers
         code = 0
     except BaseException:

@@ -174,6 +174,9 @@ def _one_interpreter() -> None:
         and left() == before
     )
 
+    # The server of the worlds has imported bitsandbytes, after which accelerate does not fork.
+    for module in [name for name in sys.modules if name.partition(".")[0] == "bitsandbytes"]:
+        del sys.modules[module]
     notebook_launcher(_in_two, num_processes=2, mixed_precision="bf16", use_port=str(free_port()))
     there = json.loads(Path("two/environment.json").read_text())
     assert there["processes"] == 2 and there["accelerate"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
