@@ -199,7 +199,7 @@ def test_a_descriptor_with_a_large_number_can_be_awaited():
     assert read > 1024
     began = time.monotonic()
     assert not files.readable_within(read, 0.2)
-    assert 0.15 < time.monotonic() - began < 5
+    assert 0.15 < time.monotonic() - began < 60
     os.write(written, b"1")
     assert files.readable_within(read, None)
     os.close(written)

@@ -324,7 +324,7 @@ def test_a_writer_ends_with_its_trainer(tmp_path):
     pid = run(_writers, str(tmp_path)).ok()[0]
     began = time.monotonic()
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie":
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 120
         time.sleep(0.05)
 
 

@@ -490,7 +490,7 @@ def test_the_launchers_death_ends_the_trainers(tmp_path):
     assert launcher.poll() is None
     os.kill(launcher.pid, signal.SIGKILL)
     launcher.wait()
-    _, alive = psutil.wait_procs(everyone, timeout=10)
+    _, alive = psutil.wait_procs(everyone, timeout=120)
     assert not alive
 
 

@@ -518,7 +518,7 @@ def test_no_call_of_a_store_waits_for_a_stopped_process(monkeypatch):
         for call in (wrapped.get, wrapped.wait, wrapped.add):
             with pytest.raises(DistStoreError, match="did not answer before"):
                 call(*{wrapped.wait: (["key"],), wrapped.add: ("number", 1)}.get(call, ("key",)))
-        assert time.monotonic() - began < 5 and store.lost
+        assert time.monotonic() - began < 60 and store.lost
         with pytest.raises(ConnectionError, match="no rendezvous answers there"):
             rendezvous.open_store(Nodes(2, 2, "127.0.0.1", wrapped.underlying_store._store.port))
     finally:
