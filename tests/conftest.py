@@ -83,6 +83,10 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()
+
+
 def pytest_xdist_auto_num_workers() -> int:
     """Return the number of workers of ``-n auto``: two per core, as far as memory allows.
 

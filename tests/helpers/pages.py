@@ -5,11 +5,12 @@ from __future__ import annotations
 import re
 import runpy
 
-from worlds import ROOT
+from worlds import ROOT, forget_bitsandbytes
 
 
 def program(name: str, *expected: str) -> tuple:
     """Run a program of the current folder; return these variables at its end."""
+    forget_bitsandbytes()
     left = runpy.run_path(name, run_name="__main__")
     return tuple(left[one] for one in expected)
 

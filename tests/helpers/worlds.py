@@ -311,6 +311,12 @@ def free_port() -> int:
     raise OSError(f"no port is free from {first} on")
 
 
+def forget_bitsandbytes() -> None:
+    """Hide that the server of the worlds has imported bitsandbytes: accelerate would not fork."""
+    for module in [name for name in sys.modules if name.partition(".")[0] == "bitsandbytes"]:
+        del sys.modules[module]
+
+
 def here(words: list[str]) -> None:
     """Run ``python -m oneloop.train`` in the current folder."""
     import sys

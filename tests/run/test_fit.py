@@ -19,7 +19,7 @@ import torch
 from oneloop.basics.exit_codes import BadInput, Diverged
 from oneloop.data.seeded_samples import SampleError
 from oneloop.recipe.parse import read, recipe
-from worlds import HERE, free_port, run, train
+from worlds import HERE, forget_bitsandbytes, free_port, run, train
 
 pytestmark = pytest.mark.covers(
     "oneloop",
@@ -174,9 +174,7 @@ def _one_interpreter() -> None:
         and left() == before
     )
 
-    # The server of the worlds has imported bitsandbytes, after which accelerate does not fork.
-    for module in [name for name in sys.modules if name.partition(".")[0] == "bitsandbytes"]:
-        del sys.modules[module]
+    forget_bitsandbytes()
     notebook_launcher(_in_two, num_processes=2, mixed_precision="bf16", use_port=str(free_port()))
     there = json.loads(Path("two/environment.json").read_text())
     assert there["processes"] == 2 and there["accelerate"]["ACCELERATE_MIXED_PRECISION"] == "bf16"
