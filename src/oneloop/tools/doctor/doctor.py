@@ -90,6 +90,11 @@ def run(words: Sequence[str]) -> int:
     on_stops(lambda number, _: sys.exit(128 + number))
     try:
         met = _together(known, mine, processes, folder)
+    except SystemExit as stop:
+        # A thread may wait in torch's store, which aborts when the interpreter ends.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(stop.code or 0))
     except (OSError, RuntimeError) as error:  # errors of torch's stores are RuntimeErrors
         why = str(error).splitlines()[0]
         if not isinstance(error, ConnectionError):
