@@ -84,7 +84,7 @@ def run(
     config: str | None = None,
     options: Sequence[str] = (),
     variables: dict[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout: float = 240.0,
     folder: Path | None = None,
     watch: bool | None = None,
 ) -> World:
