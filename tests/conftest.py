@@ -53,8 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     # The worker processes of pytest-xdist record costs, and their controller adds them up.
-    parallel = config.getoption("numprocesses", None)
-    if parallel is None:
+    if not config.getoption("numprocesses", None):  # None or 0: this process runs tests
         config.pluginmanager.register(Recorder())
     if hasattr(config, "workerinput"):
         return
