@@ -1,16 +1,21 @@
-"""The report in a real browser: every chart has its data, nothing is fetched, and there are no
-errors."""
+"""The report: plotly is in it, compressed; in a real browser every chart has its data, nothing is
+fetched, and there are no errors."""
 
 from __future__ import annotations
 
+import base64
+import gzip
+import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ import pytest
 import torch
 
 from oneloop.cli import main
+from oneloop.tools.report.page import assembled
 from worlds import ROOT, run, train
 
 pytestmark = pytest.mark.covers(
@@ -182,6 +188,25 @@ def check(charts: list[dict], folder: Path, *, quality: str, tokens: bool) -> No
         steps, values = logged(folder, figure, weights)
         trace = by_title[title][name]
         assert steps and trace["x"] == steps and trace["y"] == pytest.approx(values), (title, name)
+
+
+def test_the_page_holds_plotly_compressed_and_allows_its_code(tmp_path, monkeypatch):
+    source = Path(find_spec("plotly").submodule_search_locations[0], "package_data/plotly.min.js")
+    code = source.read_bytes()
+    digest = base64.b64encode(hashlib.sha256(code).digest()).decode()
+    written = tmp_path / "cache"
+    (tmp_path / "file").touch()
+    cannot_be_written = tmp_path / "file" / "cache"
+
+    # The second page takes plotly from the cache.
+    for cache in (written, written, cannot_be_written):
+        monkeypatch.setenv("ONELOOP_CACHE", str(cache))
+        page = assembled("nothing", [], [])
+        packed = re.search('<script type="application/gzip" id="plotly">(.*?)</script>', page)[1]
+        assert gzip.decompress(base64.b64decode(packed, validate=True)) == code
+        assert f"script-src 'sha256-{digest}' 'sha256-" in page
+        assert len(page) < len(code) / 2
+    assert len(list(written.iterdir())) == 1
 
 
 @needs_chromium

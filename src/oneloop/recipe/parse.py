@@ -87,7 +87,7 @@ def _check_without_imports(
     # Check the values of the keys that belong to oneloop.
     early = {key: value for key, value in given.items() if key in _types(made)}
     if None not in early.values():  # a flag, or a key without its value
-        _namespace(made, early)
+        _namespace(made, early, defaults=False)
 
 
 def recipe(source: str | Recipe | Mapping[str, Any] | None = None, **groups: Any) -> Recipe:
@@ -175,13 +175,17 @@ def _without(written: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any
 
 def _parsed(made: ArgumentParser, given: Mapping[str, Any]) -> tuple[Namespace, dict[str, Any]]:
     namespace = _namespace(made, given)
-    return namespace, yaml.load(made.dump(namespace, skip_unset=False), Loader=_LOADER)
+    text = made.dump(namespace, skip_unset=False, skip_validation=True)  # parse_args validates
+    return namespace, yaml.load(text, Loader=_LOADER)
 
 
-def _namespace(made: ArgumentParser, given: Mapping[str, Any]) -> Namespace:
+def _namespace(
+    made: ArgumentParser, given: Mapping[str, Any], *, defaults: bool = True
+) -> Namespace:
     _reject_unknown(given, _types(made))
     try:
-        return made.parse_args([_argument(key, value, made) for key, value in given.items()])
+        words = [_argument(key, value, made) for key, value in given.items()]
+        return made.parse_args(words, defaults=defaults)
     except Exception as error:  # jsonargparse raises many types; each message names the key
         raise BadInput(_reworded(error, given, made)) from error
 

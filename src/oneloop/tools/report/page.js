@@ -16,8 +16,19 @@ function fitted(chart) {  // on a phone a legend's names stand below one another
   return {...chart.layout, height: 280 + room, margin: {...chart.layout.margin, t: room},
     legend: {...chart.layout.legend, maxheight: room}};
 }
-charts.forEach((chart, n) => Plotly.newPlot("chart-" + n, chart.data, fitted(chart),
-  {responsive: true, displaylogo: false, displayModeBar: false}).then(paint));
+async function unpack() {  // runs the code of plotly, which is on the page as gzip in base64
+  const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), letter => letter.charCodeAt(0));
+  const unpacked = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  const plotly = document.createElement("script");
+  plotly.textContent = await new Response(unpacked).text();
+  document.body.append(plotly);
+}
+function draw() {
+  charts.forEach((chart, n) => Plotly.newPlot("chart-" + n, chart.data, fitted(chart),
+    {responsive: true, displaylogo: false, displayModeBar: false}).then(paint));
+  document.querySelectorAll("[name=axis]").forEach(axis => axis.addEventListener("change", () => along(axis)));
+  dark.addEventListener("change", () => document.querySelectorAll(".chart").forEach(paint));
+}
 function along(axis) {  // draws all curves over another quantity
   document.querySelectorAll(".chart").forEach((chart, n) => {
     const curves = [...chart.data.keys()].filter(index => chart.data[index].meta);
@@ -27,5 +38,4 @@ function along(axis) {  // draws all curves over another quantity
     if (curves.length) Plotly.update(chart, {x}, layout, curves);
   });
 }
-document.querySelectorAll("[name=axis]").forEach(axis => axis.addEventListener("change", () => along(axis)));
-dark.addEventListener("change", () => document.querySelectorAll(".chart").forEach(paint));
+unpack().then(draw);
