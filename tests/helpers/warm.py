@@ -33,6 +33,7 @@ from transformers import AutoTokenizer, BertForSequenceClassification, ViTForIma
 
 import oneloop
 from oneloop.recipe.key_parser import parser
+from oneloop.run import environment
 from oneloop.tasks.language.models import import_quietly
 
 for module in pkgutil.walk_packages(oneloop.__path__, "oneloop."):
@@ -41,6 +42,9 @@ for module in pkgutil.walk_packages(oneloop.__path__, "oneloop."):
 import_quietly()
 importlib.import_module("peft")
 
+# Results that a process computes once.
+for packages in (environment._PACKAGES, environment._COMPUTE):
+    environment.versions(packages)
 for task in ("image_classification", "text_classification", "causal_lm", "sft"):
     for optimizer in ("adamw", "sgd"):
         parser(task, optimizer, "cosine")

@@ -5,8 +5,8 @@ import platform
 import shutil
 import socket
 import subprocess
-from collections.abc import Sequence
 from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -42,7 +42,8 @@ _COMPUTE = (
 """packages whose version may change computed values"""
 
 
-def versions(packages: Sequence[str] = _PACKAGES) -> dict[str, str]:
+@cache
+def versions(packages: tuple[str, ...] = _PACKAGES) -> dict[str, str]:
     """Return the versions of the installed ones of these packages."""
     found = {}
     for package in packages:
@@ -68,7 +69,7 @@ def environment(**more: Any) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": versions(),
+        "versions": versions(_PACKAGES),
         "host": socket.gethostname(),
         "cpus": usable_cores(),
         "git": _git_revision(),

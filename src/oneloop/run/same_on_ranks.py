@@ -34,7 +34,7 @@ class _Report:
     model: dict[str, str]  # by parameter: shape and dtype
     values: dict[str, int]  # hash of each tensor that no rank sends to the others
     computed: dict[str, Any]  # with batch.grain: device and versions
-    sources: dict[str, str]  # checksum of the source of each module that is not installed
+    sources: dict[str, str]  # of several hosts: checksums of the sources that are not installed
     host: str  # name of the machine
 
 
@@ -45,6 +45,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
     """
     if run.ranks == 1:
         return
+    one_host = run.local_ranks == run.ranks
     with run.setting_up():
         workers = run.workers(job.recipe.machine.workers)
         mine = _Report(
@@ -52,7 +53,7 @@ def reject_other_jobs(job: Job, run: Run) -> None:
             model=_model_of(job),
             values=_values_of(job.model),
             computed=computed_by(job.recipe, run.device) if job.exact else {},
-            sources=sources(type(job.task)),
+            sources={} if one_host else sources(type(job.task)),
             host=socket.gethostname(),
         )
     reports: list[_Report] = run.gathered(mine)
