@@ -42,10 +42,17 @@ def parsed(source: str) -> ast.Module:
     return ast.parse(source)
 
 
-def docstring_lines(tree: ast.AST) -> set[int]:
+@lru_cache(4)
+def nodes(source: str) -> list[ast.AST]:
+    """Return all nodes of the tree of a source."""
+    return list(ast.walk(parsed(source)))
+
+
+@lru_cache(4)
+def docstring_lines(source: str) -> set[int]:
     """Return the numbers of the lines of docstrings, including those of attributes."""
     lines = set[int]()
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
             continue
         if isinstance(node.value.value, str) and node.end_lineno is not None:
@@ -67,7 +74,7 @@ def tokens(source: str, *, separators: bool = False) -> Counter[int]:
 @cache
 def _tokens(source: str) -> tuple[Counter[int], Counter[int]]:
     """Return the numbers of tokens, and of brackets and commas, by line."""
-    docstrings = docstring_lines(parsed(source))
+    docstrings = docstring_lines(source)
     counted = Counter[int]()
     brackets = Counter[int]()
     depth = 0  # of f-strings
@@ -92,7 +99,7 @@ def _tokens(source: str) -> tuple[Counter[int], Counter[int]]:
 @cache
 def code_lines(source: str) -> set[int]:
     """Return the numbers of the lines that are not blank, not a comment and not a docstring."""
-    docstrings = docstring_lines(parsed(source))
+    docstrings = docstring_lines(source)
     code = set[int]()
     for number, line in enumerate(source.splitlines(), 1):
         if line.strip() and not line.lstrip().startswith("#") and number not in docstrings:
@@ -143,35 +150,37 @@ def _is_dict(node: ast.AST | None) -> bool:
     return built or isinstance(node, ast.Dict | ast.DictComp)
 
 
-def splatted_dicts(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield (line, text) of each ``f(**d)`` whose ``d`` was built in the same function."""
-    for function in ast.walk(tree):
+@lru_cache(4)
+def splatted_dicts(source: str) -> list[tuple[int, str]]:
+    """Return (line, text) of each ``f(**d)`` whose ``d`` was built in the same function."""
+    found: list[tuple[int, str]] = []
+    for function in nodes(source):
         if not isinstance(function, FUNCTIONS):
             continue
         built = set[str]()
-        for node in _own_nodes(function):
+        own = list(_own_nodes(function))
+        for node in own:
             if isinstance(node, ast.Assign) and _is_dict(node.value):
                 built.update(ast.unparse(target) for target in node.targets)
             elif isinstance(node, ast.AnnAssign | ast.AugAssign) and _is_dict(node.value):
                 built.add(ast.unparse(node.target))
-        for node in _own_nodes(function):
+        for node in own:
             if isinstance(node, ast.Call):
                 for keyword in node.keywords:
                     if keyword.arg is not None:
                         continue
                     if _is_dict(keyword.value) or ast.unparse(keyword.value) in built:
-                        yield node.lineno, f"**{ast.unparse(keyword.value)[:40]}"
+                        found.append((node.lineno, f"**{ast.unparse(keyword.value)[:40]}"))
+    return found
 
 
 def dense(source: str) -> Iterator[tuple[int, str]]:
     """Yield (line, what) of each place that breaks a rule on density."""
-    tree = parsed(source)
-    lines = source.splitlines()
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(source.splitlines(), 1):
         if len(line) > LONG_LINE:
             yield number, f"{len(line)} columns"
     exempt = set[int]()  # signatures and imports
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, FUNCTIONS):
             exempt.update(range(node.lineno, max(node.body[0].lineno, node.lineno + 1)))
         elif isinstance(node, ast.Import | ast.ImportFrom) and node.end_lineno is not None:
@@ -179,7 +188,7 @@ def dense(source: str) -> Iterator[tuple[int, str]]:
     for number, count in tokens(source, separators=True).items():
         if count > 30 and number not in exempt:
             yield number, f"{count} tokens on a line"
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.IfExp) and inside(node, (ast.IfExp,)):
             yield node.lineno, "a conditional expression inside another"
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.IfExp):
@@ -192,7 +201,7 @@ def dense(source: str) -> Iterator[tuple[int, str]]:
                 )
             if inside(node, COMPREHENSIONS) and width(source, node) > ONE_LINE:
                 yield node.lineno, f"a comprehension around another, {width(source, node)} columns"
-    for number, text in splatted_dicts(tree):
+    for number, text in splatted_dicts(source):
         yield number, f"{text}, a dict that was built in the same function"
 
 
@@ -224,7 +233,6 @@ class Measures:
 
     def add(self, name: str, source: str) -> None:
         """Add a file."""
-        tree = parsed(source)
         lines = source.splitlines()
         counts = tokens(source, separators=True)
         self.files += 1
@@ -238,10 +246,10 @@ class Measures:
         self.all_tokens += sum(counts.values())
         self.tokens += sum(tokens(source).values())
         self.busy += sum(count >= 20 for count in counts.values())
-        self.docstrings += len(docstring_lines(tree))
-        for node in ast.walk(tree):
+        self.docstrings += len(docstring_lines(source))
+        for node in nodes(source):
             self._node(node)
-        self.splatted += len(list(splatted_dicts(tree)))
+        self.splatted += len(splatted_dicts(source))
         self.dense += [f"{name}:{line}: {what}" for line, what in dense(source)]
 
     def _node(self, node: ast.AST) -> None:
@@ -318,15 +326,14 @@ def imports(file: Path, *, within_functions: bool = True) -> Iterator[str]:
 @cache
 def _imports(source: str, within_functions: bool) -> list[str]:
     """Return the modules that a source imports. Copies of a file are parsed once."""
-    tree = parsed(source)
     inside = set[int]()
     if not within_functions:
-        for outer in ast.walk(tree):
+        for outer in nodes(source):
             if isinstance(outer, FUNCTIONS):
                 inside.update(id(inner) for inner in ast.walk(outer))
 
     found: list[str] = []
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if id(node) in inside:
             continue
         if isinstance(node, ast.Import):
