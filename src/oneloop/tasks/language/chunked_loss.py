@@ -25,6 +25,8 @@ from oneloop.tasks.language.logit_chunks import (
     Change,
     add_product,
     after,
+    gradients_for,
+    in_dtype,
     in_dtype_of,
     losses_of_a_chunk,
     product_dtype,
@@ -122,7 +124,6 @@ class _Chunked(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         # Decide which gradients are needed, and in which precision they are computed and summed.
         needs = [differentiable and need for need in ctx.needs_input_grad[:3]]
-        needs_hidden, needs_weight, needs_bias = needs
         dtype = product_dtype(hidden)
         exact = torch.promote_types(dtype, torch.float32)
 
@@ -130,19 +131,12 @@ class _Chunked(torch.autograd.Function):
         each = torch.empty(target.shape, dtype=exact, device=hidden.device)
         found = target.shape if wants_right else (0,)
         right = torch.empty(found, dtype=torch.bool, device=hidden.device)
-        hidden_slopes: Tensor | None = None
-        weight_slopes: Tensor | None = None
-        bias_slopes: Tensor | None = None
-        if needs_hidden:
-            hidden_slopes = torch.empty_like(hidden)
-        if needs_weight:
-            weight_slopes = torch.zeros_like(weight, dtype=exact)
-        if needs_bias and bias is not None:
-            bias_slopes = torch.zeros_like(bias, dtype=exact)
+        hidden_slopes, weight_slopes, bias_slopes = gradients_for(
+            hidden, weight, bias, needs, exact
+        )
 
         # Cast the layer once for all chunks. Autocast is off below: every cast is explicit.
-        layer_weight = weight.detach().to(dtype)
-        layer_bias = None if bias is None else bias.detach().to(dtype)
+        layer_weight, layer_bias = in_dtype(weight, bias, dtype)
 
         # Compute the loss of one chunk of tokens after the other.
         done: list[Tensor] = []  # results of the chunk before

@@ -19,6 +19,8 @@ from torch.nn import functional as F
 from oneloop.tasks.language.logit_chunks import (
     Change,
     add_product,
+    gradients_for,
+    in_dtype,
     in_dtype_of,
     losses_of_a_chunk,
     product_dtype,
@@ -80,8 +82,7 @@ class _Each(torch.autograd.Function):
         ctx.how = (ignore, change, size, dtype)
         exact = torch.promote_types(dtype, torch.float32)
         each = torch.empty(target.shape, dtype=exact, device=hidden.device)
-        layer_weight = weight.detach().to(dtype)
-        layer_bias = None if bias is None else bias.detach().to(dtype)
+        layer_weight, layer_bias = in_dtype(weight, bias, dtype)
         with without_autocast(hidden):
             for start in range(0, len(hidden), size):
                 part = slice(start, start + size)
@@ -98,20 +99,11 @@ class _Each(torch.autograd.Function):
         """Compute the logits again, and scale the gradient of each token by its factor."""
         hidden, weight, bias, target = ctx.saved_tensors
         ignore, change, size, dtype = ctx.how
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         exact = torch.promote_types(dtype, torch.float32)
-        hidden_slopes: Tensor | None = None
-        weight_slopes: Tensor | None = None
-        bias_slopes: Tensor | None = None
-        if needs_hidden:
-            hidden_slopes = torch.empty_like(hidden)
-        if needs_weight:
-            weight_slopes = torch.zeros_like(weight, dtype=exact)
-        if needs_bias:
-            bias_slopes = torch.zeros_like(bias, dtype=exact)
-
-        layer_weight = weight.detach().to(dtype)
-        layer_bias = None if bias is None else bias.detach().to(dtype)
+        hidden_slopes, weight_slopes, bias_slopes = gradients_for(
+            hidden, weight, bias, ctx.needs_input_grad[:3], exact
+        )
+        layer_weight, layer_bias = in_dtype(weight, bias, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), size):
                 part = slice(start, start + size)

@@ -139,18 +139,17 @@ def _packed_plotly() -> tuple[bytes, bytes]:
     source = Path(package.submodule_search_locations[0], "package_data", "plotly.min.js")
     about = source.stat()
     kept = cache_folder() / f"plotly-{about.st_size}-{about.st_mtime_ns}.gz"
-    with suppress(OSError):
+    try:
         content = kept.read_bytes()
-        return content[:_DIGEST], content[_DIGEST:]
-
-    # Compress it, and keep the result if the folder can be written.
-    code = source.read_bytes()
-    digest, packed = hashlib.sha256(code).digest(), gzip.compress(code, 6, mtime=0)
-    with suppress(OSError):
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(kept, shared=True) as draft:
-            draft.write_bytes(digest + packed)
-    return digest, packed
+    except OSError:
+        # Compress it, and keep the result if the folder can be written.
+        code = source.read_bytes()
+        content = hashlib.sha256(code).digest() + gzip.compress(code, 6)
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(kept, shared=True) as draft:
+                draft.write_bytes(content)
+    return content[:_DIGEST], content[_DIGEST:]
 
 
 def _base64(content: bytes) -> str:
