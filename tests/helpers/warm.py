@@ -43,8 +43,8 @@ import_quietly()
 importlib.import_module("peft")
 
 # Results that a process computes once.
-for packages in (environment._PACKAGES, environment._COMPUTE):
-    environment.versions(packages)
+environment.versions()
+environment.versions(environment._COMPUTE)
 for task in ("image_classification", "text_classification", "causal_lm", "sft"):
     for optimizer in ("adamw", "sgd"):
         parser(task, optimizer, "cosine")

@@ -69,7 +69,7 @@ def environment(**more: Any) -> dict[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": versions(_PACKAGES),
+        "versions": versions(),
         "host": socket.gethostname(),
         "cpus": usable_cores(),
         "git": _git_revision(),

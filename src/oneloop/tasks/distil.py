@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -169,7 +170,7 @@ class Distil(SFT):
         return [*super()._choices(labelled=labelled), texts]
 
     def _encode(self, *, labelled: bool) -> Callable[..., Any]:
-        return _text_or_answer if labelled else _text_or_prompt
+        return partial(_text_or, encoded if labelled else encoded_prompt)
 
     def _first_prompt(self, rows: Any, columns: Mapping[str, str]) -> Any:
         if columns["text"]:
@@ -251,19 +252,14 @@ class Distil(SFT):
         return found
 
 
-def _text_or_answer(
-    row: Any, columns: Mapping[str, str], tokenizer: Any, chat: Any, flags: Sequence[str] = ()
+def _text_or(
+    encoding: Callable[..., NDArray[np.int32]],
+    row: Any,
+    columns: Mapping[str, str],
+    tokenizer: Any,
+    **more: Any,
 ) -> NDArray[np.int32]:
-    """Return the tokens of a row: of its whole text, if it has no conversation."""
+    """Return the tokens of a row: of its whole text, or of its conversation by ``encoding``."""
     if columns["text"]:
         return whole_text(tokenizer, row[columns["text"]])
-    return encoded(row, columns, tokenizer, chat, flags)
-
-
-def _text_or_prompt(
-    row: Any, columns: Mapping[str, str], tokenizer: Any, chat: Any, flags: Sequence[str] = ()
-) -> NDArray[np.int32]:
-    """Return the tokens of a row to predict."""
-    if columns["text"]:
-        return whole_text(tokenizer, row[columns["text"]])
-    return encoded_prompt(row, columns, tokenizer, chat, flags)
+    return encoding(row, columns, tokenizer, **more)

@@ -4,6 +4,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -192,16 +193,17 @@ def scratch_config(shape: Shape, *, entries: int, begin: int | None, end: int) -
         )
 
     # The defaults of transformers.
-    tied = shape.tied
-    if tied is None:
-        tied = shape.architecture == "gpt2"
-    if shape.architecture == "gpt2":
-        return transformers.GPT2Config(
-            vocab_size=shape.padded_vocab or entries,
-            bos_token_id=begin,
-            eos_token_id=end,
-            tie_word_embeddings=tied,
-            use_cache=False,
+    is_gpt2 = shape.architecture == "gpt2"
+    configured = partial(
+        transformers.GPT2Config if is_gpt2 else transformers.LlamaConfig,
+        vocab_size=shape.padded_vocab or entries,
+        bos_token_id=begin,
+        eos_token_id=end,
+        tie_word_embeddings=is_gpt2 if shape.tied is None else shape.tied,
+        use_cache=False,
+    )
+    if is_gpt2:
+        return configured(
             n_embd=shape.width,
             n_layer=shape.layers,
             n_head=shape.heads,
@@ -211,12 +213,7 @@ def scratch_config(shape: Shape, *, entries: int, begin: int | None, end: int) -
             embd_pdrop=shape.dropout,
             attn_pdrop=shape.dropout,
         )
-    return transformers.LlamaConfig(
-        vocab_size=shape.padded_vocab or entries,
-        bos_token_id=begin,
-        eos_token_id=end,
-        tie_word_embeddings=tied,
-        use_cache=False,
+    return configured(
         hidden_size=shape.width,
         num_hidden_layers=shape.layers,
         num_attention_heads=shape.heads,

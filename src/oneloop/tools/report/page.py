@@ -39,7 +39,7 @@ from oneloop.tools.report.matrices import matrices_of, of_classes
 from oneloop.tools.run_reader import EVENTS, Record, differences, distinct, read_record
 
 _TABLE_ROWS = 200
-_DIGEST = hashlib.sha256().digest_size
+_DIGEST = 32  # bytes of SHA-256
 
 
 def report(folders: Sequence[Path]) -> str:
@@ -137,8 +137,7 @@ def _packed_plotly() -> tuple[bytes, bytes]:
     package = find_spec("plotly")
     assert package is not None and package.submodule_search_locations
     source = Path(package.submodule_search_locations[0], "package_data", "plotly.min.js")
-    about = source.stat()
-    kept = cache_folder() / f"plotly-{about.st_size}-{about.st_mtime_ns}.gz"
+    kept = cache_folder() / f"plotly-{source.stat().st_size}-{source.stat().st_mtime_ns}.gz"
     try:
         content = kept.read_bytes()
     except OSError:
