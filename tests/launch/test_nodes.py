@@ -11,6 +11,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from base64 import b64encode
 from contextlib import nullcontext
@@ -23,7 +24,7 @@ import pytest
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils.launch import prepare_multi_gpu_env
 from safetensors.torch import load_file
-from torch.distributed import DistStoreError, PrefixStore, TCPStore
+from torch.distributed import DistStoreError, HashStore, PrefixStore, TCPStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.rendezvous.api import RendezvousStateError
 
@@ -37,6 +38,7 @@ from oneloop.recipe.parse import recipe
 from oneloop.tools.elastic import bounded_store, rendezvous
 from oneloop.tools.elastic.agent import Agent, usable_ranks
 from oneloop.tools.elastic.bounded_store import BoundedStore
+from oneloop.tools.elastic.clocks import clock_problem, show_clock
 from oneloop.tools.elastic.node_checks import NodeFacts, compared
 from oneloop.tools.elastic.signed_backend import agree_on_secret, secret
 from worlds import ROOT, free_port, run, train
@@ -437,8 +439,36 @@ def test_a_saved_stop_is_a_stop_without_the_agent_of_the_rendezvous(when, tmp_pa
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["exit_code"] == 75
 
 
+@pytest.mark.parametrize(
+    ("seconds", "message"),
+    [
+        (0, ""),
+        (60, "the clock of second is 60 s behind that of first, and 2 s are allowed; set both"),
+        (-60, "the clock of second is 60 s ahead of that of first, and 2 s are allowed; set both"),
+    ],
+)
+def test_a_clock_that_is_off_is_named(seconds, message):
+    """``seconds``: by which the clock of the node of the rendezvous is ahead."""
+    store, ended = HashStore(), threading.Event()
+
+    def show() -> None:
+        while not ended.wait(0.01):
+            store.set("clock", json.dumps(["first", time.time() + seconds]))
+
+    showing = threading.Thread(target=show, daemon=True)
+    if seconds:
+        showing.start()
+    else:
+        show_clock(store, "first")
+    found = clock_problem(store, "second")
+    ended.set()
+    assert found.startswith(message)
+    assert bool(found) == bool(message)
+
+
 @gcc
-@pytest.mark.parametrize("seconds", [-60, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds", [-60, 60])
 def test_a_clock_that_is_off_ends_all_nodes_before_the_run(seconds, tmp_path):
     port = free_port()
     keys = f"{lab.written_task(tmp_path)} {lab.KEYS} --run.dir run"

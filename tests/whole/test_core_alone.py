@@ -97,13 +97,8 @@ def results(folder: Path) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    "launcher",
-    [
-        pytest.param(launcher, marks=() if launcher == "single" else pytest.mark.slow)
-        for launcher in LAUNCHERS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_killed_and_a_stopped_run_resume_to_the_same_bits(core, launcher):
     # The undisturbed run: of one process, by the whole oneloop.
     if launcher == "single":
