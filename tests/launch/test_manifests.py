@@ -16,7 +16,6 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from kubeflow_trainer_api import models
 
 from oneloop.basics.exit_codes import BAD_INPUT, DIVERGED, STOPPED
 from oneloop.launch.nodes import options
@@ -32,15 +31,19 @@ pytestmark = pytest.mark.covers(
 KUBERNETES = [*yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text())]
 SKYPILOT = yaml.safe_load((ROOT / "launch" / "skypilot.yaml").read_text())
 KINDS = {
-    "PersistentVolumeClaim": models.IoK8sApiCoreV1PersistentVolumeClaim,
-    "ClusterTrainingRuntime": models.TrainerV1alpha1ClusterTrainingRuntime,
-    "TrainJob": models.TrainerV1alpha1TrainJob,
+    "PersistentVolumeClaim": "IoK8sApiCoreV1PersistentVolumeClaim",
+    "ClusterTrainingRuntime": "TrainerV1alpha1ClusterTrainingRuntime",
+    "TrainJob": "TrainerV1alpha1TrainJob",
 }
+"""models of kubeflow_trainer_api, by the kind of a manifest"""
 
 
 def _known(manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the manifest as the model reads it, which drops unknown keys."""
-    return KINDS[manifest["kind"]].from_dict(manifest).to_dict()
+    from kubeflow_trainer_api import models  # takes seconds, which the other workers save
+
+    model = getattr(models, KINDS[manifest["kind"]])
+    return model.from_dict(manifest).to_dict()
 
 
 def _places(value: Any) -> Iterator[dict[str, Any]]:
