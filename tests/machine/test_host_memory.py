@@ -41,7 +41,9 @@ def test_models_made_in_turn_are_the_same_to_the_bit(tmp_path, config, ranks):
     words = [
         "r.yaml",
         "--duration",
-        "6",
+        "2",
+        "--save.every",
+        "0",
         "--batch.size",
         "12",
         "--track",

@@ -47,7 +47,6 @@ PRECISIONS = ("no", "bf16", "fp16")
 QUICK = {
     ("digits", "no"),
     ("llama", "bf16"),
-    ("gpt", "bf16"),
     ("gpt packed", "fp16"),
     ("docstrings", "bf16"),
     ("bert classifier", "bf16"),

@@ -83,7 +83,11 @@ def test_sound_replicas_continue_and_fsdp2_states_that_it_has_none(tmp_path):
     (tmp_path / "r.yaml").write_text("task: tiny.Ragged\n")
     for ranks, config in ((2, "ddp"), (2, "fsdp2")):
         world = run(
-            train, ["r.yaml", *WORDS[:-1], config], ranks=ranks, config=config, folder=tmp_path
+            train,
+            ["r.yaml", *WORDS[:-1], config, "--duration", "6", "--save.every", "0"],
+            ranks=ranks,
+            config=config,
+            folder=tmp_path,
         )
         world.ok()
         assert (

@@ -125,7 +125,9 @@ def test_a_run_logs_it_prints_it_and_keeps_it(tmp_path):
     assert any("train/noise_scale" in line for line in lines)
     message = json.loads((tmp_path / "a" / "summary.json").read_text())["noise_scale"]
     assert message in world.output and message.startswith("noise scale: critical batch about ")
-    run(train, [*words, "--run.dir", "b", "--batch.micro", "64"], folder=tmp_path).ok()
+    run(
+        train, [*words, "--run.dir", "b", "--batch.micro", "64", "--duration", "5"], folder=tmp_path
+    ).ok()
     message = json.loads((tmp_path / "b" / "summary.json").read_text())["noise_scale"]
     assert (
         message == "noise scale n/a: a step has only one micro-batch; set batch.micro to half of it"

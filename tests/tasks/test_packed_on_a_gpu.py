@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from oneloop.tasks.language import attention
 from oneloop.tasks.language.chunked_loss import chunked_cross_entropy
 from oneloop.tasks.language.language_model import LanguageModel
 from oneloop.tools.plan.ledger import _hidden
-from planning import LAYOUTS, SFT, few_chats, one_step
+from planning import GPT, LAYOUTS, SFT, few_chats, one_step
 from worlds import run
 
 pytestmark = pytest.mark.covers(
@@ -69,35 +70,46 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def packed_words(folder, kind: str) -> list[str]:
-    """Return a recipe of packed chats, whose step has two micro-batches."""
+def packed_words(folder, kind: str, ranks: int = 1) -> list[str]:
+    """Return a recipe of packed chats, whose step has one micro-batch on each rank."""
     if kind == "GPT2":
         model = ["--task.architecture", "gpt2", "--task.layers", str(LAYERS)]
     else:
         model = ["--task.model", str(a_base(folder, kind=kind))]
-    words = [*SFT, *few_chats(folder), *model, "--task.pack", "packed", "--batch.size", "8"]
-    return [*words, "--batch.micro", "4"]
+    words = [*SFT, *few_chats(folder), *model, "--task.pack", "packed", "--batch.micro", "4"]
+    return [*words, "--batch.size", str(4 * ranks)]
+
+
+def planned_step(folder: Path, kind: str, layout: str, mode: str, capability) -> dict[str, Any]:
+    """Return what a planned step in bfloat16 takes, for kernels of this compute capability."""
+    ranks = LAYOUTS[layout]
+    words = [*packed_words(folder, kind, ranks), "--machine.recompute", mode]
+    options = ["--mixed_precision", "bf16"]
+    return run(one_step, words, ranks, capability, config=layout, options=options).ok()[0]
+
+
+@pytest.fixture(scope="module")
+def kernel_step(tmp_path_factory) -> dict[str, Any]:
+    """Plan the quick cell, on a GPU that has the kernel."""
+    return planned_step(tmp_path_factory.mktemp("kernel"), *QUICK[0], AMPERE)
 
 
 @pytest.mark.parametrize(("kind", "layout", "mode"), CELLS)
-def test_packed_rows_in_bf16_use_the_kernel_without_masks(tmp_path, kind, layout, mode):
-    ranks = LAYOUTS[layout]
-    words = [*packed_words(tmp_path, kind), "--machine.recompute", mode]
-    options = ["--mixed_precision", "bf16"]
-    step = run(one_step, words, ranks, AMPERE, config=layout, options=options).ok()[0]
-    micro_batches = 2 // ranks
+def test_packed_rows_in_bf16_use_the_kernel_without_masks(request, tmp_path, kind, layout, mode):
+    if (kind, layout, mode) in QUICK:
+        step = request.getfixturevalue("kernel_step")
+    else:
+        step = planned_step(tmp_path, kind, layout, mode, AMPERE)
     for operator in (KERNEL, BACKWARD):
-        assert step["operators"].count(operator) == LAYERS * micro_batches
+        assert step["operators"].count(operator) == LAYERS
     assert not [name for name in step["operators"] if "tril" in name or "scaled_dot" in name]
 
 
-def test_a_plan_counts_the_operations_and_buffers_of_the_kernel(tmp_path):
+def test_a_plan_counts_the_operations_and_buffers_of_the_kernel(tmp_path, kernel_step):
     """Operations are those of attention over whole rows, as with masks."""
-    words = packed_words(tmp_path, "Llama")
-    options = ["--mixed_precision", "bf16"]
-    with_kernel = run(one_step, words, 1, AMPERE, options=options).ok()[0]
-    with_masks = run(one_step, words, 1, TURING, options=options).ok()[0]
-    assert with_kernel["operations"] == with_masks["operations"]
+    with_masks = planned_step(tmp_path, *QUICK[0], TURING)
+    assert KERNEL not in with_masks["operators"]
+    assert kernel_step["operations"] == with_masks["operations"]
 
 
 def test_the_backward_of_the_kernel_allocates_more_than_its_results():
@@ -116,7 +128,7 @@ def test_packed_rows_in_float32_use_masks(tmp_path):
     words = packed_words(tmp_path, "Llama")
     step = run(one_step, words, 1, AMPERE).ok()[0]
     assert KERNEL not in step["operators"]
-    assert step["operators"].count("aten.tril.default") == 2  # one per micro-batch
+    assert step["operators"].count("aten.tril.default") == 1  # of the micro-batch
 
 
 def packed_inputs(rows: int = 2, length: int = 16) -> dict[str, Any]:
@@ -245,9 +257,8 @@ def test_fused_loss_auto_stays_off_in_fp16(monkeypatch, on):
     assert not task._uses_fused_loss(tokens, task.entries)
 
 
-def test_a_plan_says_for_which_kernels_it_is(tmp_path, capsys):
-    words = ["plan", *SFT, *few_chats(tmp_path), "--task.pack", "packed"]
-    words += ["--task.layers", "1", "--task.width", "32", "--batch.micro", "8"]
+def test_a_plan_says_for_which_kernels_it_is(capsys):
+    words = ["plan", *GPT, "--task.pack", "packed", "--task.layers", "1", "--batch.micro", "8"]
     words += ["--mixed_precision", "bf16", "--no_changes"]
     assert main(words) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -16,6 +16,8 @@ pytestmark = pytest.mark.covers(
 
 WORDS = [
     "digits",
+    "--task.width",
+    "8",
     "--duration",
     "12",
     "--batch.size",
@@ -26,6 +28,8 @@ WORDS = [
     "6",
     "--track",
     "none",
+    "--save.every",
+    "0",
 ]
 
 

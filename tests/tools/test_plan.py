@@ -8,6 +8,7 @@ import json
 import math
 import shlex
 from collections import Counter
+from importlib import import_module
 
 import pytest
 import torch
@@ -46,9 +47,18 @@ BLOCKS = (f"{HERE / 'planning.py'}:Blocks", "--batch.size", "32")
 GIB = 2.0**30
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported() -> None:
+    """Import once what each plan of a language model needs: its process is a fork of this one."""
+    import_module("transformers.models.gpt2.modeling_gpt2")
+    import_module("transformers.models.llama.modeling_llama")
+    read(["gpt"])  # the parser of the keys is kept
+
+
 @pytest.fixture(scope="module")
 def recipes(tmp_path_factory) -> dict[str, list[str]]:
-    return planned_recipes(a_base(tmp_path_factory.mktemp("base")))
+    made = planned_recipes(a_base(tmp_path_factory.mktemp("base")))
+    return {**made, "gpt": [*made["gpt"], "--task.layers", "2"]}
 
 
 def both(words: list[str], config: str, *options: str) -> tuple[dict, dict]:
@@ -69,7 +79,7 @@ GRID = [
     for mode in ("none", "full", "selective", "every:2")
     if recipe != "digits" or mode == "none"  # its convolutions have no repeated blocks
 ]
-QUICK = [("digits", "single", "none"), ("gpt", "fsdp2", "none")]
+QUICK = [("gpt", "fsdp2", "none")]
 
 
 def traced(real: dict) -> Counter[tuple[str, int]]:
@@ -79,15 +89,15 @@ def traced(real: dict) -> Counter[tuple[str, int]]:
 
 
 GOLDEN = {
-    "ddp": {("gloo:all_reduce", 240_512): 1},
+    "ddp": {("gloo:all_reduce", 138_880): 1},
     "fsdp2": {
         ("gloo:all_gather", 4_096): 2,
         ("gloo:all_gather", 33_280): 2,
-        ("gloo:all_gather", 50_816): 16,
+        ("gloo:all_gather", 50_816): 8,
         ("gloo:all_reduce", 4): 1,
         ("gloo:all_reduce", 4_096): 1,
         ("gloo:all_reduce", 33_280): 1,
-        ("gloo:all_reduce", 50_816): 4,
+        ("gloo:all_reduce", 50_816): 2,
     },
 }
 """of two real ranks that train gpt, from the profiler's trace, which is independent of the ledger;
@@ -145,9 +155,10 @@ def test_muons_share_of_a_process_is_planned(config):
 
 
 def test_one_more_layer_adds_what_the_formulas_say():
-    width, block, micro = 32, 32, 2
+    width, block, samples = 32, 32, 8
+    words = (*LLAMA, "--batch.micro", str(samples))
     one, two = planned(
-        [Asked((*LLAMA, "--task.layers", str(layers)), "single", 1) for layers in (1, 2)]
+        [Asked((*words, "--task.layers", str(layers)), "single", 1) for layers in (1, 2)]
     )
     mlp = 96  # 8/3 x width, rounded up to a multiple of 32
     assert not one.sharded
@@ -158,9 +169,9 @@ def test_one_more_layer_adds_what_the_formulas_say():
     assert kept == {"parameters": 4 * parameters, "EMA": 4 * parameters}
     counters = 9 * 4  # AdamW's step of each tensor
     assert two.memory.kept["optimizer"] - one.memory.kept["optimizer"] == 8 * parameters + counters
-    tokens, matrices = 4 * micro * block, parameters - 2 * width
+    tokens, matrices = samples * block, parameters - 2 * width
     # queries x keys and weights x values, not halved for causality
-    attention = 4 * micro * 4 * block**2 * width
+    attention = samples * 4 * block**2 * width
     forward = {name: two.flops[name] - one.flops[name] for name in ("forward", "backward")}
     assert forward["forward"] == 2 * matrices * tokens + attention
     # with the recomputed attention matrix
@@ -184,14 +195,18 @@ def test_bytes_of_each_layout(tmp_path):
         text.replace("fsdp_reshard_after_forward: true", "fsdp_reshard_after_forward: false")
     )
     # micro-batches on two processes
-    words, times = (*BLOCKS, "--batch.micro", "4", "--ema.half_life", "5ep"), 4
+    words, times = (*BLOCKS, "--batch.micro", "4"), 4
     each = ("--machine.sync_each_batch", "true")
+    ema = ("--ema.half_life", "5ep")
     asked = [
-        Asked(words, "fsdp2", 2),
+        Asked((*words, *ema), "fsdp2", 2),
         Asked(words, str(whole), 2),
         Asked((*words, *each), "fsdp2", 2),
     ]
-    asked += [Asked((*words, "--batch.size", "64"), "hsdp", 4), Asked(words, "ddp", 2)]
+    asked += [
+        Asked((*words, *ema, "--batch.size", "64"), "hsdp", 4),
+        Asked((*words, *ema), "ddp", 2),
+    ]
     sharded, kept, synced, hybrid, replicated = planned(asked)
     replica = 4 * sharded.parameters
     number = replica + 4 * (64 + 1)  # FSDP2 pads the one row of the last layer to two
@@ -269,7 +284,7 @@ def test_half_precision(config):
 @pytest.mark.parametrize("mode", ["full", pytest.param("selective", marks=pytest.mark.slow)])
 def test_a_block_is_recomputed_with_the_autocast_of_cuda(mode):
     """GPT-2's GELU has a power, which is computed in float32 on CUDA and in bfloat16 on a CPU."""
-    words = (*GPT, *recomputing("gpt", mode))
+    words = (*GPT, "--task.layers", "2", "--batch.micro", "8", *recomputing("gpt", mode))
     (plan,) = planned([Asked(words, "single", 1, mixed_precision="bf16")])
     assert isinstance(plan, Plan), plan
     assert ("recompute" in plan.flops) == (mode == "full")
@@ -396,6 +411,7 @@ def test_tied_parameters_that_fsdp2_separates_are_named_in_plan_and_run(tmp_path
 def test_a_bias_of_the_model_and_its_output_layer_is_in_the_unit_of_the_root(tmp_path):
     words = [f"{HERE / 'planning.py'}:Tied", "--task.what", "bias", "--batch.size", "8"]
     words += ["--duration", "5", "--track", "none", "--optimizer.name", "sgd"]
+    words += ["--eval.every", "0", "--save.every", "0"]
     assert main(["plan", *words, "--config_file", "fsdp2", "--processes", "2"]) == 0
     for config, ranks in (("single", 1), ("fsdp2", 2)):
         more = ["--run.dir", config]
@@ -451,13 +467,13 @@ def changes(*words: str, processes: int = 1) -> list[tuple[str, ...]]:
 
 
 def test_changes_that_would_change_the_result_are_not_tried():
-    assert ("--batch.micro", "4") in changes(*BLOCKS, "--batch.micro", "8")
+    assert ("--batch.micro", "4") in changes(*BLOCKS, "--batch.size", "8")
     assert not [
         words
         for words in changes(ODD, "--task.does", "norm", "--batch.size", "8")
         if "--batch.micro" in words
     ]
-    grain = changes(*BLOCKS, "--batch.grain", "8")
+    grain = changes(*BLOCKS, "--batch.grain", "16")
     assert grain and not [words for words in grain if "--batch.micro" in words]
 
 
@@ -487,39 +503,42 @@ COUNTED = {
     "workers": "3",
     "dtype": "float64",
     "recompute": "full",
-    "in_turn": "true",
     "blocks": "Linear",
 }
 """keys of machine.* that change a number of the plan, with a value that does"""
-OF_FSDP2 = {"sync_each_batch": "true"}
-"""those that do so under FSDP2 only"""
+OF_FSDP2 = {"sync_each_batch": "true", "in_turn": "true"}
+"""those that do so on several processes only, the first one only under FSDP2"""
 BOUNDS = {"compile": "regional", "offload": "true", "recompute": "budget:0.5"}
 """those that are replaced, with a line about it"""
 ONE_LAYOUT = {"base_dtype", "channels_last", "find_unused_parameters"}
 """those of frozen weights, convolutions and routers, which the model of this test does not have"""
 
 
-def with_keys(config: str, keys: dict[str, str]) -> list[Plan]:
-    """Return the plan without these keys of machine.*, and one with each of them."""
-    words = (*BLOCKS, "--batch.micro", "8")
-    several = [words]
-    several += [(*words, f"--machine.{key}", value) for key, value in keys.items()]
-    return planned([Asked(each, config, 2) for each in several])
+def of_machine(keys: dict[str, str]) -> list[str]:
+    words = []
+    for key, value in keys.items():
+        words += [f"--machine.{key}", value]
+    return words
 
 
 def test_every_machine_key_is_planned_or_listed():
-    plain, *plans = with_keys("ddp", COUNTED)
+    # The plan without a key, with each one, and with all that are replaced.
+    several = [{}, *({key: value} for key, value in COUNTED.items()), BOUNDS]
+    plain, *plans, bounds = planned(
+        [Asked((*BLOCKS, *of_machine(keys)), "single", 1) for keys in several]
+    )
     for key, plan in zip(COUNTED, plans, strict=True):
         assert type(plan) is type(plain) and plan != plain, key
-    sharded, *plans = with_keys("fsdp2", OF_FSDP2)
+    for key in BOUNDS:
+        lines = [line for line in bounds.not_counted.less if line.startswith(f"machine.{key} ")]
+        assert lines and "upper bound" in lines[0], key
+
+    # The same on two processes, whose step has two micro-batches.
+    words = (*BLOCKS, "--batch.micro", "8")
+    several = [{}, *({key: value} for key, value in OF_FSDP2.items())]
+    sharded, *plans = planned([Asked((*words, *of_machine(keys)), "fsdp2", 2) for keys in several])
     for key, plan in zip(OF_FSDP2, plans, strict=True):
         assert type(plan) is type(sharded) and plan != sharded, key
-    _, *bounds = with_keys("ddp", BOUNDS)
-    for key, plan in zip(BOUNDS, bounds, strict=True):
-        assert any(
-            line.startswith(f"machine.{key} ") and "upper bound" in line
-            for line in plan.not_counted.less
-        )
     listed = set(" ".join(plain.not_counted.other).split("machine.")[1].replace(",", "").split())
     names = {field.name for field in dataclasses.fields(MachineConfig)}
     others = COUNTED.keys() | OF_FSDP2.keys() | BOUNDS.keys() | ONE_LAYOUT

@@ -176,7 +176,7 @@ def test_batch_grain_is_bit_identical_with_dropout(proved):
     found = proved(
         "odd.py:Odd",
         "--config_file",
-        "fsdp2",
+        "ddp",
         *SMALL,
         "--task.kind",
         "dropout",
