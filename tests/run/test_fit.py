@@ -202,7 +202,11 @@ def test_one_interpreter(tmp_path):
 
 @pytest.mark.parametrize(
     ("config", "ranks"),
-    [("single", 1), ("ddp", 2), pytest.param("fsdp2", 2, marks=pytest.mark.slow)],
+    [
+        ("single", 1),
+        pytest.param("ddp", 2, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, marks=pytest.mark.slow),
+    ],
 )
 def test_the_weights_are_those_of_the_command_line(tmp_path, config, ranks):
     words = ["digits", "--duration", "6", "--batch.size", "32", "--track", "none"]
