@@ -866,6 +866,7 @@ def test_hosts_with_another_source_of_the_task_are_rejected(tmp_path):
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.slow
 def test_frozen_parameters_on_hosts_without_a_shared_disk(tmp_path):
     words = ["--run.dir", f"file://{tmp_path}/store", "--task.frozen", "true", "--duration", "20"]
     first = stores.trained(

@@ -15,7 +15,6 @@ from oneloop.data.batch_layout import BatchLayout
 from oneloop.data.order import Order
 from oneloop.data.seeded_samples import SeededSamples
 from oneloop.data.step_batches import CollateWithWeight, groups
-from slow_cases import with_slow
 from worlds import run, train
 
 pytestmark = pytest.mark.covers(
@@ -112,15 +111,11 @@ def stream(
         module.SeededSamples = SeededSamples
 
 
-LOADED = [(0, False), (0, True), (2, False), (2, True)]
-"""workers, and whether the data set loads many samples at once"""
-# With workers, these kinds stand for the others; each of them is read without workers, too.
-WITH_WORKERS = ("nothing", "numpy, from the middle on", "torch, leaving no trace", "all")
-CASES = [(kind, *loaded) for kind in DRAWS for loaded in LOADED]
-QUICK = [case for case in CASES if not case[1] or (case[2] and case[0] in WITH_WORKERS)]
-
-
-@pytest.mark.parametrize(("kind", "workers", "together"), with_slow(CASES, set(CASES) - set(QUICK)))
+@pytest.mark.parametrize(
+    ("workers", "together"),
+    [(0, False), (0, True), pytest.param(2, False, marks=pytest.mark.slow), (2, True)],
+)
+@pytest.mark.parametrize("kind", DRAWS)
 def test_samples_are_those_of_seeding_always(kind, workers, together):
     for micro in (1, 8) if workers == 0 else (4,):
         how = {"micro": micro, "workers": workers, "together": together}

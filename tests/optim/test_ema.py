@@ -591,8 +591,8 @@ def in_checkpoint(folder, name: str) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("ranks", "config"),
     [
-        pytest.param(1, "single", marks=pytest.mark.slow),
-        (2, "ddp"),
+        (1, "single"),
+        pytest.param(2, "ddp", marks=pytest.mark.slow),
         pytest.param(2, "fsdp2", marks=pytest.mark.slow),
     ],
 )

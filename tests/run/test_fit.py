@@ -257,7 +257,7 @@ def _beside_another() -> None:
 
 
 @pytest.mark.parametrize(
-    ("config", "ranks"), [pytest.param("single", 1, marks=pytest.mark.slow), ("ddp", 2)]
+    ("config", "ranks"), [("single", 1), pytest.param("ddp", 2, marks=pytest.mark.slow)]
 )
 def test_an_accelerator_of_ones_own_stays_as_it_was(tmp_path, config, ranks):
     run(_beside_another, ranks=ranks, config=config, folder=tmp_path).ok()

@@ -454,7 +454,7 @@ OVER_FITTED = """    def eval_sets(self):  # the fit to the sine is best early o
 def test_final_holds_what_it_states(tmp_path, ranks, config):
     os.umask(0o022)
     lay(tmp_path, OVER_FITTED)
-    words = [*WORDS, "--eval.every", "1", "--optimizer.lr", "0.05", "--ema.half_life", "16"]
+    words = [*WORDS, "--eval.every", "2", "--optimizer.lr", "0.05", "--ema.half_life", "16"]
     run(here, words, ranks=ranks, config=config, folder=tmp_path).ok()
     run(
         here,
