@@ -77,7 +77,7 @@ DEATHS = [
     ),
     ("kill:SIGSEGV", "loss", "was killed by SIGSEGV"),
 ]
-DEFAULT = {("ddp", 6)}
+DEFAULT = {("single", 2), ("ddp", 6)}
 
 
 @pytest.mark.parametrize(
