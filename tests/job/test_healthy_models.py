@@ -29,11 +29,12 @@ STEPS, FEW = 50, 20
 COMMON = ["--batch.size", "8", "--optimizer.name", "adamw", "--optimizer.lr", "0.001"]
 COMMON += ["--log.every", "1", "--log.noise_scale", "false", "--eval.every", "5"]
 COMMON += ["--machine.check_every", "5", "--save.every", "0", "--track", "none"]
+SIZES = r"batch 8 = \d ranks? x \d micro-batch(es)? x \d; "
 USUAL = (
     r"--- rank \d",
     # the model, the batch, the optimizer, the data
     r"recipe: [\d,]+ parameters, 40 samples, (one process|DDP|FSDP2) on cpu, no mixed precision",
-    r"batch 8 = \d ranks? x \d micro-batch(es)? x \d; (20 steps \(20|50 steps \(50), \d+ samples\)",
+    SIZES + r"(20 steps \(20, 160|50 steps \(50, 400) samples\)",
     r"adamw, learning rate 0.001 at most; schedule constant",
     r"evaluation data: validation 8 samples \(eval/…\)",
     # what is exchanged and compared
